@@ -1,0 +1,3 @@
+"""Rewrites transformers modeling files into fast source code that the user keeps."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Runs a rewritten modeling file against the original: structure, parity and latency."""

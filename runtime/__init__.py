@@ -1,0 +1,1 @@
+"""What rewritten modeling files import: operators, packing and backends."""

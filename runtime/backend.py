@@ -1,0 +1,141 @@
+"""Which implementation of an operator runs, and the record of every time it was not the fast one.
+
+Every operator has a plain torch reference and, where it pays, a Triton kernel. The choice between them is made when
+the operator runs, from the device of its first tensor and from `set_backend` or the environment variable
+`REWRITE_BACKEND` (`auto`, `reference` or `triton`), so that a wrong result can be bisected without editing a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+BACKENDS = ("auto", "reference", "triton")
+ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
+
+_fallbacks: Counter[tuple[str, str]] = Counter()
+_chosen: str | None = None
+
+# Each output package carries its own copy of this folder, so each registers its operators under its own name: two
+# rewritten models live in one process.
+NAMESPACE = __name__.rsplit(".", 2)[0].replace(".", "_")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend was asked for by name and cannot run here."""
+
+    def __init__(self, backend: str, why: str):
+        super().__init__(
+            f"backend '{backend}' was asked for and cannot run: {why}. "
+            f"Choose another with set_backend() or {ENVIRONMENT_VARIABLE} ({', '.join(BACKENDS)})."
+        )
+
+
+def set_backend(name: str) -> None:
+    """Choose the implementation of every operator of this package: one of `BACKENDS`.
+
+    Raises:
+        ValueError: if `name` is not one of `BACKENDS`.
+        BackendUnavailable: if `name` is `"triton"` and Triton is not installed.
+    """
+    global _chosen
+    _chosen = _checked(name)
+
+
+def get_backend() -> str:
+    """Return the backend in force: the last `set_backend`, else `REWRITE_BACKEND`, else `"auto"`."""
+    return _chosen if _chosen is not None else _checked(os.environ.get(ENVIRONMENT_VARIABLE, "auto"))
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Choose a backend for the length of a `with` block."""
+    global _chosen
+    previous, _chosen = _chosen, _checked(name)
+    try:
+        yield
+    finally:
+        _chosen = previous
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Return whether an operator on `tensor` runs its Triton kernel.
+
+    `auto` takes Triton on CUDA and HIP devices. A named `triton` is honoured or raises `BackendUnavailable`; on a CPU
+    tensor it needs Triton's interpreter (`TRITON_INTERPRET=1`).
+    """
+    backend = get_backend()
+    if backend == "reference":
+        return False
+    if tensor.is_cuda:
+        if triton_installed():
+            return True
+        _warn_once("triton is not installed: operators run their torch reference on the GPU, which is slower")
+        count_fallback("every operator", "triton_not_installed")
+        return False
+    if backend == "triton":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return True
+        raise BackendUnavailable("triton", f"the tensor is on '{tensor.device}' and TRITON_INTERPRET is not 1")
+    return False
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Return whether autograd would record an operator on these tensors: then the differentiable form has to run."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a torch operator that works on every device and passes through `torch.compile(fullgraph=True)`.
+
+    `schema` is the part after the name (`"(Tensor x, float eps) -> Tensor"`). The low-level library is used because
+    one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13, CPU), and a decode step makes hundreds.
+    """
+    _library.define(f"{name}{schema}")
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default  # type: ignore[no-any-return]
+
+
+def count_fallback(operator: str, reason: str) -> None:
+    """Count one run of `operator` that did not take its fast form, for `explain`. Free while compiling."""
+    if not torch.compiler.is_compiling():
+        _fallbacks[(operator, reason)] += 1
+
+
+def fallbacks() -> dict[tuple[str, str], int]:
+    """Return how often each operator ran in its slower form, by (operator, reason), since `reset_fallbacks`."""
+    return dict(_fallbacks)
+
+
+def reset_fallbacks() -> None:
+    """Set every fallback count to zero."""
+    _fallbacks.clear()
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """Return whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _checked(name: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend '{name}': choose one of {', '.join(BACKENDS)}")
+    if name == "triton" and not triton_installed():
+        raise BackendUnavailable(name, "triton is not installed")
+    return name
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,1 @@
+"""One libcst transform a file; this folder is the registry."""
