@@ -49,8 +49,8 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     reason = _unsafe(input, projections)
     if reason is not None:
         return _separately(input, projections, reason)
-    weights = [projection.weight for projection in projections]
-    biases = [projection.bias for projection in projections]
+    weights: list[Tensor] = [getattr(projection, "weight") for projection in projections]  # noqa: B009
+    biases: list[Tensor | None] = [getattr(projection, "bias") for projection in projections]  # noqa: B009
     if torch.compiler.is_compiling():
         output = _operator(input, weights, biases)
     elif (reason := _pack_all(weights, biases)) is None:
@@ -66,7 +66,7 @@ def packing_outcomes(model: nn.Module) -> dict[str, str]:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Return whether calling `module` does more than run its class's forward: hooks, a wrapped forward, parametrised."""
+    """Return whether calling `module` does more than run its class's forward: it has hooks or a wrapped forward."""
     watched = (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
