@@ -136,9 +136,31 @@ def _groups(
     blocks: dict[int, list[Call]] = {}
     for call in calls:
         blocks.setdefault(id(module.parent(call.statement)), []).append(call)
-    together = [block for block in blocks.values() if len({call.attribute for call in block}) > 1]
-    for block in together or [calls]:
-        yield Group(owner, method, argument, tuple(block))
+    same = [part for block in blocks.values() for part in _same_value(block, module)]
+    together = [part for part in same if len({call.attribute for call in part}) > 1]
+    apart = [calls] if len(same) == len(blocks) > 1 else []
+    for part in together or apart:
+        yield Group(owner, method, argument, tuple(part))
+
+
+def _same_value(calls: list[Call], module: Module) -> Iterator[list[Call]]:
+    """Split calls of one block where a plain assignment gives the argument's name another value."""
+    read = names_in([calls[0].node.args[0].value])
+    part: list[Call] = []
+    for call in calls:
+        if part and read & _reassigned(part[-1].statement, call.statement, module):
+            yield part
+            part = []
+        part.append(call)
+    yield part
+
+
+def _reassigned(first: cst.BaseStatement, last: cst.BaseStatement, module: Module) -> set[str]:
+    block = list(block_of(first, module))
+    start, end = (next(i for i, s in enumerate(block) if s is line) for line in (first, last))
+    lines = [line for line in block[start:end] if isinstance(line, cst.SimpleStatementLine)]
+    assigns = [small for line in lines for small in line.body if isinstance(small, cst.Assign)]
+    return {t.target.value for a in assigns for t in a.targets if isinstance(t.target, cst.Name)}
 
 
 def _may_be_linear(module: Module, owner: ClassInfo, attribute: str) -> bool:
