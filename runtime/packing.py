@@ -65,24 +65,6 @@ def packing_outcomes(model: nn.Module) -> dict[str, str]:
     return {name: _outcomes[module] for name, module in model.named_modules() if module in _outcomes}
 
 
-def is_observed(module: nn.Module) -> bool:
-    """Return whether calling `module` does more than run its class's forward: it has hooks or a wrapped forward."""
-    watched = (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-    return bool(watched) or "forward" in module.__dict__ or _has_global_hooks()
-
-
-def _has_global_hooks() -> bool:
-    shared = nn.modules.module
-    return bool(
-        shared._global_forward_hooks
-        or shared._global_forward_pre_hooks
-        or shared._global_backward_hooks
-        or shared._global_backward_pre_hooks
-    )
-
-
 def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) -> tuple[Tensor, ...]:
     backend.count_fallback("packed_linear", reason)
     if not torch.compiler.is_compiling():
@@ -99,7 +81,7 @@ def _unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
     for projection in projections:
         if type(projection) is not nn.Linear:
             return "not_linear"
-        if is_observed(projection):
+        if backend.observed(projection):
             return "observed"
         weight, bias = projection.weight, projection.bias
         if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
