@@ -33,6 +33,23 @@ class UnknownModel(UsageError):
         )
 
 
+class NoModelingFile(UsageError):
+    """A model type exists, but transformers has no file that defines its model alone."""
+
+    def __init__(self, model_type: str, config: str, version: str, files: Sequence[str]):
+        choice = f"choose one of {', '.join(files)} and give its path" if files else "it is made of other models' code"
+        super().__init__(
+            f"transformers {version} has no modeling file of its own for '{model_type}' ({config}): {choice}."
+        )
+
+
+class CheckpointNotUsable(UsageError):
+    """A checkpoint folder does not say which model it holds, or holds another one than was asked for."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"cannot use the checkpoint {folder}: {why}")
+
+
 class MissingLibrary(UsageError):
     """A library that the request needs is not installed."""
 
