@@ -41,8 +41,8 @@ def from_config(auto: Any, config: Any, /, *args: Any, module: str, **kwargs: An
     if type(config) in mapping:
         own = getattr(sys.modules[module], getattr(mapping[type(config)], "__name__", ""), None)
         if own is not None and own.__module__ == module:
-            return own._from_config(config, *args, **kwargs)  # type: ignore[no-any-return]
-    return auto.from_config(config, *args, **kwargs)  # type: ignore[no-any-return]
+            return own._from_config(config, *args, **kwargs)
+    return auto.from_config(config, *args, **kwargs)
 
 
 def _is_model(value: object, module: str) -> bool:

@@ -49,8 +49,8 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     reason = _unsafe(input, projections)
     if reason is not None:
         return _separately(input, projections, reason)
-    weights = [projection.weight for projection in projections]
-    biases = [projection.bias for projection in projections]
+    weights: list[Tensor] = [getattr(projection, "weight") for projection in projections]  # noqa: B009
+    biases: list[Tensor | None] = [getattr(projection, "bias") for projection in projections]  # noqa: B009
     if torch.compiler.is_compiling():
         output = _operator(input, weights, biases)
     elif (reason := _pack_all(weights, biases)) is None:
@@ -63,24 +63,6 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
 def packing_outcomes(model: nn.Module) -> dict[str, str]:
     """Return why each group of projections of `model` was last called separately, by the name of its first module."""
     return {name: _outcomes[module] for name, module in model.named_modules() if module in _outcomes}
-
-
-def is_observed(module: nn.Module) -> bool:
-    """Return whether calling `module` does more than run its class's forward: hooks, a wrapped forward, parametrised."""
-    watched = (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-    return bool(watched) or "forward" in module.__dict__ or _has_global_hooks()
-
-
-def _has_global_hooks() -> bool:
-    shared = nn.modules.module
-    return bool(
-        shared._global_forward_hooks
-        or shared._global_forward_pre_hooks
-        or shared._global_backward_hooks
-        or shared._global_backward_pre_hooks
-    )
 
 
 def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) -> tuple[Tensor, ...]:
@@ -99,7 +81,7 @@ def _unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
     for projection in projections:
         if type(projection) is not nn.Linear:
             return "not_linear"
-        if is_observed(projection):
+        if backend.observed(projection):
             return "observed"
         weight, bias = projection.weight, projection.bias
         if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
