@@ -1,21 +1,189 @@
-"""The errors this tool raises on purpose."""
+"""One base error, one class per failure; each builds its message from what was asked, found, and to be done next.
+
+Exit codes of the command: 0 done, 1 a difference or a failed verification, 2 usage, 3 a bug of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class RewriteError(Exception):
-    """The base of them all; the command line prints the message and exits with `exit_code`."""
+    """Base of every error that a user can act on; `exit_code` is what the command returns."""
 
     exit_code = 1
 
 
+class UsageError(RewriteError):
+    """The request itself cannot be carried out."""
+
+    exit_code = 2
+
+
+class UnknownModel(UsageError):
+    """MODEL is neither a model type, nor a file, nor a module, nor a checkpoint folder."""
+
+    def __init__(self, model: str, known: Sequence[str]):
+        near = difflib.get_close_matches(model, known, n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else "`rewrite models` lists the model types."
+        super().__init__(
+            f"no model '{model}': it is no model type of the installed transformers, no file, no folder with a "
+            f"config.json and no module. {hint}"
+        )
+
+
+class NoModelingFile(UsageError):
+    """A model type exists, but transformers has no file that defines its model alone."""
+
+    def __init__(self, model_type: str, config: str, version: str, files: Sequence[str]):
+        choice = f"choose one of {', '.join(files)} and give its path" if files else "it is made of other models' code"
+        super().__init__(
+            f"transformers {version} has no modeling file of its own for '{model_type}' ({config}): {choice}."
+        )
+
+
+class CheckpointNotUsable(UsageError):
+    """A checkpoint folder does not say which model it holds, or holds another one than was asked for."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"cannot use the checkpoint {folder}: {why}")
+
+
+class MissingLibrary(UsageError):
+    """A library that the request needs is not installed."""
+
+    def __init__(self, library: str, needed_for: str):
+        super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {library}")
+
+
+class SourceNotReadable(UsageError):
+    """The modeling file cannot be read as Python text."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"cannot read {path}: {why}")
+
+
+class SourceDoesNotParse(UsageError):
+    """The modeling file is not valid Python."""
+
+    def __init__(self, path: object, line: int, why: str):
+        super().__init__(f"{path}:{line}: does not parse as Python: {why}")
+
+
+class AlreadyRewritten(UsageError):
+    """The source given is an output of this tool."""
+
+    def __init__(self, path: object):
+        super().__init__(
+            f"{path} was already rewritten (its header says so): give the original file or its model type instead."
+        )
+
+
+class NothingToRewrite(RewriteError):
+    """No transform matched anything, so there is nothing to write."""
+
+    def __init__(self, path: object, reasons: Iterable[str]):
+        found = "; ".join(reasons) or "no candidate of any transform"
+        super().__init__(f"nothing to rewrite in {path}: {found}. Nothing was written.")
+
+
+class UnknownTransform(UsageError):
+    """`--only`, `--skip` or `explain` names a transform that does not exist."""
+
+    def __init__(self, name: str, known: Sequence[str]):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}."
+        super().__init__(f"no transform '{name}': {hint}")
+
+
+class OutputNotOurs(UsageError):
+    """The output folder holds something that this tool did not write."""
+
+    def __init__(self, path: object, why: str, *, forcible: bool = True):
+        force = ", or --force to replace it (what is there is kept beside it as a backup)" if forcible else ""
+        super().__init__(f"{path} {why}: choose another --out{force}.")
+
+
+class OutputNotWritable(RewriteError):
+    """Writing the output failed; the folder that was there before is untouched."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"cannot write {path}: {why}. What was there before is unchanged.")
+
+
+class NotAPackage(UsageError):
+    """A folder given to diff, verify or bench is not a package that this tool wrote."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"{path} is not a rewritten package: {why}.")
+
+
+class OriginalNotFound(RewriteError):
+    """The original of a package is not where its lock says."""
+
+    def __init__(self, folder: object, name: str, sha256: str):
+        super().__init__(
+            f"the original of {folder}, {name} (sha256 {sha256[:12]}…), is not where its lock says: "
+            "name it with --original FILE."
+        )
+
+
+class OriginalChanged(RewriteError):
+    """The file found is not the one that a package was made from."""
+
+    def __init__(self, folder: object, path: object, made_from: str | None, found: str | None):
+        versions = f" (made from transformers {made_from}, found {found})" if made_from and found else ""
+        super().__init__(
+            f"{folder} was made from another content of {path} than is there now{versions}: rewrite it anew, "
+            "or name the original with --original FILE."
+        )
+
+
+class TransformError(RewriteError):
+    """A transform failed unexpectedly at one site: a bug of ours."""
+
+    exit_code = 3
+
+    def __init__(self, transform: str, where: str, why: str):
+        super().__init__(f"transform {transform} failed at {where}: {why}. This is a bug: please report it.")
+
+
+class NotConverging(TransformError):
+    """A transform still found something to do after the permitted number of passes: a bug of ours."""
+
+    def __init__(self, transform: str, passes: int):
+        super().__init__(transform, "the whole file", f"it still changes the file after {passes} passes")
+
+
+class GateFailed(TransformError):
+    """The generated package does not import, so it was not put in place: a bug of ours or an unusual source."""
+
+    def __init__(self, path: object, why: str):
+        RewriteError.__init__(self, f"the rewritten {path} failed its import check and was not put in place: {why}")
+
+
 class VerificationError(RewriteError):
-    """The verification could not be carried out, so nothing is known about the two files."""
+    """A verification could not be carried out (a failed verification is a verdict, not an error)."""
+
+
+class RelativeImport(UsageError):
+    """A modeling file from outside transformers imports its neighbours, which the output would not have."""
+
+    def __init__(self, path: object, statement: str):
+        super().__init__(
+            f"{path} imports a file beside it (`{statement}`), which the output folder would not have: "
+            f"make the import absolute first."
+        )
 
 
 class SideNotFound(VerificationError):
     """One of the two modeling files to compare is not there, or which one is meant is not clear."""
 
+    exit_code = 2
+
     def __init__(self, side: object, found: str) -> None:
         super().__init__(
-            f"No modeling file at {str(side)!r}: {found}. "
+            f"no modeling file at {str(side)!r}: {found}. "
             "Name a package folder with one modeling_*.py, a modeling_*.py file, or a dotted module name."
         )

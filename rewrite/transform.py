@@ -1,0 +1,147 @@
+"""The contract between the engine and a transform: a transform proposes, the engine applies.
+
+A transform names every place that looks like its business (`candidates`, broad), and for each says what it would
+change (`Found`) or why it leaves it alone (`Skip`, with a reason from its own closed set). It never edits the tree.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import libcst as cst
+
+from rewrite.module import Module
+
+
+class Numerics(enum.Enum):
+    """What a transform does to the numbers."""
+
+    EXACT = "exact"
+    """The same operations in the same order: equal bits."""
+    REORDERED = "reordered"
+    """The same mathematics; sums are taken in another order or intermediate roundings are left out."""
+    APPROXIMATE = "approximate"
+    """Another, close result; only on request."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place that looks like a transform's business."""
+
+    node: cst.CSTNode
+    where: str
+    """Qualified name, `LlamaAttention.forward`."""
+    label: str = ""
+    """What tells it from other candidates in the same place, `q_proj, k_proj, v_proj`."""
+
+    @property
+    def site(self) -> str:
+        """The stable identifier that reports and locks use."""
+        return f"{self.where}: {self.label}" if self.label else self.where
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace one node of the tree by others; statements may become any number, expressions exactly one."""
+
+    old: cst.CSTNode
+    new: tuple[cst.CSTNode, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a transform would change at one candidate."""
+
+    edits: tuple[Edit, ...]
+    uses: tuple[str, ...] = ()
+    """Runtime functions that the new code calls, as `file.function`: `packing.packed_linear`."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Why a candidate is left alone."""
+
+    reason: str
+    """A key of the transform's `reasons`, or of `COMMON_REASONS`."""
+    detail: str = ""
+
+
+COMMON_REASONS: Mapping[str, str] = {
+    "loses_comment": "rewriting would drop a comment",
+}
+
+
+class Transform(ABC):
+    """One rewrite rule.
+
+    The class docstring has the headings What it does, Why, What it needs, Numerics and Known limits.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    numerics: ClassVar[Numerics]
+    reasons: ClassVar[Mapping[str, str]]
+    """Every reason that `match` may skip with, and what it means."""
+    after: ClassVar[tuple[str, ...]] = ()
+    """Names of the transforms whose output this one reads."""
+    on_request: ClassVar[bool] = False
+
+    @abstractmethod
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Name every place in `module` that looks like this transform's business, in source order."""
+
+    @abstractmethod
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Say what to change at `candidate`, or why not."""
+
+
+@dataclass(frozen=True)
+class SkippedSite:
+    """A candidate that stays as it was."""
+
+    site: str
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class TransformReport:
+    """What one transform did to one file."""
+
+    name: str
+    rewritten: tuple[str, ...] = ()
+    skipped: tuple[SkippedSite, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The engine's result: the new text and what happened at every candidate."""
+
+    text: str
+    transforms: tuple[TransformReport, ...]
+    runtime: tuple[str, ...] = field(default=())
+    """Files of the runtime that the text imports, without `.py`."""
+
+    @property
+    def sites(self) -> int:
+        """Number of rewritten sites."""
+        return sum(len(report.rewritten) for report in self.transforms)
+
+
+def order(transforms: Sequence[Transform]) -> list[Transform]:
+    """Sort transforms so that each comes after those it reads from, alphabetically otherwise."""
+    waiting = sorted(transforms, key=lambda transform: transform.name)
+    present = {transform.name for transform in waiting}
+    done: list[Transform] = []
+    while waiting:
+        placed = {transform.name for transform in done}
+        ready = next((t for t in waiting if all(n in placed or n not in present for n in t.after)), None)
+        if ready is None:
+            raise ValueError(f"transforms wait for each other: {', '.join(t.name for t in waiting)}")
+        waiting.remove(ready)
+        done.append(ready)
+    return done
