@@ -33,7 +33,7 @@ def is_docstring(statement: cst.CSTNode) -> bool:
 def name_is_free(name: str, module: Module, *functions: cst.FunctionDef) -> bool:
     """Whether `name` can mean the runtime's function in `functions`: nothing else in the file is called that."""
     imported = module.imports.get(name)
-    if imported is not None and imported != f".runtime.{name}.{name}":
+    if imported is not None and not (imported.startswith(".runtime.") and imported.endswith(f".{name}")):
         return False
     if name in module.functions or name in module.classes:
         return False

@@ -183,10 +183,16 @@ def _div(*args: Term) -> Term | None:
 
 def _index(*args: Term) -> Term | None:
     base, *items = args
+    places = [place for place, item in enumerate(items) if item == NONE]
+    if len(places) == 1 and all(item == _ALL for item in items if item != NONE):
+        return make("unsqueeze", base, constant(places[0]))
     if base.op == "tuple" and len(items) == 1 and items[0].op == "constant":
         number = int(items[0].value) if items[0].value.lstrip("-").isdigit() else len(base.args)
         return base.args[number] if -len(base.args) <= number < len(base.args) else None
     return None
+
+
+_ALL = Term("slice", (NONE, NONE, NONE))
 
 
 def _slice(*args: Term) -> Term:
