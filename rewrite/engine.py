@@ -15,6 +15,7 @@ import libcst as cst
 from rewrite import imports
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.module import Module, walk
+from rewrite.syntax import replace_nodes
 from rewrite.transform import (
     Candidate,
     Edit,
@@ -59,8 +60,10 @@ class _Pass:
         return id(old) in self.covered or any(id(above) in self.edits for above in self.module.ancestors(old))
 
 
-def rewrite_text(text: str, transforms: Sequence[Transform]) -> Rewritten:
+def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Sequence[str] = ()) -> Rewritten:
     """Apply `transforms` to the text of a modeling file and report what happened at every candidate.
+
+    `already_used` names what the text uses of the runtime without importing it yet, as `Found.uses` does.
 
     Raises:
         NotConverging: if a transform keeps finding something to do.
@@ -68,7 +71,7 @@ def rewrite_text(text: str, transforms: Sequence[Transform]) -> Rewritten:
         libcst.ParserSyntaxError: if `text` does not parse.
     """
     before = Module(cst.parse_module(text))
-    module, reports, uses = before, [], set[str]()
+    module, reports, uses = before, [], set(already_used)
     for transform in order(transforms):
         module, report, used = _converge(transform, module)
         reports.append(report)
@@ -134,24 +137,7 @@ def _comments(nodes: Sequence[cst.CSTNode]) -> list[str]:
 
 
 def _apply(tree: cst.Module, edits: dict[int, tuple[cst.CSTNode, ...]]) -> cst.Module:
-    replaced = tree.visit(_Replace(edits))
+    replaced = replace_nodes(tree, edits)
     if not isinstance(replaced, cst.Module):
         raise TypeError("an edit replaced the module itself")
     return replaced
-
-
-class _Replace(cst.CSTTransformer):
-    def __init__(self, edits: dict[int, tuple[cst.CSTNode, ...]]):
-        super().__init__()
-        self.edits = edits
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        return id(node) not in self.edits
-
-    def on_leave(  # type: ignore[override]
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
-        new = self.edits.get(id(original_node))
-        if new is None:
-            return updated_node
-        return new[0] if len(new) == 1 else cst.FlattenSentinel(new)

@@ -126,3 +126,13 @@ class GateFailed(TransformError):
 
 class VerificationError(RewriteError):
     """A verification could not be carried out (a failed verification is a verdict, not an error)."""
+
+
+class RelativeImport(UsageError):
+    """A modeling file from outside transformers imports its neighbours, which the output would not have."""
+
+    def __init__(self, path: object, statement: str):
+        super().__init__(
+            f"{path} imports a file beside it (`{statement}`), which the output folder would not have: "
+            f"make the import absolute first."
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import libcst as cst
 
-from rewrite.module import Module, imported_names
+from rewrite.module import Module, bound_name
 
 
 def without_unused(module: Module, before: Module) -> cst.Module:
@@ -50,9 +51,7 @@ def _unused(module: Module, before: Module) -> set[str]:
     named = {*module.functions, *module.imports}
     exported = _exported(module)
     return {
-        name
-        for name in named - exported
-        if before.references.get(name, 0) > 0 and module.references.get(name, 0) == 0
+        name for name in named - exported if before.references.get(name, 0) > 0 and module.references.get(name, 0) == 0
     }
 
 
@@ -67,6 +66,9 @@ def _exported(module: Module) -> set[str]:
                 values = (element.value for element in elements)
                 return {str(v.evaluated_value) for v in values if isinstance(v, cst.SimpleString)}
     return set()
+
+
+_Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
 
 
 class _Remove(cst.CSTTransformer):
@@ -88,7 +90,7 @@ class _Remove(cst.CSTTransformer):
         return cst.RemoveFromParent() if original_node.name.value in self.names else updated_node
 
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import | cst.RemovalSentinel:
-        kept = [a for a in updated_node.names if self._binds(cst.Import([a])) not in self.names]
+        kept = [alias for alias in updated_node.names if bound_name(alias).split(".")[0] not in self.names]
         return self._with_names(updated_node, kept)
 
     def leave_ImportFrom(
@@ -96,14 +98,11 @@ class _Remove(cst.CSTTransformer):
     ) -> cst.ImportFrom | cst.RemovalSentinel:
         if isinstance(updated_node.names, cst.ImportStar):
             return updated_node
-        kept = [a for a in updated_node.names if self._binds(cst.Import([a])) not in self.names]
+        kept = [alias for alias in updated_node.names if bound_name(alias) not in self.names]
         return self._with_names(updated_node, kept)
 
-    def _binds(self, statement: cst.Import) -> str:
-        return next(imported_names(statement))[0]
-
-    def _with_names(self, node, kept):  # type: ignore[no-untyped-def]
-        if len(kept) == len(node.names):
+    def _with_names(self, node: _Import, kept: list[cst.ImportAlias]) -> _Import | cst.RemovalSentinel:
+        if isinstance(node.names, cst.ImportStar) or len(kept) == len(node.names):
             return node
         if not kept:
             return cst.RemoveFromParent()

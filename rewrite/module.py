@@ -57,6 +57,11 @@ class Module:
         """Return the innermost statement (a line or a compound statement) that `node` is part of."""
         return next(n for n in (node, *self.ancestors(node)) if isinstance(n, cst.BaseStatement))
 
+    def indentation(self, node: cst.CSTNode) -> int:
+        """Return how many columns the statement of `node` is indented by."""
+        blocks = [above for above in self.ancestors(self.statement(node)) if isinstance(above, cst.IndentedBlock)]
+        return sum(len(block.indent or self.tree.default_indent) for block in blocks)
+
     def qualified(self, expression: cst.BaseExpression) -> str:
         """Return the dotted name with imports resolved (`nn.Linear` → `torch.nn.Linear`), or `""` if it is none."""
         parts: list[str] = []
@@ -146,13 +151,18 @@ def imported_names(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str
         prefix = f"{dots}{dotted(statement.module)}" if statement.module else dots
         prefix += "" if prefix.endswith(".") else "."
     for alias in statement.names:
-        name = dotted(alias.name)
-        if alias.asname is not None and isinstance(alias.asname.name, cst.Name):
-            yield alias.asname.name.value, prefix + name
-        elif isinstance(statement, cst.Import):
+        name, local = dotted(alias.name), bound_name(alias)
+        if isinstance(statement, cst.Import) and alias.asname is None:
             yield name.split(".")[0], name.split(".")[0]
         else:
-            yield name, prefix + name
+            yield local, prefix + name
+
+
+def bound_name(alias: cst.ImportAlias) -> str:
+    """Return the name that an import binds; for a plain `import a.b` the whole dotted name."""
+    if alias.asname is not None and isinstance(alias.asname.name, cst.Name):
+        return alias.asname.name.value
+    return dotted(alias.name)
 
 
 def dotted(node: cst.BaseExpression) -> str:

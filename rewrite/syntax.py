@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import libcst as cst
 
@@ -68,9 +68,7 @@ def bound_names(node: cst.CSTNode) -> set[str]:
     """Return the local names that `node` may bind or write through: targets, `x[...] =`, `x += `, `x.op_(...)`."""
     bound: set[str] = set()
     for inner in walk(node):
-        if isinstance(inner, cst.AssignTarget):
-            bound |= _target_names(inner.target)
-        elif isinstance(inner, (cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.CompFor)):
+        if isinstance(inner, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.CompFor)):
             bound |= _target_names(inner.target)
         elif isinstance(inner, cst.Del):
             bound |= names_in([inner])
@@ -80,6 +78,39 @@ def bound_names(node: cst.CSTNode) -> set[str]:
             if inner.func.attr.value.endswith("_") and not inner.func.attr.value.endswith("__"):
                 bound |= names_in([inner.func.value])
     return bound
+
+
+def written_names(node: cst.CSTNode) -> set[str]:
+    """Return the local names that evaluating a statement's expressions may write, its own targets left out."""
+    targets = {id(inner) for inner in walk(node) if isinstance(inner, cst.AssignTarget)}
+    values = [inner.value for inner in walk(node) if isinstance(inner, cst.Assign)]
+    return set().union(*(bound_names(value) for value in values)) if targets else bound_names(node)
+
+
+def local_names(function: cst.FunctionDef, module: Module) -> set[str]:
+    """Return every name that stands in a function as a name of its own, not as an attribute or a keyword."""
+    names = set(parameters(function))
+    for node in walk(function.body):
+        if isinstance(node, cst.Name):
+            parent = module.parent(node)
+            attribute = isinstance(parent, cst.Attribute) and parent.attr is node
+            keyword = isinstance(parent, cst.Arg) and parent.keyword is node
+            if not attribute and not keyword:
+                names.add(node.value)
+    return names
+
+
+def single_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
+    """Return the value of every local that is assigned exactly once, by `name = value`, and is no parameter."""
+    values: dict[str, cst.BaseExpression] = {}
+    times: dict[str, int] = dict.fromkeys(parameters(function), 1)
+    for node in walk(function.body):
+        if isinstance(node, (cst.Assign, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.With)):
+            for name in bound_names(node) if not isinstance(node, (cst.For, cst.With)) else names_in([node]):
+                times[name] = times.get(name, 0) + 1
+        if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.targets[0].target, cst.Name):
+            values[node.targets[0].target.value] = node.value
+    return {name: value for name, value in values.items() if times[name] == 1}
 
 
 def block_of(node: cst.CSTNode, module: Module) -> Sequence[cst.CSTNode]:
@@ -99,3 +130,40 @@ def _target_names(target: cst.CSTNode) -> set[str]:
     if isinstance(target, (cst.Subscript, cst.Attribute)):
         return _target_names(target.value)
     return set()
+
+
+def replace_nodes(top: cst.CSTNode, new: Mapping[int, tuple[cst.CSTNode, ...]]) -> cst.CSTNode:
+    """Return `top` with every node whose `id` is in `new` replaced; none, or several, only for a statement."""
+    replaced = top.visit(_Replace(new))
+    if not isinstance(replaced, cst.CSTNode):
+        raise TypeError("the node itself was replaced")
+    return replaced
+
+
+class _Replace(cst.CSTTransformer):
+    def __init__(self, new: Mapping[int, tuple[cst.CSTNode, ...]]):
+        super().__init__()
+        self.new = new
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return id(node) not in self.new
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
+        new = self.new.get(id(original_node))
+        if new is None:
+            if isinstance(original_node, cst.IndentedBlock) and isinstance(updated_node, cst.IndentedBlock):
+                return self._without_gap(original_node, updated_node)
+            return updated_node
+        return new[0] if len(new) == 1 else cst.FlattenSentinel(new)
+
+    def _without_gap(self, original: cst.IndentedBlock, updated: cst.IndentedBlock) -> cst.IndentedBlock:
+        """Drop the blank lines that a block would begin with because its first statements were removed."""
+        if self.new.get(id(original.body[0])) != () or not updated.body:
+            return updated
+        first = updated.body[0]
+        lines = list(getattr(first, "leading_lines", ()))
+        while lines and lines[0].comment is None:
+            lines.pop(0)
+        return updated.with_changes(body=[first.with_changes(leading_lines=lines), *updated.body[1:]])

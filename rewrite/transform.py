@@ -76,7 +76,10 @@ COMMON_REASONS: Mapping[str, str] = {
 
 
 class Transform(ABC):
-    """One rewrite rule. The class docstring has the headings What it does, Why, What it needs, Numerics, Known limits."""
+    """One rewrite rule.
+
+    The class docstring has the headings What it does, Why, What it needs, Numerics and Known limits.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]

@@ -14,9 +14,12 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 BACKENDS = ("auto", "reference", "triton")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
@@ -28,6 +31,7 @@ _chosen: str | None = None
 # rewritten models live in one process.
 NAMESPACE = __name__.rsplit(".", 2)[0].replace(".", "_")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_NO_GUARD = contextlib.nullcontext()
 
 
 class BackendUnavailable(RuntimeError):
@@ -94,16 +98,43 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def register(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def observed(module: nn.Module) -> bool:
+    """Return whether something outside the module takes part in its call, so that the call itself has to be made.
+
+    That is a hook of any kind (its own or torch's global ones), a `forward` set on the instance (accelerate's
+    offloading and hub kernels do this) or a parametrised weight.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or "parametrizations" in module._modules
+        or _has_any_global_hook()
+    )
+
+
+def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Return a context that makes the device of `tensor` the current one: Triton launches on the current device."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(tensor.device)
+
+
+def register(
+    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
     """Register a torch operator that works on every device and passes through `torch.compile(fullgraph=True)`.
 
     `schema` is the part after the name (`"(Tensor x, float eps) -> Tensor"`). The low-level library is used because
-    one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13, CPU), and a decode step makes hundreds.
+    one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13, CPU), and a decode step makes
+    hundreds.
     """
     _library.define(f"{name}{schema}")
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default  # type: ignore[no-any-return]
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def count_fallback(operator: str, reason: str) -> None:

@@ -1,0 +1,49 @@
+"""Text in, text out: a source becomes the text of a rewritten modeling file and the report of what was done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from rewrite.engine import rewrite_text
+from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse
+from rewrite.relocate import is_rewritten, relocate
+from rewrite.source import Source
+from rewrite.transform import Rewritten, Transform
+
+
+@dataclass(frozen=True)
+class Build:
+    """A rewritten modeling file, not yet written anywhere."""
+
+    source: Source
+    rewritten: Rewritten
+    """Text and report; `rewritten.text` is the whole generated file, header included."""
+
+
+def build(source: Source, transforms: Sequence[Transform]) -> Build:
+    """Rewrite `source` with `transforms`.
+
+    Raises:
+        SourceDoesNotParse: if the source is not valid Python.
+        AlreadyRewritten: if the source is an output of this tool.
+        NothingToRewrite: if no transform matched.
+    """
+    if is_rewritten(source.text):
+        raise AlreadyRewritten(source.path)
+    try:
+        relocated = relocate(source)
+    except cst.ParserSyntaxError as error:
+        raise SourceDoesNotParse(source.path, error.raw_line, error.message.splitlines()[0]) from error
+    rewritten = rewrite_text(relocated.text, transforms, relocated.uses)
+    if not rewritten.sites:
+        raise NothingToRewrite(source.path, _reasons(rewritten))
+    return Build(source, rewritten)
+
+
+def _reasons(rewritten: Rewritten) -> list[str]:
+    counts = Counter((report.name, skip.reason) for report in rewritten.transforms for skip in report.skipped)
+    return [f"{name} skipped {count} ({reason})" for (name, reason), count in sorted(counts.items())]

@@ -1,0 +1,138 @@
+"""Grouped-query attention without expanded keys and values (Ainslie et al., 2023).
+
+B batch, S query length, T key length, H query heads, Hk key/value heads, G = H / Hk query heads a group, D head_dim.
+Query head h reads key/value head h // G. transformers copies each key and value G times (`repeat_kv`) wherever a mask
+is given; here the group moves into a dimension that the keys do not have:
+
+    one query token     [B, Hk, G, D] against [B, Hk, T, D]: the group becomes the query length
+    several             [G, Hk, S, D] against [1, Hk, T, D] a sequence, keys broadcast over the group with stride 0
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from . import backend
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+_DEVICES = frozenset({"cpu", "cuda"})
+
+
+def native_gqa(interface: Attention) -> Attention:
+    """Return the attention function to call in place of `interface`.
+
+    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and `interface`
+    itself for anything else.
+    """
+    return _sdpa if interface is sdpa_attention_forward else interface
+
+
+@functools.wraps(sdpa_attention_forward)
+def _sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    groups = getattr(module, "num_key_value_groups", 1)
+    if groups == 1 or (attention_mask is None and key.shape[-1] == value.shape[-1] <= 256):
+        reason = None  # transformers expands nothing here
+    else:
+        reason = _refusal(groups, query, key, dropout, kwargs)
+        if reason is None:
+            if is_causal is None:
+                is_causal = getattr(module, "is_causal", True)
+            return _grouped(query, key, value, attention_mask, scaling, is_causal), None
+        backend.count_fallback("native_gqa", reason)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+
+
+def _refusal(
+    groups: int, query: torch.Tensor, key: torch.Tensor, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    if dropout:
+        return "dropout"
+    for name in ("position_bias", "cache", "softcap", "output_attentions"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            return name
+    if query.device.type not in _DEVICES:
+        return "device"
+    if query.shape[0] != key.shape[0] or query.shape[1] != key.shape[1] * groups:
+        return "shape"
+    return None
+
+
+def _grouped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Attend with `query` `[B, H, S, D]` to `key`, `value` `[B, Hk, T, D]`; the result is `[B, S, H, D]`."""
+    batch, heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    causal = length > 1 and mask is None and is_causal
+    if causal and key.shape[2] > length:  # prefill into an empty static cache
+        key, value = key[:, :, :length], value[:, :, :length]
+    if length == 1:
+        if mask is not None and mask.shape[1] != 1:
+            mask = mask.reshape(mask.shape[0], kv_heads, groups, mask.shape[-1])
+        folded = query.reshape(batch, kv_heads, groups, query.shape[-1])
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        return out.reshape(batch, 1, heads, value.shape[-1])
+    query = query.unflatten(1, (kv_heads, groups))
+    per_head = mask is not None and mask.shape[1] != 1
+    rows = []
+    for row in range(batch):
+        member = query[row].transpose(0, 1)
+        row_mask = mask
+        if mask is not None:
+            row_mask = mask[row : row + 1] if mask.shape[0] != 1 else mask
+            if per_head:
+                row_mask = row_mask[0].unflatten(0, (kv_heads, groups)).transpose(0, 1)
+        out = F.scaled_dot_product_attention(
+            member,
+            key[row : row + 1].expand(groups, -1, -1, -1),
+            value[row : row + 1].expand(groups, -1, -1, -1),
+            attn_mask=row_mask,
+            scale=scaling,
+            is_causal=causal,
+        )
+        rows.append(out.permute(2, 1, 0, 3))
+    return torch.stack(rows).flatten(2, 3)
+
+
+def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left @ repeat_kv(right, H // Hk)` without the copy that `repeat_kv` makes.
+
+    Args:
+        left: `[B, H, S, K]`, with query head h reading `right` head h // (H / Hk).
+        right: `[B, Hk, K, M]`.
+
+    Returns:
+        `[B, H, S, M]`. Differentiable; equal to the expanded product up to the order of the sums.
+    """
+    batch, heads, length, inner = left.shape
+    kv_heads = right.shape[1]
+    if heads == kv_heads:
+        return torch.matmul(left, right)
+    folded = left.reshape(batch, kv_heads, heads // kv_heads * length, inner)
+    return torch.matmul(folded, right).view(batch, heads, length, right.shape[-1])

@@ -1,0 +1,64 @@
+"""How a kernel that works row by row sees a tensor, and the tile each of its programs takes.
+
+A row is the last dimension. Its address is `(row // inner) * outer_stride + (row % inner) * inner_stride`, which
+covers contiguous tensors, column slices of a packed projection, and the heads of such a slice
+(`[B, S, heads, head_dim]`) without a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+MAX_BLOCK_COLS = 16384
+LOOP_BLOCK_COLS = 8192
+
+
+def collapse(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Return `(tensor, inner, outer_stride, inner_stride)`, strides in elements; copies only where it must.
+
+    `tensor` is `[..., H]` with H > 0. Leading dimensions that fold into at most two are read in place; anything else,
+    or a last dimension that is not dense, is made contiguous first.
+    """
+    if tensor.is_contiguous():
+        return tensor, 1, tensor.shape[-1], 0
+    if tensor.stride(-1) == 1:
+        levels: list[tuple[int, int]] = []
+        for size, stride in zip(tensor.shape[-2::-1], tensor.stride()[-2::-1], strict=True):
+            if size == 1:
+                continue
+            if levels and stride == levels[-1][0] * levels[-1][1]:
+                levels[-1] = (levels[-1][0] * size, levels[-1][1])
+            else:
+                levels.append((size, stride))
+        if len(levels) == 1:
+            return tensor, 1, levels[0][1], 0
+        if len(levels) == 2:
+            return tensor, levels[0][0], levels[1][1], levels[0][1]
+    return tensor.contiguous(), 1, tensor.shape[-1], 0
+
+
+def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return `(tensor, row_stride)` for a kernel that knows one row stride; copies where two would be needed."""
+    tensor, inner, outer_stride, _ = collapse(tensor)
+    if inner == 1:
+        return tensor, outer_stride
+    return tensor.contiguous(), tensor.shape[-1]
+
+
+@functools.lru_cache(maxsize=4096)
+def tile(hidden_size: int, rows: int) -> tuple[int, int, int]:
+    """Return `(BLOCK_ROWS, BLOCK_COLS, num_warps)` for rows of `hidden_size` elements.
+
+    Rows wider than `MAX_BLOCK_COLS` are walked in blocks. At most 16 warps, so that a block stays within 1,024 threads
+    on wave 64.
+    """
+    block_cols = 1 << (hidden_size - 1).bit_length()
+    if block_cols > MAX_BLOCK_COLS:
+        return 1, LOOP_BLOCK_COLS, 16
+    block_rows = 1
+    if block_cols <= 512 and rows >= 4096:
+        block_rows = 2048 // block_cols
+    return block_rows, block_cols, min(16, max(1, block_rows * block_cols // 512))

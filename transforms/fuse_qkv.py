@@ -1,0 +1,50 @@
+"""Projections of one input become one product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from rewrite.module import Module
+from rewrite.projections import REASONS, is_gated_product, merge, projection_groups
+from rewrite.transform import Candidate, Found, Numerics, Skip, Transform
+
+
+class FuseQKV(Transform):
+    """Query, key and value projections of one input become one product on packed weights.
+
+    What it does:
+        `self.q_proj(x)`, `self.k_proj(x)` and `self.v_proj(x)` become
+        `packed_linear(x, self.q_proj, self.k_proj, self.v_proj)`. Any two or more `nn.Linear` of a class that are
+        called once each with the same argument are merged, whatever their names, sizes and biases.
+
+    Why:
+        One large product reads the input once and fills the chip; at batch 1 it is also one kernel launch instead of
+        three. A compiler cannot do it, because the weights would have to lie in one tensor.
+
+    What it needs:
+        The calls stand in one block, on every path, and nothing writes the argument between them. The modules stay:
+        their weights become views of the packed tensor at the first call, so checkpoints and adapters do not notice.
+
+    Numerics:
+        Reordered: the same sums, which a larger product may take in another order.
+
+    Known limits:
+        Gradients, hooks on a projection, adapters, quantised and distributed weights take the original calls, at run
+        time and with the reason counted. Conv1D and other linear layers are left alone.
+    """
+
+    name: ClassVar[str] = "fuse_qkv"
+    summary: ClassVar[str] = "query, key and value projections of one input become one product on packed weights"
+    numerics: ClassVar[Numerics] = Numerics.REORDERED
+    reasons = REASONS
+
+    def candidates(self, module: Module) -> Iterator[Candidate]:
+        """Yield every group of projections of one argument that is no gate and up pair."""
+        groups = (group for group in projection_groups(module) if not is_gated_product(group, module))
+        return (group.candidate() for group in groups)
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Merge the group that starts at the candidate's call."""
+        group = next(g for g in projection_groups(module) if g.calls[0].node is candidate.node)
+        return merge(group, module)
