@@ -40,15 +40,17 @@ def name_is_free(name: str, module: Module, *functions: cst.FunctionDef) -> bool
     return not any(name in parameters(function) or name in bound_names(function) for function in functions)
 
 
-def call_statement(target: str, function: str, arguments: list[str], module: Module, indent: int) -> cst.BaseStatement:
-    """Parse `<target><function>(<arguments>)`, laid out as the file's formatter lays out a long call."""
-    text = f"{target}{function}({', '.join(arguments)})"
+def call_statement(
+    target: str, function: str, arguments: list[str], module: Module, indent: int, suffix: str = ""
+) -> cst.BaseStatement:
+    """Parse `<target><function>(<arguments>)<suffix>`, laid out as the file's formatter lays out a long call."""
+    text = f"{target}{function}({', '.join(arguments)}){suffix}"
     pad = " " * indent
     if "\n" in text or indent + len(text) > LINE_LENGTH:
         inner = f"{pad}    {', '.join(arguments)}"
         if "\n" in text or len(inner) > LINE_LENGTH:
             inner = "\n".join(f"{pad}    {argument}," for argument in arguments)
-        text = f"{target}{function}(\n{inner}\n{pad})"
+        text = f"{target}{function}(\n{inner}\n{pad}){suffix}"
     return cst.parse_statement(text, config=module.tree.config_for_parsing)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import libcst as cst
+
 from rewrite.computation import NotComputable, body
-from rewrite.module import Module
+from rewrite.module import Module, walk
 from rewrite.replacement import call_statement, name_is_free, returning
 from rewrite.rope import Rotation, rotations, same_rotation
-from rewrite.syntax import parameters
+from rewrite.syntax import calls_in, parameters
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -51,7 +53,8 @@ class FuseRope(Transform):
         for name, function in module.functions.items():
             names = parameters(function)
             tables = [part for part in ("cos", "sin") if any(part in parameter for parameter in names)]
-            if len(tables) == 2 and len(names) > 2 and module.references.get(name, 0) > 0:
+            called = module.references.get(name, 0) > 0
+            if len(tables) == 2 and len(names) > 2 and called and _multiplies(function, module):
                 yield Candidate(function, name)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -72,6 +75,13 @@ class FuseRope(Transform):
             return Skip("name_taken")
         call = call_statement("return ", name, _arguments(found), module, 4)
         return Found((Edit(function, (returning(function, call),)),), (f"rotary.{name}",))
+
+
+def _multiplies(function: cst.FunctionDef, module: Module) -> bool:
+    """Whether the function has a product, or calls a function of the file, which may have it."""
+    if any(isinstance(node, cst.Multiply) for node in walk(function.body)):
+        return True
+    return any(isinstance(call.func, cst.Name) and call.func.value in module.functions for call in calls_in(function))
 
 
 def _arguments(found: list[Rotation]) -> list[str]:
