@@ -1,9 +1,10 @@
 """What a function computes, apart from how it is spelled.
 
-`body` runs a function symbolically: locals are inlined in order, helper methods and functions of the file are followed,
-annotations and docstrings do not count, and spellings of the same operation (`x.float()` and `x.to(torch.float32)`,
-`x ** 2` and `x.square()`, `torch.rsqrt(v)` and `v ** -0.5`) become the same term. The order of roundings is kept: a
-cast before a multiplication and one after it are different terms. `unify` finds a pattern in the result.
+`body` runs a function symbolically: locals are inlined in order, helper methods and functions of the file are
+followed, annotations and docstrings do not count, and spellings of the same operation (`x.float()` and
+`x.to(torch.float32)`, `x ** 2` and `x.square()`, `torch.rsqrt(v)` and `v ** -0.5`) become the same term. The order of
+roundings is kept: a cast before a multiplication and one after it are different terms. `unify` finds a pattern in the
+result.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from rewrite.spelling import (
     COMPARISON,
     Term,
     constant,
-    is_dtype,
     make,
 )
 
@@ -294,6 +294,3 @@ def _may_bind(pattern: Term, term: Term) -> bool:
 
 def _kind(node: cst.CSTNode) -> str:
     return type(node).__name__
-
-
-__all__ = ["Bindings", "NotComputable", "Pattern", "Term", "body", "is_dtype", "subterms", "unify"]

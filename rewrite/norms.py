@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.computation import Bindings, NotComputable, Pattern, Term, body, subterms
+from rewrite.computation import Bindings, NotComputable, Pattern, body, subterms
 from rewrite.module import ClassInfo, Module, self_attribute, walk
-from rewrite.spelling import constant
+from rewrite.spelling import Term, constant
 
 _RMS = """
 class Norm:
@@ -66,9 +66,9 @@ class NormCall:
     """The source of the arguments after the tensor."""
 
     @property
-    def code(self) -> str:
-        """The call's source."""
-        return f"{self.function}({', '.join((self.tensor, *self.arguments))})"
+    def given(self) -> list[str]:
+        """The source of all arguments."""
+        return [self.tensor, *self.arguments]
 
 
 def computed(info: ClassInfo, module: Module) -> Term | NotComputable:
@@ -182,5 +182,3 @@ def _is_parameter(name: str, info: ClassInfo, module: Module) -> bool:
     calls = [value for value in values if isinstance(value, cst.Call)]
     tensors = ("torch.nn.Parameter", "torch.nn.Buffer", "torch.nn.parameter.Parameter")
     return bool(calls) and len(calls) == len(values) and all(module.qualified(c.func) in tensors for c in calls)
-
-

@@ -7,7 +7,7 @@ import libcst as cst
 from rewrite.module import Module, walk
 from rewrite.replacement import call_statement
 from rewrite.residual import Pair, is_read_after
-from rewrite.syntax import fresh_name, local_names, replace_nodes
+from rewrite.syntax import fresh_name, local_names, replace_nodes, statement
 
 
 def fused_statements(pair: Pair, module: Module) -> tuple[cst.BaseStatement, ...]:
@@ -76,11 +76,11 @@ def _reads_total(pair: Pair) -> bool:
     return any(id(node) not in own and id(node) not in targets for node in names)
 
 
-def _call(pair: Pair, module: Module, target: str, suffix: str = "") -> cst.BaseStatement:
+def _call(pair: Pair, module: Module, target: str, suffix: str = "") -> cst.SimpleStatementLine:
     left, right = (side.with_changes(lpar=[], rpar=[]) for side in (pair.add.left, pair.add.right))
     sides = [module.code(right), module.code(left)] if _may_swap(pair) else [module.code(left), module.code(right)]
     indent = 4 * sum(isinstance(above, cst.IndentedBlock) for above in module.ancestors(pair.line))
-    return call_statement(target, "add_norm", [*sides, f"self.{pair.norm}"], module, indent, suffix)
+    return call_statement(target, "add_norm", [*sides, f"self.{pair.norm}"], module, indent=indent, suffix=suffix)
 
 
 def _may_swap(pair: Pair) -> bool:
@@ -91,22 +91,21 @@ def _may_swap(pair: Pair) -> bool:
     return isinstance(left, cst.Name)
 
 
-def _copies(names: list[str], total: str, module: Module) -> list[cst.BaseStatement]:
-    return [cst.parse_statement(f"{name} = {total}", config=module.tree.config_for_parsing) for name in names]
+def _copies(names: list[str], total: str, module: Module) -> list[cst.SimpleStatementLine]:
+    return [statement(f"{name} = {total}", module) for name in names]
 
 
-def _with_comments(pair: Pair, new: list[cst.BaseStatement]) -> tuple[cst.BaseStatement, ...]:
+def _with_comments(pair: Pair, new: list[cst.SimpleStatementLine]) -> tuple[cst.BaseStatement, ...]:
     """Put the comments of the replaced statements before the first new one, less doubled blank lines."""
-    assert pair.assignment is not None
     replaces_line = _assigned_name(pair) is not None or len(new) == 1
-    old = (pair.assignment, *pair.between, *([pair.line] if replaces_line else []))
+    old = (*pair.before_line, *([pair.line] if replaces_line else []))
     lines: list[cst.EmptyLine] = []
-    for statement in old:
-        for line in getattr(statement, "leading_lines", ()):
+    for replaced in old:
+        for line in getattr(replaced, "leading_lines", ()):
             if line.comment is not None or not lines or lines[-1].comment is not None:
                 lines.append(line)
-        trailing = getattr(statement, "trailing_whitespace", None)
-        if statement is not pair.line and trailing is not None and trailing.comment is not None:
+        trailing = getattr(replaced, "trailing_whitespace", None)
+        if replaced is not pair.line and trailing is not None and trailing.comment is not None:
             lines.append(cst.EmptyLine(comment=trailing.comment))
     first = new[0].with_changes(leading_lines=lines)
     if replaces_line and isinstance(pair.line, cst.SimpleStatementLine):

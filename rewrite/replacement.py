@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import libcst as cst
 
 from rewrite.module import Module, walk
@@ -41,19 +43,24 @@ def name_is_free(name: str, module: Module, *functions: cst.FunctionDef) -> bool
 
 
 def call_statement(
-    target: str, function: str, arguments: list[str], module: Module, indent: int, suffix: str = ""
-) -> cst.BaseStatement:
-    """Parse `<target><function>(<arguments>)<suffix>`, laid out as the file's formatter lays out a long call."""
+    target: str, function: str, arguments: Sequence[str], module: Module, *, indent: int = 8, suffix: str = ""
+) -> cst.SimpleStatementLine:
+    """Parse `<target><function>(<arguments>)<suffix>`, laid out as the file's formatter lays out a long call.
+
+    `indent` counts for the length only: the lines of a statement are printed relative to the block that it is put in.
+    """
     text = f"{target}{function}({', '.join(arguments)}){suffix}"
-    pad = " " * indent
     if "\n" in text or indent + len(text) > LINE_LENGTH:
-        inner = f"{pad}    {', '.join(arguments)}"
-        if "\n" in text or len(inner) > LINE_LENGTH:
-            inner = "\n".join(f"{pad}    {argument}," for argument in arguments)
-        text = f"{target}{function}(\n{inner}\n{pad}){suffix}"
-    return cst.parse_statement(text, config=module.tree.config_for_parsing)
+        inner = f"    {', '.join(arguments)}"
+        if "\n" in text or indent + len(inner) > LINE_LENGTH:
+            inner = "\n".join(f"    {argument}," for argument in arguments)
+        text = f"{target}{function}(\n{inner}\n){suffix}"
+    parsed = cst.parse_statement(text, config=module.tree.config_for_parsing)
+    if not isinstance(parsed, cst.SimpleStatementLine):
+        raise TypeError(f"not a simple statement: {text}")
+    return parsed
 
 
-def _comments(statements: list[cst.BaseStatement], block: cst.BaseSuite) -> list[cst.Comment]:
+def _comments(statements: Sequence[cst.CSTNode], block: cst.BaseSuite) -> list[cst.Comment]:
     footer = block.footer if isinstance(block, cst.IndentedBlock) else ()
     return [node for top in (*statements, *footer) for node in walk(top) if isinstance(node, cst.Comment)]

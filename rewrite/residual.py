@@ -35,6 +35,11 @@ class Pair:
     in_place: bool = False
 
     @property
+    def before_line(self) -> tuple[cst.BaseStatement, ...]:
+        """The statements before that with the norm's call that take part."""
+        return (*((self.assignment,) if self.assignment is not None else ()), *self.between)
+
+    @property
     def copies(self) -> list[str]:
         """The names that statements between the two give the sum."""
         return [name for statement in self.between if (name := _copy_of(statement, self.total)) is not None]
@@ -51,8 +56,8 @@ def pairs(info: ClassInfo, function: cst.FunctionDef, module: Module) -> Iterato
         if isinstance(argument, cst.BinaryOperation) and _adds_tensors(argument):
             yield Pair(argument, call, norm, function, line)
         elif isinstance(argument, cst.Name):
-            pair = _through_name(Pair(Add(argument, cst.Add(), argument), call, norm, function, line), argument, module)
-            if pair is not None:
+            started = Pair(Add(argument, cst.Add(), argument), call, norm, function, line)
+            if (pair := _through_name(started, argument, module)) is not None:
                 yield pair
 
 
@@ -80,9 +85,9 @@ def is_read_after(name: str, line: cst.CSTNode, function: cst.FunctionDef, modul
         for statement in following:
             if name in _reads(statement):
                 return True
-            if isinstance(statement, cst.SimpleStatementLine) and name in bound_names(statement):
-                return False
-            if isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[-1], (cst.Return, cst.Raise)):
+            if not isinstance(statement, cst.SimpleStatementLine):
+                continue
+            if name in bound_names(statement) or isinstance(statement.body[-1], (cst.Return, cst.Raise)):
                 return False
         line = module.parent(block) if isinstance(block, (cst.IndentedBlock, cst.Else)) else block
         if isinstance(line, (cst.For, cst.While, cst.Try, cst.With)):
@@ -132,7 +137,7 @@ def _assigned(
 
 def _adds_tensors(node: cst.BinaryOperation) -> bool:
     numbers = (cst.Integer, cst.Float, cst.SimpleString, cst.UnaryOperation, cst.List, cst.Tuple)
-    return isinstance(node.operator, cst.Add) and not isinstance(node.left, numbers) and not isinstance(node.right, numbers)
+    return isinstance(node.operator, cst.Add) and not any(isinstance(n, numbers) for n in (node.left, node.right))
 
 
 def _copy_of(statement: cst.CSTNode, name: str) -> str | None:
@@ -150,7 +155,7 @@ def _choices(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
     if isinstance(value, cst.IfExp):
         yield from _choices(value.body)
         yield from _choices(value.orelse)
-    else:
+    elif not (isinstance(value, cst.Name) and value.value == "None"):
         yield value
 
 

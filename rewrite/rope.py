@@ -1,4 +1,4 @@
-"""The rotary embeddings that the runtime computes, recognised by what the pair (apply, rotate) returns for a tensor."""
+"""The rotary embeddings that the runtime computes, recognised by what the pair (apply, rotate) returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from rewrite.computation import Bindings, Pattern, Term
+from rewrite.computation import Bindings, Pattern
+from rewrite.spelling import Term
 
 _ROTATE = {
     "half": """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -46,7 +47,6 @@ _ALIASES = {
     "negative": "neg",
     "subtract": "sub",
     "true_divide": "div",
-    "unflatten": "unflatten",
 }
 _CASTS = {"bfloat16": "bfloat16", "double": "float64", "float": "float32", "half": "float16"}
 _DTYPES = {f"torch.{name}" for name in ("bfloat16", "double", "float", "float16", "float32", "float64", "half")}
@@ -206,7 +206,7 @@ def _mean(*args: Term) -> Term | None:
     return None
 
 
-_RULES = {
+_RULES: dict[str, Callable[..., Term | None]] = {
     "to": _to,
     "type": _to,
     "type_as": _type_as,

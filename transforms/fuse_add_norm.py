@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import libcst as cst
 
@@ -23,7 +24,8 @@ class FuseAddNorm(Transform):
     What it does:
         Turns `hidden_states = residual + hidden_states`, `residual = hidden_states` and
         `hidden_states = self.norm(hidden_states)` into one statement that calls `add_norm`, and
-        `self.norm(hidden_states + residual)` into `add_norm(…)[0]`. Norm classes of the file get a method `add_forward`.
+        `self.norm(hidden_states + residual)` into `add_norm(…)[0]`. Norm classes of the file get a
+        method `add_forward`.
 
     Why:
         The norm reads the sum that the add has just written; one kernel keeps it in registers.
@@ -44,7 +46,7 @@ class FuseAddNorm(Transform):
     summary = "A residual add and the norm that follows it become one kernel."
     numerics = Numerics.REORDERED
     after = ("fuse_layer_norm", "fuse_rms_norm")
-    reasons = {
+    reasons: ClassVar[Mapping[str, str]] = {
         "norm_not_fused": "the norm is a class whose computation the runtime does not offer",
         "unknown_norm": "the attribute may hold something that is no norm",
         "conditional": "the norm is computed under a condition or more than once, the sum is not",
@@ -129,15 +131,17 @@ def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] |
     return edits, uses
 
 
-def _method(kernel: str, arguments: tuple[str, ...], module: Module) -> cst.BaseStatement:
-    call = call_statement("return ", kernel, ["hidden_states", "residual", *arguments], module, 8)
-    lines = cst.Module([call.with_changes()]).code.rstrip("\n").replace("\n", "\n    ")
+def _method(kernel: str, arguments: tuple[str, ...], module: Module) -> cst.FunctionDef:
+    call = call_statement("return ", kernel, ["hidden_states", "residual", *arguments], module)
+    lines = cst.Module([call]).code.rstrip("\n").replace("\n", "\n    ")
     text = (
         "def add_forward(self, hidden_states, residual):\n"
         '    """Returns the norm of `residual + hidden_states` and that sum."""\n'
         f"    {lines}\n"
     )
     method = cst.parse_statement(text, config=module.tree.config_for_parsing)
+    if not isinstance(method, cst.FunctionDef):
+        raise TypeError("not a function")
     return method.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from rewrite.computation import NotComputable
 from rewrite.module import Module
 from rewrite.norms import computed, divides_by_root_mean_square, layer_norm_call, looks_like_norm, subtracts_mean
-from rewrite.replacement import name_is_free, returning
-from rewrite.syntax import statement
+from rewrite.replacement import call_statement, name_is_free, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -36,7 +36,7 @@ class FuseLayerNorm(Transform):
     name = "fuse_layer_norm"
     summary = "LayerNorm classes that are written out in fp32 call one kernel."
     numerics = Numerics.REORDERED
-    reasons = {
+    reasons: ClassVar[Mapping[str, str]] = {
         "other_computation": "the body is a LayerNorm, but not the computation that `layer_norm` offers",
         "name_taken": "the file has a name `layer_norm` of its own",
     }
@@ -60,5 +60,5 @@ class FuseLayerNorm(Transform):
             return Skip("other_computation")
         if not name_is_free(call.function, module, forward):
             return Skip("name_taken")
-        new = returning(forward, statement(f"return {call.code}", module))
+        new = returning(forward, call_statement("return ", call.function, call.given, module))
         return Found((Edit(forward, (new,)),), ("layer_norm.layer_norm",))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from rewrite.computation import NotComputable
 from rewrite.module import Module
 from rewrite.norms import computed, divides_by_root_mean_square, looks_like_norm, rms_norm_call, subtracts_mean
-from rewrite.replacement import name_is_free, returning
-from rewrite.syntax import statement
+from rewrite.replacement import call_statement, name_is_free, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -20,13 +20,13 @@ class FuseRmsNorm(Transform):
         methods and the names of its attributes stay.
 
     Why:
-        PyTorch runs a hand-written RMSNorm as six kernels, each of which reads and writes the hidden states; one kernel
-        reads them once and writes them once.
+        PyTorch runs a hand-written RMSNorm as six kernels, each of which reads and writes the hidden states; one
+        kernel reads them once and writes them once.
 
     What it needs:
         A `forward` that computes `x * rsqrt(mean(x²) + eps)` in fp32 over the last dimension, in whatever spelling and
-        through whatever helper methods, then one of: rounding and a product with the weight (Llama), a product with the
-        weight and rounding (OLMo 2), a product with `1 + weight` in fp32 and rounding (Gemma), rounding alone.
+        through whatever helper methods, then one of: rounding and a product with the weight (Llama), a product with
+        the weight and rounding (OLMo 2), a product with `1 + weight` in fp32 and rounding (Gemma), rounding alone.
 
     Numerics:
         The order of roundings of each family is kept; the mean is summed in the kernel's order.
@@ -38,7 +38,7 @@ class FuseRmsNorm(Transform):
     name = "fuse_rms_norm"
     summary = "RMSNorm classes call one kernel, with the rounding order of their family."
     numerics = Numerics.REORDERED
-    reasons = {
+    reasons: ClassVar[Mapping[str, str]] = {
         "control_flow": "the body has a statement that a fused norm has no place for",
         "other_computation": "the body is a norm, but none of the computations that `rms_norm` offers",
         "name_taken": "the file has a name `rms_norm` of its own",
@@ -65,5 +65,5 @@ class FuseRmsNorm(Transform):
             return Skip("other_computation")
         if not name_is_free(call.function, module, forward):
             return Skip("name_taken")
-        new = returning(forward, statement(f"return {call.code}", module))
+        new = returning(forward, call_statement("return ", call.function, call.given, module))
         return Found((Edit(forward, (new,)),), ("rms_norm.rms_norm",))

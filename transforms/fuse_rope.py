@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import libcst as cst
 
@@ -31,7 +32,8 @@ class FuseRope(Transform):
         a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to it.
 
     Numerics:
-        Products and sum are rounded where the original rounds them.
+        Products and sum are rounded where the original rounds them; in fp32 a product and the sum may be one
+        operation.
 
     Known limits:
         Tables that are broadcast without an unsqueeze, complex tables, rotations with the opposite sign and rotated
@@ -40,8 +42,8 @@ class FuseRope(Transform):
 
     name = "fuse_rope"
     summary = "Rotary embeddings turn queries and keys in one kernel."
-    numerics = Numerics.EXACT
-    reasons = {
+    numerics = Numerics.REORDERED
+    reasons: ClassVar[Mapping[str, str]] = {
         "control_flow": "the body has a statement that the fused rotation has no place for",
         "other_computation": "the body is none of the rotations that `rotary` offers",
         "two_ways": "queries and keys are turned in two ways",
@@ -73,7 +75,7 @@ class FuseRope(Transform):
         name = "rotary" if len(found) == 2 else "rotary_single"
         if not name_is_free(name, module, function):
             return Skip("name_taken")
-        call = call_statement("return ", name, _arguments(found), module, 4)
+        call = call_statement("return ", name, _arguments(found), module, indent=4)
         return Found((Edit(function, (returning(function, call),)),), (f"rotary.{name}",))
 
 
