@@ -175,3 +175,15 @@ class RelativeImport(UsageError):
             f"{path} imports a file beside it (`{statement}`), which the output folder would not have: "
             f"make the import absolute first."
         )
+
+
+class SideNotFound(VerificationError):
+    """One of the two modeling files to compare is not there, or which one is meant is not clear."""
+
+    exit_code = 2
+
+    def __init__(self, side: object, found: str) -> None:
+        super().__init__(
+            f"no modeling file at {str(side)!r}: {found}. "
+            "Name a package folder with one modeling_*.py, a modeling_*.py file, or a dotted module name."
+        )

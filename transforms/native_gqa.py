@@ -167,6 +167,8 @@ def _product(use: cst.Name, module: Module) -> cst.Call | cst.BinaryOperation | 
     parent = module.parent(use)
     if m.matches(parent, m.Attribute(attr=m.Name("transpose"))):
         right = module.parent(parent)
+        if not isinstance(right, cst.Call) or not _swaps_last_two(right, module):
+            return None
         parent = module.parent(right)
     if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, cst.MatrixMultiply):
         return parent if parent.right is right else None
@@ -175,6 +177,11 @@ def _product(use: cst.Name, module: Module) -> cst.Call | cst.BinaryOperation | 
         if isinstance(call, cst.Call) and module.qualified(call.func) == "torch.matmul" and call.args[1] is parent:
             return call
     return None
+
+
+def _swaps_last_two(transpose: cst.Call, module: Module) -> bool:
+    axes = [module.code(argument.value) for argument in transpose.args]
+    return len(axes) == 2 and {axes[0], axes[1]} in ({"2", "3"}, {"-1", "-2"})
 
 
 def _grouped(product: cst.Call | cst.BinaryOperation, use: cst.Name, compact: cst.Name, module: Module) -> cst.Call:

@@ -1,0 +1,230 @@
+"""Packing keeps what a checkpoint, an optimiser, an adapter and a hook see."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from rewrite.runtime import backend, packing
+from rewrite.runtime.packing import packed_linear
+
+
+class Attention(nn.Module):
+    def __init__(self, biases=(False, False, False), dtype=torch.float32):
+        super().__init__()
+        sizes = (48, 16, 16)
+        for name, size, bias in zip("qkv", sizes, biases, strict=True):
+            setattr(self, name, nn.Linear(32, size, bias=bias, dtype=dtype))
+
+    def forward(self, x):
+        return torch.cat(packed_linear(x, self.q, self.k, self.v), -1)
+
+    def original(self, x):
+        return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_counts():
+    backend.reset_fallbacks()
+
+
+def packed(module):
+    storages = {getattr(module, name).weight.untyped_storage().data_ptr() for name in "qkv"}
+    return len(storages) == 1
+
+
+def run(module, x):
+    with torch.no_grad():
+        return module(x), module.original(x)
+
+
+@pytest.mark.parametrize("biases", [(False,) * 3, (True,) * 3, (True, False, True), (False, True, False)])
+@pytest.mark.parametrize("shape", [(2, 5, 32), (1, 32), (0, 32), (32,)])
+def test_equals_the_projections_in_fp64(biases, shape):
+    module = Attention(biases, torch.float64)
+    ours, original = run(module, torch.randn(shape, dtype=torch.float64))
+    assert packed(module)
+    torch.testing.assert_close(ours, original, rtol=1e-12, atol=1e-12)
+
+
+def test_state_dict_is_the_originals_and_shares_no_growth():
+    module = Attention((True, True, True))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    run(module, torch.randn(3, 32))
+    after = module.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in after.values()}
+    assert sum(storages.values()) == sum(t.numel() * t.element_size() for t in before.values())
+
+
+def test_parameters_stay_the_same_objects_and_in_place_updates_are_seen():
+    module = Attention()
+    parameters = list(module.parameters())
+    x = torch.randn(3, 32)
+    run(module, x)
+    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+    with torch.no_grad():
+        module.k.weight.mul_(2)
+    ours, original = run(module, x)
+    torch.testing.assert_close(ours, original)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.to(torch.bfloat16).to(torch.float32),
+        lambda m: setattr(m.k, "weight", nn.Parameter(torch.randn(16, 32))),
+        lambda m: m.load_state_dict({k: torch.randn_like(v) for k, v in m.state_dict().items()}),
+        lambda m: m.load_state_dict({k: torch.randn_like(v) for k, v in m.state_dict().items()}, assign=True),
+        lambda m: setattr(m.q.weight, "data", torch.randn(48, 32)),
+    ],
+)
+def test_packs_again_after_the_weights_were_replaced(change):
+    module = Attention()
+    x = torch.randn(3, 32)
+    run(module, x)
+    change(module)
+    ours, original = run(module, x)
+    torch.testing.assert_close(ours, original)
+    assert packed(module)
+
+
+def test_copies_and_pickles_are_independent():
+    module = Attention()
+    x = torch.randn(3, 32)
+    run(module, x)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
+        with torch.no_grad():
+            other.q.weight.zero_()
+        ours, original = run(other, x)
+        torch.testing.assert_close(ours, original)
+    assert module.q.weight.abs().sum() > 0
+
+
+def test_gradients_are_the_originals_and_counted():
+    module, twin = Attention((True,) * 3), Attention((True,) * 3)
+    twin.load_state_dict(module.state_dict())
+    x = torch.randn(3, 32)
+    run(module, x)
+    module(x).square().sum().backward()
+    twin.original(x).square().sum().backward()
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert backend.fallbacks() == {("packed_linear", "gradient"): 1}
+    assert packing.packing_outcomes(module) == {"q": "gradient"}
+
+
+class Adapter(nn.Module):
+    """Stands for an adapter library's layer around a projection."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.weight = base.weight
+        self.bias = base.bias
+
+    def forward(self, x):
+        return self.base(x) + 1
+
+
+def add_hook(module):
+    module.k.register_forward_hook(lambda *_: None)
+
+
+def wrap_forward(module):
+    forward = module.k.forward
+    module.k.forward = lambda x: forward(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (add_hook, "observed"),
+        (wrap_forward, "observed"),
+        (lambda m: setattr(m, "k", Adapter(m.k)), "not_linear"),
+        (lambda m: nn.utils.parametrizations.weight_norm(m.k), "not_linear"),
+        (lambda m: m.k.to(torch.float64) and m, "different_weights"),
+        (lambda m: setattr(m.k.weight, "data", torch.randn(99, 32)[7:23]), "shared_storage"),
+    ],
+)
+def test_calls_the_modules_where_packing_is_not_safe(change, reason):
+    module = Attention()
+    change(module)
+    x = torch.randn(3, 32)
+    if reason == "different_weights":
+        with pytest.raises(RuntimeError, match="dtype"):
+            run(module, x)
+    else:
+        ours, original = run(module, x)
+        assert torch.equal(ours, original)
+    assert backend.fallbacks() == {("packed_linear", reason): 1}
+    assert not packed(module)
+
+
+def test_autocast_takes_the_modules():
+    module = Attention()
+    x = torch.randn(3, 32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert module(x).dtype == torch.bfloat16
+    assert backend.fallbacks() == {("packed_linear", "autocast"): 1}
+
+
+def test_a_hook_that_is_removed_lets_packing_return():
+    module = Attention()
+    seen = []
+    handle = module.k.register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(3, 32)
+    run(module, x)
+    assert len(seen) == 2
+    handle.remove()
+    run(module, x)
+    assert packed(module)
+
+
+def test_under_inference_mode_the_weights_can_still_be_trained():
+    module = Attention()
+    x = torch.randn(3, 32)
+    with torch.inference_mode():
+        module(x)
+    assert packed(module)
+    module(x).sum().backward()
+    assert module.q.weight.grad is not None
+
+
+@pytest.mark.parametrize("biases", [(False,) * 3, (True,) * 3, (True, False, True)])
+@pytest.mark.parametrize("packed_before", [False, True])
+def test_compiles_without_a_graph_break(biases, packed_before):
+    torch.compiler.reset()
+    module = Attention(biases, torch.float64)
+    x = torch.randn(3, 32, dtype=torch.float64)
+    if packed_before:
+        run(module, x)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), module.original(x), rtol=1e-12, atol=1e-12)
+    assert packed(module)
+
+
+def test_compiled_model_sees_weights_that_were_replaced_afterwards():
+    torch.compiler.reset()
+    module = Attention()
+    x = torch.randn(3, 32)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        compiled(x)
+        module.k.weight.data = torch.randn(16, 32)
+        torch.testing.assert_close(compiled(x), module.original(x))
+
+
+def test_outputs_are_views_that_reshape_like_the_originals():
+    module = Attention()
+    with torch.no_grad():
+        q, k, v = packed_linear(torch.randn(2, 5, 32), module.q, module.k, module.v)
+    assert q.view(2, 5, -1, 16).transpose(1, 2).shape == (2, 3, 5, 16)
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
