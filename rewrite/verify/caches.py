@@ -33,8 +33,9 @@ def poison(cache: Any, length: int) -> None:
     the slot's parity does not cancel, and a mask that is one slot off lets it through.
     """
     for layer in cache.layers:
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or keys.dim() != 4 or length >= keys.shape[2]:
+        keys: Any = getattr(layer, "keys", None)
+        values: Any = getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4 or length >= keys.shape[2]:
             continue
         keys[:, :, length:] = POISON / 10
         values[:, :, length:] = POISON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,7 @@ def checkpoint_checks(bench: Workbench) -> Iterator[CheckRun]:
     """Round trips through `save_pretrained` and `from_pretrained`."""
     variants = bench.variants[:1] if bench.options.quick else bench.variants
     for variant in variants:
-        yield CheckRun(f"checkpoint round trip, {variant.name}", lambda v=variant: _round_trip(bench, v, None))
+        yield CheckRun(f"checkpoint round trip, {variant.name}", partial(_round_trip, bench, variant, None))
     if not bench.options.quick:
         yield CheckRun("checkpoint round trip, sharded", lambda: _round_trip(bench, bench.base, SHARD))
 

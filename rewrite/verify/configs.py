@@ -152,7 +152,7 @@ def flipped_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_that_builds(model_class: Any, fields: Mapping[str, Any]) -> Any:
-    problems = []
+    problems: list[str] = []
     for config in _candidates(model_class.config_class, fields, problems):
         problem = _problem(model_class, config)
         if problem is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from .checks import CheckRun
 from .compare import NotRun, near_exact
@@ -42,7 +43,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
     for other in subjects.others:
-        yield CheckRun(f"fp64, {other.name}: forward", lambda other=other: _short(bench, other))
+        yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
     yield from low_precision_checks(bench, bench.base)
     yield from compile_checks(bench, bench.base)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .checks import CheckRun
@@ -40,7 +41,7 @@ def generation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
         for cache in ("dynamic", "static"):
             yield CheckRun(
                 f"greedy, {dtype}, {cache} cache",
-                lambda dtype=dtype, cache=cache: _greedy(bench, variant, dtype, cache),
+                partial(_greedy, bench, variant, dtype, cache),
             )
     yield CheckRun("greedy, one prompt, an end token", lambda: _ended(bench, variant))
     if not bench.options.quick:

@@ -49,11 +49,24 @@ def _gate(gate: Gate, verbose: bool) -> Iterator[str]:
     ran = [check for check in gate.checks if check.status != "not run"]
     passed = sum(check.status == "passed" for check in ran)
     left = len(gate.checks) - len(ran)
-    note = f", {left} not run" if left else ""
-    yield f"gate {gate.number}  {gate.name:<11} {SIGNS[gate.status]:<8} {passed}/{len(ran)} checks{note} · {gate.seconds:.1f} s"
+    counts = f"{passed}/{len(ran)} checks" + (f", {left} not run" if left else "")
+    yield f"gate {gate.number}  {gate.name:<11} {SIGNS[gate.status]:<8} {counts} · {gate.seconds:.1f} s"
     for check in gate.checks:
-        if verbose or check.status != "passed" or gate.name == "latency":
+        if verbose or check.status == "failed" or (gate.name == "latency" and check.status == "passed"):
             yield from _check(check)
+    if not verbose:
+        yield from _left_out(gate)
+
+
+def _left_out(gate: Gate) -> Iterator[str]:
+    """The checks that did not run, those with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for check in gate.checks:
+        if check.status == "not run":
+            reasons.setdefault(check.detail, []).append(check.name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield from _wrap(f"  {SIGNS['not run']:<7} {names[0]}{more}: {reason}", "          ")
 
 
 def _check(check: Check) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,7 +110,7 @@ def _comparable(value: Any) -> Any:
 def state_checks(bench: Workbench) -> Iterator[CheckRun]:
     """The state dict: keys, shapes, dtypes, tying, before and after a forward."""
     for variant in bench.variants:
-        yield CheckRun(f"state dict, {variant.name}", lambda variant=variant: _state(bench, variant), essential=True)
+        yield CheckRun(f"state dict, {variant.name}", partial(_state, bench, variant), essential=True)
 
 
 def _state(bench: Workbench, variant: Any) -> Mapping[str, Figure]:

@@ -66,7 +66,7 @@ def model_classes(module: ModuleType) -> list[Any]:
     """The buildable `PreTrainedModel` subclasses that a module defines, in file order."""
     from transformers import PreTrainedModel
 
-    found = [
+    found: list[Any] = [
         value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .checks import CheckRun
@@ -22,20 +23,18 @@ Change = Callable[[Any], None]
 def changing_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     """Gradients, training mode, checkpointing, and models changed after their weights were packed."""
     for name, measure in (("gradients", gradients), ("training mode", _training), ("checkpointing", _checkpointing)):
-        yield CheckRun(f"{name}, {variant.name}", lambda measure=measure: _both(bench, variant, name, measure, True))
+        yield CheckRun(f"{name}, {variant.name}", partial(_gradients, bench, variant, name, measure))
     for name, change in CHANGES.items():
-        yield CheckRun(
-            f"after {name}, {variant.name}", lambda change=change, name=name: _changed(bench, variant, name, change)
-        )
+        yield CheckRun(f"after {name}, {variant.name}", partial(_changed, bench, variant, name, change))
 
 
-def _both(
-    bench: Workbench, variant: Variant, name: str, measure: Callable[[Any, Setting], Outputs], gradient: bool
+def _gradients(
+    bench: Workbench, variant: Variant, name: str, measure: Callable[[Any, Setting], Outputs]
 ) -> Mapping[str, Figure]:
     pair = bench.fresh(variant, "eager", "float64")
     setting = _setting(bench, variant, name)
     expected = on_original(measure, pair.original, setting)
-    return near_exact(expected, measure(pair.rewritten, setting), "gradient max" if gradient else "fp64 max")
+    return near_exact(expected, measure(pair.rewritten, setting), "gradient max")
 
 
 def _setting(bench: Workbench, variant: Variant, name: str) -> Setting:

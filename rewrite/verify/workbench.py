@@ -108,7 +108,10 @@ def build(model_class: Any, variant: Variant, implementation: str, dtype: str, d
     import torch
 
     config = copy.deepcopy(variant.config)
-    model = model_class._from_config(config, attn_implementation=implementation, dtype=getattr(torch, dtype))
+    pinned: dict[str, Any] = {"attn_implementation": implementation, "dtype": getattr(torch, dtype)}
+    if dtype == "float64" and variant.routed:
+        pinned["experts_implementation"] = "eager"  # torch's grouped matrix product has no fp64
+    model = model_class._from_config(config, **pinned)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.eos_token_id, generation.pad_token_id = None, 0
@@ -116,7 +119,7 @@ def build(model_class: Any, variant: Variant, implementation: str, dtype: str, d
 
 
 def randomise(model: Any, seed: int) -> None:
-    """Fill a model so that every parameter shows in the logits: weights scaled to keep variance, norms and biases random.
+    """Fill a model so that every parameter shows in the logits: scaled weights, random norms and biases.
 
     Vectors keep their initial value plus noise (so `1 + weight` norms and plain ones both work); matrices are drawn
     with variance 1 / fan-in; a tied embedding is scaled so that logits are neither flat nor one-hot.
