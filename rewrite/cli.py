@@ -1,4 +1,4 @@
-"""The command `rewrite`: a group whose default command rewrites a model, and the one place that turns errors into codes.
+"""The command `rewrite`: a group whose default command rewrites a model; here errors become exit codes.
 
 Exit codes: 0 done, 1 a difference or a failed verification, 2 usage, 3 a bug of ours, 130 interrupted.
 """
@@ -66,7 +66,8 @@ class DefaultGroup(click.Group):
         """Show the options of the default command, then the commands."""
         default = self.get_command(ctx, DEFAULT_COMMAND)
         assert default is not None
-        records = [record for param in (*default.params, *self.params) if (record := param.get_help_record(ctx))]
+        options = (p for p in (*default.params, *self.get_params(ctx)) if isinstance(p, click.Option))
+        records = [record for option in options if (record := option.get_help_record(ctx))]
         with formatter.section("Options"):
             formatter.write_dl(records)
         with formatter.section("Commands"):
@@ -110,9 +111,8 @@ def run(args: Sequence[str] | None = None) -> int:
     except RewriteError as error:
         return _say(f"error: {error}", error.exit_code)
     except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
-        return _say(
-            f"error: this is a bug of ours ({type(error).__name__}: {error}). A log to attach to a report: {_log()}", BUG
-        )
+        what = f"{type(error).__name__}: {error}"
+        return _say(f"error: this is a bug of ours ({what}). A log to attach to a report: {_log()}", BUG)
 
 
 def _say(message: str, code: int) -> int:
@@ -122,9 +122,7 @@ def _say(message: str, code: int) -> int:
 
 def _log() -> Path:
     """Write the traceback of the exception in hand to a file of its own."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8"
-    ) as log:
+    with tempfile.NamedTemporaryFile("w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8") as log:
         log.write(f"hf-rewrite {__version__} · Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
     return Path(log.name)
 

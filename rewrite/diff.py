@@ -52,6 +52,23 @@ def statistics(before: str, after: str) -> list[Change]:
     return [Change(place, added[place], removed[place]) for place in places if added[place] or removed[place]]
 
 
+def hunks_in(before: str, after: str, places: Sequence[str]) -> Iterator[str]:
+    """Yield the changed lines, with one line around them, of the classes and functions named."""
+    old, new = _owners(before), _owners(after)
+    matcher = difflib.SequenceMatcher(None, _lines(before), _lines(after))
+    for group in matcher.get_grouped_opcodes(1):
+        owners = {old[i] for tag, i1, i2, _, _ in group for i in range(i1, i2) if tag != "equal"}
+        owners |= {new[j] for tag, _, _, j1, j2 in group for j in range(j1, j2) if tag != "equal"}
+        if found := owners & set(places):
+            yield f"@@ {sorted(found)[0]} @@\n"
+            for tag, i1, i2, j1, j2 in group:
+                if tag == "equal":
+                    yield from (f" {line}" for line in _lines(before)[i1:i2])
+                else:
+                    yield from (f"-{line}" for line in _lines(before)[i1:i2])
+                    yield from (f"+{line}" for line in _lines(after)[j1:j2])
+
+
 def rows(before: str, after: str) -> Iterator[list[Row]]:
     """Yield hunks of aligned rows with `CONTEXT` equal lines around each change."""
     old, new = before.split("\n"), after.split("\n")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rewrite import gate
 from rewrite.errors import MissingLibrary
-from rewrite.lock import Lock
+from rewrite.lock import Lock, sha256
+
+LATENCY_ONLY = ("latency",)
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Request:
     device: str | None = None
     dtype: str | None = None
     weights: Path | None = None
+    shape: str | None = None
     gates: tuple[str, ...] = ()
-    config: tuple[tuple[str, Any], ...] = ()
 
 
 def require_libraries(needed_for: str) -> None:
@@ -42,11 +44,8 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
     """
     from rewrite.verify import Options, verify
 
-    chosen: dict[str, Any] = {"device": request.device, "dtype": request.dtype, "gates": request.gates}
-    if request.weights is not None:
-        chosen["weights"] = str(request.weights)
-    if request.config:
-        chosen["config"] = dict(request.config)
+    weights = str(request.weights) if request.weights is not None else None
+    chosen = {**asdict(request), "weights": weights}
     options = Options(**{name: value for name, value in chosen.items() if value})
     return verify(original, rewritten, options, progress)
 
@@ -65,10 +64,12 @@ def summary(verdict: Any) -> str:
     return f"{word} ({gates}; {verdict.seconds:.0f} s)" + (f": {verdict.reason}" if verdict.reason else "")
 
 
-def record(verdict: Any, lock: Lock) -> str:
-    """Return the text of `verify.json`: the verdict with hashes and names instead of this machine's paths."""
+def record(verdict: Any, lock: Lock, folder: Path) -> str:
+    """Return the text of `verify.json`: the verdict on the files in `folder` as they are, without machine paths."""
     data = verdict.to_json()
+    names = sorted(name for name in lock.files if not name.startswith("."))
+    files = {name: sha256((folder / name).read_bytes()) for name in names if (folder / name).is_file()}
     data["original"] = {"name": lock.source.module or lock.source.path, "sha256": lock.source.sha256}
-    data["rewritten"] = {"name": lock.modeling, "sha256": lock.files[lock.modeling], "files": dict(lock.files)}
+    data["rewritten"] = {"name": lock.modeling, "sha256": files.get(lock.modeling), "files": files}
     data["options"].pop("weights", None)
     return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -1,8 +1,8 @@
 """Puts a package in place of an output folder such that the old folder survives until the new one is complete.
 
 The new package is written to `.<name>.rewrite-new/<name>` beside the folder, under its final name so that it can be
-imported and checked there, and then changes places with the old one in two renames. A run that is killed between the two leaves the old folder as `.<name>.rewrite-old`; the next
-run puts it back.
+imported and checked there, and then changes places with the old one in two renames. A run that is killed between the
+two leaves the old folder as `.<name>.rewrite-old`; the next run puts it back.
 """
 
 from __future__ import annotations

@@ -94,6 +94,15 @@ def write(path: Path | None, data: dict[str, Any]) -> None:
     if str(path) == "-":
         sys.stdout.write(text)
         return
+    write_text(path, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        OutputNotWritable: if the disk refuses.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""From what the user typed to the bytes of one modeling file. Nothing is imported and nothing of a checkpoint is run."""
+"""From what the user typed to the bytes of one modeling file. Nothing is imported, nothing of a checkpoint is run."""
 
 from __future__ import annotations
 

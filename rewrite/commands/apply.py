@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rewrite.commands.options import (
-    Folder,
-    ModelName,
-    TransformName,
+    FOLDER,
+    complete_models,
+    complete_transforms,
     diff_option,
     json_option,
     verification_options,
@@ -44,10 +44,18 @@ class Job:
 
 
 @click.command(name="apply", short_help="Rewrite a model into a folder (the default command).")
-@click.argument("model", type=ModelName())
-@click.option("--out", "-o", type=Folder(), metavar="DIR", help="Folder to write; created with its parents.")
-@click.option("--only", multiple=True, type=TransformName(), metavar="TRANSFORM", help="Run only this; repeatable.")
-@click.option("--skip", multiple=True, type=TransformName(), metavar="TRANSFORM", help="Leave this out; repeatable.")
+@click.argument("model", shell_complete=complete_models)
+@click.option("--out", "-o", type=FOLDER, metavar="DIR", help="Folder to write; created with its parents.")
+@click.option(
+    "--only", multiple=True, metavar="TRANSFORM", shell_complete=complete_transforms, help="Run only this; repeatable."
+)
+@click.option(
+    "--skip",
+    multiple=True,
+    metavar="TRANSFORM",
+    shell_complete=complete_transforms,
+    help="Leave this out; repeatable.",
+)
 @click.option("--no-verify", is_flag=True, help="Write without running anything; works without torch.")
 @click.option("--dry-run", is_flag=True, help="Show the diff and write nothing.")
 @diff_option(None, "How to show the changes. Default: unified on a terminal, stat elsewhere.")
@@ -73,6 +81,7 @@ def _job(
     no_verify: bool,
     dry_run: bool,
     diff_style: str | None,
+    json_path: Path | None,
     device: str | None,
     dtype: str | None,
     weights: Path | None,
@@ -86,13 +95,14 @@ def _job(
         raise click.UsageError("--device, --dtype and --weights are for the verification: drop --no-verify")
     if diff_style is None:
         terminal = click.get_text_stream("stdout").isatty()
-        diff_style = "unified" if terminal or dry_run else "stat"
+        diff_style = "none" if str(json_path) == "-" else "unified" if terminal or dry_run else "stat"
     return Job(
         model=model,
         out=out,
         verify=not no_verify and not dry_run,
         dry_run=dry_run,
         diff_style=diff_style,
+        json_path=json_path,
         request=Request(device, dtype, weights),
         **rest,
     )
@@ -169,5 +179,5 @@ def _verified(job: Job, screen: Screen, built: Build, staged: Staged) -> tuple[A
         gate.check_import(staged.folder)
     with screen.working("verifying") as progress:
         verdict = judge.judge(built.source.path, staged.folder, job.request, progress)
-    staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock))
+    staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock, staged.folder))
     return verdict, ""

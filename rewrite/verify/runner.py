@@ -51,7 +51,7 @@ class _Run:
     def verdict(self) -> Verdict:
         started = time.perf_counter()
         identities = self.original.identity, self.rewritten.identity
-        with _settled():
+        with _settled(self.options):
             try:
                 divergence = self._all_gates()
             finally:
@@ -164,21 +164,29 @@ def _environment(options: Options) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _settled() -> Iterator[None]:
-    """Full fp32 matrix products, transformers' chatter off, the caller's random state and settings kept."""
+def _settled(options: Options) -> Iterator[None]:
+    """Full fp32 matrix products, transformers' chatter off, the caller's random state and settings kept.
+
+    Tiny models run on one thread: on a busy machine the threads of a small product wait for each other, which made a
+    verification of 20 s take more than ten minutes (4 cores under load, torch 2.13).
+    """
     import torch
     from transformers.utils import logging
 
     verbosity, precision = logging.get_verbosity(), torch.get_float32_matmul_precision()
     bars = logging.is_progress_bar_enabled()
+    threads = torch.get_num_threads()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")
+    if options.weights is None:
+        torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
             yield
     finally:
         logging.set_verbosity(verbosity)
         torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
         if bars:
             logging.enable_progress_bar()

@@ -1,0 +1,184 @@
+"""The normalisations that the runtime computes, recognised by what a class's `forward` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from rewrite.computation import Bindings, NotComputable, Pattern, body, subterms
+from rewrite.module import ClassInfo, Module, self_attribute, walk
+from rewrite.spelling import Term, constant
+
+_RMS = """
+class Norm:
+    def norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.EPS)
+
+    def forward(self, x):
+        return {}
+"""
+_LAYER = """
+class Norm:
+    def norm(self, x):
+        centered = x - x.mean(-1, keepdim=True)
+        return centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + self.EPS)
+
+    def forward(self, x):
+        return {}
+"""
+_FP32 = {"weight_in_fp32": "True"}
+
+RMS_NORMS = tuple(
+    Pattern(_RMS.format(returned), keywords)
+    for returned, keywords in (
+        ("self.WEIGHT * self.norm(x.float()).to(x.dtype)", {}),
+        ("(self.WEIGHT * self.norm(x.float())).to(x.dtype)", _FP32),
+        ("(self.WEIGHT.float() * self.norm(x.float())).to(x.dtype)", _FP32),
+        ("((1 + self.WEIGHT.float()) * self.norm(x.float())).to(x.dtype)", {"offset": "1.0", **_FP32}),
+        ("self.norm(x.float()).to(x.dtype)", {}),
+        (
+            "(self.norm(x.float()) * self.WEIGHT.float() if self.WITH else self.norm(x.float())).to(x.dtype)",
+            _FP32,
+        ),
+    )
+)
+"""RMSNorm; the marks are the keywords of `rms_norm`."""
+
+LAYER_NORMS = tuple(
+    Pattern(_LAYER.format(returned))
+    for returned in (
+        "(self.WEIGHT.float() * self.norm(x.float())).to(x.dtype)",
+        "(self.WEIGHT.float() * self.norm(x.float()) + self.BIAS.float()).to(x.dtype)",
+    )
+)
+"""LayerNorm written out in fp32, the weight applied before the rounding."""
+
+
+@dataclass(frozen=True)
+class NormCall:
+    """The runtime call that computes what a norm class's `forward` computes."""
+
+    function: str
+    tensor: str
+    """The parameter of `forward` that is normalised."""
+    arguments: tuple[str, ...]
+    """The source of the arguments after the tensor."""
+
+    @property
+    def given(self) -> list[str]:
+        """The source of all arguments."""
+        return [self.tensor, *self.arguments]
+
+
+def computed(info: ClassInfo, module: Module) -> Term | NotComputable:
+    """Return what the class's `forward` computes, or what keeps it from having a canonical form."""
+    function = module.method(info, "forward")
+    if function is None:
+        return NotComputable("no forward")
+    try:
+        return body(function, module, info)
+    except NotComputable as error:
+        return error
+
+
+def divides_by_root_mean_square(term: Term) -> bool:
+    """Whether `term` multiplies by the inverse root of a mean of squares."""
+    roots = (t.args[0] for t in subterms(term) if t.op == "pow" and t.args[1] == constant(-0.5))
+    return any(_mean_square(inner) is not None for root in roots for inner in subterms(root))
+
+
+def subtracts_mean(term: Term) -> bool:
+    """Whether `term` is a LayerNorm's: the squares are taken of differences from a mean."""
+    squares = (square for t in subterms(term) if (square := _mean_square(t)) is not None)
+    return any(t.op == "neg" and t.args[0].op == "mean" for square in squares for t in subterms(square))
+
+
+def looks_like_norm(info: ClassInfo) -> bool:
+    """Whether `forward` names what a mean of squares and its inverse root are computed with (broad)."""
+    if "forward" not in info.methods:
+        return False
+    nodes = list(walk(info.methods["forward"].body))
+    helpers = {self_attribute(node) for node in nodes} & info.methods.keys()
+    nodes += [node for helper in sorted(map(str, helpers)) for node in walk(info.methods[helper].body)]
+    names = {node.value for node in nodes if isinstance(node, cst.Name)}
+    squares = bool(names & {"pow", "square"}) or any(isinstance(node, cst.Power) for node in nodes)
+    return "mean" in names and squares and bool(names & {"rsqrt", "sqrt", "pow"})
+
+
+def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | None:
+    """Return the `rms_norm` call that computes `term`."""
+    for pattern in RMS_NORMS:
+        if (bound := pattern.match(term)) is None or not _parameters(bound, info, module):
+            continue
+        keywords = [f"{key}={value}" for key, value in pattern.marks.items()]
+        return NormCall("rms_norm", bound["x"].value, (_weight(bound), f"self.{bound['EPS'].value}", *keywords))
+    return None
+
+
+def layer_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | None:
+    """Return the `layer_norm` call that computes `term`."""
+    for pattern in LAYER_NORMS:
+        if (bound := pattern.match(term)) is not None and _parameters(bound, info, module):
+            bias = f"self.{bound['BIAS'].value}" if "BIAS" in bound else "None"
+            eps = f"self.{bound['EPS'].value}"
+            return NormCall("layer_norm", bound["x"].value, (_weight(bound), bias, eps))
+    return None
+
+
+def runtime_norm(info: ClassInfo, module: Module) -> tuple[cst.FunctionDef, NormCall] | None:
+    """Return the `forward` of a class that only calls a runtime norm, and that call."""
+    function = module.method(info, "forward")
+    last = function.body.body[-1] if function is not None and function.body.body else None
+    if function is None or not isinstance(last, cst.SimpleStatementLine) or not _only_statement(function):
+        return None
+    value = last.body[-1].value if isinstance(last.body[-1], cst.Return) else None
+    if not isinstance(value, cst.Call):
+        return None
+    name = module.qualified(value.func)
+    short = name.rsplit(".", 1)[-1]
+    if name not in (short, f".runtime.{short}.{short}") or short not in ("rms_norm", "layer_norm"):
+        return None
+    if short in module.functions:
+        return None
+    tensor, *rest = (module.code(argument).rstrip(", ") for argument in value.args)
+    return function, NormCall(short, tensor, tuple(rest))
+
+
+def _only_statement(function: cst.FunctionDef) -> bool:
+    """Whether nothing but a docstring stands before the last statement."""
+    before = function.body.body[:-1]
+    return len(before) <= 1 and all(
+        isinstance(statement, cst.SimpleStatementLine)
+        and isinstance(statement.body[0], cst.Expr)
+        and isinstance(statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+        for statement in before
+    )
+
+
+def _mean_square(term: Term) -> Term | None:
+    if term.op == "mean" and len(term.args) > 1 and term.args[1] == constant(-1):
+        square = term.args[0]
+        if square.op == "pow" and square.args[1] == constant(2):
+            return square.args[0]
+    return None
+
+
+def _weight(bound: Bindings) -> str:
+    if "WEIGHT" not in bound:
+        return "None"
+    weight = f"self.{bound['WEIGHT'].value}"
+    return f"{weight} if self.{bound['WITH'].value} else None" if "WITH" in bound else weight
+
+
+def _parameters(bound: Bindings, info: ClassInfo, module: Module) -> bool:
+    """Whether what is multiplied and added are tensors of the module, not numbers."""
+    names = [bound[key].value for key in ("WEIGHT", "BIAS") if key in bound]
+    return all(_is_parameter(name, info, module) for name in names)
+
+
+def _is_parameter(name: str, info: ClassInfo, module: Module) -> bool:
+    values = module.assignments(info, name)
+    calls = [value for value in values if isinstance(value, cst.Call)]
+    tensors = ("torch.nn.Parameter", "torch.nn.Buffer", "torch.nn.parameter.Parameter")
+    return bool(calls) and len(calls) == len(values) and all(module.qualified(c.func) in tensors for c in calls)

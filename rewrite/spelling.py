@@ -1,0 +1,227 @@
+"""Terms, and the one spelling that each operation has among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+BINARY = {
+    cst.Add: "add",
+    cst.Subtract: "sub",
+    cst.Multiply: "mul",
+    cst.Divide: "div",
+    cst.FloorDivide: "floordiv",
+    cst.Modulo: "mod",
+    cst.Power: "pow",
+    cst.MatrixMultiply: "matmul",
+    cst.BitAnd: "bitand",
+    cst.BitOr: "bitor",
+    cst.BitXor: "bitxor",
+    cst.LeftShift: "lshift",
+    cst.RightShift: "rshift",
+}
+COMPARISON = {cst.Equal: "eq", cst.NotEqual: "ne", cst.Is: "is", cst.IsNot: "isnot", cst.In: "in"}
+
+ARGUMENTS = {
+    "cat": ("tensors", "dim"),
+    "chunk": ("input", "chunks", "dim"),
+    "flatten": ("input", "start_dim", "end_dim"),
+    "mean": ("input", "dim", "keepdim"),
+    "pow": ("input", "exponent"),
+    "repeat_interleave": ("input", "repeats", "dim"),
+    "size": ("input", "dim"),
+    "split": ("tensor", "split_size_or_sections", "dim"),
+    "stack": ("tensors", "dim"),
+    "sum": ("input", "dim", "keepdim"),
+    "to": ("input", "dtype"),
+    "type": ("input", "dtype"),
+    "unsqueeze": ("input", "dim"),
+}
+"""The positions of keyword arguments, of the functions in which modeling files use both."""
+
+_ALIASES = {
+    "concat": "cat",
+    "multiply": "mul",
+    "negative": "neg",
+    "subtract": "sub",
+    "true_divide": "div",
+}
+_CASTS = {"bfloat16": "bfloat16", "double": "float64", "float": "float32", "half": "float16"}
+_DTYPES = {f"torch.{name}" for name in ("bfloat16", "double", "float", "float16", "float32", "float64", "half")}
+
+
+@dataclass(frozen=True)
+class Term:
+    """An operation on terms, or a leaf: a parameter, an attribute of `self`, a name of the file or a constant."""
+
+    op: str
+    args: tuple[Term, ...] = ()
+    value: str = ""
+    size: int = field(default=1, compare=False)
+    _hash: int = field(default=0, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", 1 + sum(argument.size for argument in self.args))
+        object.__setattr__(self, "_hash", hash((self.op, self.args, self.value)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def commutes(self) -> bool:
+        """Whether the operands may change places without changing a bit."""
+        return self.op in ("add", "mul") and len(self.args) == 2
+
+    def __str__(self) -> str:
+        if not self.args:
+            return {"parameter": "", "attribute": "self."}.get(self.op, "") + (self.value or f"{self.op}()")
+        name = f"{self.op} {self.value}".strip()
+        return f"{name}({', '.join(map(str, self.args))})"
+
+
+NONE = Term("name", (), "None")
+
+
+def constant(value: object) -> Term:
+    """Return the leaf of a number; `1.0` and `1` are the same operand of a tensor operation."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return Term("constant", (), repr(value))
+
+
+FLOAT32 = Term("name", (), "torch.float32")
+
+
+def is_dtype(term: Term) -> bool:
+    """Whether `term` is certainly a dtype."""
+    return term.op == "dtype" or (term.op == "name" and term.value in _DTYPES)
+
+
+def dtype_of(term: Term) -> Term | None:
+    """Return the dtype of a tensor term where its spelling decides it."""
+    if term.op == "cast":
+        return term.args[1]
+    if term.op in ("neg", "mean", "index", "unsqueeze") or (term.op == "pow" and term.args[1].op == "constant"):
+        return dtype_of(term.args[0])
+    if term.op in ("add", "mul"):
+        kinds = {dtype_of(argument) for argument in term.args if argument.op not in ("constant", "attribute")}
+        return kinds.pop() if len(kinds) == 1 and all(a.op != "attribute" for a in _factors(term)) else None
+    return None
+
+
+def _factors(term: Term) -> tuple[Term, ...]:
+    """Return the operands whose dtype counts: a number's does not, nor that of an eps that is added."""
+    return term.args if term.op == "mul" else ()
+
+
+def make(name: str, *args: Term) -> Term:
+    """Return the canonical term of operation `name` on `args`."""
+    name = _ALIASES.get(name, name)
+    if name in _CASTS and len(args) == 1:
+        return _cast(args[0], Term("name", (), f"torch.{_CASTS[name]}"))
+    rule = _RULES.get(name)
+    made = rule(*args) if rule is not None else None
+    if made is not None:
+        return made
+    if name in ("add", "mul") and len(args) == 2:
+        args = tuple(sorted(args, key=str)) if args[0].size + args[1].size < 400 else args
+    return Term(name, args)
+
+
+def _cast(tensor: Term, dtype: Term) -> Term:
+    if dtype.op == "name" and dtype.value == "torch.float":
+        dtype = FLOAT32
+    if dtype_of(tensor) == dtype or dtype == Term("dtype", (tensor,)):
+        return tensor
+    return Term("cast", (tensor, dtype))
+
+
+def _to(*args: Term) -> Term | None:
+    return _cast(*args) if len(args) == 2 and is_dtype(args[1]) else None
+
+
+def _type_as(*args: Term) -> Term | None:
+    return _cast(args[0], _dtype(args[1])) if len(args) == 2 else None
+
+
+def _dtype(tensor: Term) -> Term:
+    return dtype_of(tensor) or Term("dtype", (tensor,))
+
+
+def _pow(*args: Term) -> Term | None:
+    return args[0] if len(args) == 2 and args[1] == constant(1) else None
+
+
+def _mul(*args: Term) -> Term | None:
+    if len(args) != 2:
+        return None
+    left, right = args
+    if left == right:
+        return make("pow", left, constant(2))
+    if left.op == "neg":
+        return make("neg", make("mul", left.args[0], right))
+    if right.op == "neg":
+        return make("neg", make("mul", left, right.args[0]))
+    return None
+
+
+def _neg(*args: Term) -> Term | None:
+    if args[0].op == "neg":
+        return args[0].args[0]
+    if args[0].op == "constant" and args[0].value[:1].isdigit():
+        return Term("constant", (), f"-{args[0].value}")
+    return None
+
+
+def _div(*args: Term) -> Term | None:
+    if len(args) == 2 and args[0] == constant(1) and args[1].op == "pow" and args[1].args[1] == constant(0.5):
+        return Term("pow", (args[1].args[0], constant(-0.5)))
+    return None
+
+
+def _index(*args: Term) -> Term | None:
+    base, *items = args
+    places = [place for place, item in enumerate(items) if item == NONE]
+    if len(places) == 1 and all(item == _ALL for item in items if item != NONE):
+        return make("unsqueeze", base, constant(places[0]))
+    if base.op == "tuple" and len(items) == 1 and items[0].op == "constant":
+        number = int(items[0].value) if items[0].value.lstrip("-").isdigit() else len(base.args)
+        return base.args[number] if -len(base.args) <= number < len(base.args) else None
+    return None
+
+
+_ALL = Term("slice", (NONE, NONE, NONE))
+
+
+def _slice(*args: Term) -> Term:
+    lower, upper, step = args
+    return Term("slice", (NONE if lower == constant(0) else lower, upper, NONE if step == constant(1) else step))
+
+
+def _mean(*args: Term) -> Term | None:
+    if len(args) > 1 and args[1].op == "tuple" and len(args[1].args) == 1:
+        return Term("mean", (args[0], args[1].args[0], *args[2:]))
+    return None
+
+
+_RULES: dict[str, Callable[..., Term | None]] = {
+    "to": _to,
+    "type": _to,
+    "type_as": _type_as,
+    ".dtype": _dtype,
+    ".shape": lambda *args: Term("shape", args),
+    "size": lambda *args: make("index", Term("shape", args[:1]), *args[1:]) if args else None,
+    "square": lambda *args: make("pow", *args, constant(2)),
+    "rsqrt": lambda *args: make("pow", *args, constant(-0.5)),
+    "sqrt": lambda *args: make("pow", *args, constant(0.5)),
+    "pow": _pow,
+    "mul": _mul,
+    "neg": _neg,
+    "sub": lambda *args: make("add", args[0], make("neg", args[1])) if len(args) == 2 else None,
+    "div": _div,
+    "index": _index,
+    "slice": _slice,
+    "mean": _mean,
+}
