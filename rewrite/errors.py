@@ -33,6 +33,23 @@ class UnknownModel(UsageError):
         )
 
 
+class NoModelingFile(UsageError):
+    """A model type exists, but transformers has no file that defines its model alone."""
+
+    def __init__(self, model_type: str, config: str, version: str, files: Sequence[str]):
+        choice = f"choose one of {', '.join(files)} and give its path" if files else "it is made of other models' code"
+        super().__init__(
+            f"transformers {version} has no modeling file of its own for '{model_type}' ({config}): {choice}."
+        )
+
+
+class CheckpointNotUsable(UsageError):
+    """A checkpoint folder does not say which model it holds, or holds another one than was asked for."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"cannot use the checkpoint {folder}: {why}")
+
+
 class MissingLibrary(UsageError):
     """A library that the request needs is not installed."""
 
@@ -83,8 +100,9 @@ class UnknownTransform(UsageError):
 class OutputNotOurs(UsageError):
     """The output folder holds something that this tool did not write."""
 
-    def __init__(self, path: object, why: str):
-        super().__init__(f"{path} {why}: choose another --out, or --force to replace it.")
+    def __init__(self, path: object, why: str, *, forcible: bool = True):
+        force = ", or --force to replace it (what is there is kept beside it as a backup)" if forcible else ""
+        super().__init__(f"{path} {why}: choose another --out{force}.")
 
 
 class OutputNotWritable(RewriteError):
@@ -99,6 +117,27 @@ class NotAPackage(UsageError):
 
     def __init__(self, path: object, why: str):
         super().__init__(f"{path} is not a rewritten package: {why}.")
+
+
+class OriginalNotFound(RewriteError):
+    """The original of a package is not where its lock says."""
+
+    def __init__(self, folder: object, name: str, sha256: str):
+        super().__init__(
+            f"the original of {folder}, {name} (sha256 {sha256[:12]}…), is not where its lock says: "
+            "name it with --original FILE."
+        )
+
+
+class OriginalChanged(RewriteError):
+    """The file found is not the one that a package was made from."""
+
+    def __init__(self, folder: object, path: object, made_from: str | None, found: str | None):
+        versions = f" (made from transformers {made_from}, found {found})" if made_from and found else ""
+        super().__init__(
+            f"{folder} was made from another content of {path} than is there now{versions}: rewrite it anew, "
+            "or name the original with --original FILE."
+        )
 
 
 class TransformError(RewriteError):
@@ -135,4 +174,16 @@ class RelativeImport(UsageError):
         super().__init__(
             f"{path} imports a file beside it (`{statement}`), which the output folder would not have: "
             f"make the import absolute first."
+        )
+
+
+class SideNotFound(VerificationError):
+    """One of the two modeling files to compare is not there, or which one is meant is not clear."""
+
+    exit_code = 2
+
+    def __init__(self, side: object, found: str) -> None:
+        super().__init__(
+            f"no modeling file at {str(side)!r}: {found}. "
+            "Name a package folder with one modeling_*.py, a modeling_*.py file, or a dotted module name."
         )

@@ -108,27 +108,14 @@ def _launch(
     bias = None if bias is None else bias.contiguous()
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(summed):
-        layer_norm_kernel[(-(-row_count // block_rows),)](
-            x,
-            residual,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            normed,
-            summed,
-            row_count,
-            1,
-            stride,
-            0,
-            residual_stride,
-            eps,
-            H=hidden_size,
-            G=1,
-            ADD=True,
-            WEIGHTED=weight is not None,
-            BIASED=bias is not None,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=block_cols,
-            num_warps=num_warps,
+        layer_norm_kernel.launch(
+            -(-row_count // block_rows),
+            num_warps,
+            (x, residual, x if weight is None else weight, x if bias is None else bias, normed, summed),
+            (row_count,),
+            (1, stride, 0, residual_stride),
+            (eps,),
+            (hidden_size, 1, True, weight is not None, bias is not None, block_rows, block_cols),
         )
     return normed, summed
 

@@ -104,26 +104,14 @@ def _launch(
     weight = None if weight is None else weight.contiguous()
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(summed):
-        rms_norm_kernel[(-(-row_count // block_rows),)](
-            x,
-            residual,
-            x if weight is None else weight,
-            normed,
-            summed,
-            row_count,
-            1,
-            stride,
-            0,
-            residual_stride,
-            eps,
-            offset,
-            H=hidden_size,
-            ADD=True,
-            WEIGHTED=weight is not None,
-            WEIGHT_IN_FP32=weight_in_fp32,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=block_cols,
-            num_warps=num_warps,
+        rms_norm_kernel.launch(
+            -(-row_count // block_rows),
+            num_warps,
+            (x, residual, x if weight is None else weight, normed, summed),
+            (row_count,),
+            (1, stride, 0, residual_stride),
+            (eps, offset),
+            (hidden_size, True, weight is not None, weight_in_fp32, block_rows, block_cols),
         )
     return normed, summed
 

@@ -92,6 +92,11 @@ def _grouped(
     causal = length > 1 and mask is None and is_causal
     if causal and key.shape[2] > length:  # prefill into an empty static cache
         key, value = key[:, :, :length], value[:, :, :length]
+    if _cudnn_takes(query, key, value, mask, causal):
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=causal, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous()
     if length == 1:
         if mask is not None and mask.shape[1] != 1:
             mask = mask.reshape(mask.shape[0], kv_heads, groups, mask.shape[-1])
@@ -118,6 +123,19 @@ def _grouped(
         )
         rows.append(out.permute(2, 1, 0, 3))
     return torch.stack(rows).flatten(2, 3)
+
+
+def _cudnn_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> bool:
+    """Return whether cuDNN attends to grouped keys with a mask: torch's other fused kernels refuse that pair.
+
+    torch.compile cannot trace the question, so a compiled model folds the group instead.
+    """
+    if not query.is_cuda or torch.version.hip is not None or torch.compiler.is_compiling():
+        return False
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, mask, 0.0, causal, True)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters, False)
 
 
 def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ BACKENDS = ("auto", "reference", "triton")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
+_last_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _chosen: str | None = None
 
 # Each output package carries its own copy of this folder, so each registers its operators under its own name: two
@@ -137,10 +139,15 @@ def register(
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def count_fallback(operator: str, reason: str) -> None:
-    """Count one run of `operator` that did not take its fast form, for `explain`. Free while compiling."""
+def count_fallback(operator: str, reason: str, module: nn.Module | None = None) -> None:
+    """Count one run of `operator` that did not take its fast form, for `explain`. Free while compiling.
+
+    `module`, where there is one, is remembered with the last reason.
+    """
     if not torch.compiler.is_compiling():
         _fallbacks[(operator, reason)] += 1
+        if module is not None:
+            _last_reasons[module] = f"{operator}: {reason}"
 
 
 def fallbacks() -> dict[tuple[str, str], int]:
@@ -148,9 +155,15 @@ def fallbacks() -> dict[tuple[str, str], int]:
     return dict(_fallbacks)
 
 
+def last_reasons(model: nn.Module) -> dict[str, str]:
+    """Return the last fallback at each module of `model` that had one, by the module's name."""
+    return {name: _last_reasons[module] for name, module in model.named_modules() if module in _last_reasons}
+
+
 def reset_fallbacks() -> None:
-    """Set every fallback count to zero."""
+    """Set every fallback count to zero and forget the modules they happened at."""
     _fallbacks.clear()
+    _last_reasons.clear()
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from torch import nn
 from transformers.activations import ACT2CLS
 
 from . import backend, rows
+from .launch import WAVE, Kernel
 
 if backend.triton_installed():
     import triton
@@ -29,14 +30,17 @@ if backend.triton_installed():
     @triton.jit
     def _activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
         if ACTIVATION == "silu":
-            return gate / (1.0 + tl.exp(-gate))
-        if ACTIVATION == "gelu":
-            return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-        if ACTIVATION == "gelu_tanh":
-            return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
-        relu = tl.where(gate < 0.0, 0.0, gate)
-        return relu * relu if ACTIVATION == "relu2" else relu
+            activated = gate / (1.0 + tl.exp(-gate))
+        elif ACTIVATION == "gelu":
+            activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        elif ACTIVATION == "gelu_tanh":
+            activated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+        else:
+            tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
+            activated = tl.where(gate < 0.0, 0.0, gate)
+            if ACTIVATION == "relu2":
+                activated = activated * activated
+        return activated
 
     @triton.jit
     def _gated_activation_kernel(  # type: ignore[no-untyped-def]
@@ -46,18 +50,25 @@ if backend.triton_installed():
         intermediate_size,
         gate_stride,
         up_stride,
+        FLAT: tl.constexpr,
         ACTIVATION: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        blocks = tl.cdiv(intermediate_size, BLOCK)
-        row = (tl.program_id(0) // blocks).to(tl.int64)
-        col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        if FLAT:
+            row = tl.zeros((), tl.int64)
+            col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        else:
+            blocks = tl.cdiv(intermediate_size, BLOCK)
+            row = (tl.program_id(0) // blocks).to(tl.int64)
+            col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         mask = col < intermediate_size
         gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0)
         activated = _activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
         product = activated.to(tl.float32) * up.to(tl.float32)
         tl.store(out_ptr + row * intermediate_size + col, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+    gated_activation_kernel = Kernel(_gated_activation_kernel)
 
 
 _REFERENCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -147,15 +158,22 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
     if count == 0:
         return out
     size = out.shape[-1]
-    if gate.is_contiguous() and up.is_contiguous():
+    flat = count < 1 << 31 and gate.is_contiguous() and up.is_contiguous()
+    if flat:
         size = gate_stride = up_stride = count
     else:
         gate, gate_stride = rows.flatten(gate)
         up, up_stride = rows.flatten(up)
-    block = 1024 if count >= 1 << 18 else 256
+    block, num_warps = (1024, 256 // WAVE) if count >= 1 << 20 else (512, 128 // WAVE)
     with backend.device_guard(out):
-        _gated_activation_kernel[(count // size * -(-size // block),)](
-            gate, up, out, size, gate_stride, up_stride, ACTIVATION=activation, BLOCK=block, num_warps=block // 256
+        gated_activation_kernel.launch(
+            count // size * -(-size // block),
+            num_warps,
+            (gate, up, out),
+            (),
+            (size, gate_stride, up_stride),
+            (),
+            (flat, activation, block),
         )
     return out
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from . import backend, rows
+from .launch import Kernel
 
 if backend.triton_installed():
     import triton
@@ -36,7 +37,7 @@ if backend.triton_installed():
         return normed
 
     @triton.jit(do_not_specialize=["row_count"])
-    def layer_norm_kernel(  # type: ignore[no-untyped-def]
+    def _layer_norm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         residual_ptr,
         weight_ptr,
@@ -93,6 +94,8 @@ if backend.triton_installed():
                 normed = (_load(x_row, residual_row, sum_row, col, mask, ADD, False) - mean) * rstd
                 normed = _scale(normed, weight_row, bias_row, col, mask, WEIGHTED, BIASED)
                 tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+    layer_norm_kernel = Kernel(_layer_norm_kernel)
 
 
 def layer_norm(
@@ -170,29 +173,17 @@ def _launch(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     parameter = weight if weight is not None else bias
+    groups = 1 if parameter is None else parameter.numel() // hidden_size
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(out):
-        layer_norm_kernel[(-(-row_count // block_rows),)](
-            x,
-            x,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            out,
-            out,
-            row_count,
-            inner,
-            outer_stride,
-            inner_stride,
-            0,
-            eps,
-            H=hidden_size,
-            G=1 if parameter is None else parameter.numel() // hidden_size,
-            ADD=False,
-            WEIGHTED=weight is not None,
-            BIASED=bias is not None,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=block_cols,
-            num_warps=num_warps,
+        layer_norm_kernel.launch(
+            -(-row_count // block_rows),
+            num_warps,
+            (x, x, x if weight is None else weight, x if bias is None else bias, out, out),
+            (row_count,),
+            (inner, outer_stride, inner_stride, 0),
+            (eps,),
+            (hidden_size, groups, False, weight is not None, bias is not None, block_rows, block_cols),
         )
     return out
 

@@ -12,7 +12,6 @@ product. Where packing is not safe the modules themselves are called, and the re
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +32,6 @@ REASONS = {
 }
 
 _lock = threading.Lock()
-_outcomes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
@@ -60,15 +58,8 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     return output.split([weight.shape[0] for weight in weights], dim=-1)
 
 
-def packing_outcomes(model: nn.Module) -> dict[str, str]:
-    """Return why each group of projections of `model` was last called separately, by the name of its first module."""
-    return {name: _outcomes[module] for name, module in model.named_modules() if module in _outcomes}
-
-
 def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) -> tuple[Tensor, ...]:
-    backend.count_fallback("packed_linear", reason)
-    if not torch.compiler.is_compiling():
-        _outcomes[projections[0]] = reason
+    backend.count_fallback("packed_linear", reason, projections[0])
     return tuple(projection(input) for projection in projections)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from . import backend, rows
+from .launch import Kernel
 
 if backend.triton_installed():
     import triton
@@ -31,13 +32,14 @@ if backend.triton_installed():
 
     @triton.jit
     def _scale(normed, weight, offset, X_DTYPE: tl.constexpr, WEIGHT_IN_FP32: tl.constexpr):  # type: ignore[no-untyped-def]
-        if WEIGHT_IN_FP32:
-            return (normed * (weight.to(tl.float32) + offset)).to(X_DTYPE)
-        weight = (weight.to(tl.float32) + offset).to(weight.dtype)
-        return normed.to(X_DTYPE).to(tl.float32) * weight.to(tl.float32)
+        shifted = weight.to(tl.float32) + offset
+        if not WEIGHT_IN_FP32:
+            normed = normed.to(X_DTYPE).to(tl.float32)
+            shifted = shifted.to(weight.dtype).to(tl.float32)
+        return normed * shifted
 
     @triton.jit(do_not_specialize=["row_count"])
-    def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    def _rms_norm_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         residual_ptr,
         weight_ptr,
@@ -92,6 +94,8 @@ if backend.triton_installed():
                     weight = tl.load(weight_ptr + col, mask=col < H, other=0.0)
                     normed = _scale(normed, weight, offset, X_DTYPE, WEIGHT_IN_FP32)
                 tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+    rms_norm_kernel = Kernel(_rms_norm_kernel)
 
 
 def rms_norm(
@@ -174,26 +178,14 @@ def _launch(
     weight = None if weight is None else weight.contiguous()
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(out):
-        rms_norm_kernel[(-(-row_count // block_rows),)](
-            x,
-            x,
-            x if weight is None else weight,
-            out,
-            out,
-            row_count,
-            inner,
-            outer_stride,
-            inner_stride,
-            0,
-            eps,
-            offset,
-            H=hidden_size,
-            ADD=False,
-            WEIGHTED=weight is not None,
-            WEIGHT_IN_FP32=weight_in_fp32,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=block_cols,
-            num_warps=num_warps,
+        rms_norm_kernel.launch(
+            -(-row_count // block_rows),
+            num_warps,
+            (x, x, x if weight is None else weight, out, out),
+            (row_count,),
+            (inner, outer_stride, inner_stride, 0),
+            (eps, offset),
+            (hidden_size, False, weight is not None, weight_in_fp32, block_rows, block_cols),
         )
     return out
 

@@ -1,1 +1,26 @@
-"""Runs a rewritten modeling file against the original: structure, parity and latency."""
+"""Runs a rewritten modeling file against the original: structure, parity and latency.
+
+`verify(original, rewritten, options)` answers with a `Verdict`; `render` and `summary` put one into words. Nothing
+here imports torch or transformers before `verify` is called.
+"""
+
+from __future__ import annotations
+
+from .checks import Progress
+from .render import render, summary
+from .runner import verify
+from .sides import Side
+from .verdict import Check, Divergence, Gate, Options, Verdict
+
+__all__ = [
+    "Check",
+    "Divergence",
+    "Gate",
+    "Options",
+    "Progress",
+    "Side",
+    "Verdict",
+    "render",
+    "summary",
+    "verify",
+]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rewrite.runtime import backend, packing
+from rewrite.runtime import backend
 from rewrite.runtime.packing import packed_linear
 
 
@@ -117,7 +117,7 @@ def test_gradients_are_the_originals_and_counted():
     for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert backend.fallbacks() == {("packed_linear", "gradient"): 1}
-    assert packing.packing_outcomes(module) == {"q": "gradient"}
+    assert backend.last_reasons(module) == {"q": "packed_linear: gradient"}
 
 
 class Adapter(nn.Module):

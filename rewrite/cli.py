@@ -1,0 +1,131 @@
+"""The command `rewrite`: a group whose default command rewrites a model; here errors become exit codes.
+
+Exit codes: 0 done, 1 a difference or a failed verification, 2 usage, 3 a bug of ours, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from rewrite import __version__
+from rewrite.errors import RewriteError, TransformError
+
+DEFAULT_COMMAND = "apply"
+INTERRUPTED = 130
+BUG = 3
+
+# Name → short help. A command's module is imported when it is called, so that --help imports none of them but one.
+COMMANDS = {
+    "apply": "Rewrite a model into a folder (the default command).",
+    "bench": "Measure a package against its original.",
+    "completion": "Print the completion script of a shell.",
+    "diff": "Show what a package changed against its original.",
+    "explain": "Explain a transform.",
+    "models": "List the model types of the installed transformers.",
+    "transforms": "List the transforms.",
+    "verify": "Verify a package, or any two modeling files.",
+}
+
+
+class DefaultGroup(click.Group):
+    """A group in which a first word that is no command is the MODEL of the default command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands, the default one first."""
+        return sorted(COMMANDS, key=lambda name: (name != DEFAULT_COMMAND, name))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(importlib.import_module(f"rewrite.commands.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the name of the default command before anything that is neither a command nor an option of the group."""
+        own = {"--help", "-h", "--version"}
+        if args and args[0] not in own and args[0] not in COMMANDS:
+            args = [DEFAULT_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show both ways to call it."""
+        formatter.write_usage(ctx.command_path, "MODEL --out DIR [OPTIONS]")
+        formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", prefix="       ")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show the options of the default command, then the commands."""
+        default = self.get_command(ctx, DEFAULT_COMMAND)
+        assert default is not None
+        options = (p for p in (*default.params, *self.get_params(ctx)) if isinstance(p, click.Option))
+        records = [record for option in options if (record := option.get_help_record(ctx))]
+        with formatter.section("Options"):
+            formatter.write_dl(records)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx) if name != DEFAULT_COMMAND])
+
+
+@click.group(
+    cls=DefaultGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`rewrite COMMAND --help` says more about a command. Example: rewrite llama --out ./optimized_llama",
+)
+@click.version_option(__version__, prog_name="rewrite (hf-rewrite)")
+def cli() -> None:
+    """Rewrite a transformers modeling file into fast source code that you keep, and prove that it computes the same.
+
+    MODEL is a model type (llama), a path of a modeling file, a dotted module, or a checkpoint folder.
+    """
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code: every failure is one message, never a traceback."""
+    sys.exit(run(args))
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        code = cli.main(args, prog_name="rewrite", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return _say("interrupted: nothing was changed", INTERRUPTED)
+    except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except TransformError as error:
+        return _say(f"error: {error} A log to attach: {_log()}", error.exit_code)
+    except RewriteError as error:
+        return _say(f"error: {error}", error.exit_code)
+    except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
+        what = f"{type(error).__name__}: {error}"
+        return _say(f"error: this is a bug of ours ({what}). A log to attach to a report: {_log()}", BUG)
+
+
+def _say(message: str, code: int) -> int:
+    click.echo(message, err=True)
+    return code
+
+
+def _log() -> Path:
+    """Write the traceback of the exception in hand to a file of its own."""
+    with tempfile.NamedTemporaryFile("w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8") as log:
+        log.write(f"hf-rewrite {__version__} · Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
+    return Path(log.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""`rewrite MODEL --out DIR`: the main job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rewrite.commands.options import (
+    FOLDER,
+    complete_models,
+    complete_transforms,
+    diff_option,
+    json_option,
+    verification_options,
+)
+
+if TYPE_CHECKING:
+    from rewrite.build import Build
+    from rewrite.console import Screen
+    from rewrite.judge import Request
+    from rewrite.output import Output, Staged
+    from rewrite.transform import Transform
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the main command."""
+
+    model: str
+    out: Path | None
+    """None for a dry run without a folder."""
+    only: tuple[str, ...]
+    skip: tuple[str, ...]
+    verify: bool
+    dry_run: bool
+    diff_style: str
+    force: bool
+    trust_remote_code: bool
+    request: Request
+    json_path: Path | None
+
+
+@click.command(name="apply", short_help="Rewrite a model into a folder (the default command).")
+@click.argument("model", shell_complete=complete_models)
+@click.option("--out", "-o", type=FOLDER, metavar="DIR", help="Folder to write; created with its parents.")
+@click.option(
+    "--only", multiple=True, metavar="TRANSFORM", shell_complete=complete_transforms, help="Run only this; repeatable."
+)
+@click.option(
+    "--skip",
+    multiple=True,
+    metavar="TRANSFORM",
+    shell_complete=complete_transforms,
+    help="Leave this out; repeatable.",
+)
+@click.option("--no-verify", is_flag=True, help="Write without running anything; works without torch.")
+@click.option("--dry-run", is_flag=True, help="Show the diff and write nothing.")
+@diff_option(None, "How to show the changes. Default: unified on a terminal, stat elsewhere.")
+@verification_options
+@json_option
+@click.option("--force", is_flag=True, help="Replace a folder that is not ours or was edited; it is kept as a backup.")
+def apply(**given: Any) -> int:
+    """Rewrite the modeling file of MODEL and write the result, verified, to a folder.
+
+    MODEL is a model type of the installed transformers (llama, qwen3), a path of a modeling file, a dotted module, or
+    a local checkpoint folder.
+    """
+    from rewrite.console import Screen
+
+    job = _job(**given)
+    screen = Screen(quiet_output=_patch_on_output(job))
+    return _run(job, screen)
+
+
+def _job(
+    model: str,
+    out: Path | None,
+    no_verify: bool,
+    dry_run: bool,
+    diff_style: str | None,
+    json_path: Path | None,
+    device: str | None,
+    dtype: str | None,
+    weights: Path | None,
+    **rest: Any,
+) -> Job:
+    from rewrite.judge import Request
+
+    if out is None and not dry_run:
+        raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
+    if no_verify and (device or dtype or weights):
+        raise click.UsageError("--device, --dtype and --weights are for the verification: drop --no-verify")
+    if diff_style is None:
+        terminal = click.get_text_stream("stdout").isatty()
+        diff_style = "none" if str(json_path) == "-" else "unified" if terminal or dry_run else "stat"
+    return Job(
+        model=model,
+        out=out,
+        verify=not no_verify and not dry_run,
+        dry_run=dry_run,
+        diff_style=diff_style,
+        json_path=json_path,
+        request=Request(device, dtype, weights),
+        **rest,
+    )
+
+
+def _patch_on_output(job: Job) -> bool:
+    """Whether standard output is for the patch, or the report, alone."""
+    return job.diff_style == "unified" or str(job.json_path) == "-"
+
+
+def _run(job: Job, screen: Screen) -> int:
+    from rewrite import judge, output, report, source
+    from rewrite.build import build
+    from rewrite.transforms import select
+
+    transforms = select(job.only, job.skip)
+    original = source.resolve(job.model, job.trust_remote_code)
+    if job.request.weights is not None:
+        source.weights_fit(original, job.request.weights)
+    place = None if job.dry_run or job.out is None else output.prepare(job.out, original.path, job.force)
+    if job.verify:
+        judge.require_libraries("verification (--no-verify leaves it out)")
+    with screen.working(f"rewriting {original.path.name}"):
+        built = build(original, transforms)
+    report.show_build(screen, built)
+    _show_diff(job, screen, built)
+    if place is None:
+        screen.line("written", "nothing (--dry-run)")
+        report.write(job.json_path, report.of_build(built))
+        return 0
+    return _write(job, screen, built, transforms, place)
+
+
+def _show_diff(job: Job, screen: Screen, built: Build) -> None:
+    from rewrite import original
+
+    screen.show_diff(
+        original.text_of(built.source.path), built.rewritten.text, original.patch_path(built.source), job.diff_style
+    )
+
+
+def _write(job: Job, screen: Screen, built: Build, transforms: list[Transform], place: Output) -> int:
+    from rewrite import gate, output, report
+    from rewrite.lock import Options
+    from rewrite.package import assemble
+
+    package = assemble(built, transforms, Options(job.only, job.skip), place.folder)
+    with output.stage(place, package) as staged:
+        gate.check_text(staged.folder, package.lock.files)
+        verdict, note = _verified(job, screen, built, staged)
+        data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
+        if verdict is not None and not verdict.passed:
+            data["written"] = False
+            kept = staged.reject()
+            report.show_rejected(screen, verdict, kept, place)
+            report.write(job.json_path, data)
+            return 1
+        staged.commit()
+    report.show_written(screen, place, package, verdict, note)
+    report.write(job.json_path, {**data, "written": True})
+    return 0
+
+
+def _verified(job: Job, screen: Screen, built: Build, staged: Staged) -> tuple[Any | None, str]:
+    """Return the verdict on a staged package, or None and why there is none."""
+    from rewrite import gate, judge
+    from rewrite.package import VERDICT_NAME
+
+    if not job.verify:
+        return None, "not run (--no-verify); imports were checked by reading, not by importing"
+    if built.source.remote_code and not job.trust_remote_code:
+        return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
+    with screen.working("importing the package"):
+        gate.check_import(staged.folder)
+    with screen.working("verifying") as progress:
+        verdict = judge.judge(built.source.path, staged.folder, job.request, progress)
+    staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock, staged.folder))
+    return verdict, ""

@@ -1,0 +1,78 @@
+"""`rewrite verify DIR` and `rewrite verify A B`: does the second compute what the first does?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rewrite.commands.options import json_option, verification_options
+
+if TYPE_CHECKING:
+    from rewrite.console import Screen
+    from rewrite.judge import Request
+
+
+@click.command(short_help="Verify a package, or any two modeling files.")
+@click.argument("sides", nargs=-1, required=True, metavar="DIR | ORIGINAL REWRITTEN")
+@verification_options
+@click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
+@json_option
+def verify(
+    sides: tuple[str, ...],
+    device: str | None,
+    dtype: str | None,
+    weights: Path | None,
+    trust_remote_code: bool,
+    given: Path | None,
+    json_path: Path | None,
+) -> int:
+    """Verify the package DIR against the file it was made from, or REWRITTEN against ORIGINAL.
+
+    A side is a package folder, a modeling file, a dotted module or a model type. Both are run.
+    """
+    from rewrite import judge, report
+    from rewrite.console import Screen
+
+    judge.require_libraries("verification")
+    request = judge.Request(device, dtype, weights)
+    screen = Screen(quiet_output=str(json_path) == "-")
+    if len(sides) == 1:
+        return _package(screen, Path(sides[0]), given, request, json_path)
+    if len(sides) > 2 or given is not None:
+        raise click.UsageError("give one package, or two files or packages")
+    original, rewritten = (_side(side, trust_remote_code) for side in sides)
+    with screen.working("verifying") as progress:
+        verdict = judge.judge(original, rewritten, request, progress)
+    screen.said.print(judge.rendered(verdict), markup=False, soft_wrap=True)
+    report.write(json_path, verdict.to_json())
+    return 0 if verdict.passed else 1
+
+
+def _package(screen: Screen, folder: Path, given: Path | None, request: Request, json_path: Path | None) -> int:
+    from rewrite import judge, original, report
+    from rewrite.lock import read_lock
+    from rewrite.package import VERDICT_NAME
+    from rewrite.source import weights_fit
+
+    lock = read_lock(folder)
+    source = original.find(folder, lock, given)
+    if request.weights is not None:
+        weights_fit(source, request.weights)
+    with screen.working("verifying") as progress:
+        verdict = judge.judge(source.path, folder, request, progress)
+    screen.said.print(judge.rendered(verdict), markup=False, soft_wrap=True)
+    report.write_text(folder / VERDICT_NAME, judge.record(verdict, lock, folder))
+    report.write(json_path, verdict.to_json())
+    return 0 if verdict.passed else 1
+
+
+def _side(side: str, trust_remote_code: bool) -> str | Path:
+    """Return a path for anything that is one, the file of a model type or module otherwise."""
+    from rewrite.source import resolve
+
+    path = Path(side)
+    if path.is_dir() and not (path / "config.json").is_file():
+        return path
+    return resolve(side, trust_remote_code).path

@@ -1,0 +1,205 @@
+"""The files of an output package, as bytes: modeling file, `__init__.py`, the runtime it needs, lock."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rewrite
+from rewrite.build import Build
+from rewrite.lock import Lock, Options, Origin, rule_hashes, sha256
+from rewrite.source import LOCK_NAME, Source
+from rewrite.transform import Transform
+
+RUNTIME_ALWAYS = ("auto", "backend", "explain", "guard")
+KEPT = ".rewrite"
+"""Folder with the last generated text, the common ancestor of a later three-way merge."""
+VERDICT_NAME = "verify.json"
+
+_RUNTIME_INIT = '''\
+"""What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""
+
+from .backend import get_backend, set_backend, use_backend
+from .explain import explain
+
+__all__ = ["explain", "get_backend", "set_backend", "use_backend"]
+'''
+
+_INIT = '''\
+"""{title}.
+
+This folder is yours: rewrite.lock says what was changed.
+"""
+
+from .runtime import guard
+
+with guard.made_from(
+    package=__name__,
+    module={module},
+    sha256="{sha256}",
+    version="{version}",
+    command={command},
+):
+    from . import {modeling}
+    from .{modeling} import (
+{imported}
+    )
+
+from .runtime import auto
+from .runtime.explain import explain
+
+
+def register() -> list[str]:
+    """Make the Auto classes of transformers build these classes in this process, and return what changed."""
+    return auto.register({modeling})
+
+
+__all__ = [
+{exported}
+]
+'''
+
+
+@dataclass(frozen=True)
+class Package:
+    """Everything that an output folder holds, before it is written."""
+
+    files: Mapping[str, bytes]
+    """By path in the folder, `/` between parts; the lock included."""
+    lock: Lock
+
+
+def assemble(build: Build, transforms: Sequence[Transform], options: Options, folder: Path) -> Package:
+    """Return the package that holds `build`, made for the output folder `folder` (whose name is in its texts)."""
+    name = modeling_name(build.source)
+    text = build.rewritten.text.encode("utf-8")
+    files = {
+        "__init__.py": _init(build, name, folder).encode("utf-8"),
+        f"{name}.py": text,
+        f"{KEPT}/{name}.py": text,
+        "runtime/__init__.py": _RUNTIME_INIT.encode("utf-8"),
+        **{f"runtime/{file}.py": _runtime_file(file) for file in runtime_closure(build.rewritten.runtime)},
+    }
+    lock = Lock(
+        tool=rewrite.__version__,
+        source=_origin(build.source, folder),
+        options=options,
+        rules=rule_hashes(transforms),
+        transforms=build.rewritten.transforms,
+        upstream={_origin(build.source, folder).path: build.source.sha256},
+        files={path: sha256(data) for path, data in sorted(files.items())},
+    )
+    return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)
+
+
+def modeling_name(source: Source) -> str:
+    """Return the module name of the modeling file, always `modeling_<name>`."""
+    stem = re.sub(r"\W", "_", source.path.stem)
+    return stem if stem.startswith("modeling_") else f"modeling_{stem}"
+
+
+def runtime_closure(files: Iterable[str]) -> list[str]:
+    """Return `files`, those every package has, and every runtime file that these import, sorted."""
+    wanted = set(files) | set(RUNTIME_ALWAYS)
+    done: set[str] = set()
+    while waiting := sorted(wanted - done):
+        for file in waiting:
+            done.add(file)
+            wanted.update(_relative_imports(ast.parse(_runtime_file(file))))
+    return sorted(done)
+
+
+def command_for(source: Source, folder: Path) -> str:
+    """Return the command that makes the package anew; paths in it are relative."""
+    target = source.model_type if _is_plain_model_type(source) else source.module or source.path.name
+    name = f'"{folder.name}"' if " " in folder.name else folder.name
+    return f"rewrite {target} --out {name} --force"
+
+
+def public_names(text: str) -> list[str]:
+    """Return what `from module import *` would bind of the module's own: `__all__`, else its public definitions."""
+    tree = ast.parse(text)
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and _names(statement.targets) == ["__all__"]:
+            listed = (node for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
+            return sorted({str(node.value) for node in listed}, key=_isort_key)
+    defined = (s.name for s in tree.body if isinstance(s, (ast.ClassDef, ast.FunctionDef)))
+    return sorted({name for name in defined if not name.startswith("_")}, key=_isort_key)
+
+
+def _init(build: Build, modeling: str, folder: Path) -> str:
+    source = build.source
+    made_of = f"transformers {source.transformers_version}" if source.module else source.path.name
+    names = public_names(build.rewritten.text)
+    exported = sorted([*names, "explain", "register"], key=_isort_key)
+    return _INIT.format(
+        title=f"{modeling.removeprefix('modeling_')}, rewritten from {made_of} by hf-rewrite {rewrite.__version__}",
+        module=f'"{source.module}"' if source.module else None,
+        sha256=source.sha256,
+        version=source.transformers_version or "",
+        command=_quoted(command_for(source, folder)),
+        modeling=modeling,
+        imported=textwrap.indent("\n".join(f"{name}," for name in names), " " * 8),
+        exported=textwrap.indent("\n".join(f'"{name}",' for name in exported), " " * 4),
+    )
+
+
+def _isort_key(name: str) -> tuple[int, str]:
+    """Order names as ruff's isort does: CONSTANTS, Classes, functions."""
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
+
+
+def _quoted(text: str) -> str:
+    """Return a string literal in double quotes where that needs no escapes, as formatters write it."""
+    return repr(text) if '"' in text or "\\" in text else f'"{text}"'
+
+
+def _origin(source: Source, folder: Path) -> Origin:
+    if source.module is not None:
+        target, path = source.module, "/".join(source.module.split(".")[1:]) + ".py"
+    else:
+        target, path = _relative_target(source.path, folder), source.path.name
+    version = source.transformers_version if source.module is not None else None
+    model_type = source.model_type if source.module is None or _is_plain_model_type(source) else None
+    return Origin(target, path, source.sha256, source.module, model_type, version)
+
+
+def _relative_target(path: Path, folder: Path) -> str:
+    """Return the way from the output folder to a file of the same tree, else its name: no machine path is recorded."""
+    here = Path.cwd().resolve()
+    inside = [place.resolve().is_relative_to(here) for place in (path, folder)]
+    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix() if all(inside) else path.name
+
+
+def _is_plain_model_type(source: Source) -> bool:
+    """Return whether the model type alone leads to this file, whichever way the user named it."""
+    return source.model_type is not None and modeling_name(source) == f"modeling_{source.model_type.replace('-', '_')}"
+
+
+def _runtime_file(name: str) -> bytes:
+    return importlib.resources.files("rewrite.runtime").joinpath(f"{name}.py").read_bytes()
+
+
+def _relative_imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the sibling files that a runtime file needs; one imported under `except ImportError` is optional."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Try) and any(_catches_missing(handler) for handler in node.handlers):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            yield from [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+        yield from _relative_imports(node)
+
+
+def _catches_missing(handler: ast.ExceptHandler) -> bool:
+    caught = ast.walk(handler.type) if handler.type is not None else ()
+    return any(isinstance(node, ast.Name) and node.id in ("ImportError", "ModuleNotFoundError") for node in caught)
+
+
+def _names(targets: Sequence[ast.expr]) -> list[str]:
+    return [target.id for target in targets if isinstance(target, ast.Name)]

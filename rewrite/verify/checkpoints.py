@@ -1,0 +1,80 @@
+"""Gate 1: checkpoints of the original load in the rewritten class, and what that saves is the same, byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .checks import CheckRun
+from .compare import Mismatch
+from .configs import Variant
+from .structure import same_state, same_tying
+from .verdict import Figure
+from .workbench import Workbench, build, on_original
+
+SHARD = 60_000
+
+
+def checkpoint_checks(bench: Workbench) -> Iterator[CheckRun]:
+    """Round trips through `save_pretrained` and `from_pretrained`."""
+    variants = bench.variants[:1] if bench.options.quick else bench.variants
+    for variant in variants:
+        yield CheckRun(f"checkpoint round trip, {variant.name}", partial(_round_trip, bench, variant, None))
+    if not bench.options.quick:
+        yield CheckRun("checkpoint round trip, sharded", lambda: _round_trip(bench, bench.base, SHARD))
+
+
+def _round_trip(bench: Workbench, variant: Variant, shard: int | None) -> Mapping[str, Figure]:
+    """Original saves, rewritten loads, runs and saves, original loads that."""
+    import torch
+
+    sharding = {} if shard is None else {"max_shard_size": shard}
+    with TemporaryDirectory() as folder:
+        first, second, stock = (Path(folder) / name for name in ("first", "second", "stock"))
+        model = on_original(build, bench.subject.original, variant, "eager", "float32", "cpu")
+        model.load_state_dict(bench.weights(variant))
+        on_original(model.save_pretrained, first, **sharding)
+        reloaded, expected_info = on_original(_load, bench.subject.original, first)
+        on_original(reloaded.save_pretrained, stock, **sharding)
+        loaded, info = _load(bench.subject.rewritten, first)
+        _same_report(expected_info, info)
+        same_state(reloaded.state_dict(), loaded.state_dict(), "after from_pretrained: ")
+        same_tying(reloaded, loaded)
+        with torch.no_grad():
+            loaded(input_ids=torch.arange(4, 12)[None])
+        loaded.save_pretrained(second, **sharding)
+        files = _same_files(stock, second)
+        back, back_info = _load(bench.subject.original, second)
+        _same_report(expected_info, back_info)
+        same_state(reloaded.state_dict(), back.state_dict(), "what it saved, loaded by the original: ")
+    return {"files": files, "tensors": len(loaded.state_dict())}
+
+
+def _load(model_class: Any, folder: Path) -> tuple[Any, Mapping[str, Any]]:
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    return model, info
+
+
+def _same_report(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    for name in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        wanted, given = sorted(map(str, expected.get(name) or ())), sorted(map(str, found.get(name) or ()))
+        if wanted != given:
+            raise Mismatch(f"from_pretrained reports {name} {given[:5]}, the original {wanted[:5] or 'none'}")
+
+
+def _same_files(expected: Path, found: Path) -> int:
+    wanted, given = _digests(expected), _digests(found)
+    if wanted.keys() != given.keys():
+        raise Mismatch(f"save_pretrained wrote {sorted(given)}, the original {sorted(wanted)}")
+    for name, digest in wanted.items():
+        if given[name] != digest:
+            raise Mismatch(f"save_pretrained wrote another {name} than the original")
+    return len(wanted)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}

@@ -1,0 +1,65 @@
+"""Runs checks one after another and turns whatever happens into a result."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .compare import Mismatch, NotRun
+from .verdict import Check, Figure, Gate, Status
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CheckRun:
+    """A check to run: `run` returns its figures, raises `Mismatch` to fail or `NotRun` where it does not apply.
+
+    `essential` checks must run for a verdict to pass; `stops` ends the gate when the check fails.
+    """
+
+    name: str
+    run: Callable[[], Mapping[str, Figure]]
+    essential: bool = False
+    stops: bool = False
+
+
+def run_gate(number: int, name: str, checks: Iterable[CheckRun], progress: Progress) -> tuple[Gate, bool]:
+    """Run a gate's checks. Returns the gate, and whether every essential check ran."""
+    started = time.perf_counter()
+    done: list[Check] = []
+    complete = True
+    for check in checks:
+        progress(f"{name}: {check.name}")
+        result = run_check(check)
+        done.append(result)
+        complete &= not (check.essential and result.status == "not run")
+        if check.stops and result.status == "failed":
+            break
+    return Gate(number, name, tuple(done), time.perf_counter() - started), complete
+
+
+def run_check(check: CheckRun) -> Check:
+    """Run one check; any exception out of the code under test is a failure of that code."""
+    started = time.perf_counter()
+    status: Status = "passed"
+    detail, figures = "", {}
+    try:
+        figures = dict(check.run())
+    except NotRun as reason:
+        status, detail = "not run", str(reason)
+    except Mismatch as mismatch:
+        status, detail, figures = "failed", str(mismatch), mismatch.figures
+    except Exception as error:  # the rewritten file may raise anything; silence would be a pass
+        status, detail = "failed", describe(error)
+    return Check(check.name, status, detail, figures, time.perf_counter() - started)
+
+
+def describe(error: BaseException) -> str:
+    """An exception with the place it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    text = " ".join(str(error).split())[:400]
+    return f"{type(error).__name__}: {text}{place}"

@@ -1,0 +1,103 @@
+"""Imports a rewritten package in a clean process and reports what that changed in transformers and torch.
+
+Run as a script, without the rest of the tool: `python clean_import.py NAME FOLDER UPSTREAM`. Writes one JSON line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+WATCHED = ("transformers", "torch", "torch.nn", "torch.cuda", "torch.autograd", "torch.utils.checkpoint")
+CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property, types.MethodType)
+REGISTRIES = (dict, set, list)
+BOOKKEEPING = {"_CAN_RECORD_REGISTRY", "_import_structure", "_objects", "sys_modules"}
+
+
+def main(name: str, path: str, upstream: str) -> None:
+    """Import `upstream` and what it needs, then the side at `path` under `name`; print the changes."""
+    import torch
+
+    importlib.import_module("torch.nn")
+    importlib.import_module(upstream)
+    before, held = snapshot()
+    modules = set(sys.modules)
+    import_side(name, Path(path))
+    after, _ = snapshot()
+    changed = sorted(key for key, value in before.items() if key in after and after[key] != value)
+    lost = sorted(key for key in before if key not in after)
+    del held
+    report = {
+        "changed": changed,
+        "lost": lost,
+        "tool": sorted(m for m in set(sys.modules) - modules if m.split(".")[0] in ("libcst", "click", "rich")),
+        "watched": len(before),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(report))
+
+
+def import_side(name: str, path: Path) -> None:
+    """Import as a user does: a package from its parent folder, or a lone file from its folder."""
+    target = path
+    if path.name == "__init__.py":
+        target = path.parent
+        name = target.name
+    sys.path.insert(0, str(target.parent))
+    module = importlib.import_module(target.stem if target.is_file() else name)
+    if target.is_dir():
+        for file in sorted(target.glob("modeling_*.py")):
+            importlib.import_module(f"{module.__name__}.{file.stem}")
+
+
+def snapshot() -> tuple[dict[str, Any], list[Any]]:
+    """The identity of every function, class, class member and registry entry, and the objects, to keep ids unique."""
+    found: dict[str, Any] = {}
+    held: list[Any] = []
+    for module_name, module in sorted(sys.modules.items()):
+        if not _is_watched(module_name) or module is None:
+            continue
+        for name, value in list(vars(module).items()):
+            key = f"{module_name}.{name}"
+            if isinstance(value, CODE):
+                found[key] = id(value)
+                held.append(value)
+                if isinstance(value, type) and value.__module__ == module_name:
+                    _members(key, value, found, held)
+            elif isinstance(value, REGISTRIES) and name not in BOOKKEEPING and not name.startswith("__"):
+                found[key] = _contents(value)
+                held.append(value)
+    return found, held
+
+
+def _is_watched(name: str) -> bool:
+    return name.split(".")[0] == "transformers" or name in WATCHED or name.startswith("torch.nn.")
+
+
+def _members(key: str, cls: type, found: dict[str, Any], held: list[Any]) -> None:
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, CODE):
+            found[f"{key}.{name}"] = id(value)
+            held.append(value)
+        elif isinstance(value, REGISTRIES) and not name.startswith(("__", "_abc")):
+            found[f"{key}.{name}"] = _contents(value)
+
+
+def _contents(value: Any) -> str:
+    """A registry's keys, and the identity of what they map to where that is code."""
+    if isinstance(value, dict):
+        return repr(
+            [(str(key), id(item) if isinstance(item, CODE) else None) for key, item in list(dict.items(value))]
+        )
+    return (
+        repr(sorted(str(item) for item in set.__iter__(value))) if isinstance(value, set) else str(list.__len__(value))
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

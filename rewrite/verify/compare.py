@@ -1,0 +1,140 @@
+"""Compares what two models computed: how large the error is, where it is, and whether it is within its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .tolerances import bound
+from .verdict import Figure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Observations = Mapping[str, "Tensor"]
+
+
+class NotRun(Exception):
+    """A check does not apply here; the message says why."""
+
+
+class Mismatch(Exception):
+    """A check failed: what differs, where, and the figures."""
+
+    def __init__(self, detail: str, figures: Mapping[str, Figure] | None = None) -> None:
+        super().__init__(detail)
+        self.figures = dict(figures or {})
+
+
+@dataclass(frozen=True)
+class Error:
+    """The error of one tensor against the expected one, both taken to fp64; `max` and `rms` are absolute."""
+
+    name: str
+    max: float
+    rms: float
+    index: tuple[int, ...]
+    expected: float
+    found: float
+    scale: float
+    scale_rms: float
+
+    @property
+    def relative_max(self) -> float:
+        """Largest error over the largest expected magnitude."""
+        return self.max / max(self.scale, 1e-30)
+
+    @property
+    def relative_rms(self) -> float:
+        """RMS error over the expected RMS."""
+        return self.rms / max(self.scale_rms, 1e-30)
+
+    @property
+    def where(self) -> str:
+        """The largest error in words."""
+        return f"{self.name}{list(self.index)}: expected {self.expected:.9g}, found {self.found:.9g}"
+
+
+def measure(name: str, expected: Tensor, found: Tensor) -> Error:
+    """The error of `found` against `expected`.
+
+    Raises:
+        Mismatch: the shapes differ, or one is finite where the other is not.
+    """
+    import torch
+
+    if expected.shape != found.shape:
+        raise Mismatch(f"{name} has shape {list(found.shape)}, expected {list(expected.shape)}")
+    reference, result = expected.detach().double().cpu(), found.detach().double().cpu()
+    if reference.numel() == 0:
+        return Error(name, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0)
+    same = (reference == result) | (reference.isnan() & result.isnan())
+    difference = torch.where(same, torch.zeros_like(reference), (result - reference).abs())
+    difference = difference.nan_to_num(nan=float("inf"))
+    finite = torch.where(reference.isfinite(), reference, torch.zeros_like(reference))
+    position = int(difference.argmax())
+    index = tuple(int(axis) for axis in torch.unravel_index(torch.tensor(position), difference.shape))
+    return Error(
+        name,
+        float(difference.max()),
+        float(difference.square().mean().sqrt()),
+        index,
+        float(reference.flatten()[position]),
+        float(result.flatten()[position]),
+        float(finite.abs().max()),
+        float(finite.square().mean().sqrt()),
+    )
+
+
+def same_names(expected: Observations, found: Observations) -> None:
+    """Raise `Mismatch` unless both sides produced the same outputs."""
+    if expected.keys() != found.keys():
+        missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        raise Mismatch(f"outputs differ: missing {missing or 'none'}, unexpected {extra or 'none'}")
+
+
+def require_same_dtypes(expected: Observations, found: Observations) -> None:
+    """Raise `Mismatch` where an output changed its dtype."""
+    for name, tensor in expected.items():
+        if found[name].dtype != tensor.dtype:
+            raise Mismatch(f"{name} is {found[name].dtype}, expected {tensor.dtype}")
+
+
+def near_exact(expected: Observations, found: Observations, maximum: str = "fp64 max") -> dict[str, Figure]:
+    """Compare two fp64 runs. Returns the figures.
+
+    Raises:
+        Mismatch: an error exceeds its bound.
+    """
+    same_names(expected, found)
+    require_same_dtypes(expected, found)
+    errors = [measure(name, expected[name], found[name]) for name in expected]
+    if not errors:
+        raise NotRun("the scenario produced no tensor")
+    worst = max(errors, key=lambda error: error.relative_max)
+    rms = max(error.relative_rms for error in errors)
+    figures: dict[str, Figure] = {"max": worst.relative_max, "rms": rms, "tensors": len(errors)}
+    if not worst.relative_max <= bound(maximum):
+        raise Mismatch(f"relative error {worst.relative_max:.3g} > {bound(maximum):.0e} at {worst.where}", figures)
+    if maximum == "fp64 max" and not rms <= bound("fp64 rms"):
+        raise Mismatch(f"relative RMS error {rms:.3g} > {bound('fp64 rms'):.0e} (largest at {worst.where})", figures)
+    return figures
+
+
+def equal(expected: Observations, found: Observations) -> bool:
+    """Whether every output is bit-equal."""
+    import torch
+
+    same_names(expected, found)
+    return all(torch.equal(expected[name].cpu(), found[name].cpu()) for name in expected)
+
+
+def join(observations: Iterable[Observations]) -> dict[str, Tensor]:
+    """The outputs of several runs as one set, numbered."""
+    return {f"{name}#{run}": tensor for run, one in enumerate(observations) for name, tensor in one.items()}
+
+
+def finite(observations: Observations) -> bool:
+    """Whether no output holds an infinity or NaN."""
+    return all(bool(tensor.isfinite().all()) for tensor in observations.values())

@@ -1,0 +1,100 @@
+"""Gate 2: `torch.compile(fullgraph=True)` of the rewritten model, without a graph break or a recompile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .caches import new_cache
+from .checks import CheckRun
+from .compare import Mismatch, NotRun
+from .configs import Variant
+from .inputs import tokens
+from .verdict import Figure
+from .workbench import Workbench, on_original
+from .yardstick import compare
+
+
+def compile_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """Prefill and, for causal models, a decode step on a static cache."""
+    if not bench.options.compile or bench.options.quick:
+        return
+    backend = "aot_eager" if bench.options.device == "cpu" else "inductor"
+    yield CheckRun(f"torch.compile(fullgraph), {backend}: prefill", lambda: _prefill(bench, variant, backend))
+    if bench.subject.causal:
+        yield CheckRun(f"torch.compile(fullgraph), {backend}: decode", lambda: _decode(bench, variant, backend))
+
+
+def _compiled(model: Any, backend: str) -> Any:
+    import torch
+
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
+
+
+def _require_original(bench: Workbench, error: Exception, model: Any, call: Any, backend: str) -> None:
+    """A graph break is only the rewrite's fault if the original compiles."""
+    on_original(call, _compiled(model, backend))
+    raise Mismatch(
+        f"does not compile in one graph, the original does: {type(error).__name__}: {_short(error)}"
+    ) from error
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _prefill(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:
+    prompts = [tokens(bench.seed_for("compile", i), variant.vocab_size, 2, 12, bench.options.device) for i in range(3)]
+
+    def run(model: Any) -> dict[str, Any]:
+        import torch
+
+        with torch.no_grad():
+            return {f"logits#{i}": model(input_ids=ids, use_cache=False)[0].clone() for i, ids in enumerate(prompts)}
+
+    return _measure(bench, variant, backend, run)
+
+
+def _decode(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:
+    ids = tokens(bench.seed_for("compile decode"), variant.vocab_size, 1, 12, bench.options.device)
+
+    def run(model: Any) -> dict[str, Any]:
+        import torch
+
+        inner = getattr(model, "_orig_mod", model)
+        cache = new_cache(inner, "static")
+        outputs = {}
+        with torch.no_grad():
+            inner(input_ids=ids[:, :8], past_key_values=cache, use_cache=True)
+            for step in range(8, 12):
+                found = model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+                outputs[f"step {step}"] = found[0].clone()
+        return outputs
+
+    return _measure(bench, variant, backend, run)
+
+
+def _measure(bench: Workbench, variant: Variant, backend: str, run: Any) -> Mapping[str, Figure]:
+    import torch
+    from torch._dynamo.utils import counters
+
+    implementation = bench.implementations()[0]
+    pair, exact = bench.pair(variant, implementation, "float32"), bench.pair(variant, implementation, "float64")
+    truth, own = on_original(run, exact.original), on_original(run, pair.original)
+    counters.clear()
+    try:
+        found = run(_compiled(pair.rewritten, backend))
+    except Exception as error:  # torch.compile raises many kinds of error
+        _require_original(bench, error, pair.original, run, backend)
+        raise NotRun("unreachable") from error
+    breaks = sum(counters["graph_break"].values())
+    graphs = int(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    figures: dict[str, Figure] = {"graph breaks": breaks, "graphs": graphs}
+    if breaks:
+        raise Mismatch(f"{breaks} graph breaks: {next(iter(counters['graph_break']))}", figures)
+    if graphs > 1:
+        raise Mismatch(f"{graphs} graphs were compiled for one shape", figures)
+    eps = torch.finfo(torch.float32).eps
+    return figures | compare(truth, own, found, eps, variant.routed)

@@ -1,0 +1,72 @@
+"""Measurements on a device: synchronisation, memory bandwidth, kernels, peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def synchronise(device: str) -> None:
+    """Wait for every stream of the device, whichever the code under test used."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def memory_bandwidth(device: str) -> float:
+    """Bytes per second that a large reduction reads: the memory limit, measured in the same run."""
+    import torch
+
+    values = torch.empty(
+        2**31 if torch.cuda.mem_get_info(device)[0] > 2**34 else 2**28, dtype=torch.bfloat16, device=device
+    )
+    values.zero_()
+    best = float("inf")
+    for _ in range(8):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        values.view(torch.int32).amax()
+        stop.record()
+        torch.cuda.synchronize(device)
+        best = min(best, start.elapsed_time(stop) / 1e3)
+    return values.numel() * values.element_size() / best
+
+
+def parameter_bytes(model: Any) -> int:
+    """Bytes of the parameters that every decode step reads: all but the input embedding, unless it is tied."""
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is table
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return total if tied else total - table.numel() * table.element_size()
+
+
+def kernels_per_token(run: Callable[[Any, int], Any], model: Any) -> float:
+    """GPU kernels between a 9-token and a 25-token generation, over the 16 tokens."""
+    return (_kernels(run, model, 25) - _kernels(run, model, 9)) / 16
+
+
+def _kernels(run: Callable[[Any, int], Any], model: Any, new: int) -> int:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    run(model, new)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run(model, new)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+
+
+def peak_memory(device: str, run: Callable[[Any], Any], model: Any) -> int:
+    """Bytes allocated at the peak of a run, above what was allocated before it."""
+    import torch
+
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run(model)
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before

@@ -1,0 +1,139 @@
+"""Finds the module where two models part: the first whose inputs agree and whose output does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .compare import Error, Mismatch, measure
+from .parity import SCENARIOS, run_scenario, setting_for
+from .tolerances import bound
+from .verdict import Divergence
+from .workbench import Pair, Workbench
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a hook on one module saw over a scenario: its tensor inputs and its tensor outputs, call by call."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+def first_divergence(bench: Workbench, failed: str) -> Divergence | None:
+    """Re-run the scenario that a failed check names, hooking one module at a time.
+
+    One at a time, because fused code steps aside for the modules that are hooked. Where nothing differs that way, all
+    modules are hooked at once.
+    """
+    variant = next((v for v in bench.variants if f", {v.name}" in failed), bench.base)
+    scenario = next((s for s in SCENARIOS if failed.endswith(f": {s.name}")), SCENARIOS[2])
+    implementation = "eager" if " eager" in failed else bench.implementations()[0]
+    pair = bench.fresh(variant, implementation, "float64")
+    setting = setting_for(bench, variant, scenario, 0)
+    run = lambda model: run_scenario(model, scenario, setting)
+    names = [name for name in _execution_order(pair.original, run) if _has(pair.rewritten, name)]
+    fallback = None
+    for name in names:
+        culprit, error = _compare(name, _watch(pair.original, name, run), _watch(pair.rewritten, name, run))
+        if error is None:
+            continue
+        found = _divergence(name, pair, error, scenario.name)
+        if culprit:
+            return found
+        fallback = fallback or replace(found, note="its inputs differ already; no module's inputs agree before it")
+    return fallback
+
+
+def _has(model: Any, name: str) -> bool:
+    return any(name == other for other, _ in model.named_modules())
+
+
+def _divergence(name: str, pair: Pair, error: Error, scenario: str) -> Divergence:
+    kind = type(pair.original.get_submodule(name)).__name__
+    index = error.index
+    return Divergence(
+        name or "(the whole model)",
+        kind,
+        error.max,
+        bound("fp64 max") * error.scale,
+        index,
+        error.expected,
+        error.found,
+        scenario,
+    )
+
+
+def _execution_order(model: Any, run: Callable[[Any], Any]) -> list[str]:
+    """Module names in the order in which they first return, so inner modules come before outer ones."""
+    order: dict[str, None] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, arguments, output: order.setdefault(name)
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        _quietly(run, model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(order)
+
+
+def _watch(model: Any, name: str, run: Callable[[Any], Any]) -> Seen:
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+
+    def note(module: Any, arguments: Any, keywords: Any, output: Any) -> None:
+        inputs.append([tensor.detach().clone() for tensor in _tensors((arguments, keywords))])
+        outputs.append([tensor.detach().clone() for tensor in _tensors(output)])
+
+    handle = model.get_submodule(name).register_forward_hook(note, with_kwargs=True)
+    try:
+        _quietly(run, model)
+    finally:
+        handle.remove()
+    return Seen(tuple(inputs), tuple(outputs))
+
+
+def _quietly(run: Callable[[Any], Any], model: Any) -> None:
+    """Run for the hooks' sake: an exception later in the model does not spoil what they saw."""
+    try:
+        run(model)
+    except Exception:  # the failed check has reported it; here only the modules before it matter
+        return
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _compare(name: str, expected: Seen, found: Seen) -> tuple[bool, Error | None]:
+    """Whether the inputs agreed up to the first output that differs, and that output's error."""
+    for call, (wanted, given) in enumerate(zip(expected.outputs, found.outputs, strict=False)):
+        error = _first_error(f"{name}#{call}", wanted, given)
+        if error is not None:
+            inputs_agree = _first_error(name, expected.inputs[call], found.inputs[call]) is None
+            return inputs_agree, error
+    return False, None
+
+
+def _first_error(name: str, expected: list[Any], found: list[Any]) -> Error | None:
+    for wanted, given in zip(expected, found, strict=False):
+        try:
+            error = measure(name, wanted, given)
+        except Mismatch:
+            return Error(name, float("inf"), float("inf"), (), 0.0, 0.0, 1.0, 1.0)
+        if not error.relative_max <= bound("fp64 max"):
+            return error
+    return None

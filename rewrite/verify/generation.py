@@ -1,0 +1,167 @@
+"""Gate 4: greedy generation, where a different token is forgiven only at a near-tie, and seeded sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .checks import CheckRun
+from .compare import Mismatch, NotRun
+from .configs import Variant
+from .inputs import Batch, prompt
+from .tolerances import bound
+from .verdict import Figure
+from .workbench import Workbench, on_original
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Generated:
+    """`tokens` [batch, new] and the `logits` [batch, new, vocab] they were chosen from."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+def size(bench: Workbench) -> tuple[int, int]:
+    """How many prompts and new tokens: 64 × 256 on a GPU."""
+    if bench.options.device != "cpu":
+        return (8, 64) if bench.options.quick else (64, 256)
+    return (8, 16) if bench.options.quick else (8, 32)
+
+
+def generation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """Greedy with dynamic and static cache, with an end token, sampled, and with beams."""
+    dtypes = ["float32"] if bench.options.quick else ["float32", bench.options.dtype]
+    for dtype in dtypes:
+        for cache in ("dynamic", "static"):
+            yield CheckRun(
+                f"greedy, {dtype}, {cache} cache",
+                partial(_greedy, bench, variant, dtype, cache),
+            )
+    yield CheckRun("greedy, one prompt, an end token", lambda: _ended(bench, variant))
+    if not bench.options.quick:
+        yield CheckRun("sampling with a fixed seed", lambda: _same(bench, variant, {"do_sample": True, "top_p": 0.9}))
+        yield CheckRun("beam search", lambda: _same(bench, variant, {"num_beams": 2, "do_sample": False}))
+
+
+def generate(model: Any, batch: Batch, new: int, seed: int, **arguments: Any) -> Generated:
+    """Generate from a prompt, keeping the logits of every step."""
+    import torch
+
+    torch.manual_seed(seed)
+    mask = batch.mask if batch.mask is not None else torch.ones_like(batch.input_ids)
+    keep = batch.input_ids.clone()
+    with torch.no_grad():
+        output = model.generate(
+            batch.input_ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **arguments,
+        )
+    if not torch.equal(keep, batch.input_ids):
+        raise Mismatch("generate() changed the prompt in place")
+    logits = torch.stack(output.logits, 1) if output.logits else torch.empty(0)
+    return Generated(output.sequences[:, batch.input_ids.shape[1] :], logits)
+
+
+def _batch(bench: Workbench, variant: Variant, rows: int, name: str) -> Batch:
+    padded = "left" if rows > 1 and bench.subject.accepts("attention_mask") else "none"
+    return prompt(bench.seed_for("generate", name), variant.vocab_size, rows, 24, padded, bench.options.device)  # type: ignore[arg-type]
+
+
+def _greedy(bench: Workbench, variant: Variant, dtype: str, cache: str) -> Mapping[str, Figure]:
+    rows, new = size(bench)
+    new = min(new, 96)
+    pair = bench.pair(variant, bench.implementations()[0], dtype)
+    batch = _batch(bench, variant, rows, f"{dtype} {cache}")
+    arguments: dict[str, Any] = {"do_sample": False}
+    if cache == "static":
+        arguments["cache_implementation"] = "static"
+    original = on_original(generate, pair.original, batch, new, 0, **arguments)
+    rewritten = generate(pair.rewritten, batch, new, 0, **arguments)
+    noise = _noise(bench, variant, dtype, batch, original)
+    return near_tie(original, rewritten, noise)
+
+
+def _noise(bench: Workbench, variant: Variant, dtype: str, batch: Batch, generated: Generated) -> float:
+    """The original's largest logit error against fp64, teacher-forced on what it generated."""
+    import torch
+
+    full = torch.cat([batch.input_ids, generated.tokens], 1)
+    extra = torch.ones_like(generated.tokens)
+    mask = torch.cat([batch.mask if batch.mask is not None else torch.ones_like(batch.input_ids), extra], 1)
+    new = generated.tokens.shape[1]
+    with torch.no_grad():
+        model = bench.pair(variant, bench.implementations()[0], "float64").original
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        arguments = {"position_ids": positions} if bench.subject.accepts("position_ids") else {}
+        truth = model(input_ids=full, attention_mask=mask, **arguments).logits[:, -new - 1 : -1]
+    return float((generated.logits.double() - truth.double()).abs().max())
+
+
+def near_tie(original: Generated, rewritten: Generated, noise: float) -> dict[str, Figure]:
+    """Compare tokens row by row up to the first difference, which must be a near-tie of the original.
+
+    Raises:
+        Mismatch: a token differs where the original's two best logits are further apart than the noise explains.
+    """
+    if original.tokens.shape != rewritten.tokens.shape:
+        raise Mismatch(f"generated {list(rewritten.tokens.shape)} tokens, expected {list(original.tokens.shape)}")
+    different = (original.tokens != rewritten.tokens).cpu()
+    figures: dict[str, Figure] = {
+        "rows": int(different.shape[0]),
+        "tokens": int(different.numel()),
+        "rows that diverge": int(different.any(1).sum()),
+        "noise": noise,
+    }
+    for row in different.any(1).nonzero().flatten().tolist():
+        step = int(different[row].int().argmax())
+        top = original.logits[row, step].double().topk(2).values
+        gap = float(top[0] - top[1])
+        figures["largest gap"] = max(float(figures.get("largest gap", 0.0)), gap)
+        if not gap <= bound("near tie") * noise:
+            raise Mismatch(
+                f"row {row}, token {step}: {int(rewritten.tokens[row, step])} instead of "
+                f"{int(original.tokens[row, step])}, but the two best logits are {gap:.3g} apart, noise {noise:.2g}",
+                figures,
+            )
+    return figures
+
+
+def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Pick an end token that the original does produce, and see both stop and pad alike."""
+    import torch
+
+    pair = bench.pair(variant, bench.implementations()[0], "float32")
+    batch = _batch(bench, variant, 3, "end")
+    free = on_original(generate, pair.original, batch, 12, 0, do_sample=False)
+    end = int(free.tokens[0, 5])
+    arguments = {"do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    original = on_original(generate, pair.original, batch, 12, 0, **arguments)
+    rewritten = generate(pair.rewritten, batch, 12, 0, **arguments)
+    if not torch.equal(original.tokens.cpu(), rewritten.tokens.cpu()):
+        raise Mismatch(f"with end token {end}: {rewritten.tokens.tolist()} instead of {original.tokens.tolist()}")
+    return {"rows": 3, "steps": int(original.tokens.shape[1])}
+
+
+def _same(bench: Workbench, variant: Variant, arguments: Mapping[str, Any]) -> Mapping[str, Figure]:
+    """Equal tokens, where the logits are bit-equal: otherwise a choice may rightly differ."""
+    import torch
+
+    pair = bench.pair(variant, bench.implementations()[0], "float32")
+    batch = _batch(bench, variant, 4, str(sorted(arguments)))
+    greedy = [generate(model, batch, 4, 0, do_sample=False) for model in (pair.original, pair.rewritten)]
+    if not torch.equal(greedy[0].logits, greedy[1].logits):
+        raise NotRun("the logits are not bit-equal, so a choice may differ by rounding")
+    original = on_original(generate, pair.original, batch, 16, 7, **arguments)
+    rewritten = generate(pair.rewritten, batch, 16, 7, **arguments)
+    if not torch.equal(original.tokens, rewritten.tokens):
+        raise Mismatch(f"{rewritten.tokens.tolist()} instead of {original.tokens.tolist()}")
+    return {"rows": int(original.tokens.shape[0]), "tokens": int(original.tokens.numel())}

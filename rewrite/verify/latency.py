@@ -1,0 +1,231 @@
+"""Latency: both sides interleaved and warm, prefill and decode apart, with a confidence interval on the ratio.
+
+Nothing is called a win whose interval includes 1. On a CPU the figures are reported and no claim is made.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from .checks import CheckRun
+from .compare import Mismatch, NotRun
+from .configs import Variant
+from .device import kernels_per_token, memory_bandwidth, parameter_bytes, peak_memory, synchronise
+from .inputs import tokens
+from .shapes import shaped_variant
+from .verdict import Figure
+from .workbench import Pair, Workbench, on_original
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure: repeats per side, prompt length, new tokens per decode repeat."""
+
+    repeats: int
+    prompt: int
+    new: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Times in ms, one per repeat, of the original and of the rewritten side."""
+
+    original: Sequence[float]
+    rewritten: Sequence[float]
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """Medians, 95th percentiles, and the speed-up with its 95% bootstrap interval."""
+        low, high = bootstrap_ratio(self.original, self.rewritten)
+        return {
+            "original ms": median(self.original),
+            "rewritten ms": median(self.rewritten),
+            "original p95 ms": percentile(self.original, 0.95),
+            "rewritten p95 ms": percentile(self.rewritten, 0.95),
+            "speed-up": median(self.original) / median(self.rewritten),
+            "interval low": low,
+            "interval high": high,
+            "repeats": len(self.original),
+        }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, by the nearest rank."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
+
+
+def bootstrap_ratio(original: Sequence[float], rewritten: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of median(original) / median(rewritten) over resampled pairs of neighbours in time."""
+    generator = random.Random(0)
+    pairs = list(zip(original, rewritten, strict=True))
+    ratios = []
+    for _ in range(RESAMPLES):
+        drawn = generator.choices(pairs, k=len(pairs))
+        ratios.append(median(pair[0] for pair in drawn) / median(pair[1] for pair in drawn))
+    return percentile(ratios, 0.025), percentile(ratios, 0.975)
+
+
+def outcome(low: float, high: float, device: str) -> str:
+    """What may be said about a ratio's interval."""
+    if device == "cpu":
+        return "not claimed on a CPU"
+    return "faster" if low > 1.0 else "slower" if high < 1.0 else "no difference shown"
+
+
+def plan_for(device: str, shape: str) -> Plan:
+    """A short, honest measurement on a CPU; at least 30 repeats and 300 steps on a GPU."""
+    if device == "cpu":
+        return Plan(repeats=10, prompt=32, new=8, warmup=2)
+    return Plan(repeats=30, prompt=512 if shape != "tiny" else 64, new=32, warmup=3)
+
+
+def latency_checks(bench: Workbench) -> Iterator[CheckRun]:
+    """Prefill and decode on the shape asked for, batch 1; then memory."""
+    shape = bench.options.shape or ("tiny" if bench.options.device == "cpu" else "1b")
+    stage = _Stage(bench, shape, plan_for(bench.options.device, shape))
+    yield CheckRun(f"prefill, {shape}", stage.prefill)
+    if bench.subject.causal:
+        yield CheckRun(f"decode, {shape}", stage.decode)
+    if bench.options.device != "cpu":
+        yield CheckRun(f"kernels and share of the memory limit, {shape}", stage.roofline)
+        yield CheckRun(f"peak memory, {shape}", stage.memory)
+
+
+@dataclass
+class _Stage:
+    bench: Workbench
+    shape: str
+    plan: Plan
+    _pair: Pair | None = None
+    _decode_ms: tuple[float, float] | None = None
+
+    @property
+    def device(self) -> str:
+        return self.bench.options.device
+
+    def pair(self) -> Pair:
+        if self._pair is None:
+            variant = shaped_variant(self.bench, self.shape)
+            if variant.name == "base":
+                dtype = "float32" if self.device == "cpu" else self.bench.options.dtype
+                self._pair = self.bench.pair(variant, self.bench.implementations()[0], dtype)
+            else:
+                self._pair = large_pair(self.bench, variant)
+        return self._pair
+
+    def _ids(self, number: int) -> Any:
+        vocab = int(self.pair().original.config.get_text_config().vocab_size)
+        seed = self.bench.seed_for("latency", number)
+        return tokens(seed, vocab, 1, self.plan.prompt, self.device)
+
+    def prefill(self) -> Mapping[str, Figure]:
+        samples = self._interleaved(lambda model, ids: model(input_ids=ids, use_cache=False))
+        return self._judged("prefill", samples)
+
+    def decode(self) -> Mapping[str, Figure]:
+        """Time per new token: a long generation less a one-token one, over the tokens between."""
+        if not hasattr(self.pair().original, "generate"):
+            raise NotRun("the class does not generate")
+        long = self._interleaved(lambda model, ids: greedy(model, ids, self.plan.new + 1))
+        short = self._interleaved(lambda model, ids: greedy(model, ids, 1))
+        first = median(short.original), median(short.rewritten)
+        per_token = Samples(
+            [max(value - first[0], 1e-6) / self.plan.new for value in long.original],
+            [max(value - first[1], 1e-6) / self.plan.new for value in long.rewritten],
+        )
+        self._decode_ms = median(per_token.original), median(per_token.rewritten)
+        return self._judged("decode", per_token)
+
+    def _judged(self, what: str, samples: Samples) -> Mapping[str, Figure]:
+        figures = samples.figures
+        said = outcome(float(figures["interval low"]), float(figures["interval high"]), self.device)
+        figures["outcome"] = said
+        if said == "slower":
+            raise Mismatch(f"{what} is slower: {figures['speed-up']:.3f}× (interval below 1)", figures)
+        return figures
+
+    def _interleaved(self, call: Callable[[Any, Any], Any]) -> Samples:
+        pair = self.pair()
+        times: tuple[list[float], list[float]] = ([], [])
+        for repeat in range(-self.plan.warmup, self.plan.repeats):
+            ids = self._ids(repeat)
+            sides = [(0, pair.original), (1, pair.rewritten)]
+            for side, model in sides if repeat % 2 else reversed(sides):
+                elapsed = on_original(self._timed, call, model, ids) if side == 0 else self._timed(call, model, ids)
+                if repeat >= 0:
+                    times[side].append(elapsed)
+        return Samples(*times)
+
+    def _timed(self, call: Callable[[Any, Any], Any], model: Any, ids: Any) -> float:
+        """Wall clock in ms between two device-wide synchronisations."""
+        import torch
+
+        synchronise(self.device)
+        started = time.perf_counter()
+        with torch.no_grad():
+            call(model, ids)
+        synchronise(self.device)
+        return (time.perf_counter() - started) * 1e3
+
+    def roofline(self) -> Mapping[str, Figure]:
+        if self._decode_ms is None:
+            raise NotRun("decode was not measured")
+        pair = self.pair()
+        bandwidth = memory_bandwidth(self.device)
+        limit_ms = parameter_bytes(pair.original) / bandwidth * 1e3
+        run = lambda model, new: greedy(model, self._ids(0), new)
+        return {
+            "bandwidth GB/s": bandwidth / 1e9,
+            "memory limit ms": limit_ms,
+            "original share": limit_ms / self._decode_ms[0],
+            "rewritten share": limit_ms / self._decode_ms[1],
+            "original kernels per token": kernels_per_token(run, pair.original),
+            "rewritten kernels per token": kernels_per_token(run, pair.rewritten),
+        }
+
+    def memory(self) -> Mapping[str, Figure]:
+        pair = self.pair()
+        run = lambda model: greedy(model, self._ids(0), self.plan.new)
+        return {
+            "original peak MiB": peak_memory(self.device, run, pair.original) / 2**20,
+            "rewritten peak MiB": peak_memory(self.device, run, pair.rewritten) / 2**20,
+        }
+
+
+def greedy(model: Any, ids: Any, new: int) -> Any:
+    """Exactly `new` greedy tokens."""
+    import torch
+
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+
+
+def large_pair(bench: Workbench, variant: Variant) -> Pair:
+    """Both models of a real shape on the device, with equal weights; the original's are drawn there."""
+    import torch
+
+    from .workbench import build
+
+    arguments = (variant, bench.implementations()[0], bench.options.dtype, bench.options.device)
+    torch.manual_seed(bench.seed_for("large"))
+    with torch.device(bench.options.device):
+        original, rewritten = build(bench.subject.original, *arguments), build(bench.subject.rewritten, *arguments)
+    if bench.options.weights is not None:
+        from safetensors.torch import load_file  # noqa: F401  (a clear error where it is missing)
+
+        dtype = getattr(torch, bench.options.dtype)
+        original, rewritten = (
+            side.from_pretrained(bench.options.weights, dtype=dtype).to(bench.options.device).eval()
+            for side in (bench.subject.original, bench.subject.rewritten)
+        )
+    rewritten.load_state_dict(original.state_dict())
+    return Pair(original, rewritten)

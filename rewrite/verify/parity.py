@@ -1,0 +1,156 @@
+"""Gate 2: every scenario in fp64 against the original, and in low precision against the original's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .caches import CACHED
+from .checks import CheckRun
+from .compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
+from .configs import Variant
+from .scenarios import FORWARD, Scenario, Setting
+from .verdict import Figure
+from .workbench import Pair, Workbench, on_original
+from .yardstick import compare
+
+SCENARIOS = FORWARD + CACHED
+
+
+def run_scenario(model: Any, scenario: Scenario, setting: Setting) -> Observations:
+    """Run a scenario on one model, without gradients."""
+    import torch
+
+    with torch.no_grad():
+        return scenario.run(model, setting)
+
+
+def setting_for(bench: Workbench, variant: Variant, scenario: Scenario, trial: int) -> Setting:
+    """The scenario's inputs: fresh for each trial, and for each seed of the verifier."""
+    seed = bench.seed_for(variant.name, scenario.name, trial)
+    return Setting(bench.subject, variant.vocab_size, bench.options.device, seed)
+
+
+def applicable(bench: Workbench, scenario: Scenario, implementation: str) -> None:
+    """Raise `NotRun` where the scenario makes no sense for this class."""
+    for argument in scenario.needs:
+        if not bench.subject.accepts(argument) and argument != "past_key_values":
+            raise NotRun(f"{bench.subject.name}.forward takes no {argument}")
+    if scenario.causal_only and not bench.subject.causal:
+        raise NotRun(f"{bench.subject.name} is not a causal language model")
+    if scenario.eager_only and implementation != "eager":
+        raise NotRun("only eager attention returns its weights")
+
+
+def exact_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """One check per scenario and attention implementation, both sides in fp64."""
+    for implementation in bench.implementations():
+        for scenario in SCENARIOS:
+            if (scenario.eager_only and implementation != "eager") or _is_repeat(bench, scenario, implementation):
+                continue
+            name = f"fp64 {implementation}, {variant.name}: {scenario.name}"
+            yield CheckRun(name, _exact(bench, variant, implementation, scenario), essential=scenario.essential)
+
+
+def _is_repeat(bench: Workbench, scenario: Scenario, implementation: str) -> bool:
+    """In quick mode, scenarios without attention in them run under one implementation."""
+    first = bench.implementations()[0]
+    once = ("tuple output", "outputs survive the next call", "logits_to_keep", "inputs_embeds", "labels and loss")
+    return bench.options.quick and implementation != first and scenario.name in once
+
+
+def _exact(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario) -> Any:
+    def run() -> dict[str, Figure]:
+        applicable(bench, scenario, implementation)
+        expected, found = _both(bench, variant, implementation, scenario, "float64")
+        if finite(expected):
+            return near_exact(expected, found)
+        expected, found = _both(bench, variant, implementation, scenario, "float32")
+        if not finite(expected):
+            raise NotRun("the original's output is not finite in fp64 nor in fp32")
+        return near_exact(expected, found, "fp32 max") | {"in": "fp32, the original's fp64 is not finite"}
+
+    return run
+
+
+def _both(
+    bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, dtype: str
+) -> tuple[Observations, Observations]:
+    pair = bench.pair(variant, implementation, dtype)
+    expected, found = [], []
+    for trial in range(1 if bench.options.quick else bench.options.seeds):
+        setting = setting_for(bench, variant, scenario, trial)
+        expected.append(on_original(run_scenario, pair.original, scenario, setting))
+        found.append(run_scenario(pair.rewritten, scenario, setting))
+    _require_not_flat(expected)
+    return join(expected), join(found)
+
+
+def _require_not_flat(runs: list[Observations]) -> None:
+    """An output that does not vary proves nothing: refuse to call it equal."""
+    for observations in runs:
+        for name, tensor in observations.items():
+            if name == "logits" and tensor.numel() > 1 and float(tensor.double().std()) < 1e-3:
+                raise NotRun(f"the original's {name} hardly vary, so equality would prove nothing")
+
+
+def low_precision_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """One check per dtype and implementation: all scenarios against the fp64 run of the original."""
+    for implementation in bench.implementations():
+        for dtype in bench.low_precisions():
+            name = f"{dtype} {implementation}, {variant.name}: error against fp64"
+            yield CheckRun(name, _low(bench, variant, implementation, dtype))
+
+
+def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) -> Any:
+    import torch
+
+    eps = torch.finfo(getattr(torch, dtype)).eps
+
+    def run() -> dict[str, Figure]:
+        exact, low = bench.pair(variant, implementation, "float64"), bench.pair(variant, implementation, dtype)
+        truth, original, rewritten = [], [], []
+        for scenario in SCENARIOS:
+            setting = setting_for(bench, variant, scenario, -1)
+            try:
+                applicable(bench, scenario, implementation)
+                expected = on_original(run_scenario, exact.original, scenario, setting)
+                own = on_original(run_scenario, low.original, scenario, setting)
+                if not finite(expected) and finite(own):
+                    expected = _truth_in_fp32(bench, variant, implementation, dtype, scenario, setting)
+            except NotRun:
+                continue  # the fp64 check of this scenario reports the reason
+            new = _named(scenario, low, setting)
+            same_names(own, new)
+            truth.append(_prefixed(scenario, expected))
+            original.append(_prefixed(scenario, own))
+            rewritten.append(_prefixed(scenario, new))
+        if not truth:
+            raise NotRun("no scenario runs on the original in this dtype")
+        return compare(_merged(truth), _merged(original), _merged(rewritten), eps, variant.routed)
+
+    return run
+
+
+def _truth_in_fp32(
+    bench: Workbench, variant: Variant, implementation: str, dtype: str, scenario: Scenario, setting: Setting
+) -> Observations:
+    """fp32 is exact enough a yardstick for 16-bit types where fp64 gives NaN; for fp32 itself there is none."""
+    if dtype == "float32":
+        raise NotRun("the original's fp64 run is not finite")
+    return on_original(run_scenario, bench.pair(variant, implementation, "float32").original, scenario, setting)
+
+
+def _named(scenario: Scenario, pair: Pair, setting: Setting) -> Observations:
+    try:
+        return run_scenario(pair.rewritten, scenario, setting)
+    except Mismatch as error:
+        raise Mismatch(f"{scenario.name}: {error}", error.figures) from error
+
+
+def _prefixed(scenario: Scenario, observations: Observations) -> dict[str, Any]:
+    return {f"{scenario.name}: {name}": value for name, value in observations.items()}
+
+
+def _merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: tensor for run in runs for name, tensor in run.items()}

@@ -1,0 +1,95 @@
+"""Puts a verdict into words, at most 80 columns wide."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from .verdict import Check, Divergence, Figure, Gate, Verdict
+
+WIDTH = 80
+SIGNS = {"passed": "ok", "failed": "FAILED", "not run": "not run"}
+
+
+def summary(verdict: Verdict) -> str:
+    """One line: the outcome, the class, how many checks, how long, or what failed."""
+    checks = [check for gate in verdict.gates for check in gate.checks]
+    ran = sum(check.status != "not run" for check in checks)
+    head = f"parity: {'pass' if verdict.passed else 'FAIL'} · {verdict.model_class or 'no model class'}"
+    tail = f"{ran} checks, {len(checks) - ran} not run · {verdict.seconds:.1f} s"
+    return f"{head} · {tail}" + ("" if verdict.passed else f" · {_short(verdict.reason)}")
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, 160, placeholder=" …")
+
+
+def render(verdict: Verdict, verbose: bool = False) -> str:
+    """The verdict as text: a line per gate, every failure and every check that was not run; all checks if verbose."""
+    lines = [*_head(verdict)]
+    for gate in verdict.gates:
+        lines += _gate(gate, verbose)
+    if verdict.divergence is not None:
+        lines += _divergence(verdict.divergence)
+    if verdict.reason and not verdict.passed:
+        lines += _wrap(f"failed: {verdict.reason}", "")
+    lines.append("passed" if verdict.passed else "NOT PASSED")
+    return "\n".join(lines)
+
+
+def _head(verdict: Verdict) -> Iterator[str]:
+    for label, side in (("original", verdict.original), ("rewritten", verdict.rewritten)):
+        if side is not None:
+            yield from _wrap(f"{label:<10} {side.name} · sha256 {side.sha256[:8]}", "           ")
+    facts = " · ".join(f"{name} {value}" for name, value in verdict.environment.items())
+    yield from _wrap(f"{'on':<10} {facts} · seed {verdict.options.seed}", "           ")
+
+
+def _gate(gate: Gate, verbose: bool) -> Iterator[str]:
+    ran = [check for check in gate.checks if check.status != "not run"]
+    passed = sum(check.status == "passed" for check in ran)
+    left = len(gate.checks) - len(ran)
+    counts = f"{passed}/{len(ran)} checks" + (f", {left} not run" if left else "")
+    yield f"gate {gate.number}  {gate.name:<11} {SIGNS[gate.status]:<8} {counts} · {gate.seconds:.1f} s"
+    for check in gate.checks:
+        if verbose or check.status == "failed" or (gate.name == "latency" and check.status == "passed"):
+            yield from _check(check)
+    if not verbose:
+        yield from _left_out(gate)
+
+
+def _left_out(gate: Gate) -> Iterator[str]:
+    """The checks that did not run, those with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for check in gate.checks:
+        if check.status == "not run":
+            reasons.setdefault(check.detail, []).append(check.name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield from _wrap(f"  {SIGNS['not run']:<7} {names[0]}{more}: {reason}", "          ")
+
+
+def _check(check: Check) -> Iterator[str]:
+    figures = ", ".join(f"{name} {_figure(value)}" for name, value in check.figures.items())
+    text = f"{SIGNS[check.status]:<7} {check.name}"
+    for part in (check.detail, figures):
+        text += f": {part}" if part else ""
+    yield from _wrap(f"  {text}", "          ")
+
+
+def _divergence(divergence: Divergence) -> Iterator[str]:
+    place = list(divergence.index)
+    text = (
+        f"first divergence: {divergence.module} ({divergence.kind}) in {divergence.scenario!r}: largest error "
+        f"{divergence.error:.3g} at {place}, bound {divergence.bound:.2g}: expected {divergence.expected:.9g}, "
+        f"found {divergence.found:.9g}"
+    )
+    yield from _wrap(f"{text}{'; ' + divergence.note if divergence.note else ''}", "  ")
+
+
+def _figure(value: Figure) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False)

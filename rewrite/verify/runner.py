@@ -1,0 +1,192 @@
+"""Runs the gates in order, cheapest first, and stops at the first that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from . import sides
+from .checks import CheckRun, Progress, describe, run_gate
+from .compare import Mismatch
+from .isolation import CleanImport
+from .sides import Side, Source
+from .structure import class_checks, state_checks, text_checks
+from .subjects import Subjects, find_subjects
+from .verdict import Divergence, Figure, Gate, Options, Verdict
+from .workbench import Workbench
+
+TITLES = {"structure": 1, "parity": 2, "model": 3, "generation": 4, "latency": 5}
+
+
+def verify(
+    original: Side, rewritten: Side, options: Options | None = None, progress: Progress | None = None
+) -> Verdict:
+    """Compare a rewritten modeling file with its original.
+
+    Raises:
+        SideNotFound: one of the two is not there.
+        VerificationError: the original cannot be built, so there is nothing to compare with.
+    """
+    sources = sides.locate(original), sides.locate(rewritten)
+    return _Run(*sources, options or Options(), progress or (lambda message: None)).verdict()
+
+
+@dataclass
+class _Run:
+    original: Source
+    rewritten: Source
+    options: Options
+    progress: Progress
+    gates: list[Gate] = field(default_factory=list)
+    complete: bool = True
+    clean: CleanImport | None = None
+    modules: tuple[ModuleType, ModuleType] | None = None
+    subjects: Subjects | None = None
+    bench: Workbench | None = None
+
+    def verdict(self) -> Verdict:
+        started = time.perf_counter()
+        identities = self.original.identity, self.rewritten.identity
+        with _settled(self.options):
+            try:
+                divergence = self._all_gates()
+            finally:
+                if self.clean is not None:
+                    self.clean.stop()
+        failed = next((gate for gate in self.gates if gate.status == "failed"), None)
+        return Verdict(
+            passed=failed is None and self.complete,
+            original=identities[0],
+            rewritten=identities[1],
+            model_class=self.subjects.main.name if self.subjects else "",
+            gates=tuple(self.gates),
+            divergence=divergence,
+            reason=self._reason(failed),
+            environment=_environment(self.options),
+            options=self.options,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _reason(self, failed: Gate | None) -> str:
+        if failed is not None:
+            first = failed.failures[0]
+            return f"gate {failed.number} ({failed.name}): {first.name}: {first.detail}"
+        if not self.complete:
+            return "an essential check could not run, so nothing is proven"
+        return ""
+
+    def _all_gates(self) -> Divergence | None:
+        """Run the gates asked for. Returns the first divergence, if one failed and has one."""
+        divergence = None
+        for name in TITLES:
+            if name != "structure" and name not in self.options.gates:
+                continue
+            checks = self._structure() if name == "structure" else self._later(name)
+            gate, complete = run_gate(TITLES[name], name, checks, self.progress)
+            if not gate.checks:
+                continue
+            self.gates.append(gate)
+            self.complete &= complete
+            if gate.status == "failed":
+                divergence = divergence or self._divergence(gate)
+                if self.bench is None or not self.options.keep_going:
+                    break
+        return divergence
+
+    def _structure(self) -> Iterator[CheckRun]:
+        from .checkpoints import checkpoint_checks
+
+        yield from text_checks(self.rewritten, self.options)
+        yield CheckRun("both sides import", self._import, stops=True)
+        yield CheckRun("the main class is there", self._pair, stops=True)
+        if self.modules is None or self.subjects is None:
+            return
+        yield from class_checks(self.subjects, self.modules[1])
+        self.bench = self._workbench(self.subjects)
+        yield from state_checks(self.bench)
+        yield from checkpoint_checks(self.bench)
+        if self.clean is not None:
+            yield from self.clean.checks()
+
+    def _import(self) -> Mapping[str, Figure]:
+        upstream = sides.load(self.original)
+        if self.options.clean_process and not self.options.quick:
+            self.clean = CleanImport.start(self.rewritten, self.original)
+        try:
+            self.modules = upstream, sides.load(self.rewritten)
+        except Exception as error:  # the file under test may raise anything while it is imported
+            raise Mismatch(f"the rewritten side does not import: {describe(error)}") from error
+        return {}
+
+    def _pair(self) -> Mapping[str, Figure]:
+        assert self.modules is not None
+        self.subjects = find_subjects(*self.modules)
+        return {"classes": 1 + len(self.subjects.others)}
+
+    def _workbench(self, subjects: Subjects) -> Workbench:
+        from .configs import small_variants
+
+        main = subjects.main
+        return Workbench(main, small_variants(main.original, main.causal, self.options.config), self.options)
+
+    def _later(self, name: str) -> Iterator[CheckRun]:
+        from .gates import later_checks
+
+        assert self.bench is not None
+        assert self.subjects is not None
+        return later_checks(name, self.bench, self.subjects)
+
+    def _divergence(self, gate: Gate) -> Divergence | None:
+        if self.bench is None or gate.name not in ("parity", "generation"):
+            return None
+        from .divergence import first_divergence
+
+        self.progress("looking for the first module that differs")
+        return first_divergence(self.bench, gate.failures[0].name)
+
+
+def _environment(options: Options) -> dict[str, str]:
+    import torch
+    import transformers
+
+    device = torch.cuda.get_device_name(options.device) if options.device.startswith("cuda") else platform.processor()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device or platform.machine(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+@contextlib.contextmanager
+def _settled(options: Options) -> Iterator[None]:
+    """Full fp32 matrix products, transformers' chatter off, the caller's random state and settings kept.
+
+    Tiny models run on one thread: on a busy machine the threads of a small product wait for each other, which made a
+    verification of 20 s take more than ten minutes (4 cores under load, torch 2.13).
+    """
+    import torch
+    from transformers.utils import logging
+
+    verbosity, precision = logging.get_verbosity(), torch.get_float32_matmul_precision()
+    bars = logging.is_progress_bar_enabled()
+    threads = torch.get_num_threads()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("highest")
+    if options.weights is None:
+        torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,86 @@
+"""Which model classes of a modeling file are verified, and how thoroughly."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ..errors import VerificationError
+
+CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One class on both sides."""
+
+    original: Any
+    rewritten: Any
+    causal: bool
+
+    @property
+    def name(self) -> str:
+        """The class's name, the same on both sides."""
+        return str(self.original.__name__)
+
+    @property
+    def config_class(self) -> Any:
+        """The configuration class of the original."""
+        return self.original.config_class
+
+    def accepts(self, argument: str) -> bool:
+        """Whether the original's `forward` names this argument."""
+        return argument in inspect.signature(self.original.forward).parameters
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The class verified in full, the others, and the original's classes that the rewritten file lacks."""
+
+    main: Subject
+    others: tuple[Subject, ...]
+    missing: tuple[str, ...]
+
+
+def find_subjects(original: ModuleType, rewritten: ModuleType) -> Subjects:
+    """Pair the model classes of two modeling modules by name.
+
+    Raises:
+        VerificationError: the original defines no model that can be built.
+    """
+    classes = model_classes(original)
+    if not classes:
+        raise VerificationError(f"{original.__name__} defines no model class with a configuration.")
+    main = _main_class(classes)
+    pairs = [Subject(cls, getattr(rewritten, cls.__name__, None), _is_causal(cls)) for cls in classes]
+    missing = tuple(pair.name for pair in pairs if pair.rewritten is None)
+    if main.__name__ in missing:
+        raise VerificationError(f"{rewritten.__name__} does not define {main.__name__}.")
+    others = tuple(pair for pair in pairs if pair.original is not main and pair.name not in missing)
+    return Subjects(next(pair for pair in pairs if pair.original is main), others, missing)
+
+
+def model_classes(module: ModuleType) -> list[Any]:
+    """The buildable `PreTrainedModel` subclasses that a module defines, in file order."""
+    from transformers import PreTrainedModel
+
+    found: list[Any] = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__
+    ]
+    return [cls for cls in found if cls.config_class is not None and cls.forward is not PreTrainedModel.forward]
+
+
+def _is_causal(cls: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return cls.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or cls.__name__.endswith(CAUSAL_SUFFIXES)
+
+
+def _main_class(classes: list[Any]) -> Any:
+    causal = [cls for cls in classes if _is_causal(cls)]
+    bases = [cls for cls in classes if cls.__name__.endswith("Model")]
+    return (causal or bases or classes)[0]

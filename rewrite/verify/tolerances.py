@@ -1,0 +1,83 @@
+"""Every tolerance of the verifier, each with its reason. None is typed anywhere else, none is loosened in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A bound, what it is a multiple of, and why it is this large and no larger."""
+
+    value: float
+    unit: str
+    reason: str
+
+
+TABLE: dict[str, Tolerance] = {
+    "fp64 max": Tolerance(
+        2e-6,
+        "largest error / largest magnitude of the expected tensor",
+        "norms, softmax and RoPE round to fp32 inside (2^-24 = 6e-8), so summing them in another order moves a logit "
+        "by a few 1e-7 through two to four layers; dropping eps = 1e-3, a bias or a mask row moves it by 1e-4 or more",
+    ),
+    "fp64 rms": Tolerance(
+        4e-7,
+        "RMS error / RMS of the expected tensor",
+        "fp32 roundings inside norms are independent, so their RMS stays near 1e-7",
+    ),
+    "fp32 max": Tolerance(
+        5e-5,
+        "largest error / largest magnitude of the expected tensor",
+        "used where the original's fp64 run is not finite (eager attention casts fp64's lowest value to fp32 for rows "
+        "of padding): fp32 sums of 64 to 128 terms in another order are off by a few 1e-6",
+    ),
+    "gradient max": Tolerance(
+        2e-5,
+        "largest error / largest magnitude of that parameter's gradient",
+        "gradients pass every fp32 rounding twice and cancel more than logits do: ten times the forward bound",
+    ),
+    "yardstick max": Tolerance(
+        2.0,
+        "the original's own largest error against its fp64 run",
+        "FlashAttention's rule: two correct roundings of one result differ by at most the sum of both errors",
+    ),
+    "yardstick rms": Tolerance(
+        1.25,
+        "the original's own RMS error against its fp64 run",
+        "an independent rounding order has the same RMS error; a quarter covers samples of a few thousand values",
+    ),
+    "yardstick max floor": Tolerance(
+        1.0,
+        "eps of the dtype × largest magnitude of the expected tensor",
+        "the output itself is rounded once, and the original may be exact by luck",
+    ),
+    "yardstick rms floor": Tolerance(
+        0.25,
+        "eps of the dtype × RMS of the expected tensor",
+        "a uniform rounding error has RMS eps/sqrt(12) = 0.29 eps at the top of a binade",
+    ),
+    "routed tokens": Tolerance(
+        0.1,
+        "share of the tokens left out at each side in low precision when the model routes tokens to experts",
+        "a rounding flips the choice between two near-equal experts, which moves that token at once; fp64 keeps all",
+    ),
+    "near tie": Tolerance(
+        2.0,
+        "the original's largest logit error in that dtype",
+        "both sides may move each of two logits by that noise, so a smaller gap can change the greedy token",
+    ),
+    "kl mean": Tolerance(
+        1.0,
+        "mean KL(fp32 original || low-precision original)",
+        "the rewrite may move the model no more than the low precision already did",
+    ),
+    "kl 99.9%": Tolerance(2.0, "the same at the 99.9% quantile", "a tail quantile of few tokens is noisy"),
+    "top-1 agreement": Tolerance(0.001, "share of tokens", "a tenth of a point"),
+    "perplexity": Tolerance(0.0005, "relative", "below what two runs of a bf16 model on two GPUs differ by"),
+}
+
+
+def bound(name: str) -> float:
+    """The value of a tolerance by its name in the table."""
+    return TABLE[name].value

@@ -1,0 +1,251 @@
+"""Gate 2, the parts that need gradients, hooks or changed weights: what fused and packed code forgets first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .checks import CheckRun
+from .compare import Mismatch, NotRun, near_exact
+from .configs import WINDOW, Variant
+from .inputs import Batch
+from .scenarios import Outputs, Setting, call, main_output, real
+from .verdict import Figure
+from .workbench import Pair, Workbench, on_original
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Change = Callable[[Any], None]
+
+
+def changing_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """Gradients, training mode, checkpointing, and models changed after their weights were packed."""
+    for name, measure in (("gradients", gradients), ("training mode", _training), ("checkpointing", _checkpointing)):
+        yield CheckRun(f"{name}, {variant.name}", partial(_gradients, bench, variant, name, measure))
+    for name, change in CHANGES.items():
+        yield CheckRun(f"after {name}, {variant.name}", partial(_changed, bench, variant, name, change))
+
+
+def _gradients(
+    bench: Workbench, variant: Variant, name: str, measure: Callable[[Any, Setting], Outputs]
+) -> Mapping[str, Figure]:
+    pair = bench.fresh(variant, "eager", "float64")
+    setting = _setting(bench, variant, name)
+    expected = on_original(measure, pair.original, setting)
+    return near_exact(expected, measure(pair.rewritten, setting), "gradient max")
+
+
+def _setting(bench: Workbench, variant: Variant, name: str) -> Setting:
+    return Setting(bench.subject, variant.vocab_size, bench.options.device, bench.seed_for(variant.name, name))
+
+
+def gradients(model: Any, setting: Setting) -> Outputs:
+    """The gradient of every parameter, and of the input embeddings, for a random projection of the logits."""
+    import torch
+
+    inputs = setting.prompt(2, WINDOW + 3, "right")
+    output = real(main_output(call(model, setting, inputs)), inputs)
+    generator = torch.Generator().manual_seed(setting.seed)
+    direction = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+    model.zero_grad()
+    (output * direction).sum().backward()
+    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {f"gradient of {name}": grad for name, grad in found.items() if float(grad.abs().max()) > 0}
+
+
+def _training(model: Any, setting: Setting) -> Outputs:
+    import torch
+
+    model.train()
+    torch.manual_seed(setting.seed)
+    return gradients(model, setting)
+
+
+def _checkpointing(model: Any, setting: Setting) -> Outputs:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise NotRun("the model does not support gradient checkpointing")
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")()
+    if not getattr(model, f"is_{name}_checkpointing"):
+        raise Mismatch(f"{name}_checkpointing_enable() had no effect")
+    return _training(model, setting)
+
+
+def _changed(bench: Workbench, variant: Variant, name: str, change: Change) -> Mapping[str, Figure]:
+    """Run once, so that lazily packed weights are packed, change the model, and run again."""
+    import torch
+
+    pair = bench.fresh(variant, bench.implementations()[0], "float64")
+    setting = _setting(bench, variant, name)
+
+    def measure(model: Any) -> Outputs:
+        with torch.no_grad():
+            batch = setting.prompt(2, WINDOW + 1)
+            main_output(call(model, setting, batch))
+            change(model)
+            return {"logits": main_output(call(model, setting, batch))}
+
+    before = on_original(_plain, pair.original, setting)
+    expected = on_original(measure, pair.original)
+    if name not in SILENT and torch.equal(before, expected["logits"]):
+        raise NotRun("the change does not show in the original")
+    return near_exact(expected, measure(pair.rewritten))
+
+
+def _plain(model: Any, setting: Setting) -> Tensor:
+    import torch
+
+    with torch.no_grad():
+        return main_output(call(model, setting, setting.prompt(2, WINDOW + 1))).clone()
+
+
+def _linears(model: Any) -> list[tuple[str, Any]]:
+    import torch
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+
+
+def _noise(parameter: Any, number: int) -> Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter) * 0.05
+
+
+def _in_place(model: Any) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.add_(_noise(parameter, number))
+
+
+def _data(model: Any) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = parameter.data + _noise(parameter, number)
+
+
+def _loaded(model: Any) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for number, (name, value) in enumerate(sorted(state.items())):
+        if value.is_floating_point() and name.endswith("weight"):
+            state[name] = value + _noise(value, value.numel() + value.shape[0] + 0 * number)
+    model.load_state_dict(state)
+
+
+def _replaced_module(model: Any) -> None:
+    """Put an adapter around every linear layer, as parameter-efficient training does."""
+    from torch import nn
+
+    class Adapter(nn.Module):
+        def __init__(self, base: Any, number: int) -> None:
+            super().__init__()
+            self.base, self.number = base, number
+
+        @property
+        def weight(self) -> Any:
+            return self.base.weight
+
+        @property
+        def bias(self) -> Any:
+            return self.base.bias
+
+        def forward(self, hidden_states: Tensor) -> Any:
+            return self.base(hidden_states) * (1 + 0.01 * (self.number % 7 + 1))
+
+    for number, (name, module) in enumerate(_linears(model)):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, Adapter(module, number))
+
+
+def _round_trip(model: Any) -> None:
+    model.float()
+    model.double()
+
+
+def _copied(model: Any) -> None:
+    import copy
+
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.zero_()
+
+
+CHANGES: dict[str, Change] = {
+    "weights changed in place": _in_place,
+    "weights replaced through .data": _data,
+    "load_state_dict": _loaded,
+    "adapters around every linear layer": _replaced_module,
+    "a trip through another dtype": _round_trip,
+    "a copy of the model was zeroed": _copied,
+}
+SILENT = {"a trip through another dtype", "a copy of the model was zeroed"}
+
+
+def hook_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """Every module's hook fires with the original's output, and a hook that changes an output is obeyed."""
+    yield CheckRun(f"forward hooks on every module, {variant.name}", lambda: _observed(bench, variant))
+    yield CheckRun(f"a hook that changes one output, {variant.name}", lambda: _steered(bench, variant))
+
+
+def recorded(model: Any, setting: Setting, batch: Batch) -> Outputs:
+    """The first tensor that each call of each module returns, by module name and call number."""
+    import torch
+
+    outputs: Outputs = {}
+    counts: dict[str, int] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: Any, arguments: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, torch.Tensor):
+                counts[name] = counts.get(name, -1) + 1
+                outputs[f"{name}#{counts[name]}"] = first.detach().clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            call(model, setting, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
+
+
+def _observed(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    pair = bench.pair(variant, "eager", "float64")
+    setting = _setting(bench, variant, "hooks")
+    batch = setting.prompt(2, WINDOW + 1)
+    return near_exact(on_original(recorded, pair.original, setting, batch), recorded(pair.rewritten, setting, batch))
+
+
+def _steered(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    pair = bench.pair(variant, bench.implementations()[0], "float64")
+    setting = _setting(bench, variant, "steer")
+    names = _first_layer_leaves(pair)
+    expected: Outputs = {}
+    found: Outputs = {}
+    for name in names:
+        expected[f"logits with a hook on {name}"] = on_original(_with_hook, pair.original, name, setting)
+        found[f"logits with a hook on {name}"] = _with_hook(pair.rewritten, name, setting)
+    if not names:
+        raise NotRun("the model has no layer list")
+    return near_exact(expected, found)
+
+
+def _first_layer_leaves(pair: Pair) -> list[str]:
+    names = [name for name, module in pair.original.named_modules() if name and not list(module.children())]
+    return [name for name in names if ".0." in f"{name}."]
+
+
+def _with_hook(model: Any, name: str, setting: Setting) -> Tensor:
+    import torch
+
+    handle = model.get_submodule(name).register_forward_hook(
+        lambda module, arguments, output: output * 1.25 if isinstance(output, torch.Tensor) else None
+    )
+    try:
+        return _plain(model, setting)
+    finally:
+        handle.remove()

@@ -1,0 +1,134 @@
+"""What the verifier is asked and what it answers, as plain frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Status = Literal["passed", "failed", "not run"]
+Figure = float | int | str | bool
+GATES = ("structure", "parity", "model", "generation", "latency")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to verify.
+
+    `dtype` is the low precision (`bfloat16`, `float16`); `weights` a checkpoint folder or hub name; `config` holds
+    overrides for the small configuration; `shape` is the size measured for latency (`tiny`, `1b`, `8b`);
+    `expected_sites` are rewritten sites per transform, compared with the lock; `seeds` are independent inputs a check.
+    """
+
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    weights: str | None = None
+    seed: int = 0
+    seeds: int = 2
+    quick: bool = False
+    shape: str | None = None
+    gates: tuple[str, ...] = GATES
+    clean_process: bool = True
+    compile: bool = True
+    keep_going: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    expected_sites: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what was measured, and if it did not pass, why."""
+
+    name: str
+    status: Status
+    detail: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The checks of one gate, in the order they ran."""
+
+    number: int
+    name: str
+    checks: tuple[Check, ...]
+    seconds: float
+
+    @property
+    def status(self) -> Status:
+        """Failed if any check failed, not run if none ran."""
+        statuses = {check.status for check in self.checks}
+        return "failed" if "failed" in statuses else "passed" if "passed" in statuses else "not run"
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.status == "failed")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first module whose output differs although its inputs agree, and the largest error there."""
+
+    module: str
+    kind: str
+    error: float
+    bound: float
+    index: tuple[int, ...]
+    expected: float
+    found: float
+    scenario: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which file one side was, by content."""
+
+    name: str
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer: `passed` only if every gate asked for ran and no check in it failed."""
+
+    passed: bool
+    original: Identity | None
+    rewritten: Identity | None
+    model_class: str
+    gates: tuple[Gate, ...]
+    divergence: Divergence | None
+    reason: str
+    environment: Mapping[str, str]
+    options: Options
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a pass, 1 otherwise."""
+        return 0 if self.passed else 1
+
+    @property
+    def failed_gate(self) -> Gate | None:
+        """The first gate that failed."""
+        return next((gate for gate in self.gates if gate.status == "failed"), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain JSON values; infinities and NaN become strings."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        for gate, written in zip(self.gates, plain["gates"], strict=True):
+            written["status"] = gate.status
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value

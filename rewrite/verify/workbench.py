@@ -1,0 +1,145 @@
+"""Builds both sides with the same weights, in any dtype and attention implementation, and keeps them for the gates."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .compare import NotRun
+from .configs import Variant
+from .subjects import Subject
+from .verdict import Options
+
+Result = TypeVar("Result")
+KEPT_NAMES = ("A_log", "dt_bias", "inv_freq", "position_ids")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both models with equal weights, in eval mode."""
+
+    original: Any
+    rewritten: Any
+
+
+@dataclass
+class Workbench:
+    """One subject's models and weights, built when first asked for."""
+
+    subject: Subject
+    variants: list[Variant]
+    options: Options
+    _weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _pairs: dict[tuple[str, str, str], Pair] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Variant:
+        """The variant that every check runs on."""
+        return self.variants[0]
+
+    def seed_for(self, *parts: object) -> int:
+        """A seed that differs per check, and with the verifier's own seed."""
+        return zlib.crc32(repr((self.options.seed, *parts)).encode())
+
+    def weights(self, variant: Variant) -> dict[str, Any]:
+        """A random state dict of the original, exactly representable in bfloat16."""
+        if variant.name not in self._weights:
+            import torch
+
+            with torch.random.fork_rng():
+                torch.manual_seed(self.seed_for("init", variant.name))
+                model = build(self.subject.original, variant, "eager", "float32", "cpu")
+                randomise(model, self.seed_for("weights", variant.name))
+            self._weights[variant.name] = {name: value.clone() for name, value in model.state_dict().items()}
+        return self._weights[variant.name]
+
+    def fresh(self, variant: Variant, implementation: str, dtype: str) -> Pair:
+        """A new pair, for checks that change their models."""
+        pair = Pair(
+            on_original(build, self.subject.original, variant, implementation, dtype, self.options.device),
+            build(self.subject.rewritten, variant, implementation, dtype, self.options.device),
+        )
+        for model in (pair.original, pair.rewritten):
+            model.load_state_dict(self.weights(variant))
+        return pair
+
+    def pair(self, variant: Variant, implementation: str, dtype: str) -> Pair:
+        """The shared pair of this kind; checks leave it as they found it."""
+        key = (variant.name, implementation, dtype)
+        if key not in self._pairs:
+            self._pairs[key] = self.fresh(variant, implementation, dtype)
+        return self._pairs[key]
+
+    def implementations(self) -> list[str]:
+        """The attention implementations both sides are pinned to."""
+        supported = getattr(self.subject.original, "_supports_sdpa", False)
+        return ["sdpa", "eager"] if supported else ["eager"]
+
+    def low_precisions(self) -> list[str]:
+        """The dtypes held to the yardstick."""
+        if self.options.quick:
+            return [self.options.dtype]
+        return list(dict.fromkeys(["float32", self.options.dtype, "float16"]))
+
+
+def on_original(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Run the original's side of a check; what the original cannot do is no fault of the rewritten file.
+
+    Raises:
+        NotRun: the original raised.
+    """
+    try:
+        return call(*args, **kwargs)
+    except NotRun:
+        raise
+    except Exception as error:  # foreign model code raises what it likes
+        raise NotRun(f"the original raises {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def build(model_class: Any, variant: Variant, implementation: str, dtype: str, device: str) -> Any:
+    """A model in eval mode with default weights; its dtype is set while it is built, so fp32 buffers stay fp32."""
+    import torch
+
+    config = copy.deepcopy(variant.config)
+    pinned: dict[str, Any] = {"attn_implementation": implementation, "dtype": getattr(torch, dtype)}
+    if dtype == "float64" and variant.routed:
+        pinned["experts_implementation"] = "eager"  # torch's grouped matrix product has no fp64
+    model = model_class._from_config(config, **pinned)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.eos_token_id, generation.pad_token_id = None, 0
+    return model.to(device).eval()
+
+
+def randomise(model: Any, seed: int) -> None:
+    """Fill a model so that every parameter shows in the logits: scaled weights, random norms and biases.
+
+    Vectors keep their initial value plus noise (so `1 + weight` norms and plain ones both work); matrices are drawn
+    with variance 1 / fan-in; a tied embedding is scaled so that logits are neither flat nor one-hot.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    transposed = {id(m.weight) for m in model.modules() if type(m).__name__ == "Conv1D"}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if parameter.dim() < 2 or name.endswith(KEPT_NAMES) or "conv" in name:
+                value = parameter + 0.25 * noise
+            elif id(parameter) in embeddings:
+                value = noise * 2 * parameter.shape[-1] ** -0.5
+            else:
+                fan_in = parameter.shape[-2] if id(parameter) in transposed else parameter.shape[-1]
+                value = noise * 1.5 * fan_in**-0.5
+            parameter.copy_(value.bfloat16())
+        for name, buffer in model.named_buffers():
+            if name.endswith("_bias") and buffer.is_floating_point():
+                buffer.copy_((buffer + 0.25 * torch.randn(buffer.shape, generator=generator)).bfloat16())

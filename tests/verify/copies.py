@@ -1,0 +1,47 @@
+"""Copies of transformers' modeling files, made at test time, with planted bugs."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+CUSTOM = """
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False
+"""
+
+
+def upstream(model: str) -> str:
+    """The dotted name of transformers' file."""
+    return f"transformers.models.{model}.modeling_{model}"
+
+
+def source_of(model: str) -> str:
+    """The text of transformers' file, its imports made absolute, loading checkpoints as transformers' classes do."""
+    spec = find_spec(upstream(model))
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).read_text("utf-8")
+    text = re.sub(r"^(\s*)from \.\.\.(\w)", r"\1from transformers.\2", text, flags=re.M)
+    text = re.sub(r"^(\s*)from \.\.\. import", r"\1from transformers import", text, flags=re.M)
+    text = re.sub(r"^(\s*)from \.\.(\w)", r"\1from transformers.models.\2", text, flags=re.M)
+    text = re.sub(r"^(\s*)from \.(\w)", rf"\1from transformers.models.{model}.\2", text, flags=re.M)
+    text, count = re.subn(r"^(class \w+\(PreTrainedModel\):\n)", rf"\1{CUSTOM}", text, flags=re.M)
+    assert count, f"{model}: no class to override is_custom_code in"
+    return text
+
+
+def write_package(folder: Path, model: str, text: str) -> Path:
+    """A package folder with this text as its modeling file."""
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(f'"""A copy of {model}."""\n')
+    (folder / f"modeling_{model}.py").write_text(text)
+    return folder
+
+
+def planted(text: str, old: str, new: str, count: int = 1) -> str:
+    """`text` with the first `count` occurrences of `old` replaced; a substitution without a match is an error."""
+    assert old in text, f"nothing to plant the bug in: {old!r} is not in the file"
+    return text.replace(old, new, count)
