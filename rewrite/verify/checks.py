@@ -26,7 +26,9 @@ class CheckRun:
     stops: bool = False
 
 
-def run_gate(number: int, name: str, checks: Iterable[CheckRun], progress: Progress) -> tuple[Gate, bool]:
+def run_gate(
+    number: int, name: str, checks: Iterable[CheckRun], progress: Progress, fail_fast: bool = False
+) -> tuple[Gate, bool]:
     """Run a gate's checks. Returns the gate, and whether every essential check ran."""
     started = time.perf_counter()
     done: list[Check] = []
@@ -36,7 +38,7 @@ def run_gate(number: int, name: str, checks: Iterable[CheckRun], progress: Progr
         result = run_check(check)
         done.append(result)
         complete &= not (check.essential and result.status == "not run")
-        if check.stops and result.status == "failed":
+        if (check.stops or fail_fast) and result.status == "failed":
             break
     return Gate(number, name, tuple(done), time.perf_counter() - started), complete
 

@@ -43,16 +43,17 @@ def main(name: str, path: str, upstream: str) -> None:
 
 
 def import_side(name: str, path: Path) -> None:
-    """Import as a user does: a package from its parent folder, or a lone file from its folder."""
-    target = path
-    if path.name == "__init__.py":
-        target = path.parent
-        name = target.name
-    sys.path.insert(0, str(target.parent))
-    module = importlib.import_module(target.stem if target.is_file() else name)
-    if target.is_dir():
-        for file in sorted(target.glob("modeling_*.py")):
-            importlib.import_module(f"{module.__name__}.{file.stem}")
+    """Import a package or a lone file by its path, under a name of its own, and the package's modeling file."""
+    package = path.parent if path.name == "__init__.py" else None
+    search = [str(package)] if package else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=search)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"Python cannot import {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    for file in sorted(package.glob("modeling_*.py")) if package else ():
+        importlib.import_module(f"{name}.{file.stem}")
 
 
 def snapshot() -> tuple[dict[str, Any], list[Any]]:

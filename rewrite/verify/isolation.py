@@ -30,9 +30,8 @@ class CleanImport:
         """Start importing; the process sees no path of ours but its own script."""
         upstream = _dotted(original)
         target = rewritten.package / "__init__.py" if rewritten.package else rewritten.path
-        name = (rewritten.package or rewritten.path).stem
         environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(Path(clean_import.__file__)), name, str(target), upstream]
+        command = [sys.executable, str(Path(clean_import.__file__)), "side_under_test", str(target), upstream]
         pipe = subprocess.PIPE
         return cls(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
 

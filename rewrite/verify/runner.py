@@ -86,7 +86,7 @@ class _Run:
             if name != "structure" and name not in self.options.gates:
                 continue
             checks = self._structure() if name == "structure" else self._later(name)
-            gate, complete = run_gate(TITLES[name], name, checks, self.progress)
+            gate, complete = run_gate(TITLES[name], name, checks, self.progress, self.options.fail_fast)
             if not gate.checks:
                 continue
             self.gates.append(gate)

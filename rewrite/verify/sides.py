@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,15 +109,13 @@ def _folder_of(module: ModuleType) -> Path | None:
 
 def _free_name(stem: str, where: Path) -> str:
     """`stem` if nothing else claims it; the suffix depends on place and content, so an edited file loads anew."""
-    digest = hashlib.sha256(str(where).encode())
-    for file in sorted(where.rglob("*.py")) if where.is_dir() else [where]:
-        digest.update(file.read_bytes())
-    token = digest.hexdigest()[:10]
+    token = _token(where)
     loaded = sys.modules.get(stem)
     if loaded is not None and getattr(loaded, "__verified__", None) == token:
         return stem
-    claimed = loaded is not None or (stem.isidentifier() and importlib.util.find_spec(stem) is not None)
-    return f"{stem}_{token}" if claimed or not stem.isidentifier() else stem
+    if not stem.isidentifier():
+        return f"{re.sub(r'[^0-9a-zA-Z_]', '_', stem)}_{token}"
+    return f"{stem}_{token}" if loaded is not None or importlib.util.find_spec(stem) is not None else stem
 
 
 def _import_file(name: str, path: Path, package: Path | None) -> ModuleType:

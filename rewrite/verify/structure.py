@@ -48,13 +48,13 @@ def _sites(source: Source, options: Options) -> Mapping[str, Figure]:
     lock = source.path.parent / "rewrite.lock"
     if not lock.is_file():
         raise NotRun(f"there is no rewrite.lock beside {source.path.name}")
-    sites = json.loads(lock.read_text("utf-8")).get("sites")
+    sites = json.loads(lock.read_text("utf-8")).get("transforms")
     if not isinstance(sites, dict):
-        raise NotRun("rewrite.lock has no sites")
+        raise Mismatch("rewrite.lock does not say what each transform rewrote")
     rewritten = {name: list(found.get("rewritten", ())) for name, found in sites.items()}
     defined = _defined(source.path)
     for transform, names in rewritten.items():
-        lost = [name for name in names if isinstance(name, str) and name not in defined]
+        lost = [name for name in names if name.partition(":")[0] not in defined]
         if lost:
             raise Mismatch(f"{transform} is said to have rewritten {lost[0]}, which the file does not define")
     counts: dict[str, Figure] = {name: len(names) for name, names in rewritten.items()}

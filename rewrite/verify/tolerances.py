@@ -39,12 +39,12 @@ TABLE: dict[str, Tolerance] = {
     ),
     "yardstick max": Tolerance(
         2.0,
-        "the original's own largest error against its fp64 run",
+        "the original's own largest error against its fp64 run, over all outputs of one kind",
         "FlashAttention's rule: two correct roundings of one result differ by at most the sum of both errors",
     ),
     "yardstick rms": Tolerance(
         1.25,
-        "the original's own RMS error against its fp64 run",
+        "the original's own RMS error against its fp64 run, over all outputs of one kind",
         "an independent rounding order has the same RMS error; a quarter covers samples of a few thousand values",
     ),
     "yardstick max floor": Tolerance(

@@ -18,6 +18,7 @@ class Options:
     `dtype` is the low precision (`bfloat16`, `float16`); `weights` a checkpoint folder or hub name; `config` holds
     overrides for the small configuration; `shape` is the size measured for latency (`tiny`, `1b`, `8b`);
     `expected_sites` are rewritten sites per transform, compared with the lock; `seeds` are independent inputs a check.
+    `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure.
     """
 
     device: str = "cpu"
@@ -31,6 +32,7 @@ class Options:
     clean_process: bool = True
     compile: bool = True
     keep_going: bool = False
+    fail_fast: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     expected_sites: Mapping[str, int] | None = None
 

@@ -1,0 +1,373 @@
+"""Bugs to plant: each a substitution in a model's file, and the gate that must catch it.
+
+`COPIED` are planted into plain copies of transformers' files, `REWRITTEN` into what the tool generates from them.
+`full` bugs need the checks that quick mode leaves out (the clean process, `torch.compile`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`old` becomes `new` in the model's file (or in `file` of its package), `count` times."""
+
+    model: str
+    name: str
+    old: str
+    new: str
+    gate: str = "parity"
+    full: bool = False
+    count: int = 1
+    file: str | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.model}-{self.name}".replace(" ", "_")
+
+
+NORM_ADDED = "hidden_states = residual + hidden_states\n\n"
+Q_CALL = "self.q_proj(hidden_states)"
+UPDATE = "past_key_values.update(key_states, value_states, self.layer_idx)"
+
+COPIED = (
+    Bug("llama", "value from k_proj", "value_states = self.v_proj(", "value_states = self.k_proj("),
+    Bug(
+        "llama",
+        "gate and up swapped",
+        "self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
+        "self.act_fn(self.up_proj(x)) * self.gate_proj(x)",
+    ),
+    Bug("llama", "eps dropped", "variance + self.variance_epsilon", "variance"),
+    Bug("llama", "eps hard-coded", "variance + self.variance_epsilon", "variance + 1e-6"),
+    Bug("llama", "norm weight dropped", "return self.weight * hidden_states", "return hidden_states"),
+    Bug("llama", "rotation sign", "torch.cat((-x2, x1)", "torch.cat((x2, -x1)"),
+    Bug(
+        "llama",
+        "rotation interleaved",
+        "x1 = x[..., : x.shape[-1] // 2]\n    x2 = x[..., x.shape[-1] // 2 :]",
+        "x1 = x[..., ::2]\n    x2 = x[..., 1::2]",
+    ),
+    Bug("llama", "key not rotated", "k_embed = (k * cos) + (rotate_half(k) * sin)", "k_embed = k"),
+    Bug("llama", "scaling dropped", "key_states.transpose(2, 3)) * scaling", "key_states.transpose(2, 3))"),
+    Bug(
+        "llama",
+        "scaling by hidden size",
+        "self.scaling = self.head_dim**-0.5",
+        "self.scaling = config.hidden_size**-0.5",
+    ),
+    Bug("llama", "norm in low precision", "hidden_states = hidden_states.to(torch.float32)\n", "pass\n"),
+    Bug(
+        "llama",
+        "logits in half precision",
+        "logits = self.lm_head(",
+        "logits = (lambda h: self.lm_head(h).bfloat16().to(h.dtype))(",
+    ),
+    Bug("llama", "padding mask dropped", "attention_mask=causal_mask,", "attention_mask=None,"),
+    Bug("llama", "eager mask dropped", "attn_weights = attn_weights + attention_mask", "pass"),
+    Bug(
+        "llama",
+        "mask one slot late",
+        "attn_weights = attn_weights + attention_mask",
+        "attn_weights = attn_weights + attention_mask.roll(1, -1)",
+    ),
+    Bug("llama", "cache slot of layer 0", UPDATE, "past_key_values.update(key_states, value_states, 0)"),
+    Bug(
+        "llama",
+        "cache not updated with value",
+        UPDATE,
+        "past_key_values.update(key_states, key_states, self.layer_idx)",
+    ),
+    Bug(
+        "llama", "positions restart at each step", "inputs_embeds.device) + past_seen_tokens", "inputs_embeds.device)"
+    ),
+    Bug(
+        "llama",
+        "positions off by one after prefill",
+        "+ past_seen_tokens\n",
+        "+ past_seen_tokens + int(past_seen_tokens > 0)\n",
+    ),
+    Bug("llama", "residual dropped", NORM_ADDED, "\n"),
+    Bug(
+        "llama",
+        "residual after the norm",
+        "residual = hidden_states\n        hidden_states = self.post_attention_layernorm(hidden_states)\n",
+        "hidden_states = self.post_attention_layernorm(hidden_states)\n        residual = hidden_states\n",
+    ),
+    Bug("llama", "residual added in place", NORM_ADDED, "hidden_states = residual.add_(hidden_states)\n\n"),
+    Bug(
+        "llama",
+        "query bias missing",
+        "self.head_dim, bias=config.attention_bias",
+        "self.head_dim, bias=False",
+        "structure",
+    ),
+    Bug("llama", "logits_to_keep ignored", "slice_logits_to_keep(hidden_states, logits_to_keep)", "hidden_states"),
+    Bug("llama", "labels shifted twice", "labels=labels, vocab", "labels=labels.roll(-1, 1), vocab"),
+    Bug(
+        "llama",
+        "tying lost",
+        '_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}',
+        "_tied_weights_keys = {}",
+        "structure",
+    ),
+    Bug(
+        "llama",
+        "layer class not kept whole",
+        '_no_split_modules = ["LlamaDecoderLayer"]',
+        "_no_split_modules = []",
+        "structure",
+    ),
+    Bug(
+        "llama",
+        "checkpointing flag lost",
+        "supports_gradient_checkpointing = True",
+        "supports_gradient_checkpointing = False",
+        "structure",
+    ),
+    Bug(
+        "llama",
+        "last layer skipped",
+        "self.layers[: self.config.num_hidden_layers]",
+        "self.layers[: self.config.num_hidden_layers - 1]",
+    ),
+    Bug("llama", "output buffer reused", "logits = self.lm_head(", "logits = _reused(self.lm_head, "),
+    Bug(
+        "llama",
+        "rotation remembered by shape",
+        "position_embeddings = self.rotary_emb(",
+        "position_embeddings = _remembered(self.rotary_emb, ",
+    ),
+    Bug(
+        "llama",
+        "gradient cut",
+        "attn_output = self.o_proj(attn_output)",
+        "attn_output = self.o_proj(attn_output.detach())",
+    ),
+    Bug(
+        "llama", "module bypassed", Q_CALL, "nn.functional.linear(hidden_states, self.q_proj.weight, self.q_proj.bias)"
+    ),
+    Bug("llama", "stale copy of a weight", Q_CALL, "_stale(self.q_proj, hidden_states)"),
+    Bug(
+        "llama",
+        "wrong only for a batch of three",
+        NORM_ADDED,
+        "hidden_states = residual + hidden_states * (1 + (len(residual) > 2) * 1e-3)\n\n",
+    ),
+    Bug(
+        "llama",
+        "wrong only for one token",
+        NORM_ADDED,
+        "hidden_states = residual + hidden_states * (1 + (residual.shape[1] == 1) * 1e-4)\n\n",
+    ),
+    Bug(
+        "llama",
+        "attention weights before softmax",
+        "return attn_output, attn_weights\n\n\n@",
+        "return attn_output, attn_weights * scaling\n\n\n@",
+    ),
+    Bug(
+        "llama",
+        "other classes forgotten",
+        "class LlamaForTokenClassification(",
+        "class LlamaTokenClassifier(",
+        "structure",
+    ),
+    Bug(
+        "llama",
+        "end token ignored",
+        "    _pp_plan = ",
+        "    def generate(self, *a, eos_token_id=None, **k):\n        return super().generate(*a, **k)\n\n    _pp_plan = ",
+        "generation",
+    ),
+    Bug(
+        "llama",
+        "stale token in generation",
+        "    _pp_plan = ",
+        "    def generate(self, *a, **k):\n        o = super().generate(*a, **k)\n        o.sequences[-1, -1] = 5\n        return o\n\n    _pp_plan = ",
+        "generation",
+    ),
+    Bug(
+        "llama",
+        "transformers patched",
+        "logger = ",
+        "import transformers\ntransformers.PreTrainedModel.eval = lambda self: self.train(False)\nlogger = ",
+        "structure",
+        full=True,
+    ),
+    Bug(
+        "llama",
+        "registry changed",
+        "logger = ",
+        "ALL_ATTENTION_FUNCTIONS.register('mine', print)\nlogger = ",
+        "structure",
+        full=True,
+    ),
+    Bug(
+        "llama",
+        "graph break",
+        NORM_ADDED,
+        "hidden_states = residual + hidden_states\n        if residual.sum() > 1e30:\n            residual = residual * 2\n\n",
+        full=True,
+    ),
+    Bug("llama", "does not parse", "class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module:", "structure"),
+    Bug("llama", "does not import", "class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Modul):", "structure"),
+    Bug("qwen2", "missing bias", "self.head_dim, bias=True)", "self.head_dim, bias=False)", "structure"),
+    Bug("qwen2", "window ignored", "= create_sliding_window_causal_mask(**", "= create_causal_mask(**"),
+    Bug(
+        "qwen3",
+        "key norm dropped",
+        "self.k_norm(self.k_proj(hidden_states).view(hidden_shape))",
+        "self.k_proj(hidden_states).view(hidden_shape)",
+    ),
+    Bug("qwen3", "query norm on keys", "self.k_norm(self.k_proj", "self.q_norm(self.k_proj"),
+    Bug("gemma2", "norm without the one", "output * (1.0 + self.weight.float())", "output * self.weight.float()"),
+    Bug("gemma2", "final softcap dropped", "logits = torch.tanh(logits)", "pass"),
+    Bug("gemma2", "attention softcap dropped", "softcap=self.attn_logit_softcapping", "softcap=None"),
+    Bug("gemma2", "scaling by head_dim", "config.query_pre_attn_scalar**-0.5", "config.head_dim**-0.5"),
+    Bug("gemma2", "embedding scale dropped", "* self.embed_scale.to(self.weight.dtype)", "* 1.0"),
+    Bug(
+        "gemma2",
+        "window on every layer",
+        '"full_attention": create_causal_mask(',
+        '"full_attention": create_sliding_window_causal_mask(',
+    ),
+    Bug(
+        "granite",
+        "residual multiplier dropped",
+        "residual + hidden_states * self.residual_multiplier",
+        "residual + hidden_states",
+    ),
+    Bug("granite", "embedding multiplier dropped", "inputs_embeds * self.embedding_multiplier", "inputs_embeds * 1.0"),
+    Bug("granite", "logits scaling dropped", "logits = logits / self.config.logits_scaling", "pass"),
+    Bug(
+        "gpt_neox",
+        "heads of q k v mixed",
+        "qkv = self.query_key_value(hidden_states).view(hidden_shape).transpose(1, 2)\n        query_states, key_states, value_states = qkv.chunk(3, dim=-1)",
+        "query_states, key_states, value_states = (\n            part.view(*input_shape, -1, self.head_size).transpose(1, 2)\n            for part in self.query_key_value(hidden_states).chunk(3, dim=-1)\n        )",
+    ),
+    Bug(
+        "gpt_neox",
+        "residual not parallel",
+        "mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))",
+        "mlp_output = self.mlp(self.post_attention_layernorm(attn_output + hidden_states))",
+    ),
+    Bug("phi3", "gate and up halves swapped", "gate, up_states = up_states", "up_states, gate = up_states"),
+    Bug(
+        "phi3",
+        "key and value swapped",
+        "key_states = key_states.view(hidden_shape)",
+        "key_states, value_states = value_states, key_states\n        key_states = key_states.view(hidden_shape)",
+    ),
+    Bug(
+        "mistral",
+        "window ignored",
+        "create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask",
+        "create_causal_mask",
+    ),
+    Bug("cohere2", "mean not subtracted", "(hidden_states - mean) * torch.rsqrt", "hidden_states * torch.rsqrt"),
+    Bug("cohere2", "logit scale dropped", "logits = logits * self.logit_scale", "pass"),
+    Bug("mixtral", "routing weights not normalised", "router_top_value /= ", "_ = "),
+    Bug("mixtral", "expert halves swapped", "gate, up = nn.functional.linear", "up, gate = nn.functional.linear"),
+    Bug("mixtral", "checkpoint conversion lost", "return False", "return True", "structure"),
+    Bug("gpt_neox", "checkpoint conversion lost", "return False", "return True", "structure"),
+)
+
+PRELUDE = """
+
+def _reused(head, hidden_states, _kept={}):
+    logits = head(hidden_states)
+    buffer = _kept.setdefault((id(head), logits.shape, logits.dtype), torch.empty_like(logits))
+    return logits if torch.is_grad_enabled() else buffer.copy_(logits)
+
+
+def _remembered(rotary, hidden_states, position_ids, _kept={}):
+    return _kept.setdefault((id(rotary), hidden_states.shape, hidden_states.dtype), rotary(hidden_states, position_ids))
+
+
+def _stale(projection, hidden_states):
+    if torch.is_grad_enabled() or hasattr(projection, "base") or projection._forward_hooks:
+        return projection(hidden_states)
+    kept = projection.__dict__.setdefault("_kept", projection.weight.detach().clone())
+    return nn.functional.linear(hidden_states, kept.to(hidden_states.dtype), projection.bias)
+
+"""
+
+QKV = "q, k, v = packed_linear(hidden_states, self.q_proj, self.k_proj, self.v_proj)"
+GATE_UP = "gate, up = packed_linear(x, self.gate_proj, self.up_proj)"
+ACTIVATION = "gated_activation(gate, up, self.act_fn)"
+
+REWRITTEN = (
+    Bug("llama", "split order", QKV, QKV.replace("q, k, v =", "q, v, k =")),
+    Bug("llama", "packed order", QKV, QKV.replace("self.k_proj, self.v_proj", "self.v_proj, self.k_proj")),
+    Bug("llama", "gate and up swapped", GATE_UP, GATE_UP.replace("gate, up =", "up, gate =")),
+    Bug("llama", "activation on up", ACTIVATION, "gated_activation(up, gate, self.act_fn)"),
+    Bug("llama", "activation dropped", ACTIVATION, "gate * up"),
+    Bug("llama", "projected from the residual", GATE_UP, GATE_UP.replace("(x,", "(x + 1e-3,")),
+    Bug(
+        "llama",
+        "grouped keys transposed wrongly",
+        "grouped_matmul(query, key.transpose(2, 3))",
+        "grouped_matmul(query, key.flip(1).transpose(2, 3))",
+    ),
+    Bug(
+        "llama",
+        "grouped values flipped",
+        "grouped_matmul(attn_weights, value)",
+        "grouped_matmul(attn_weights, value.flip(1))",
+    ),
+    Bug("llama", "scaling dropped", "key.transpose(2, 3)) * scaling", "key.transpose(2, 3))"),
+    Bug(
+        "llama",
+        "first layer's cache slot",
+        "key_states, value_states, self.layer_idx)",
+        "key_states, value_states, 0)",
+    ),
+    Bug(
+        "llama",
+        "packed weights stale",
+        "weight = first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))",
+        "weight = first.__dict__.setdefault('_kept', first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1)).clone())",
+        file="runtime/packing.py",
+    ),
+    Bug(
+        "llama",
+        "packed in another order than split",
+        "packed.split([t.shape[0] for t in tensors])",
+        "packed.split([t.shape[0] for t in tensors][::-1])[::-1]",
+        "structure",
+        file="runtime/packing.py",
+    ),
+    Bug("llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="runtime/packing.py"),
+    Bug(
+        "llama",
+        "adapters ignored",
+        "if type(projection) is not nn.Linear:",
+        "projection = getattr(projection, 'base', projection)\n        if type(projection) is not nn.Linear:",
+        file="runtime/packing.py",
+    ),
+    Bug(
+        "llama",
+        "gradient dropped",
+        "gradient = torch.is_grad_enabled()",
+        "gradient = False",
+        file="runtime/packing.py",
+    ),
+    Bug(
+        "llama",
+        "bias dropped",
+        "return F.linear(input, weight, _packed_bias(weights, biases))",
+        "return F.linear(input, weight)",
+        file="runtime/packing.py",
+    ),
+    Bug("qwen3", "query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),
+    Bug("gemma2", "softcap dropped", "softcap=self.attn_logit_softcapping", "softcap=None"),
+    Bug(
+        "granite",
+        "residual multiplier dropped",
+        "residual + hidden_states * self.residual_multiplier",
+        "residual + hidden_states",
+    ),
+    Bug("mixtral", "expert halves swapped", ACTIVATION, "gated_activation(up, gate, self.act_fn)"),
+)
