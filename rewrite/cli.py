@@ -98,9 +98,12 @@ def run(args: Sequence[str] | None = None) -> int:
         code = cli.main(args, prog_name="rewrite", standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
+    except click.UsageError as error:
+        command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
+        of = "" if command in (None, DEFAULT_COMMAND) else f" {command}"
+        return _say(f"error: {error.format_message()} (`rewrite{of} --help` shows the usage)", error.exit_code)
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return _say(f"error: {error.format_message()}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted: nothing was changed", INTERRUPTED)
     except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain once more at exit

@@ -197,6 +197,8 @@ class _Run:
         if function.op == "name":
             return operation(function.value.removeprefix("torch."), plain, keywords)
         if function.op.startswith("."):
+            if function.op.endswith("_"):
+                raise NotComputable("an operation in place")
             return operation(function.op[1:], [*function.args, *plain], keywords)
         if function.op == "dtype" or function.op == "shape":
             raise NotComputable(f"a call of {function.op}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.cells import cell_len
@@ -21,6 +22,7 @@ from rewrite import diff
 LABEL_WIDTH = 11
 SIDE_BY_SIDE_WIDTH = 100
 PROGRESS_SECONDS = 1.0
+PLAIN_PROGRESS_SECONDS = 5.0
 DIFF_STYLES = ("unified", "side-by-side", "stat", "none")
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
@@ -80,7 +82,8 @@ class Screen:
     def working(self, what: str) -> Iterator[Callable[[str], None]]:
         """Show that something goes on; yields a function that says how far it is.
 
-        On a terminal that is one changing line, elsewhere a plain line once a second has passed.
+        On a terminal that is one changing line, elsewhere a plain line once a second has passed and then at most one
+        every five seconds.
         """
         if self.errors.is_terminal:
             with self.errors.status(Text(what)) as status:
@@ -90,7 +93,7 @@ class Screen:
         timer.daemon = True
         timer.start()
         try:
-            yield lambda message: self._plain(self.errors, f"{what}: {message}")
+            yield _Occasionally(lambda message: self._plain(self.errors, f"{what}: {message}"))
         finally:
             timer.cancel()
 
@@ -135,6 +138,19 @@ class Screen:
         added, removed = sum(c.added for c in changes), sum(c.removed for c in changes)
         total_line = f" {path}: {len(changes)} places changed, {added} insertions(+), {removed} deletions(-)"
         self.output.print(Text(total_line), soft_wrap=True)
+
+
+class _Occasionally:
+    """Passes a message on if the last one is long enough ago."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.say = say
+        self.last = time.monotonic()
+
+    def __call__(self, message: str) -> None:
+        if time.monotonic() - self.last >= PLAIN_PROGRESS_SECONDS:
+            self.last = time.monotonic()
+            self.say(message)
 
 
 def folded(line: str, width: int) -> list[str]:

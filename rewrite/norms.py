@@ -83,9 +83,8 @@ def computed(info: ClassInfo, module: Module) -> Term | NotComputable:
 
 
 def divides_by_root_mean_square(term: Term) -> bool:
-    """Whether `term` multiplies by the inverse root of a mean of squares."""
-    roots = (t.args[0] for t in subterms(term) if t.op == "pow" and t.args[1] == constant(-0.5))
-    return any(_mean_square(inner) is not None for root in roots for inner in subterms(root))
+    """Whether `term` takes the root, or its inverse, of a mean of squares over any dimension."""
+    return any(_mean_square(inner) is not None for root in _roots(term) for inner in subterms(root))
 
 
 def subtracts_mean(term: Term) -> bool:
@@ -95,15 +94,15 @@ def subtracts_mean(term: Term) -> bool:
 
 
 def looks_like_norm(info: ClassInfo) -> bool:
-    """Whether `forward` names what a mean of squares and its inverse root are computed with (broad)."""
+    """Whether `forward` names a mean and a root or power of something (broad)."""
     if "forward" not in info.methods:
         return False
     nodes = list(walk(info.methods["forward"].body))
     helpers = {self_attribute(node) for node in nodes} & info.methods.keys()
     nodes += [node for helper in sorted(map(str, helpers)) for node in walk(info.methods[helper].body)]
     names = {node.value for node in nodes if isinstance(node, cst.Name)}
-    squares = bool(names & {"pow", "square"}) or any(isinstance(node, cst.Power) for node in nodes)
-    return "mean" in names and squares and bool(names & {"rsqrt", "sqrt", "pow"})
+    root = bool(names & {"rsqrt", "sqrt", "pow"}) or any(isinstance(node, cst.Power) for node in nodes)
+    return "mean" in names and root
 
 
 def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | None:
@@ -156,8 +155,27 @@ def _only_statement(function: cst.FunctionDef) -> bool:
     )
 
 
+def rms_norm_obstacle(term: Term) -> str:
+    """Name what tells `term` from the computations of `rms_norm`."""
+    if len({t.value for t in subterms(term) if t.op == "parameter"}) > 1:
+        return "second_tensor"
+    means = [t for root in _roots(term) for t in subterms(root) if _mean_square(t) is not None]
+    if any(mean.args[1:2] != (constant(-1),) for mean in means):
+        return "other_dimension"
+    scaled = (t.args for t in subterms(term) if t.op == "mul")
+    if any(factor.op == "parameter" and any(_roots(other) for other in args) for args in scaled for factor in args):
+        return "product_in_input_dtype"
+    return "other_computation"
+
+
+def _roots(term: Term) -> list[Term]:
+    """Return what `term` takes the square root or its inverse of."""
+    exponents = (constant(0.5), constant(-0.5))
+    return [t.args[0] for t in subterms(term) if t.op == "pow" and t.args[1] in exponents]
+
+
 def _mean_square(term: Term) -> Term | None:
-    if term.op == "mean" and len(term.args) > 1 and term.args[1] == constant(-1):
+    if term.op == "mean":
         square = term.args[0]
         if square.op == "pow" and square.args[1] == constant(2):
             return square.args[0]

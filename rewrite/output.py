@@ -104,7 +104,7 @@ def prepare(shown: Path, source: Path, force: bool = False) -> Output:
         return Output(shown, folder, backup=_free_backup(folder))
     edited = edited_files(folder, lock)
     if edited and not force:
-        raise OutputNotOurs(shown, f"has your edits in {', '.join(edited)}")
+        raise OutputNotOurs(shown, f"has your edits in {', '.join(edited)} (`rewrite diff {shown} --generated`)")
     return Output(shown, folder, _free_backup(folder) if edited else None, _own_files(folder, lock))
 
 

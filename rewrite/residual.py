@@ -136,6 +136,8 @@ def _assigned(
 
 
 def _adds_tensors(node: cst.BinaryOperation) -> bool:
+    if any(isinstance(inner, (cst.NamedExpr, cst.Await)) for inner in walk(node)):
+        return False
     numbers = (cst.Integer, cst.Float, cst.SimpleString, cst.UnaryOperation, cst.List, cst.Tuple)
     return isinstance(node.operator, cst.Add) and not any(isinstance(n, numbers) for n in (node.left, node.right))
 

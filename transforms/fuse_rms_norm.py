@@ -6,8 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from rewrite.computation import NotComputable
-from rewrite.module import Module
-from rewrite.norms import computed, divides_by_root_mean_square, looks_like_norm, rms_norm_call, subtracts_mean
+from rewrite.module import Module, names_in
+from rewrite.norms import (
+    computed,
+    divides_by_root_mean_square,
+    looks_like_norm,
+    rms_norm_call,
+    rms_norm_obstacle,
+    subtracts_mean,
+)
 from rewrite.replacement import call_statement, name_is_free, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -40,6 +47,9 @@ class FuseRmsNorm(Transform):
     numerics = Numerics.REORDERED
     reasons: ClassVar[Mapping[str, str]] = {
         "control_flow": "the body has a statement that a fused norm has no place for",
+        "second_tensor": "another tensor takes part, as in a gated norm",
+        "other_dimension": "the mean is taken over another dimension than the last",
+        "product_in_input_dtype": "the input is multiplied before it is brought to fp32, as in T5",
         "other_computation": "the body is a norm, but none of the computations that `rms_norm` offers",
         "name_taken": "the file has a name `rms_norm` of its own",
     }
@@ -50,7 +60,11 @@ class FuseRmsNorm(Transform):
             if not looks_like_norm(info):
                 continue
             term = computed(info, module)
-            if isinstance(term, NotComputable) or (divides_by_root_mean_square(term) and not subtracts_mean(term)):
+            if isinstance(term, NotComputable):
+                is_norm = "rsqrt" in names_in([info.methods["forward"]])
+            else:
+                is_norm = divides_by_root_mean_square(term) and not subtracts_mean(term)
+            if is_norm:
                 yield Candidate(info.methods["forward"], f"{info.name}.forward")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -62,7 +76,7 @@ class FuseRmsNorm(Transform):
             return Skip("control_flow", term.what)
         call = rms_norm_call(term, info, module)
         if call is None:
-            return Skip("other_computation")
+            return Skip(rms_norm_obstacle(term))
         if not name_is_free(call.function, module, forward):
             return Skip("name_taken")
         new = returning(forward, call_statement("return ", call.function, call.given, module))

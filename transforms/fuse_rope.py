@@ -55,8 +55,9 @@ class FuseRope(Transform):
         for name, function in module.functions.items():
             names = parameters(function)
             tables = [part for part in ("cos", "sin") if any(part in parameter for parameter in names)]
-            called = module.references.get(name, 0) > 0
-            if len(tables) == 2 and len(names) > 2 and called and _multiplies(function, module):
+            if len(tables) < 2 or len(names) < 3 or not _multiplies(function, module):
+                continue
+            if module.references.get(name, 0) > 0:
                 yield Candidate(function, name)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:

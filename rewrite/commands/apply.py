@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ def _job(
     if no_verify and (device or dtype or weights):
         raise click.UsageError("--device, --dtype and --weights are for the verification: drop --no-verify")
     if diff_style is None:
-        terminal = click.get_text_stream("stdout").isatty()
+        terminal = sys.stdout.isatty()
         diff_style = "none" if str(json_path) == "-" else "unified" if terminal or dry_run else "stat"
     return Job(
         model=model,

@@ -1,0 +1,132 @@
+"""The canonical form of function bodies: what is the same computation, and what is not."""
+
+from __future__ import annotations
+
+import libcst as cst
+import pytest
+
+from rewrite.computation import NotComputable, Pattern, body
+from rewrite.module import Module
+from rewrite.spelling import Term
+
+
+def returned(text: str, prefix: str = "") -> Term:
+    """Return the term of a function `f(x, y)` with the body `text`."""
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    module = Module(cst.parse_module(f"import torch\nfrom torch import nn\n{prefix}\ndef f(x, y):\n{lines}\n"))
+    return body(module.functions["f"], module)
+
+
+SAME = [
+    ("x.float()", "x.to(torch.float32)"),
+    ("x.float()", "x.to(dtype=torch.float)"),
+    ("x.float()", "x.type(torch.float32)"),
+    ("x.to(y.dtype)", "x.type_as(y)"),
+    ("x.pow(2)", "x**2"),
+    ("x.pow(2)", "x * x"),
+    ("torch.square(x)", "torch.pow(x, 2.0)"),
+    ("torch.rsqrt(x)", "x.rsqrt()"),
+    ("torch.rsqrt(x)", "torch.pow(x, -0.5)"),
+    ("x**-0.5", "1 / torch.sqrt(x)"),
+    ("x.mean(-1, keepdim=True)", "torch.mean(x, dim=-1, keepdim=True)"),
+    ("x.mean(-1, keepdim=True)", "x.mean(dim=[-1], keepdim=True)"),
+    ("x + y", "y + x"),
+    ("x - y", "-y + x"),
+    ("x * -y", "-(y * x)"),
+    ("x.shape[-1]", "x.size(-1)"),
+    ("x[..., 0::2]", "x[..., ::2]"),
+    ("x[:, None]", "x.unsqueeze(1)"),
+    ("x[:, :, None, :]", "torch.unsqueeze(x, dim=2)"),
+    ("torch.cat((x, y), dim=-1)", "torch.concat([x, y], -1)"),
+    ("x.float().float()", "x.float()"),
+    ("x.to(x.dtype)", "x"),
+    ("1.0 + x", "x + 1"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SAME)
+def test_same_computation(first: str, second: str) -> None:
+    assert returned(f"return {first}") == returned(f"return {second}")
+
+
+DIFFERENT = [
+    ("y * x.to(y.dtype)", "(y * x).to(y.dtype)"),
+    ("(1 + x).float()", "1 + x.float()"),
+    ("x - y", "y - x"),
+    ("x / y", "y / x"),
+    ("(x + y) + 1", "x + (y + 1)"),
+    ("torch.cat((x, -y), dim=-1)", "torch.cat((-x, y), dim=-1)"),
+    ("x.mean(-1)", "x.mean(1)"),
+    ("x.mean(-1)", "x.mean(-1, keepdim=True)"),
+    ("x[..., ::2]", "x[..., 1::2]"),
+    ("x.float()", "x.half()"),
+    ("x.to(y)", "x.to(y.dtype)"),
+    ("(y * x.float()).to(x.dtype)", "y * x"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), DIFFERENT)
+def test_different_computation(first: str, second: str) -> None:
+    assert returned(f"return {first}") != returned(f"return {second}")
+
+
+BODIES = [
+    "x = x + y\nx = x * y\nreturn x",
+    '"""A docstring."""\ntotal: torch.Tensor = x + y\n# a comment\nreturn total * y',
+    "a, b = x, y\na = b + a\nreturn (a * b)",
+    "return helper(x, y) * y",
+    "return helper(b=x, a=y) * y",
+]
+
+
+@pytest.mark.parametrize("text", BODIES)
+def test_locals_and_helpers_are_inlined(text: str) -> None:
+    assert returned(text, "def helper(a, b=0):\n    return a + b\n") == returned("return (x + y) * y")
+
+
+def test_dtype_is_the_one_before_the_cast() -> None:
+    text = "dtype = x.dtype\nx = x.float()\nreturn (x * y).to(dtype)"
+    assert returned(text) == returned("return (x.float() * y).to(x.dtype)")
+    assert returned(text) != returned("x = x.float()\nreturn (x * y).to(x.dtype)")
+
+
+def test_a_conditional_assignment_is_a_conditional_expression() -> None:
+    assert returned("if y:\n    x = x + 1\nreturn x") == returned("return x + 1 if y else x")
+
+
+REFUSED = [
+    "x += y\nreturn x",
+    "x[0] = y\nreturn x",
+    "for _ in y:\n    x = x + 1\nreturn x",
+    "if y:\n    return x\nreturn y",
+    "x.add_(y)\nreturn x",
+    "z = x.add_(y)\nreturn x * z",
+    "return f(*x)",
+    "return [a for a in x]",
+    "assert y\nreturn x",
+    "y = x",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_side_effects_and_control_flow_have_no_canonical_form(text: str) -> None:
+    with pytest.raises(NotComputable):
+        returned(text)
+
+
+def test_repeated_inlining_is_bounded() -> None:
+    with pytest.raises(NotComputable):
+        returned("\n".join(["x = x * y + x"] * 40) + "\nreturn x")
+
+
+def test_pattern_names_what_it_finds() -> None:
+    pattern = Pattern("def f(a, b, NUMBER):\n    return a.float() * b + NUMBER\n")
+    found = pattern.match(returned("z = y.to(torch.float32)\nreturn 3 + x * z"))
+    assert found is not None
+    assert {name: term.value for name, term in found.items()} == {"a": "y", "b": "x", "NUMBER": "3"}
+
+
+def test_one_parameter_is_not_two() -> None:
+    assert Pattern("def f(a, b):\n    return a * b\n").match(returned("return x * x")) is None
+    assert Pattern("def f(a, b):\n    return a + b * a\n").match(returned("return x + y * x")) is not None
+    assert Pattern("def f(a, b):\n    return a + b * a\n").match(returned("return x + y * y")) is None

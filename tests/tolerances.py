@@ -1,0 +1,52 @@
+"""How far a kernel may be from exact arithmetic, with the reason; never loosened inside a test."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tolerance(NamedTuple):
+    """Limits in terms of the reference's own error against fp64, in the same dtype on the same inputs."""
+
+    largest: float
+    root_mean_square: float
+    largest_floor_ulps: float
+    row_floor_ulps: float
+    reference_ulps: float
+    reason: str
+
+
+KERNEL = Tolerance(
+    largest=2.0,
+    root_mean_square=1.25,
+    largest_floor_ulps=1.0,
+    row_floor_ulps=1.0,
+    reference_ulps=16.0,
+    reason="sums run in another order, and a rounding that goes the other way costs one unit in the last place; the "
+    "mean and scale of a row round once for the whole row, so the mean error over few rows is that of few roundings; "
+    "a reference further from fp64 than a handful of roundings computes something else",
+)
+
+
+def assert_as_exact_as(
+    reference: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, eps: float, tolerance: Tolerance = KERNEL
+) -> None:
+    """Fail unless `got` is about as near to `exact` (fp64) as `reference` is; all three have one shape.
+
+    `eps` is that of the coarsest dtype that takes part.
+    """
+    assert got.shape == reference.shape == exact.shape
+    assert got.dtype == reference.dtype
+    if not got.numel():
+        return
+    assert torch.isfinite(got).all(), "not every element was written, or some overflowed"
+    ulp = eps * exact.abs().max().item()
+    ours, theirs = (got.double() - exact).abs(), (reference.double() - exact).abs()
+    assert theirs.max().item() <= tolerance.reference_ulps * ulp, "the reference is wrong"
+    assert ours.max().item() <= tolerance.largest * theirs.max().item() + tolerance.largest_floor_ulps * ulp
+    row_ulp = eps * exact.square().mean().sqrt().item()
+    row_floor = tolerance.row_floor_ulps * row_ulp * got.shape[-1] / got.numel()
+    limit = tolerance.root_mean_square * theirs.square().mean().sqrt().item() + row_floor
+    assert ours.square().mean().sqrt().item() <= limit
