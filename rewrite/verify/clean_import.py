@@ -1,6 +1,6 @@
 """Imports a rewritten package in a clean process and reports what that changed in transformers and torch.
 
-Run as a script, without the rest of the tool: `python clean_import.py NAME FOLDER UPSTREAM`. Writes one JSON line.
+Run as a script, without the rest of the tool: `python clean_import.py FILE UPSTREAM`. Writes one JSON line.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import types
 from pathlib import Path
 from typing import Any
 
+SIDE = "side_under_test"
 WATCHED = ("transformers", "torch", "torch.nn", "torch.cuda", "torch.autograd", "torch.utils.checkpoint")
 CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property, types.MethodType)
 REGISTRIES = (dict, set, list)
 BOOKKEEPING = {"_CAN_RECORD_REGISTRY", "_import_structure", "_objects", "sys_modules"}
 
 
-def main(name: str, path: str, upstream: str) -> None:
-    """Import `upstream` and what it needs, then the side at `path` under `name`; print the changes."""
+def main(path: str, upstream: str) -> None:
+    """Import `upstream` and what it needs, then the side at `path`; print the changes."""
     import torch
 
     importlib.import_module("torch.nn")
     importlib.import_module(upstream)
     before, held = snapshot()
     modules = set(sys.modules)
-    import_side(name, Path(path))
+    import_side(SIDE, Path(path))
     after, _ = snapshot()
     changed = sorted(key for key, value in before.items() if key in after and after[key] != value)
     lost = sorted(key for key in before if key not in after)
@@ -90,15 +91,18 @@ def _members(key: str, cls: type, found: dict[str, Any], held: list[Any]) -> Non
 
 
 def _contents(value: Any) -> str:
-    """A registry's keys, and the identity of what they map to where that is code."""
+    """A registry's keys, and the identity of what they map to where that is code.
+
+    Classes of the side itself are left out: transformers registers each output class that a file defines.
+    The built-in methods are called directly, because a lazy mapping would import everything it names.
+    """
     if isinstance(value, dict):
-        return repr(
-            [(str(key), id(item) if isinstance(item, CODE) else None) for key, item in list(dict.items(value))]
-        )
-    return (
-        repr(sorted(str(item) for item in set.__iter__(value))) if isinstance(value, set) else str(list.__len__(value))
-    )
+        items = [(str(key), id(item) if isinstance(item, CODE) else None) for key, item in list(dict.items(value))]
+        return repr([item for item in items if SIDE not in item[0]])
+    if isinstance(value, set):
+        return repr(sorted(name for name in map(str, set.__iter__(value)) if SIDE not in name))
+    return str(list.__len__(value))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:3])

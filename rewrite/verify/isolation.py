@@ -31,7 +31,7 @@ class CleanImport:
         upstream = _dotted(original)
         target = rewritten.package / "__init__.py" if rewritten.package else rewritten.path
         environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(Path(clean_import.__file__)), "side_under_test", str(target), upstream]
+        command = [sys.executable, str(Path(clean_import.__file__)), str(target), upstream]
         pipe = subprocess.PIPE
         return cls(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
 
