@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import VerificationError
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW, POSITIONS = 64, 4, 2, 16, 128, 8, 128
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW, POSITIONS = 64, 4, 2, 16, 128, 8, 512
 MAX_PARAMETERS = 20_000_000
 
 SMALL: dict[str, Any] = {

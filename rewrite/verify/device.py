@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,25 @@ def synchronise(device: str) -> None:
 
     if device != "cpu":
         torch.cuda.synchronize(device)
+
+
+def stopwatch(device: str, call: Callable[[Any, Any], Any], model: Any, ids: Any) -> tuple[float, float]:
+    """Time a call without gradients. Returns ms by the wall clock between synchronisations, and by events or 0."""
+    import torch
+
+    start, stop = None, None
+    synchronise(device)
+    if device != "cpu":
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+    started = time.perf_counter()
+    with torch.no_grad():
+        call(model, ids)
+    if stop is not None:
+        stop.record()
+    synchronise(device)
+    wall = (time.perf_counter() - started) * 1e3
+    return wall, 0.0 if start is None or stop is None else float(start.elapsed_time(stop))
 
 
 def memory_bandwidth(device: str) -> float:

@@ -12,6 +12,7 @@ from .configs import small_variants
 from .generation import generation_checks
 from .parity import exact_checks, low_precision_checks
 from .scenarios import Setting, call, main_output, real
+from .shapes import wide_variant
 from .subjects import Subject, Subjects
 from .training import changing_checks, hook_checks
 from .verdict import Figure
@@ -45,6 +46,8 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     for other in subjects.others:
         yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
     yield from low_precision_checks(bench, bench.base)
+    if bench.options.device != "cpu" and not bench.options.quick:
+        yield from low_precision_checks(bench, wide_variant(bench))
     yield from compile_checks(bench, bench.base)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,8 +45,18 @@ def generation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
             )
     yield CheckRun("greedy, one prompt, an end token", lambda: _ended(bench, variant))
     if not bench.options.quick:
-        yield CheckRun("sampling with a fixed seed", lambda: _same(bench, variant, {"do_sample": True, "top_p": 0.9}))
-        yield CheckRun("beam search", lambda: _same(bench, variant, {"num_beams": 2, "do_sample": False}))
+        for name, arguments in WAYS.items():
+            yield CheckRun(name, partial(_same, bench, variant, name, arguments))
+        yield CheckRun("a conversation goes on with the cache", partial(_continued, bench, variant))
+        yield CheckRun("a streamer gets every token", partial(_streamed, bench, variant))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sampling with a fixed seed": {"do_sample": True, "top_p": 0.9, "temperature": 0.8},
+    "beam search": {"num_beams": 2, "do_sample": False},
+    "greedy with logits processors": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 2},
+}
 
 
 def generate(model: Any, batch: Batch, new: int, seed: int, **arguments: Any) -> Generated:
@@ -78,10 +88,9 @@ def _batch(bench: Workbench, variant: Variant, rows: int, name: str) -> Batch:
 
 def _greedy(bench: Workbench, variant: Variant, dtype: str, cache: str) -> Mapping[str, Figure]:
     rows, new = size(bench)
-    new = min(new, 96)
     pair = bench.pair(variant, bench.implementations()[0], dtype)
     batch = _batch(bench, variant, rows, f"{dtype} {cache}")
-    arguments: dict[str, Any] = {"do_sample": False}
+    arguments: dict[str, Any] = {"do_sample": False, "disable_compile": True}
     if cache == "static":
         arguments["cache_implementation"] = "static"
     original = on_original(generate, pair.original, batch, new, 0, **arguments)
@@ -155,17 +164,70 @@ def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     return {"rows": 3, "steps": int(original.tokens.shape[1])}
 
 
-def _same(bench: Workbench, variant: Variant, arguments: Mapping[str, Any]) -> Mapping[str, Figure]:
-    """Equal tokens, where the logits are bit-equal: otherwise a choice may rightly differ."""
+def _same(bench: Workbench, variant: Variant, name: str, arguments: Mapping[str, Any]) -> Mapping[str, Figure]:
+    """Equal tokens; where the logits are not bit-equal, a choice may rightly differ by rounding."""
+    rows = 1 if "prompt_lookup_num_tokens" in arguments else 4
+    batch = _batch(bench, variant, rows, name)
+    return _equal(bench, variant, batch, lambda model: generate(model, batch, 16, 7, **arguments).tokens)
+
+
+def _equal(bench: Workbench, variant: Variant, batch: Batch, run: Callable[[Any], Tensor]) -> Mapping[str, Figure]:
     import torch
 
     pair = bench.pair(variant, bench.implementations()[0], "float32")
-    batch = _batch(bench, variant, 4, str(sorted(arguments)))
-    greedy = [generate(model, batch, 4, 0, do_sample=False) for model in (pair.original, pair.rewritten)]
-    if not torch.equal(greedy[0].logits, greedy[1].logits):
-        raise NotRun("the logits are not bit-equal, so a choice may differ by rounding")
-    original = on_original(generate, pair.original, batch, 16, 7, **arguments)
-    rewritten = generate(pair.rewritten, batch, 16, 7, **arguments)
-    if not torch.equal(original.tokens, rewritten.tokens):
-        raise Mismatch(f"{rewritten.tokens.tolist()} instead of {original.tokens.tolist()}")
-    return {"rows": int(original.tokens.shape[0]), "tokens": int(original.tokens.numel())}
+    original, rewritten = on_original(run, pair.original), run(pair.rewritten)
+    if not torch.equal(original, rewritten):
+        first, second = (generate(model, batch, 4, 0, do_sample=False) for model in (pair.original, pair.rewritten))
+        if not torch.equal(first.logits, second.logits):
+            raise NotRun("the tokens differ, but so do the logits by rounding: nothing follows")
+        raise Mismatch(f"{rewritten.tolist()} instead of {original.tolist()}")
+    return {"tokens": int(original.numel())}
+
+
+def _continued(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Generate, append a question, and generate again from the same cache."""
+    import torch
+
+    batch = _batch(bench, variant, 1, "first turn")
+    question = _batch(bench, variant, 1, "second turn").input_ids[:, :5]
+
+    def run(model: Any) -> Tensor:
+        with torch.no_grad():
+            settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": 6}
+            first = model.generate(batch.input_ids, attention_mask=torch.ones_like(batch.input_ids), **settings)
+            turn = torch.cat([first.sequences, question], 1)
+            mask = torch.ones_like(turn)
+            again = model.generate(turn, attention_mask=mask, past_key_values=first.past_key_values, **settings)
+        sequences: Tensor = again.sequences
+        return sequences
+
+    return _equal(bench, variant, batch, run)
+
+
+def _streamed(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    import torch
+
+    batch = _batch(bench, variant, 1, "stream")
+
+    def run(model: Any) -> Tensor:
+        sink = _Sink()
+        tokens = generate(model, batch, 8, 0, do_sample=False, streamer=sink).tokens
+        if not sink.ended or sink.tokens[-tokens.shape[1] :] != tokens[0].tolist():
+            raise Mismatch(f"the streamer got {sink.tokens[-tokens.shape[1] :]}, generated were {tokens[0].tolist()}")
+        return torch.tensor(sink.tokens)
+
+    return _equal(bench, variant, batch, run)
+
+
+class _Sink:
+    """Collects what a streamer is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True

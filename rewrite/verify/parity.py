@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from .caches import CACHED
@@ -76,7 +77,7 @@ def _exact(bench: Workbench, variant: Variant, implementation: str, scenario: Sc
 def _both(
     bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, dtype: str
 ) -> tuple[Observations, Observations]:
-    pair = bench.pair(variant, implementation, dtype)
+    pair = pair_for(bench, variant, implementation, dtype, scenario)
     expected, found = [], []
     for trial in range(1 if bench.options.quick else bench.options.seeds):
         setting = setting_for(bench, variant, scenario, trial)
@@ -100,6 +101,28 @@ def low_precision_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRu
         for dtype in bench.low_precisions():
             name = f"{dtype} {implementation}, {variant.name}: error against fp64"
             yield CheckRun(name, _low(bench, variant, implementation, dtype))
+    if not bench.options.quick:
+        yield CheckRun(f"autocast, {variant.name}: error against fp64", partial(_autocast, bench, variant))
+
+
+def _autocast(bench: Workbench, variant: Variant) -> dict[str, Figure]:
+    """An fp32 model under autocast to the low precision."""
+    import torch
+
+    implementation = bench.implementations()[0]
+    exact, low = (bench.pair(variant, implementation, dtype) for dtype in ("float64", "float32"))
+    kind, precision = bench.options.device.partition(":")[0], getattr(torch, bench.options.dtype)
+    scenario = next(s for s in SCENARIOS if s.name == "prefill, batch 3, beyond the window")
+    setting = setting_for(bench, variant, scenario, -2)
+
+    def run(model: Any) -> Observations:
+        with torch.autocast(kind, precision):
+            return run_scenario(model, scenario, setting)
+
+    truth = on_original(run_scenario, exact.original, scenario, setting)
+    return compare(
+        truth, on_original(run, low.original), run(low.rewritten), torch.finfo(precision).eps, variant.routed
+    )
 
 
 def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) -> Any:
@@ -108,12 +131,13 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
     eps = torch.finfo(getattr(torch, dtype)).eps
 
     def run() -> dict[str, Figure]:
-        exact, low = bench.pair(variant, implementation, "float64"), bench.pair(variant, implementation, dtype)
         truth, original, rewritten = [], [], []
         for scenario in SCENARIOS:
             setting = setting_for(bench, variant, scenario, -1)
             try:
                 applicable(bench, scenario, implementation)
+                exact = pair_for(bench, variant, implementation, "float64", scenario)
+                low = pair_for(bench, variant, implementation, dtype, scenario)
                 expected = on_original(run_scenario, exact.original, scenario, setting)
                 own = on_original(run_scenario, low.original, scenario, setting)
                 if not finite(expected) and finite(own):
@@ -130,6 +154,12 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
         return compare(_merged(truth), _merged(original), _merged(rewritten), eps, variant.routed)
 
     return run
+
+
+def pair_for(bench: Workbench, variant: Variant, implementation: str, dtype: str, scenario: Scenario) -> Pair:
+    """The shared models, or fresh ones for a scenario that leaves traces."""
+    build = bench.fresh if scenario.own_pair else bench.pair
+    return build(variant, implementation, dtype)
 
 
 def _truth_in_fp32(

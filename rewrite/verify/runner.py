@@ -54,6 +54,7 @@ class _Run:
         with _settled(self.options):
             try:
                 divergence = self._all_gates()
+                environment = _environment(self.options)
             finally:
                 if self.clean is not None:
                     self.clean.stop()
@@ -66,7 +67,7 @@ class _Run:
             gates=tuple(self.gates),
             divergence=divergence,
             reason=self._reason(failed),
-            environment=_environment(self.options),
+            environment=environment,
             options=self.options,
             seconds=time.perf_counter() - started,
         )

@@ -46,7 +46,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A named computation; `needs` are `forward` arguments, `eager_only` pins the attention implementation."""
+    """A named computation; `needs` are `forward` arguments, `eager_only` pins the attention implementation.
+
+    `own_pair`: transformers leaves hooks on a model that was asked for hidden states, which sends fused code down its
+    fallback ever after, so such a scenario gets models of its own.
+    """
 
     name: str
     run: Callable[[Any, Setting], Outputs]
@@ -54,6 +58,7 @@ class Scenario:
     eager_only: bool = False
     causal_only: bool = False
     essential: bool = False
+    own_pair: bool = False
 
 
 def call(model: Any, setting: Setting, batch: Batch, **arguments: Any) -> Any:
@@ -168,8 +173,8 @@ FORWARD: tuple[Scenario, ...] = (
     Scenario("prefill, 4-D prefix mask", _prefix, needs=("attention_mask",)),
     Scenario("explicit positions", _positions, needs=("position_ids",)),
     Scenario("inputs_embeds", _embeddings, needs=("inputs_embeds",)),
-    Scenario("hidden states of every layer", _hidden_states),
-    Scenario("attention weights", _attentions, eager_only=True),
+    Scenario("hidden states of every layer", _hidden_states, own_pair=True),
+    Scenario("attention weights", _attentions, eager_only=True, own_pair=True),
     Scenario("labels and loss", _loss, needs=("labels", "attention_mask"), causal_only=True),
     Scenario("logits_to_keep", _last_logits, needs=("logits_to_keep",)),
     Scenario("tuple output", _tuple),

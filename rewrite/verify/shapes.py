@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .configs import Variant
@@ -33,3 +34,17 @@ def shaped_variant(bench: Workbench, shape: str, layers: int | None = None) -> V
         fields["layer_types"] = [kinds[i % len(kinds)] for i in range(count)]
     fields |= {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in defaults}
     return Variant(f"{shape}, {count} layers", bench.subject.config_class(**fields))
+
+
+def wide_variant(bench: Workbench) -> Variant:
+    """Two layers of a real shape with a small vocabulary: the sizes at which a GPU's kernels take their usual path."""
+    config = shaped_variant(replace(bench, options=replace(bench.options, weights=None)), "1b", layers=2).config
+    for name, value in {
+        "vocab_size": 1024,
+        "num_local_experts": 8,
+        "num_experts": 8,
+        "moe_intermediate_size": 512,
+    }.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return Variant("wide", config)

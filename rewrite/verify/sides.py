@@ -98,7 +98,7 @@ def _is_installed(package: Path) -> bool:
     loaded = sys.modules.get(package.name)
     if loaded is not None:
         return _folder_of(loaded) == package and not hasattr(loaded, "__verified__")
-    spec = importlib.util.find_spec(package.name)
+    spec = importlib.util.find_spec(package.name) if package.name.isidentifier() else None
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent == package
 
 

@@ -22,7 +22,7 @@ Change = Callable[[Any], None]
 
 def changing_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     """Gradients, training mode, checkpointing, and models changed after their weights were packed."""
-    for name, measure in (("gradients", gradients), ("training mode", _training), ("checkpointing", _checkpointing)):
+    for name, measure in GRADIENTS.items():
         yield CheckRun(f"{name}, {variant.name}", partial(_gradients, bench, variant, name, measure))
     for name, change in CHANGES.items():
         yield CheckRun(f"after {name}, {variant.name}", partial(_changed, bench, variant, name, change))
@@ -63,6 +63,15 @@ def _training(model: Any, setting: Setting) -> Outputs:
     return gradients(model, setting)
 
 
+def _after_inference(model: Any, setting: Setting) -> Outputs:
+    """Weights packed in inference mode must be trainable afterwards."""
+    import torch
+
+    with torch.inference_mode():
+        call(model, setting, setting.prompt(1, 5))
+    return gradients(model, setting)
+
+
 def _checkpointing(model: Any, setting: Setting) -> Outputs:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise NotRun("the model does not support gradient checkpointing")
@@ -71,6 +80,14 @@ def _checkpointing(model: Any, setting: Setting) -> Outputs:
     if not getattr(model, f"is_{name}_checkpointing"):
         raise Mismatch(f"{name}_checkpointing_enable() had no effect")
     return _training(model, setting)
+
+
+GRADIENTS: dict[str, Callable[[Any, Setting], Outputs]] = {
+    "gradients": gradients,
+    "gradients after inference mode": _after_inference,
+    "training mode": _training,
+    "checkpointing": _checkpointing,
+}
 
 
 def _changed(bench: Workbench, variant: Variant, name: str, change: Change) -> Mapping[str, Figure]:

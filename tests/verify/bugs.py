@@ -1,8 +1,4 @@
-"""Bugs to plant: each a substitution in a model's file, and the gate that must catch it.
-
-`COPIED` are planted into plain copies of transformers' files, `REWRITTEN` into what the tool generates from them.
-`full` bugs need the checks that quick mode leaves out (the clean process, `torch.compile`).
-"""
+"""Bugs to plant into plain copies of transformers' files, and the gate that must catch each."""
 
 from __future__ import annotations
 
@@ -11,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` becomes `new` in the model's file (or in `file` of its package), `count` times."""
+    """`old` becomes `new` in the model's file (or in `file` of its package), `count` times.
+
+    `full` bugs need the checks that quick mode leaves out: the clean process, `torch.compile`.
+    """
 
     model: str
     name: str
@@ -178,14 +177,16 @@ COPIED = (
         "llama",
         "end token ignored",
         "    _pp_plan = ",
-        "    def generate(self, *a, eos_token_id=None, **k):\n        return super().generate(*a, **k)\n\n    _pp_plan = ",
+        "    def generate(self, *a, eos_token_id=None, **k):\n"
+        "        return super().generate(*a, **k)\n\n    _pp_plan = ",
         "generation",
     ),
     Bug(
         "llama",
         "stale token in generation",
         "    _pp_plan = ",
-        "    def generate(self, *a, **k):\n        o = super().generate(*a, **k)\n        o.sequences[-1, -1] = 5\n        return o\n\n    _pp_plan = ",
+        "    def generate(self, *a, **k):\n        o = super().generate(*a, **k)\n"
+        "        o.sequences[-1, -1] = 5\n        return o\n\n    _pp_plan = ",
         "generation",
     ),
     Bug(
@@ -208,7 +209,8 @@ COPIED = (
         "llama",
         "graph break",
         NORM_ADDED,
-        "hidden_states = residual + hidden_states\n        if residual.sum() > 1e30:\n            residual = residual * 2\n\n",
+        "hidden_states = residual + hidden_states\n"
+        "        if residual.sum() > 1e30:\n            residual = residual * 2\n\n",
         full=True,
     ),
     Bug("llama", "does not parse", "class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module:", "structure"),
@@ -244,8 +246,11 @@ COPIED = (
     Bug(
         "gpt_neox",
         "heads of q k v mixed",
-        "qkv = self.query_key_value(hidden_states).view(hidden_shape).transpose(1, 2)\n        query_states, key_states, value_states = qkv.chunk(3, dim=-1)",
-        "query_states, key_states, value_states = (\n            part.view(*input_shape, -1, self.head_size).transpose(1, 2)\n            for part in self.query_key_value(hidden_states).chunk(3, dim=-1)\n        )",
+        "qkv = self.query_key_value(hidden_states).view(hidden_shape).transpose(1, 2)\n"
+        "        query_states, key_states, value_states = qkv.chunk(3, dim=-1)",
+        "query_states, key_states, value_states = (\n"
+        "            part.view(*input_shape, -1, self.head_size).transpose(1, 2)\n"
+        "            for part in self.query_key_value(hidden_states).chunk(3, dim=-1)\n        )",
     ),
     Bug(
         "gpt_neox",
@@ -283,7 +288,8 @@ def _reused(head, hidden_states, _kept={}):
 
 
 def _remembered(rotary, hidden_states, position_ids, _kept={}):
-    return _kept.setdefault((id(rotary), hidden_states.shape, hidden_states.dtype), rotary(hidden_states, position_ids))
+    key = (id(rotary), hidden_states.shape, hidden_states.dtype)
+    return _kept.setdefault(key, rotary(hidden_states, position_ids))
 
 
 def _stale(projection, hidden_states):
@@ -293,81 +299,3 @@ def _stale(projection, hidden_states):
     return nn.functional.linear(hidden_states, kept.to(hidden_states.dtype), projection.bias)
 
 """
-
-QKV = "q, k, v = packed_linear(hidden_states, self.q_proj, self.k_proj, self.v_proj)"
-GATE_UP = "gate, up = packed_linear(x, self.gate_proj, self.up_proj)"
-ACTIVATION = "gated_activation(gate, up, self.act_fn)"
-
-REWRITTEN = (
-    Bug("llama", "split order", QKV, QKV.replace("q, k, v =", "q, v, k =")),
-    Bug("llama", "packed order", QKV, QKV.replace("self.k_proj, self.v_proj", "self.v_proj, self.k_proj")),
-    Bug("llama", "gate and up swapped", GATE_UP, GATE_UP.replace("gate, up =", "up, gate =")),
-    Bug("llama", "activation on up", ACTIVATION, "gated_activation(up, gate, self.act_fn)"),
-    Bug("llama", "activation dropped", ACTIVATION, "gate * up"),
-    Bug("llama", "projected from the residual", GATE_UP, GATE_UP.replace("(x,", "(x + 1e-3,")),
-    Bug(
-        "llama",
-        "grouped keys transposed wrongly",
-        "grouped_matmul(query, key.transpose(2, 3))",
-        "grouped_matmul(query, key.flip(1).transpose(2, 3))",
-    ),
-    Bug(
-        "llama",
-        "grouped values flipped",
-        "grouped_matmul(attn_weights, value)",
-        "grouped_matmul(attn_weights, value.flip(1))",
-    ),
-    Bug("llama", "scaling dropped", "key.transpose(2, 3)) * scaling", "key.transpose(2, 3))"),
-    Bug(
-        "llama",
-        "first layer's cache slot",
-        "key_states, value_states, self.layer_idx)",
-        "key_states, value_states, 0)",
-    ),
-    Bug(
-        "llama",
-        "packed weights stale",
-        "weight = first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))",
-        "weight = first.__dict__.setdefault('_kept', first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1)).clone())",
-        file="runtime/packing.py",
-    ),
-    Bug(
-        "llama",
-        "packed in another order than split",
-        "packed.split([t.shape[0] for t in tensors])",
-        "packed.split([t.shape[0] for t in tensors][::-1])[::-1]",
-        "structure",
-        file="runtime/packing.py",
-    ),
-    Bug("llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="runtime/packing.py"),
-    Bug(
-        "llama",
-        "adapters ignored",
-        "if type(projection) is not nn.Linear:",
-        "projection = getattr(projection, 'base', projection)\n        if type(projection) is not nn.Linear:",
-        file="runtime/packing.py",
-    ),
-    Bug(
-        "llama",
-        "gradient dropped",
-        "gradient = torch.is_grad_enabled()",
-        "gradient = False",
-        file="runtime/packing.py",
-    ),
-    Bug(
-        "llama",
-        "bias dropped",
-        "return F.linear(input, weight, _packed_bias(weights, biases))",
-        "return F.linear(input, weight)",
-        file="runtime/packing.py",
-    ),
-    Bug("qwen3", "query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),
-    Bug("gemma2", "softcap dropped", "softcap=self.attn_logit_softcapping", "softcap=None"),
-    Bug(
-        "granite",
-        "residual multiplier dropped",
-        "residual + hidden_states * self.residual_multiplier",
-        "residual + hidden_states",
-    ),
-    Bug("mixtral", "expert halves swapped", ACTIVATION, "gated_activation(up, gate, self.act_fn)"),
-)

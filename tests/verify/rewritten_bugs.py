@@ -1,0 +1,84 @@
+"""Bugs planted into what the tool generates: in the modeling file, or in a runtime file of the package."""
+
+from __future__ import annotations
+
+from .bugs import Bug
+
+QKV = "q, k, v = packed_linear(hidden_states, self.q_proj, self.k_proj, self.v_proj)"
+GATE_UP = "gate, up = packed_linear(x, self.gate_proj, self.up_proj)"
+PACKED = "first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))"
+ACTIVATION = "gated_activation(gate, up, self.act_fn)"
+
+REWRITTEN = (
+    Bug("llama", "split order", QKV, QKV.replace("q, k, v =", "q, v, k =")),
+    Bug("llama", "packed order", QKV, QKV.replace("self.k_proj, self.v_proj", "self.v_proj, self.k_proj")),
+    Bug("llama", "gate and up swapped", GATE_UP, GATE_UP.replace("gate, up =", "up, gate =")),
+    Bug("llama", "activation on up", ACTIVATION, "gated_activation(up, gate, self.act_fn)"),
+    Bug("llama", "activation dropped", ACTIVATION, "gate * up"),
+    Bug("llama", "projected from the residual", GATE_UP, GATE_UP.replace("(x,", "(x + 1e-3,")),
+    Bug(
+        "llama",
+        "grouped keys transposed wrongly",
+        "grouped_matmul(query, key.transpose(2, 3))",
+        "grouped_matmul(query, key.flip(1).transpose(2, 3))",
+    ),
+    Bug(
+        "llama",
+        "grouped values flipped",
+        "grouped_matmul(attn_weights, value)",
+        "grouped_matmul(attn_weights, value.flip(1))",
+    ),
+    Bug("llama", "scaling dropped", "key.transpose(2, 3)) * scaling", "key.transpose(2, 3))"),
+    Bug(
+        "llama",
+        "first layer's cache slot",
+        "key_states, value_states, self.layer_idx)",
+        "key_states, value_states, 0)",
+    ),
+    Bug(
+        "llama",
+        "packed weights stale",
+        f"weight = {PACKED}",
+        f"weight = first.__dict__.setdefault('_kept', {PACKED}.clone())",
+        file="runtime/packing.py",
+    ),
+    Bug(
+        "llama",
+        "packed in another order than split",
+        "packed.split([t.shape[0] for t in tensors])",
+        "packed.split([t.shape[0] for t in tensors][::-1])[::-1]",
+        "structure",
+        file="runtime/packing.py",
+    ),
+    Bug("llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="runtime/packing.py"),
+    Bug(
+        "llama",
+        "adapters ignored",
+        "if type(projection) is not nn.Linear:",
+        "projection = getattr(projection, 'base', projection)\n        if type(projection) is not nn.Linear:",
+        file="runtime/packing.py",
+    ),
+    Bug(
+        "llama",
+        "gradient dropped",
+        "gradient = torch.is_grad_enabled()",
+        "gradient = False",
+        file="runtime/packing.py",
+    ),
+    Bug(
+        "llama",
+        "bias dropped",
+        "return F.linear(input, weight, _packed_bias(weights, biases))",
+        "return F.linear(input, weight)",
+        file="runtime/packing.py",
+    ),
+    Bug("qwen3", "query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),
+    Bug("gemma2", "softcap dropped", "softcap=self.attn_logit_softcapping", "softcap=None"),
+    Bug(
+        "granite",
+        "residual multiplier dropped",
+        "residual + hidden_states * self.residual_multiplier",
+        "residual + hidden_states",
+    ),
+    Bug("mixtral", "expert halves swapped", ACTIVATION, "gated_activation(up, gate, self.act_fn)"),
+)

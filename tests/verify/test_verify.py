@@ -1,0 +1,197 @@
+"""Unmodified copies pass, the verdict says what was done, and the parts that judge numbers judge them rightly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from rewrite.verify import Check, Gate, Options, Verdict, render, summary, verify
+from rewrite.verify.__main__ import main
+from rewrite.verify.compare import Mismatch, NotRun, near_exact
+from rewrite.verify.configs import small_variants
+from rewrite.verify.generation import Generated, near_tie
+from rewrite.verify.latency import Samples, bootstrap_ratio, outcome
+from rewrite.verify.sides import load, locate
+from rewrite.verify.teacher import Scores, judged
+from rewrite.verify.tolerances import TABLE
+from rewrite.verify.yardstick import compare
+
+from .copies import source_of, upstream, write_package
+
+MODELS = (
+    "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "starcoder2", "cohere2",
+    "glm4", "stablelm", "gpt_neox", "mixtral", "qwen3_moe", "gpt2", "bert",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_package(tmp_path_factory.mktemp("llama") / "llama_copy", "llama", source_of("llama"))
+
+
+@pytest.fixture(scope="module")
+def full(llama: Path) -> Verdict:
+    return verify(upstream("llama"), llama, Options())
+
+
+def test_a_copy_passes_every_gate_within_a_minute(full: Verdict) -> None:
+    assert full.passed, full.reason
+    assert [gate.name for gate in full.gates] == ["structure", "parity", "generation", "latency"]
+    assert full.seconds < 60
+    left_out = [check.name for gate in full.gates for check in gate.checks if check.status == "not run"]
+    assert left_out == ["sites equal the lock"]
+
+
+def test_the_verdict_is_json_and_fits_80_columns(full: Verdict) -> None:
+    data = json.loads(json.dumps(full.to_json(), allow_nan=False))
+    assert data["passed"] is True
+    assert data["gates"][1]["status"] == "passed"
+    for verbose in (False, True):
+        assert max(map(len, render(full, verbose).splitlines())) <= 80
+    assert "\n" not in summary(full)
+
+
+def test_a_cpu_latency_claims_nothing(full: Verdict) -> None:
+    latency = next(gate for gate in full.gates if gate.name == "latency")
+    assert {check.figures["outcome"] for check in latency.checks} == {"not claimed on a CPU"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_copy_of_other_families_passes(model: str, tmp_path: Path) -> None:
+    package = write_package(tmp_path / f"{model}_copy", model, source_of(model))
+    verdict = verify(upstream(model), package, Options(quick=True))
+    assert verdict.passed, verdict.reason
+    ran = [check for gate in verdict.gates for check in gate.checks if check.status == "passed"]
+    assert len(ran) > 60
+
+
+@pytest.mark.slow
+def test_a_copy_passes_with_twenty_seeds(llama: Path) -> None:
+    for seed in range(20):
+        verdict = verify(upstream("llama"), llama, Options(quick=True, seed=seed))
+        assert verdict.passed, f"seed {seed}: {verdict.reason}"
+
+
+def test_importing_the_verifier_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, rewrite.verify; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_command_reports_a_failure_with_exit_code_1(tmp_path: Path) -> None:
+    text = source_of("llama").replace("gate_proj(x)) * self.up_proj(x)", "up_proj(x)) * self.gate_proj(x)")
+    package = write_package(tmp_path / "llama_copy", "llama", text)
+    result = CliRunner().invoke(main, [upstream("llama"), str(package), "--quick", "--json", str(tmp_path / "v.json")])
+    assert result.exit_code == 1
+    assert "first divergence: model.layers.0.mlp (LlamaMLP)" in " ".join(result.output.split())
+    assert json.loads((tmp_path / "v.json").read_text())["divergence"]["module"] == "model.layers.0.mlp"
+
+
+def test_command_names_a_side_that_is_missing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, [upstream("llama"), str(tmp_path / "nothing")])
+    assert result.exit_code != 0
+    assert "modeling_*.py" in result.output
+
+
+def test_two_folders_of_one_name_live_side_by_side(tmp_path: Path) -> None:
+    first, second = (write_package(tmp_path / side / "my-llama.v2", "llama", source_of("llama")) for side in "ab")
+    modules = [load(locate(folder)) for folder in (first, second)]
+    assert modules[0] is not modules[1]
+    assert all(sys.modules[module.__name__] is module for module in modules)
+    assert [Path(module.__file__ or "").parent for module in modules] == [first, second]
+
+
+def test_a_folder_named_like_an_installed_package_does_not_shadow_it(tmp_path: Path) -> None:
+    module = load(locate(write_package(tmp_path / "torch", "llama", source_of("llama"))))
+    assert sys.modules["torch"] is torch
+    assert module.__name__.startswith("torch_")
+
+
+def test_what_the_original_cannot_do_is_not_run_and_never_passed(full: Verdict) -> None:
+    gate = Gate(1, "structure", (Check("a", "not run", "no reason"),), 0.0)
+    assert gate.status == "not run"
+    assert "not run" in render(replace(full, gates=(gate,)))
+
+
+def test_both_variants_differ_in_their_switches() -> None:
+    from transformers import LlamaForCausalLM
+
+    base, switched = (variant.config for variant in small_variants(LlamaForCausalLM, True, {}))
+    assert base.attention_bias is False
+    assert switched.attention_bias is True
+    assert base.tie_word_embeddings is not switched.tie_word_embeddings
+    assert base.rms_norm_eps == 1e-3
+    assert base.num_key_value_heads < base.num_attention_heads
+
+
+def test_every_tolerance_has_a_reason() -> None:
+    assert all(len(entry.reason) > 20 for entry in TABLE.values())
+
+
+def test_near_exact_sees_one_wrong_element_and_a_changed_dtype() -> None:
+    expected = {"logits": torch.randn(4, 8, dtype=torch.float64)}
+    found = {"logits": expected["logits"].clone()}
+    near_exact(expected, found)
+    found["logits"][2, 3] += 1e-4
+    with pytest.raises(Mismatch, match=r"logits\[2, 3\]"):
+        near_exact(expected, found)
+    with pytest.raises(Mismatch, match="float32"):
+        near_exact(expected, {"logits": expected["logits"].float()})
+    with pytest.raises(Mismatch):
+        near_exact(expected, {"logits": expected["logits"].clone().fill_(float("nan"))})
+    with pytest.raises(NotRun):
+        near_exact({}, {})
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (1.15, True), (1.6, False), (3.0, False)])
+def test_the_yardstick_is_the_original_own_error(factor: float, passes: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(64, 128, generator=generator, dtype=torch.float64)
+    errors = [torch.randn(64, 128, generator=generator, dtype=torch.float64) * 0.02 for _ in range(2)]
+    original, rewritten = {"logits": truth + errors[0]}, {"logits": truth + factor * errors[1]}
+    if passes:
+        compare({"logits": truth}, original, rewritten, 2**-8, routed=False)
+    else:
+        with pytest.raises(Mismatch):
+            compare({"logits": truth}, original, rewritten, 2**-8, routed=False)
+
+
+def test_a_token_may_differ_at_a_near_tie_only() -> None:
+    logits = torch.tensor([[[1.0, 1.0001, 0.0], [5.0, 1.0, 0.0]]])
+    original = Generated(torch.tensor([[1, 0]]), logits)
+    figures = near_tie(original, Generated(torch.tensor([[0, 2]]), logits), noise=1e-3)
+    assert figures["rows that diverge"] == 1
+    with pytest.raises(Mismatch, match="token 1"):
+        near_tie(original, Generated(torch.tensor([[1, 1]]), logits), noise=1e-3)
+
+
+def test_an_interval_that_includes_one_is_no_win() -> None:
+    low, high = bootstrap_ratio([1.0, 1.1, 0.9, 1.2] * 10, [1.0, 0.9, 1.1, 1.15] * 10)
+    assert low <= 1.0 <= high
+    assert outcome(low, high, "cuda") == "no difference shown"
+    assert outcome(*bootstrap_ratio([2.0, 2.1] * 20, [1.0, 1.1] * 20), "cuda") == "faster"
+    assert outcome(0.5, 0.9, "cuda") == "slower"
+    assert outcome(1.5, 1.9, "cpu") == "not claimed on a CPU"
+    assert Samples([1.0] * 20, [2.0] * 20).figures["speed-up"] == 0.5
+
+
+def test_kl_gate_allows_what_low_precision_moved_already_and_no_more() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 32, generator=generator)
+    targets = torch.randint(32, (400,), generator=generator)
+
+    def moved(scale: float) -> Scores:
+        return Scores((logits + scale * torch.randn(400, 32, generator=generator)).log_softmax(-1), targets)
+
+    truth, own = moved(0.0), moved(1e-3)
+    judged(truth, own, own)
+    with pytest.raises(Mismatch, match="KL"):
+        judged(truth, own, moved(0.1))
