@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -52,8 +53,9 @@ class DefaultGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put the name of the default command before anything that is neither a command nor an option of the group."""
+        args = args or ["--help"]
         own = {"--help", "-h", "--version"}
-        if args and args[0] not in own and args[0] not in COMMANDS:
+        if args[0] not in own and args[0] not in COMMANDS:
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 
@@ -89,6 +91,7 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: every failure is one message, never a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     sys.exit(run(args))
 
 
