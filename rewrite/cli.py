@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -116,14 +117,24 @@ def run(args: Sequence[str] | None = None) -> int:
         return _say(f"error: {error} A log to attach: {_log()}", error.exit_code)
     except RewriteError as error:
         return _say(f"error: {error}", error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in ("libcst", "rich"):
+            return _bug(error)
+        return _say(f"error: {error.name} is not installed: pip install hf-rewrite", RewriteError.exit_code)
     except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
-        what = f"{type(error).__name__}: {error}"
-        return _say(f"error: this is a bug of ours ({what}). A log to attach to a report: {_log()}", BUG)
+        return _bug(error)
 
 
 def _say(message: str, code: int) -> int:
+    if sys.stderr.isatty():
+        message = click.wrap_text(message, shutil.get_terminal_size().columns)
     click.echo(message, err=True)
     return code
+
+
+def _bug(error: Exception) -> int:
+    what = f"{type(error).__name__}: {error}"
+    return _say(f"error: this is a bug of ours ({what}). A log to attach to a report: {_log()}", BUG)
 
 
 def _log() -> Path:

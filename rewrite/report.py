@@ -56,7 +56,7 @@ def show_rejected(screen: Screen, verdict: Any, kept: Path, place: Output) -> No
 
 def describe(source: Source) -> str:
     """Return a source in one line: version, path, hash."""
-    digest = f"sha256 {source.sha256[:12]}"
+    digest = f"sha256 {source.sha256[:6]}…"
     if source.module is None:
         return f"{source.path} · {digest}"
     path = "/".join(source.module.split(".")[1:]) + ".py"

@@ -173,7 +173,7 @@ def _verified(job: Job, screen: Screen, built: Build, staged: Staged) -> tuple[A
     from rewrite.package import VERDICT_NAME
 
     if not job.verify:
-        return None, "not run (--no-verify); imports were checked by reading, not by importing"
+        return None, "not run (--no-verify), the import was not tried"
     if built.source.remote_code and not job.trust_remote_code:
         return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
     with screen.working("importing the package"):
