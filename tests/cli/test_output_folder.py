@@ -43,6 +43,18 @@ def test_another_folder_is_refused_and_with_force_kept_as_a_backup(here: Path, r
     assert (here / "out.backup1" / "thesis.txt").read_text() == "mine"
 
 
+def test_a_count_that_falls_is_a_failure(here: Path, package: Path, rewrite: CommandLine) -> None:
+    path = here / "modeling_tiny.py"
+    path.write_text(path.read_text().replace("= self.k_proj(hidden_states)", "= self.k_proj(hidden_states * 1)"))
+    before = (package / "rewrite.lock").read_bytes()
+    arguments = ("modeling_tiny.py", "--no-verify", "--only", "fuse_qkv", "--only", "fuse_gate_up", "--out", package)
+    (package / "rewrite.lock").write_bytes(before.replace(b'q_proj, k_proj, v_proj"', b'a", "b"'))
+    lost = rewrite(*arguments)
+    assert lost.code == 1
+    assert "fuse_qkv 2 → 1" in lost.err
+    assert rewrite(*arguments, "--force").code == 0
+
+
 @pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", "runtime/packing.py"])
 def test_edits_are_refused_and_with_force_kept_as_a_backup(package: Path, rewrite: CommandLine, name: str) -> None:
     (package / name).write_text("# mine\n")

@@ -96,9 +96,7 @@ def test_statistics_are_by_class_and_function() -> None:
 
 
 def test_long_lines_fold_at_spaces_with_a_deeper_indent() -> None:
-    line = (
-        "+        attn_output = attention_interface(self, query_states, key_states, value_states, mask, x=1)"
-    )
+    line = "+        attn_output = attention_interface(self, query_states, key_states, value_states, mask, x=1)"
     pieces = folded(line, 80)
     assert len(pieces) == 2
     assert all(len(piece) <= 80 for piece in pieces)
