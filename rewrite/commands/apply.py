@@ -180,8 +180,9 @@ def _verified(job: Job, screen: Screen, built: Build, staged: Staged) -> tuple[V
         return None, "not run (--no-verify), the import was not tried"
     if built.source.remote_code and not job.trust_remote_code:
         return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
-    with screen.working("importing the package"):
-        gate.check_import(staged.folder)
+    if job.request.quick:  # otherwise a gate of the verifier
+        with screen.working("importing the package"):
+            gate.check_import(staged.folder)
     with screen.working("verifying") as progress:
         verdict = judge.judge(built.source.path, staged.folder, job.request, progress)
     staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock, staged.folder))
