@@ -14,8 +14,10 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from rewrite import __version__
 from rewrite.errors import RewriteError, TransformError
@@ -35,6 +37,10 @@ COMMANDS = {
     "transforms": "List the transforms.",
     "verify": "Verify a package, or any two modeling files.",
 }
+
+
+class _ReaderGone(Exception):
+    """The reader of our standard output has seen enough; click would exit with 1 for the OSError itself."""
 
 
 class DefaultGroup(click.Group):
@@ -59,6 +65,26 @@ class DefaultGroup(click.Group):
         if args[0] not in own and args[0] not in COMMANDS:
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; a pipe that nobody reads any more ends it without an error."""
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands and the model types that begin with `incomplete`."""
+        from rewrite.commands.options import complete_models
+
+        own = super().shell_complete(ctx, incomplete)
+        default = self.get_command(ctx, DEFAULT_COMMAND)
+        assert default is not None
+        if incomplete.startswith("-"):
+            return own + default.shell_complete(ctx, incomplete)
+        return own + complete_models(ctx, default.params[0], incomplete)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show both ways to call it."""
@@ -99,9 +125,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        code = cli.main(args, prog_name="rewrite", standalone_mode=False)
-        sys.stdout.flush()
-        return int(code or 0)
+        return int(cli.main(args, prog_name="rewrite", standalone_mode=False) or 0)
     except click.UsageError as error:
         command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
         of = "" if command in (None, DEFAULT_COMMAND) else f" {command}"
@@ -110,7 +134,7 @@ def run(args: Sequence[str] | None = None) -> int:
         return _say(f"error: {error.format_message()}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted: nothing was changed", INTERRUPTED)
-    except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain once more at exit
+    except _ReaderGone:  # Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except TransformError as error:
