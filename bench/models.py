@@ -59,7 +59,9 @@ def row(result):
     done = [check["status"] for check in checks(verdict)]
     outcome = "pass" if verdict["passed"] else f"**FAIL** {verdict['reason']}"
     parity = f"{outcome}, {done.count('passed')} of {len(done)} checks"
-    return f"| {result['model']} | {counts} | {skipped} | {parity} | {low_precision(verdict)} | {round_trips(verdict)} |"
+    return (
+        f"| {result['model']} | {counts} | {skipped} | {parity} | {low_precision(verdict)} | {round_trips(verdict)} |"
+    )
 
 
 def main():
