@@ -131,9 +131,9 @@ def register(
 ) -> Callable[..., Any]:
     """Register a torch operator that works on every device and passes through `torch.compile(fullgraph=True)`.
 
-    The first argument is a tensor. `schema` is the part after the name (`"(Tensor x, float eps) -> Tensor"`). The low-level library is used because
-    one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13, CPU), and a decode step makes
-    hundreds.
+    The first argument is a tensor. `schema` is the part after the name (`"(Tensor x, float eps) -> Tensor"`). The
+    low-level library is used because one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13,
+    CPU), and a decode step makes hundreds.
     """
     _library.define(f"{name}{schema}")
     _library.impl(name, implementation, "CompositeExplicitAutograd")
