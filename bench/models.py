@@ -40,8 +40,8 @@ def checks(verdict):
 
 def low_precision(verdict):
     """The largest error of any bf16 output as a multiple of the original's own."""
-    ratios = [float(value) for check in checks(verdict) if check["name"].startswith("bfloat16")
-              for name, value in check["figures"].items() if "ratio" in name or "×" in name]  # fmt: skip
+    found = [check["figures"] for check in checks(verdict) if check["name"].startswith("bfloat16")]
+    ratios = [float(figures[name]) for figures in found for name in ("rms ratio", "max ratio") if name in figures]
     return f"{max(ratios):.2f}×" if ratios else "–"
 
 
@@ -59,7 +59,9 @@ def row(result):
     done = [check["status"] for check in checks(verdict)]
     outcome = "pass" if verdict["passed"] else f"**FAIL** {verdict['reason']}"
     parity = f"{outcome}, {done.count('passed')} of {len(done)} checks"
-    return f"| {result['model']} | {counts} | {skipped} | {parity} | {low_precision(verdict)} | {round_trips(verdict)} |"
+    return (
+        f"| {result['model']} | {counts} | {skipped} | {parity} | {low_precision(verdict)} | {round_trips(verdict)} |"
+    )
 
 
 def main():
@@ -74,10 +76,11 @@ def main():
     lines = [
         "# Models, rewritten and verified",
         "",
-        f"Made by `python bench/models.py --write docs/models.md` with {versions}, on a CPU, tiny configs, random weights.",
-        "Sites are places in the modeling file; each is used by every layer. The bf16 column is the largest error of any",
-        "output against an fp64 run, as a multiple of the original's own error in bf16. A checkpoint is saved by the",
-        "original, loaded into the rewritten class, run, saved again, and compared byte for byte.",
+        f"Made by `python bench/models.py --write docs/models.md` with {versions},",
+        "on a CPU, with tiny configs and random weights. Sites are places in the modeling file.",
+        "The bf16 column is the largest error of any output against an fp64 run, as a multiple of the original's own",
+        "error in bf16. A checkpoint is saved by the original, loaded into the rewritten class, run, saved again, and",
+        "compared byte for byte.",
         "",
         "| model | rewritten sites | skipped sites and reasons | parity | bf16 error | checkpoint |",
         "|---|---|---|---|---|---|",

@@ -37,11 +37,20 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
     try:
         relocated = relocate(source)
     except cst.ParserSyntaxError as error:
-        raise SourceDoesNotParse(source.path, error.raw_line, error.message.splitlines()[0]) from error
+        raise _does_not_parse(source, error) from error
     rewritten = rewrite_text(relocated.text, transforms, relocated.uses)
     if not rewritten.sites:
         raise NothingToRewrite(source.path, _reasons(rewritten))
     return Build(source, rewritten)
+
+
+def _does_not_parse(source: Source, error: cst.ParserSyntaxError) -> SourceDoesNotParse:
+    """Return the error with Python's own line and words, which point closer than libcst's, where it refuses too."""
+    try:
+        compile(source.text, source.path.name, "exec", dont_inherit=True)
+    except SyntaxError as own:
+        return SourceDoesNotParse(source.path, own.lineno or error.raw_line, own.msg)
+    return SourceDoesNotParse(source.path, error.raw_line, error.message.splitlines()[0])
 
 
 def _reasons(rewritten: Rewritten) -> list[str]:

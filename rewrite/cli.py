@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from rewrite import __version__
 from rewrite.errors import RewriteError, TransformError
@@ -35,6 +39,10 @@ COMMANDS = {
 }
 
 
+class _ReaderGone(Exception):
+    """The reader of our standard output has seen enough; click would exit with 1 for the OSError itself."""
+
+
 class DefaultGroup(click.Group):
     """A group in which a first word that is no command is the MODEL of the default command."""
 
@@ -52,10 +60,31 @@ class DefaultGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put the name of the default command before anything that is neither a command nor an option of the group."""
+        args = args or ["--help"]
         own = {"--help", "-h", "--version"}
-        if args and args[0] not in own and args[0] not in COMMANDS:
+        if args[0] not in own and args[0] not in COMMANDS:
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; a pipe that nobody reads any more ends it without an error."""
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands and the model types that begin with `incomplete`."""
+        from rewrite.commands.options import complete_models
+
+        own = super().shell_complete(ctx, incomplete)
+        default = self.get_command(ctx, DEFAULT_COMMAND)
+        assert default is not None
+        if incomplete.startswith("-"):
+            return own + default.shell_complete(ctx, incomplete)
+        return own + complete_models(ctx, default.params[0], incomplete)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show both ways to call it."""
@@ -89,15 +118,14 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: every failure is one message, never a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     sys.exit(run(args))
 
 
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
-        code = cli.main(args, prog_name="rewrite", standalone_mode=False)
-        sys.stdout.flush()
-        return int(code or 0)
+        return int(cli.main(args, prog_name="rewrite", standalone_mode=False) or 0)
     except click.UsageError as error:
         command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
         of = "" if command in (None, DEFAULT_COMMAND) else f" {command}"
@@ -106,21 +134,31 @@ def run(args: Sequence[str] | None = None) -> int:
         return _say(f"error: {error.format_message()}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted: nothing was changed", INTERRUPTED)
-    except BrokenPipeError:  # the reader of a pipe has seen enough; Python would complain once more at exit
+    except _ReaderGone:  # Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except TransformError as error:
         return _say(f"error: {error} A log to attach: {_log()}", error.exit_code)
     except RewriteError as error:
         return _say(f"error: {error}", error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in ("libcst", "rich"):
+            return _bug(error)
+        return _say(f"error: {error.name} is not installed: pip install hf-rewrite", RewriteError.exit_code)
     except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
-        what = f"{type(error).__name__}: {error}"
-        return _say(f"error: this is a bug of ours ({what}). A log to attach to a report: {_log()}", BUG)
+        return _bug(error)
 
 
 def _say(message: str, code: int) -> int:
+    if sys.stderr.isatty():
+        message = click.wrap_text(message, shutil.get_terminal_size().columns)
     click.echo(message, err=True)
     return code
+
+
+def _bug(error: Exception) -> int:
+    what = f"{type(error).__name__}: {error}"
+    return _say(f"error: this is a bug of ours ({what}). A log to attach to a report: {_log()}", BUG)
 
 
 def _log() -> Path:

@@ -224,7 +224,7 @@ def operation(name: str, plain: Sequence[Term], keywords: Mapping[str, Term]) ->
     """Return the term of a call, with keywords moved to the positions that the function's signature gives them."""
     order = ARGUMENTS.get(name, ())
     arguments = list(plain)
-    waiting = dict(keywords)
+    waiting = {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in keywords.items()}
     while len(arguments) < len(order) and order[len(arguments)] in waiting:
         arguments.append(waiting.pop(order[len(arguments)]))
     arguments += [Term("keyword", (waiting[key],), key) for key in sorted(waiting)]

@@ -105,9 +105,8 @@ class Screen:
         console.file.flush()
 
     def _coloured(self, patch: str) -> None:
-        for line in patch.split("\n")[:-1]:
-            bold = line.startswith(("--- ", "+++ "))
-            style = "bold" if bold else _COLOURS.get(line[:1], "")
+        for number, line in enumerate(patch.split("\n")[:-1]):
+            style = "bold" if number < 2 else _COLOURS.get(line[:1], "")
             for piece in folded(line.removesuffix("\r").expandtabs(4), self.output.width):
                 self.output.print(Text(piece, style=style, no_wrap=True), crop=False)
 

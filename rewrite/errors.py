@@ -6,7 +6,7 @@ Exit codes of the command: 0 done, 1 a difference or a failed verification, 2 us
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class RewriteError(Exception):
@@ -110,6 +110,17 @@ class OutputNotWritable(RewriteError):
 
     def __init__(self, path: object, why: str):
         super().__init__(f"cannot write {path}: {why}. What was there before is unchanged.")
+
+
+class SitesLost(RewriteError):
+    """A transform rewrites fewer places of a package than it did when the package was made."""
+
+    def __init__(self, path: object, lost: Mapping[str, tuple[int, int]]):
+        counts = ", ".join(f"{name} {before} → {now}" for name, (before, now) in sorted(lost.items()))
+        super().__init__(
+            f"fewer places are rewritten than in {path} now ({counts}): the folder was left as it is. "
+            "--force replaces it all the same."
+        )
 
 
 class NotAPackage(UsageError):

@@ -1,29 +1,33 @@
-"""The command line's way into the verifier: what it is asked, how its verdict is kept and put in one line."""
+"""The command line's way into the verifier: what it is asked, and how its verdict is kept and shown."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewrite import gate
 from rewrite.errors import MissingLibrary
 from rewrite.lock import Lock, sha256
+
+if TYPE_CHECKING:
+    from rewrite.verify import Verdict
 
 LATENCY_ONLY = ("latency",)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked of a verification; None leaves the choice to the verifier."""
+    """What the user asked of a verification; None and empty leave the choice to the verifier."""
 
     device: str | None = None
     dtype: str | None = None
     weights: Path | None = None
     shape: str | None = None
     gates: tuple[str, ...] = ()
+    quick: bool = False
 
 
 def require_libraries(needed_for: str) -> None:
@@ -36,35 +40,42 @@ def require_libraries(needed_for: str) -> None:
         raise MissingLibrary(library, needed_for)
 
 
-def judge(original: str | Path, rewritten: str | Path, request: Request, progress: Callable[[str], None]) -> Any:
+def judge(original: str | Path, rewritten: str | Path, request: Request, progress: Callable[[str], None]) -> Verdict:
     """Run the verifier on two sides and return its verdict.
 
     Raises:
         VerificationError: if the verification cannot be carried out.
     """
     from rewrite.verify import Options, verify
+    from rewrite.verify.device import default_device
 
-    weights = str(request.weights) if request.weights is not None else None
-    chosen = {**asdict(request), "weights": weights}
+    chosen: dict[str, Any] = {
+        "device": request.device or default_device(),
+        "dtype": request.dtype,
+        "weights": str(request.weights) if request.weights is not None else None,
+        "shape": request.shape,
+        "gates": request.gates,
+        "quick": request.quick,
+    }
     options = Options(**{name: value for name, value in chosen.items() if value})
     return verify(original, rewritten, options, progress)
 
 
-def rendered(verdict: Any) -> str:
+def rendered(verdict: Verdict) -> str:
     """Return the verifier's own report of a verdict."""
     from rewrite.verify import render
 
-    return str(render(verdict))
+    return render(verdict)
 
 
-def summary(verdict: Any) -> str:
+def summary(verdict: Verdict) -> str:
     """Return a verdict in one line."""
-    gates = ", ".join(f"{gate.name} {gate.status}" for gate in verdict.gates)
-    word = "pass" if verdict.passed else "FAIL"
-    return f"{word} ({gates}; {verdict.seconds:.0f} s)" + (f": {verdict.reason}" if verdict.reason else "")
+    from rewrite.verify import summary
+
+    return summary(verdict)
 
 
-def record(verdict: Any, lock: Lock, folder: Path) -> str:
+def record(verdict: Verdict, lock: Lock, folder: Path) -> str:
     """Return the text of `verify.json`: the verdict on the files in `folder` as they are, without machine paths."""
     data = verdict.to_json()
     names = sorted(name for name in lock.files if not name.startswith("."))

@@ -83,6 +83,8 @@ def read_lock(folder: Path) -> Lock:
         NotAPackage: if the folder has none, or one that cannot be read.
     """
     path = folder / LOCK_NAME
+    if not folder.is_dir():
+        raise NotAPackage(folder, "there is no such folder")
     if not path.is_file():
         raise NotAPackage(folder, f"it has no {LOCK_NAME}")
     try:

@@ -175,7 +175,7 @@ def _roots(term: Term) -> list[Term]:
 
 
 def _mean_square(term: Term) -> Term | None:
-    if term.op == "mean":
+    if term.op == "mean" and len(term.args) > 1:
         square = term.args[0]
         if square.op == "pow" and square.args[1] == constant(2):
             return square.args[0]

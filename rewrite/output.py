@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewrite.errors import NotAPackage, OutputNotOurs, OutputNotWritable
+from rewrite.errors import NotAPackage, OutputNotOurs, OutputNotWritable, SitesLost
 from rewrite.lock import Lock, read_lock, sha256
 from rewrite.package import VERDICT_NAME, Package
 from rewrite.source import LOCK_NAME
@@ -31,6 +31,8 @@ class Output:
     """Where the present content goes to, because it is not only ours; None where nothing needs keeping."""
     carried: tuple[str, ...] = ()
     """The user's own files beside ours, which are copied into the new package."""
+    previous: Lock | None = None
+    """The lock of the package that is there now."""
 
 
 class Staged:
@@ -105,7 +107,19 @@ def prepare(shown: Path, source: Path, force: bool = False) -> Output:
     edited = edited_files(folder, lock)
     if edited and not force:
         raise OutputNotOurs(shown, f"has your edits in {', '.join(edited)} (`rewrite diff {shown} --generated`)")
-    return Output(shown, folder, _free_backup(folder) if edited else None, _own_files(folder, lock))
+    return Output(shown, folder, _free_backup(folder) if edited else None, _own_files(folder, lock), lock)
+
+
+def check_sites(output: Output, lock: Lock) -> None:
+    """Check that no transform rewrites fewer places than in the package that is there now; one left out counts not.
+
+    Raises:
+        SitesLost: if one does.
+    """
+    before = {report.name: len(report.rewritten) for report in output.previous.transforms} if output.previous else {}
+    now = {report.name: len(report.rewritten) for report in lock.transforms}
+    if lost := {name: (before[name], now[name]) for name in now if now[name] < before.get(name, 0)}:
+        raise SitesLost(output.shown, lost)
 
 
 def edited_files(folder: Path, lock: Lock) -> list[str]:

@@ -6,8 +6,8 @@ import libcst as cst
 
 from rewrite.module import Module, walk
 from rewrite.replacement import call_statement
-from rewrite.residual import Pair, is_read_after
-from rewrite.syntax import fresh_name, local_names, replace_nodes, statement
+from rewrite.residual import Pair, is_read_after, names_read
+from rewrite.syntax import bound_names, fresh_name, local_names, replace_nodes, statement
 
 
 def fused_statements(pair: Pair, module: Module) -> tuple[cst.BaseStatement, ...]:
@@ -15,15 +15,15 @@ def fused_statements(pair: Pair, module: Module) -> tuple[cst.BaseStatement, ...
     copies, line = pair.copies, pair.line
     normed = _assigned_name(pair)
     taken = local_names(pair.function, module)
-    read_later = is_read_after(pair.total, line, pair.function, module) and normed != pair.total
+    read_later = is_read_after(pair.total, line, pair.function, module) and pair.total not in bound_names(line)
     if normed is None and _is_returned(pair) and not copies:
         new = [_call(pair, module, "return ", "[0]")]
     elif normed is not None:
-        total, rest = _names(pair, copies, read_later, module)
+        total, rest = _names(pair, copies, read_later, taken)
         new = [_call(pair, module, f"{normed}, {total} = "), *_copies(rest, total, module)]
     else:
         read_later = read_later or _reads_total(pair)
-        total, rest = _names(pair, copies, read_later, module)
+        total, rest = _names(pair, copies, read_later, taken)
         normed = fresh_name("normed", taken)
         rewritten = replace_nodes(line, {id(pair.call): (cst.Name(normed),)})
         if not isinstance(rewritten, cst.SimpleStatementLine):
@@ -32,21 +32,15 @@ def fused_statements(pair: Pair, module: Module) -> tuple[cst.BaseStatement, ...
     return _with_comments(pair, new)
 
 
-def _names(pair: Pair, copies: list[str], read_later: bool, module: Module) -> tuple[str, list[str]]:
+def _names(pair: Pair, copies: list[str], read_later: bool, taken: set[str]) -> tuple[str, list[str]]:
     """Return the name that the sum gets, and those that become copies of it."""
     if read_later:
         return pair.total, copies
     if copies:
         return copies[0], copies[1:]
-    reads_blank = any(
-        isinstance(node, cst.Name) and node.value == "_" and not _is_target(node, module)
-        for node in walk(pair.function.body)
-    )
-    return ("_", []) if not reads_blank else (pair.total, []) if _assigned_name(pair) != pair.total else ("summed", [])
-
-
-def _is_target(node: cst.Name, module: Module) -> bool:
-    return isinstance(module.parent(node), (cst.AssignTarget, cst.Element))
+    if "_" not in names_read(pair.function.body):
+        return "_", []
+    return (fresh_name("summed", taken) if _assigned_name(pair) == pair.total else pair.total), []
 
 
 def _assigned_name(pair: Pair) -> str | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rewrite.package import Package
     from rewrite.source import Source
     from rewrite.transform import Rewritten
+    from rewrite.verify import Verdict
 
 
 def show_build(screen: Screen, build: Build) -> None:
@@ -33,7 +34,7 @@ def show_build(screen: Screen, build: Build) -> None:
         screen.line("", f"{name}: {reason} × {len(sites)} ({sites[0]}{', …' if len(sites) > 1 else ''})", "dim")
 
 
-def show_written(screen: Screen, place: Output, package: Package, verdict: Any | None, note: str) -> None:
+def show_written(screen: Screen, place: Output, package: Package, verdict: Verdict | None, note: str) -> None:
     """Say what was written and how the verification ended."""
     names = dict.fromkeys(name.split("/")[0] + ("/" if "/" in name else "") for name in package.files)
     shown = [name for name in names if not name.startswith(".")]
@@ -47,7 +48,7 @@ def show_written(screen: Screen, place: Output, package: Package, verdict: Any |
         screen.warn(f"'{place.folder.name}' cannot stand in an import statement; --out {hint} could")
 
 
-def show_rejected(screen: Screen, verdict: Any, kept: Path, place: Output) -> None:
+def show_rejected(screen: Screen, verdict: Verdict, kept: Path, place: Output) -> None:
     """Say that the verification failed, why, and where the rejected package is."""
     screen.said.print(judge.rendered(verdict), markup=False, soft_wrap=True)
     screen.line("written", f"nothing: {place.shown} is as it was; the rejected package is in {kept}")
@@ -56,7 +57,7 @@ def show_rejected(screen: Screen, verdict: Any, kept: Path, place: Output) -> No
 
 def describe(source: Source) -> str:
     """Return a source in one line: version, path, hash."""
-    digest = f"sha256 {source.sha256[:12]}"
+    digest = f"sha256 {source.sha256[:6]}…"
     if source.module is None:
         return f"{source.path} · {digest}"
     path = "/".join(source.module.split(".")[1:]) + ".py"

@@ -73,8 +73,14 @@ def norm_classes(info: ClassInfo, attribute: str, module: Module) -> list[str | 
 
 
 def is_fused(name: str, module: Module) -> bool:
-    """Whether a norm is torch's own or a class of the file that calls the runtime."""
-    return name not in module.classes or runtime_norm(module.classes[name], module) is not None
+    """Whether a norm is torch's own or a class of the file that calls the runtime's `rms_norm`.
+
+    A class that calls `layer_norm` rounds as it did when it was written out, which is not how torch's own rounds.
+    """
+    if name not in module.classes:
+        return True
+    found = runtime_norm(module.classes[name], module)
+    return found is not None and found[1].function == "rms_norm"
 
 
 def is_read_after(name: str, line: cst.CSTNode, function: cst.FunctionDef, module: Module) -> bool:
@@ -83,7 +89,7 @@ def is_read_after(name: str, line: cst.CSTNode, function: cst.FunctionDef, modul
         block = module.parent(line)
         following = _following(line, block)
         for statement in following:
-            if name in _reads(statement):
+            if name in names_read(statement):
                 return True
             if not isinstance(statement, cst.SimpleStatementLine):
                 continue
@@ -190,9 +196,20 @@ def _following(line: cst.CSTNode, block: cst.CSTNode) -> list[cst.BaseStatement]
     return list(statements[places[0] + 1 :]) if places else []
 
 
-def _reads(statement: cst.CSTNode) -> set[str]:
-    """Return the names that stand in a statement, those that it only assigns left out."""
+def names_read(node: cst.CSTNode) -> set[str]:
+    """Return the names that stand below `node`, those left out that it only assigns."""
     targets = {
-        id(target.target) for target in walk(statement) if isinstance(target, cst.AssignTarget)
-    }  # a tuple's elements count as reads, which is the safe side
-    return {node.value for node in walk(statement) if isinstance(node, cst.Name) and id(node) not in targets}
+        id(name)
+        for inner in walk(node)
+        if isinstance(inner, (cst.AssignTarget, cst.For, cst.CompFor))
+        for name in _assigned_names(inner.target)
+    }
+    return {inner.value for inner in walk(node) if isinstance(inner, cst.Name) and id(inner) not in targets}
+
+
+def _assigned_names(target: cst.CSTNode) -> Iterator[cst.Name]:
+    if isinstance(target, cst.Name):
+        yield target
+    elif isinstance(target, (cst.Tuple, cst.List)):
+        for element in target.elements:
+            yield from _assigned_names(element.value)

@@ -28,6 +28,12 @@ def rotate(x):
     second = x[..., 1::2]
     return torch.stack((-second, first), dim=-1).flatten(-2)
 """,
+    "interleaved_of_four": """
+def rotate(x):
+    first = x[:, :, :, ::2]
+    second = x[:, :, :, 1::2]
+    return torch.stack((-second, first), dim=-1).flatten(-2)
+""",
 }
 _TABLE = {
     "full": "table.unsqueeze(DIM)",
@@ -36,7 +42,7 @@ _TABLE = {
     "half": "table.unsqueeze(DIM).repeat_interleave(2, dim=-1)",
     "half_of_four": "table.unsqueeze(DIM).repeat_interleave(2, dim=3)",
 }
-"""How a table becomes the factor; `half_of_four` counts the last of four dimensions from the front."""
+"""How a table becomes the factor; `half_of_four` counts the last of four dimensions from the front, as GPT-J does."""
 
 _TURNED = {
     "plain": "part * cos + rotate(part) * sin",
@@ -143,9 +149,11 @@ def patterns() -> tuple[Pattern, ...]:
 
 def _with_rotation() -> Iterator[Pattern]:
     for rotate, turned, table, partial in product(_ROTATE, _TURNED, _TABLE, (False, True)):
-        interleaved = rotate == "interleaved"
+        interleaved = rotate.startswith("interleaved")
         in_fp32 = turned.startswith("fp32")
         if (table == "fp32" and not in_fp32) or (table in ("sliced", "half", "half_of_four") and not interleaved):
+            continue
+        if rotate == "interleaved_of_four" and table != "half_of_four":
             continue
         source = _WITH_ROTATION.format(
             rotate=_ROTATE[rotate],

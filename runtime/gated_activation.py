@@ -58,9 +58,8 @@ if backend.triton_installed():
             row = tl.zeros((), tl.int64)
             col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         else:
-            blocks = tl.cdiv(intermediate_size, BLOCK)
-            row = (tl.program_id(0) // blocks).to(tl.int64)
-            col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+            row = tl.program_id(0).to(tl.int64)
+            col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = col < intermediate_size
         gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0)
@@ -165,9 +164,10 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
         gate, gate_stride = rows.flatten(gate)
         up, up_stride = rows.flatten(up)
     block, num_warps = (1024, 256 // WAVE) if count >= 1 << 20 else (512, 128 // WAVE)
+    blocks = -(-size // block)
     with backend.device_guard(out):
         gated_activation_kernel.launch(
-            count // size * -(-size // block),
+            (blocks, 1) if flat else (count // size, blocks),
             num_warps,
             (gate, up, out),
             (),
@@ -179,6 +179,8 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
 
 
 def _fake(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    if gate.shape == up.shape and gate.dtype == up.dtype:
+        return torch.empty_like(gate, memory_format=torch.contiguous_format)
     shape = torch.broadcast_shapes(gate.shape, up.shape)
     return torch.empty(shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
 

@@ -24,7 +24,7 @@ class Kernel:
 
     def launch(
         self,
-        programs: int,
+        grid: tuple[int, int],
         num_warps: int,
         tensors: tuple[torch.Tensor, ...],
         counts: tuple[int, ...],
@@ -32,7 +32,7 @@ class Kernel:
         floats: tuple[float, ...],
         constants: tuple[object, ...],
     ) -> None:
-        """Run the kernel on `programs` programs, on the current device and stream."""
+        """Run the kernel on the current device and stream."""
         key = (
             num_warps,
             constants,
@@ -43,8 +43,8 @@ class Kernel:
         )
         variant = self._variants.get(key)
         if variant is not None:
-            variant[(programs, 1, 1)](*tensors, *counts, *strides, *floats, *constants)
+            variant[(grid[0], grid[1], 1)](*tensors, *counts, *strides, *floats, *constants)
             return
-        variant = self.jit_function[(programs,)](*tensors, *counts, *strides, *floats, *constants, num_warps=num_warps)
+        variant = self.jit_function[grid](*tensors, *counts, *strides, *floats, *constants, num_warps=num_warps)
         if _REMEMBERS and variant is not None:  # the interpreter returns None
             self._variants[key] = variant

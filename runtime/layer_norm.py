@@ -177,7 +177,7 @@ def _launch(
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(out):
         layer_norm_kernel.launch(
-            -(-row_count // block_rows),
+            (-(-row_count // block_rows), 1),
             num_warps,
             (x, x, x if weight is None else weight, x if bias is None else bias, out, out),
             (row_count,),
@@ -191,7 +191,7 @@ def _launch(
 def _fake(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
 _op = backend.register(

@@ -179,7 +179,7 @@ def _launch(
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(out):
         rms_norm_kernel.launch(
-            -(-row_count // block_rows),
+            (-(-row_count // block_rows), 1),
             num_warps,
             (x, x, x if weight is None else weight, out, out),
             (row_count,),
@@ -194,7 +194,7 @@ def _fake(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> torch.Tensor:
     dtype = result_dtype(hidden_states.dtype, weight, weight_in_fp32)
-    return torch.empty(hidden_states.shape, dtype=dtype, device=hidden_states.device)
+    return torch.empty_like(hidden_states, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 _op = backend.register(

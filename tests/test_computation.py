@@ -38,6 +38,7 @@ SAME = [
     ("x[:, None]", "x.unsqueeze(1)"),
     ("x[:, :, None, :]", "torch.unsqueeze(x, dim=2)"),
     ("torch.cat((x, y), dim=-1)", "torch.concat([x, y], -1)"),
+    ("x.mean(axis=-1)", "x.mean(-1)"),
     ("x.float().float()", "x.float()"),
     ("x.to(x.dtype)", "x"),
     ("1.0 + x", "x + 1"),

@@ -30,6 +30,17 @@ KERNEL = Tolerance(
 )
 
 
+# A sum of gradients rounds after each term, and autograd adds the terms of another expression in another order.
+GRADIENT_ULPS = 4.0
+
+
+def assert_same_gradient(wanted: torch.Tensor, got: torch.Tensor) -> None:
+    """Fail unless two gradients agree to a few roundings of the largest element."""
+    assert wanted.dtype == got.dtype
+    limit = GRADIENT_ULPS * torch.finfo(wanted.dtype).eps * wanted.abs().max().item()
+    assert (wanted.double() - got.double()).abs().max().item() <= limit
+
+
 def assert_as_exact_as(
     reference: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, eps: float, tolerance: Tolerance = KERNEL
 ) -> None:

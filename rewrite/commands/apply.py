@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rewrite.judge import Request
     from rewrite.output import Output, Staged
     from rewrite.transform import Transform
+    from rewrite.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,15 @@ def _job(
     device: str | None,
     dtype: str | None,
     weights: Path | None,
+    quick: bool,
     **rest: Any,
 ) -> Job:
     from rewrite.judge import Request
 
     if out is None and not dry_run:
         raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
-    if no_verify and (device or dtype or weights):
-        raise click.UsageError("--device, --dtype and --weights are for the verification: drop --no-verify")
+    if no_verify and (device or dtype or weights or quick):
+        raise click.UsageError("--device, --dtype, --weights and --quick are for the verification: drop --no-verify")
     if diff_style is None:
         terminal = sys.stdout.isatty()
         diff_style = "none" if str(json_path) == "-" else "unified" if terminal or dry_run else "stat"
@@ -104,7 +106,7 @@ def _job(
         dry_run=dry_run,
         diff_style=diff_style,
         json_path=json_path,
-        request=Request(device, dtype, weights),
+        request=Request(device, dtype, weights, quick=quick),
         **rest,
     )
 
@@ -151,6 +153,8 @@ def _write(job: Job, screen: Screen, built: Build, transforms: list[Transform], 
     from rewrite.package import assemble
 
     package = assemble(built, transforms, Options(job.only, job.skip), place.folder)
+    if not job.force:
+        output.check_sites(place, package.lock)
     with output.stage(place, package) as staged:
         gate.check_text(staged.folder, package.lock.files)
         verdict, note = _verified(job, screen, built, staged)
@@ -167,17 +171,18 @@ def _write(job: Job, screen: Screen, built: Build, transforms: list[Transform], 
     return 0
 
 
-def _verified(job: Job, screen: Screen, built: Build, staged: Staged) -> tuple[Any | None, str]:
+def _verified(job: Job, screen: Screen, built: Build, staged: Staged) -> tuple[Verdict | None, str]:
     """Return the verdict on a staged package, or None and why there is none."""
     from rewrite import gate, judge
     from rewrite.package import VERDICT_NAME
 
     if not job.verify:
-        return None, "not run (--no-verify); imports were checked by reading, not by importing"
+        return None, "not run (--no-verify), the import was not tried"
     if built.source.remote_code and not job.trust_remote_code:
         return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
-    with screen.working("importing the package"):
-        gate.check_import(staged.folder)
+    if job.request.quick:  # otherwise a gate of the verifier
+        with screen.working("importing the package"):
+            gate.check_import(staged.folder)
     with screen.working("verifying") as progress:
         verdict = judge.judge(built.source.path, staged.folder, job.request, progress)
     staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock, staged.folder))

@@ -24,6 +24,7 @@ def verify(
     device: str | None,
     dtype: str | None,
     weights: Path | None,
+    quick: bool,
     trust_remote_code: bool,
     given: Path | None,
     json_path: Path | None,
@@ -36,7 +37,7 @@ def verify(
     from rewrite.console import Screen
 
     judge.require_libraries("verification")
-    request = judge.Request(device, dtype, weights)
+    request = judge.Request(device, dtype, weights, quick=quick)
     screen = Screen(quiet_output=str(json_path) == "-")
     if len(sides) == 1:
         return _package(screen, Path(sides[0]), given, request, json_path)

@@ -7,6 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 
+def default_device() -> str:
+    """`cuda` (which is also what torch calls a ROCm device) if there is one, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def synchronise(device: str) -> None:
     """Wait for every stream of the device, whichever the code under test used."""
     import torch

@@ -104,6 +104,8 @@ def _attributes(subjects: Subjects) -> Mapping[str, Figure]:
 
 
 def _comparable(value: Any) -> Any:
+    if isinstance(value, type) and not value.__module__.startswith("transformers."):
+        return value.__qualname__  # a configuration class that the modeling file itself defines is one a side
     return sorted(map(str, value)) if isinstance(value, set) else value
 
 

@@ -1,0 +1,140 @@
+"""Bad input: one clear message, the right exit code, nothing lost, no traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine, Outcome
+
+MISSING = """
+import importlib.machinery
+find = importlib.machinery.PathFinder.find_spec.__func__
+def without(cls, name, *rest):
+    return None if name.split(".")[0] in {names} else find(cls, name, *rest)
+importlib.machinery.PathFinder.find_spec = classmethod(without)
+"""
+
+
+def fails(done: Outcome, code: int, *parts: str) -> None:
+    assert done.code == code, done
+    assert done.err.startswith("error: ")
+    assert len(done.err.splitlines()) == 1
+    assert "Traceback" not in done.err
+    for part in parts:
+        assert part in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("lama", "--out", "o"), ("did you mean llama",)),
+        (("llama",), ("--out DIR is missing",)),
+        (("llama", "--out", "o", "--frob"), ("--frob",)),
+        (("llama", "--out", "o", "--only", "fuse_qvk"), ("did you mean fuse_qkv",)),
+        (("llama", "--out", "o", "--no-verify", "--device", "cuda"), ("drop --no-verify",)),
+        (("modeling_none.py", "--out", "o"), ("there is no such file",)),
+        (("explain", "nothing"), ("no transform 'nothing'",)),
+        (("diff", "nowhere"), ("there is no such folder",)),
+        (("diff", "."), ("it has no rewrite.lock",)),
+        (("verify",), ("rewrite verify --help",)),
+        (("bench", "nowhere"), ("there is no such folder",)),
+        (("models", "zzzzzz"), ("no model 'zzzzzz'",)),
+        (("completion", "tcsh"), ("'tcsh'",)),
+    ],
+)
+def test_usage(here: Path, rewrite: CommandLine, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    fails(rewrite(*arguments), 2, *parts)
+    assert sorted(path.name for path in here.iterdir()) == ["modeling_tiny.py"]
+
+
+def test_a_file_that_does_not_parse_names_the_line(here: Path, rewrite: CommandLine) -> None:
+    (here / "modeling_bad.py").write_text("x = 1\n\ndef f(:\n    pass\n")
+    fails(rewrite("modeling_bad.py", "--out", "o", "--no-verify"), 2, "modeling_bad.py:3")
+    assert not (here / "o").exists()
+
+
+def test_no_site_is_said_and_nothing_written(here: Path, rewrite: CommandLine) -> None:
+    (here / "modeling_plain.py").write_text("x = 1\n")
+    fails(rewrite("modeling_plain.py", "--out", "o", "--no-verify"), 1, "nothing to rewrite", "Nothing was written")
+    assert not (here / "o").exists()
+
+
+def test_a_source_already_rewritten(package: Path, rewrite: CommandLine) -> None:
+    fails(rewrite(package / "modeling_tiny.py", "--out", "o", "--no-verify"), 2, "already rewritten")
+    fails(rewrite(package, "--out", "o", "--no-verify"), 2, "already rewritten")
+
+
+def test_weights_of_another_architecture(here: Path, rewrite: CommandLine) -> None:
+    (here / "c").mkdir()
+    (here / "c" / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    fails(rewrite("llama", "--out", "o", "--weights", "c"), 2, "holds a 'qwen3' model")
+
+
+def test_a_report_that_cannot_be_written(here: Path, rewrite: CommandLine) -> None:
+    arguments = ("modeling_tiny.py", "--dry-run", "--diff", "none", "--only", "fuse_qkv", "--json", "/dev/full")
+    done = rewrite(*arguments)
+    assert done.code == 1
+    assert "error: cannot write /dev/full" in done.err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"schema": 1}'])
+def test_a_broken_lock(package: Path, rewrite: CommandLine, text: str) -> None:
+    (package / "rewrite.lock").write_text(text)
+    fails(rewrite("diff", package), 2, "rewrite.lock")
+
+
+def test_a_bug_of_ours_is_one_line_and_a_log(
+    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("rewrite.build.build", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    done = rewrite("modeling_tiny.py", "--out", "o", "--no-verify")
+    fails(done, 3, "bug of ours (ZeroDivisionError: planted)")
+    log = Path(done.err.rsplit(" ", 1)[1].strip())
+    assert "Traceback" in log.read_text()
+    assert not (here / "o").exists()
+
+
+def in_process(here: Path, missing: set[str], *arguments: str) -> Outcome:
+    (here / "sitecustomize.py").write_text(MISSING.format(names=missing))
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "rewrite.cli", *arguments],
+        cwd=here,
+        env={"PYTHONPATH": f"{here}:{root}", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def test_without_torch_everything_but_verification_works(here: Path) -> None:
+    done = in_process(here, {"torch"}, "llama", "--out", "o", "--no-verify", "--only", "fuse_qkv")
+    assert done.code == 0, done.err
+    assert (here / "o" / "modeling_llama.py").is_file()
+    fails(in_process(here, {"torch"}, "llama", "--out", "p"), 2, "pip install torch", "--no-verify")
+    assert not (here / "p").exists()
+    fails(in_process(here, {"torch"}, "verify", "o"), 2, "pip install torch")
+
+
+def test_without_transformers_it_says_what_to_install(here: Path) -> None:
+    fails(in_process(here, {"transformers"}, "llama", "--out", "o", "--no-verify"), 2, "pip install transformers")
+    fails(in_process(here, {"transformers"}, "models"), 2, "pip install transformers")
+    arguments = ("modeling_tiny.py", "--out", "o", "--no-verify", "--only", "fuse_qkv")
+    assert in_process(here, {"transformers", "torch"}, *arguments).code == 0
+
+
+def test_the_report_says_what_was_done(here: Path, rewrite: CommandLine) -> None:
+    done = rewrite("modeling_tiny.py", "--out", "o", "--no-verify", "--only", "fuse_qkv", "--json", "-")
+    report = json.loads(done.out)
+    assert report["written"] is True
+    assert report["sites"] == 1
+    assert report["transforms"]["fuse_qkv"]["rewritten"] == ["TinyLlamaAttention.forward: q_proj, k_proj, v_proj"]

@@ -1,0 +1,109 @@
+"""The command line itself: default command, help, tables, completion, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+ROOT = Path(__file__).parents[2]
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rewrite.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_help_shows_the_default_command_and_the_others(rewrite: CommandLine, arguments: tuple[str, ...]) -> None:
+    shown = rewrite(*arguments)
+    assert shown.code == 0
+    for part in ("rewrite MODEL --out DIR", "--no-verify", "transforms", "--version"):
+        assert part in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100
+
+
+def test_every_command_has_help(rewrite: CommandLine) -> None:
+    from rewrite.cli import COMMANDS
+
+    for name, short in COMMANDS.items():
+        shown = rewrite(name, "--help")
+        assert shown.code == 0
+        assert shown.out.startswith(f"Usage: rewrite {name}")
+        assert short
+
+
+def test_options_may_stand_before_the_model(here: Path, rewrite: CommandLine) -> None:
+    assert rewrite("--dry-run", "--only", "fuse_qkv", "modeling_tiny.py").code == 0
+
+
+def test_models_are_listed_with_their_files(rewrite: CommandLine) -> None:
+    lines = dict(line.split("\t") for line in rewrite("models", "llama").out.splitlines())
+    assert lines["llama"] == "models/llama/modeling_llama.py"
+    assert json.loads(rewrite("models", "llama", "--json", "-").out)["models"] == lines
+
+
+def test_transforms_are_listed_and_explained(rewrite: CommandLine) -> None:
+    listed = json.loads(rewrite("transforms", "--json", "-").out)["transforms"]
+    names = [line.split("\t")[0] for line in rewrite("transforms").out.splitlines()]
+    assert set(names) == set(listed)
+    for name in names:
+        shown = rewrite("explain", name)
+        assert shown.code == 0
+        assert all(f"| `{reason}` |" in shown.out for reason in listed[name]["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("rewrite lla", "plain,llama"),
+        ("rewrite expl", "plain,explain"),
+        ("rewrite --no-ver", "plain,--no-verify"),
+        ("rewrite explain fuse_q", "plain,fuse_qkv"),
+        ("rewrite llama --only fuse_q", "plain,fuse_qkv"),
+        ("rewrite llama --diff side", "plain,side-by-side"),
+    ],
+)
+def test_completion(words: str, expected: str) -> None:
+    position = str(len(words.split()) - 1)
+    shown = process(_REWRITE_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=position)
+    assert expected in shown.stdout.splitlines()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(rewrite: CommandLine, shell: str) -> None:
+    script = rewrite("completion", shell)
+    assert script.code == 0
+    assert f"_REWRITE_COMPLETE={shell}_complete" in script.out
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"'{sys.executable}' -m rewrite.cli models | head -1; exit ${{PIPESTATUS[0]}}"
+    for _ in range(3):
+        done = subprocess.run(
+            ["bash", "-c", command], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_polite_kill_leaves_nothing_behind(here: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from rewrite import cli, gate\n"
+        "gate.check_text = lambda *a: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "cli.main(['modeling_tiny.py', '--no-verify', '--only', 'fuse_qkv', '--out', 'out'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert done.returncode == 130
+    assert sorted(path.name for path in here.iterdir()) == ["modeling_tiny.py"]

@@ -1,0 +1,165 @@
+"""The folder that is written: what is refused, what is kept, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+
+ARGUMENTS = ("modeling_tiny.py", "--no-verify", "--only", "fuse_qkv", "--diff", "none")
+
+
+def hidden(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_parents_are_created(here: Path, rewrite: CommandLine) -> None:
+    assert rewrite(*ARGUMENTS, "--out", "a/b/out").code == 0
+    assert (here / "a" / "b" / "out" / "rewrite.lock").is_file()
+    assert hidden(here / "a" / "b") == []
+
+
+def test_a_folder_of_ours_is_made_anew_and_own_files_stay(package: Path, rewrite: CommandLine) -> None:
+    (package / "notes").mkdir()
+    (package / "notes" / "mine.txt").write_text("mine")
+    (package / "verify.json").write_text("{}")
+    assert rewrite(*ARGUMENTS, "--out", package).code == 0
+    assert (package / "notes" / "mine.txt").read_text() == "mine"
+    assert not (package / "verify.json").exists()
+    assert hidden(package.parent) == []
+
+
+def test_another_folder_is_refused_and_with_force_kept_as_a_backup(here: Path, rewrite: CommandLine) -> None:
+    (here / "out").mkdir()
+    (here / "out" / "thesis.txt").write_text("mine")
+    refused = rewrite(*ARGUMENTS, "--out", "out")
+    assert refused.code == 2
+    assert "not an output of this tool" in refused.err
+    assert (here / "out" / "thesis.txt").read_text() == "mine"
+    assert rewrite(*ARGUMENTS, "--out", "out", "--force").code == 0
+    assert (here / "out.backup1" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_count_that_falls_is_a_failure(here: Path, package: Path, rewrite: CommandLine) -> None:
+    path = here / "modeling_tiny.py"
+    path.write_text(path.read_text().replace("= self.k_proj(hidden_states)", "= self.k_proj(hidden_states * 1)"))
+    before = (package / "rewrite.lock").read_bytes()
+    arguments = ("modeling_tiny.py", "--no-verify", "--only", "fuse_qkv", "--only", "fuse_gate_up", "--out", package)
+    (package / "rewrite.lock").write_bytes(before.replace(b'q_proj, k_proj, v_proj"', b'a", "b"'))
+    lost = rewrite(*arguments)
+    assert lost.code == 1
+    assert "fuse_qkv 2 → 1" in lost.err
+    assert rewrite(*arguments, "--force").code == 0
+
+
+@pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", "runtime/packing.py"])
+def test_edits_are_refused_and_with_force_kept_as_a_backup(package: Path, rewrite: CommandLine, name: str) -> None:
+    (package / name).write_text("# mine\n")
+    refused = rewrite(*ARGUMENTS, "--out", package)
+    assert refused.code == 2
+    assert f"has your edits in {name}" in refused.err
+    assert (package / name).read_text() == "# mine\n"
+    assert rewrite(*ARGUMENTS, "--out", package, "--force").code == 0
+    assert (package.with_name("out.backup1") / name).read_text() == "# mine\n"
+    assert (package / name).read_text() != "# mine\n"
+
+
+def test_a_linked_folder_stays_a_link(here: Path, rewrite: CommandLine) -> None:
+    (here / "real").mkdir()
+    (here / "link").symlink_to(here / "real")
+    for _ in range(2):
+        assert rewrite(*ARGUMENTS, "--out", "link").code == 0
+    assert (here / "link").is_symlink()
+    assert (here / "real" / "rewrite.lock").is_file()
+
+
+@pytest.mark.parametrize("name", ["with space", "ünï-código", "9lives"])
+def test_a_name_that_cannot_be_imported_gets_one_hint(here: Path, rewrite: CommandLine, name: str) -> None:
+    done = rewrite(*ARGUMENTS, "--out", name)
+    assert done.code == 0
+    assert done.err.count("cannot stand in an import statement") == 1
+    assert (here / name / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_places_that_can_never_be_an_output(here: Path, rewrite: CommandLine, force: tuple[str, ...]) -> None:
+    (here / "file").write_text("x")
+    (here / "inner").mkdir()
+    (here / "inner" / "modeling_in.py").write_bytes((here / "modeling_tiny.py").read_bytes())
+    for out, message in (("file", "is a file"), (".", "the folder you are in"), ("..", "the folder you are in")):
+        refused = rewrite(*ARGUMENTS, "--out", out, *force)
+        assert (refused.code, message in refused.err) == (2, True)
+    refused = rewrite("inner/modeling_in.py", "--no-verify", "--out", "inner", *force)
+    assert (refused.code, "contains the source" in refused.err) == (2, True)
+    assert (here / "inner" / "modeling_in.py").is_file()
+
+
+def test_a_place_that_cannot_be_written(here: Path, rewrite: CommandLine) -> None:
+    (here / "file").write_text("x")
+    for out in ("file/out", "/proc/out"):
+        failed = rewrite(*ARGUMENTS, "--out", out)
+        assert failed.code in (1, 2)
+        assert failed.err.startswith("error: ")
+        assert len(failed.err.splitlines()) <= 2
+
+
+def test_a_full_disk_leaves_the_old_folder(
+    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (package / "rewrite.lock").read_bytes()
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    failed = rewrite(*ARGUMENTS, "--out", package)
+    assert failed.code == 1
+    assert "No space left on device. What was there before is unchanged." in failed.err
+    assert (package / "rewrite.lock").read_bytes() == before
+    assert hidden(package.parent) == []
+
+
+@pytest.mark.parametrize("place", ["rewrite.build.build", "rewrite.gate.check_text"])
+def test_an_interruption_leaves_the_old_folder(
+    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    before = (package / "rewrite.lock").read_bytes()
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupt)
+    stopped = rewrite(*ARGUMENTS, "--out", package)
+    assert stopped.code == 130
+    assert stopped.err.strip() == "interrupted: nothing was changed"
+    assert (package / "rewrite.lock").read_bytes() == before
+    assert hidden(package.parent) == []
+
+
+def test_an_interruption_between_the_renames_puts_the_old_folder_back(
+    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (package / "mine.txt").write_text("mine")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.parent.name == ".out.rewrite-new":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    assert rewrite(*ARGUMENTS, "--out", package).code == 130
+    assert (package / "mine.txt").read_text() == "mine"
+    assert hidden(package.parent) == []
+
+
+def test_what_a_killed_run_left_is_put_back(package: Path, rewrite: CommandLine) -> None:
+    (package / "mine.txt").write_text("mine")
+    package.rename(package.with_name(".out.rewrite-old"))
+    (package.with_name(".out.rewrite-new") / "out").mkdir(parents=True)
+    assert rewrite(*ARGUMENTS, "--out", package).code == 0
+    assert (package / "mine.txt").read_text() == "mine"
+    assert hidden(package.parent) == []

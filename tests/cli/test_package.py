@@ -1,0 +1,119 @@
+"""What is in an output folder, and that it is the same everywhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+from rewrite.lock import read_lock, sha256
+from rewrite.package import public_names, runtime_closure
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_the_folder_holds_what_the_lock_lists(package: Path) -> None:
+    lock = read_lock(package)
+    found = contents(package)
+    assert set(found) == {*lock.files, "rewrite.lock"}
+    assert all(sha256(found[name]) == digest for name, digest in lock.files.items())
+    assert found["modeling_tiny.py"] == found[".rewrite/modeling_tiny.py"]
+    assert lock.source.target == "../modeling_tiny.py"
+    assert set(lock.rules) == {"fuse_qkv"}
+    (report,) = lock.transforms
+    assert report.rewritten == ("TinyLlamaAttention.forward: q_proj, k_proj, v_proj",)
+
+
+def test_a_lock_is_read_back_as_it_was_written(package: Path) -> None:
+    text = (package / "rewrite.lock").read_text()
+    assert read_lock(package).to_json() == text
+    assert json.loads(text)["schema"] == 1
+
+
+def test_bytes_are_the_same_on_any_machine(here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = contents(_made(rewrite, here))
+    other = here / "other place"
+    other.mkdir()
+    shutil.copy(here / "modeling_tiny.py", other)
+    monkeypatch.chdir(other)
+    assert contents(_made(rewrite, other)) == first
+    assert not [name for name, data in first.items() if str(here).encode() in data]
+
+
+def test_the_way_a_file_of_transformers_is_named_does_not_show(here: Path, rewrite: CommandLine) -> None:
+    options = ("--out", "out", "--no-verify", "--only", "fuse_qkv", "--force")
+    assert rewrite("llama", *options).code == 0
+    first = contents(here / "out")
+    assert rewrite("transformers.models.llama.modeling_llama", *options).code == 0
+    assert contents(here / "out") == first
+
+
+def _made(rewrite: CommandLine, folder: Path) -> Path:
+    done = rewrite("modeling_tiny.py", "--out", folder / "out", "--no-verify", "--only", "fuse_qkv")
+    assert done.code == 0, done.err
+    return folder / "out"
+
+
+def test_generated_files_are_formatted_and_lint_free(package: Path) -> None:
+    ours = [package / "__init__.py", *(package / "runtime").glob("*.py")]
+    for command in (["check", "--select", "E,F,W,I"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "119"]
+        done = subprocess.run([*ruff, *ours], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_package_carries_the_runtime_files_it_imports_and_no_others(package: Path) -> None:
+    present = {path.stem for path in (package / "runtime").glob("*.py")} - {"__init__"}
+    assert present == set(runtime_closure(["packing"]))
+    assert "packing" in present
+    assert "rotary" not in present
+
+
+def test_an_import_that_may_be_missing_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "first": "from .second import a\ndef f():\n    from . import third\n",
+        "second": "try:\n    from .optional import b\nexcept ImportError:\n    b = None\n",
+        "third": "import os\n",
+    }
+    monkeypatch.setattr("rewrite.package.RUNTIME_ALWAYS", ())
+    monkeypatch.setattr("rewrite.package._runtime_file", lambda name: files[name].encode())
+    assert runtime_closure(["first"]) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("__all__ = ['b', 'A']\nclass A: ...\nclass C: ...\n", ["A", "b"]),
+        ("class A: ...\ndef _f(): ...\ndef g(): ...\nX = 1\n", ["A", "g"]),
+    ],
+)
+def test_exports_are_those_of_the_file(text: str, names: list[str]) -> None:
+    assert public_names(text) == names
+
+
+def test_the_package_imports_and_registers(package: Path) -> None:
+    code = (
+        "import out, torch, transformers\n"
+        "model = out.TinyLlamaForCausalLM(out.TinyLlamaConfig()).eval()\n"
+        "assert model(torch.ones(1, 3, dtype=torch.long)).logits.shape == (1, 3, 128)\n"
+        "print(out.explain(model))\n"
+        "assert not {'libcst', 'click', 'rewrite'} & set(__import__('sys').modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=package.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "backend: auto" in done.stdout
+
+
+def test_the_guard_names_a_command_that_makes_the_package_anew(here: Path, rewrite: CommandLine) -> None:
+    assert rewrite("llama", "--out", "my llama", "--no-verify", "--only", "fuse_qkv").code == 0
+    tree = ast.parse((here / "my llama" / "__init__.py").read_text())
+    commands = [k.value for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords if k.arg == "command"]
+    assert [ast.literal_eval(command) for command in commands] == ['rewrite llama --out "my llama" --force']

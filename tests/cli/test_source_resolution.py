@@ -1,0 +1,197 @@
+"""Everything that MODEL may be, against the installed transformers and against a small copy of its layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rewrite.errors import CheckpointNotUsable, MissingLibrary, NoModelingFile, SourceNotReadable, UnknownModel
+from rewrite.installed import copy_at, find_transformers
+from rewrite.source import resolve, weights_fit
+
+NEW_AUTO = {
+    "auto_mappings.py": """
+CONFIG_MAPPING_NAMES = {"llama": "LlamaConfig", "odd-name": "OddConfig", "two_text": "TwoTextConfig"}
+SPECIAL_MODEL_TYPE_TO_MODULE_NAME = OrderedDict([("two_text", "two")])
+""",
+    "configuration_auto.py": """
+from .auto_mappings import CONFIG_MAPPING_NAMES, SPECIAL_MODEL_TYPE_TO_MODULE_NAME
+CONFIG_MAPPING_NAMES.update({"two_audio": "TwoAudioConfig", "hollow": "HollowConfig"})
+CONFIG_MAPPING_NAMES = OrderedDict(**{"cousin": "LlamaConfig"}, **CONFIG_MAPPING_NAMES)
+SPECIAL_MODEL_TYPE_TO_MODULE_NAME.update({"two_audio": "two"})
+""",
+}
+OLD_AUTO = {
+    "configuration_auto.py": """
+CONFIG_MAPPING_NAMES = OrderedDict[str, str](
+    [("llama", "LlamaConfig"), ("odd-name", "OddConfig"), ("two_text", "TwoTextConfig"),
+     ("two_audio", "TwoAudioConfig"), ("hollow", "HollowConfig"), ("cousin", "LlamaConfig")]
+)
+SPECIAL_MODEL_TYPE_TO_MODULE_NAME = OrderedDict[str, str]([("two_text", "two"), ("two_audio", "two")])
+""",
+}
+MODELS = {
+    "llama/modeling_llama.py": "class LlamaModel: ...",
+    "odd_name/modeling_odd_name.py": "class OddModel: ...",
+    "two/modeling_first.py": "class TwoText(X):\n    config: TwoTextConfig",
+    "two/modeling_second.py": "class TwoAudio(X):\n    config: TwoAudioConfig",
+    "hollow/__init__.py": "",
+}
+
+
+@pytest.fixture(params=[OLD_AUTO, NEW_AUTO], ids=["5.0", "5.23"])
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A transformers package with the layout of two releases."""
+    root = tmp_path / "transformers"
+    for name, text in {"__init__.py": '__version__ = "5.1.2"\n'}.items():
+        root.mkdir()
+        (root / name).write_text(text)
+    for folder, files in (("models/auto", request.param), ("models", MODELS)):
+        for name, text in files.items():
+            path = root / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return root
+
+
+def test_model_types_are_read_from_the_mappings(copy: Path) -> None:
+    found = copy_at(copy)
+    assert found is not None
+    assert found.version == "5.1.2"
+    files = {name: model.path.name if model.path else None for name, model in found.model_types.items()}
+    assert files == {
+        "cousin": "modeling_llama.py",  # shares the configuration class
+        "hollow": None,
+        "llama": "modeling_llama.py",
+        "odd-name": "modeling_odd_name.py",
+        "two_audio": "modeling_second.py",
+        "two_text": "modeling_first.py",
+    }
+
+
+def test_a_path_inside_a_copy_gets_its_module_name(copy: Path) -> None:
+    source = resolve(str(copy / "models" / "two" / "modeling_first.py"))
+    assert source.module == "transformers.models.two.modeling_first"
+    assert source.transformers_version == "5.1.2"
+    assert source.model_type == "two_text"
+
+
+def test_every_way_to_name_llama_gives_the_same_source() -> None:
+    by_type = resolve("llama")
+    assert by_type.module == "transformers.models.llama.modeling_llama"
+    for target in (by_type.module, str(by_type.path)):
+        source = resolve(target)
+        assert (source.sha256, source.module, source.model_type) == (by_type.sha256, by_type.module, "llama")
+
+
+def test_nearly_every_installed_model_type_has_a_file() -> None:
+    installed = find_transformers()
+    assert installed is not None
+    without = [name for name, model in installed.model_types.items() if model.path is None]
+    assert len(installed.model_types) > 400
+    assert len(without) < 12
+
+
+def test_a_bare_word_is_a_model_type_before_it_is_a_folder(here: Path) -> None:
+    (here / "llama").mkdir()
+    assert resolve("llama").module is not None
+    with pytest.raises(CheckpointNotUsable, match=r"no config\.json"):
+        resolve("./llama")
+
+
+def test_a_dotted_module_is_found_without_importing_it(here: Path) -> None:
+    (here / "parent").mkdir()
+    (here / "parent" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (here / "parent" / "modeling_x.py").write_text("raise RuntimeError('imported')")
+    assert resolve("parent.modeling_x").path == here / "parent" / "modeling_x.py"
+
+
+def test_unknown_names_get_the_nearest(here: Path) -> None:
+    with pytest.raises(UnknownModel, match="did you mean llama"):
+        resolve("lama")
+    with pytest.raises(UnknownModel):
+        resolve("no.such.module")
+
+
+def test_a_model_type_without_a_file_says_so() -> None:
+    with pytest.raises(NoModelingFile, match="layoutxlm"):
+        resolve("layoutxlm")
+
+
+def checkpoint(folder: Path, **config: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_checkpoint_names_its_model_type_and_architecture(here: Path) -> None:
+    folder = checkpoint(here / "c", model_type="data2vec-text", architectures=["Data2VecTextForMaskedLM"])
+    source = resolve(str(folder))
+    assert source.path.name == "modeling_data2vec_text.py"
+    assert source.checkpoint == folder
+    other = checkpoint(here / "d", model_type="llama", architectures=["QwenForCausalLM"])
+    with pytest.raises(CheckpointNotUsable, match="QwenForCausalLM, which is not in modeling_llama"):
+        resolve(str(other))
+
+
+def test_a_checkpoint_with_its_own_code_is_read_not_run(here: Path) -> None:
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    folder = checkpoint(here / "c", model_type="own", auto_map=auto_map)
+    with pytest.raises(CheckpointNotUsable, match=r"modeling_own\.py, which is not there"):
+        resolve(str(folder))
+    (folder / "modeling_own.py").write_text("raise RuntimeError('run')")
+    source = resolve(str(folder))
+    assert source.path.name == "modeling_own.py"
+    assert source.remote_code
+
+
+def test_a_known_model_type_wins_over_own_code_unless_trusted(here: Path) -> None:
+    folder = checkpoint(here / "c", model_type="llama", auto_map={"AutoModel": "modeling_own.Own"})
+    (folder / "modeling_own.py").write_text("x = 1")
+    assert resolve(str(folder)).path.name == "modeling_llama.py"
+    assert resolve(str(folder), trust_remote_code=True).path.name == "modeling_own.py"
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "nosuchmodel"}'])
+def test_a_broken_configuration_is_one_message(here: Path, config: str) -> None:
+    (here / "c").mkdir()
+    (here / "c" / "config.json").write_text(config)
+    with pytest.raises(CheckpointNotUsable, match=r"config\.json"):
+        resolve("./c")
+
+
+def test_weights_of_another_architecture_are_refused(here: Path) -> None:
+    other = checkpoint(here / "c", model_type="qwen3")
+    with pytest.raises(CheckpointNotUsable, match="holds a 'qwen3' model and llama is 'llama'"):
+        weights_fit(resolve("llama"), other)
+    weights_fit(resolve("llama"), checkpoint(here / "d", model_type="llama", architectures=["LlamaForCausalLM"]))
+
+
+def test_newlines_and_tabs_are_kept_and_a_byte_order_mark_is_not(here: Path) -> None:
+    path = here / "modeling_x.py"
+    path.write_bytes(b"\xef\xbb\xbfif x:\r\n\ty = 1\r\n")
+    assert resolve(str(path)).text == "if x:\r\n\ty = 1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"x = 1\ny = '\xff'\n", "line 2 is not UTF-8"),
+        (b"# -*- coding: latin-1 -*-\nx = 1\n", "declares the encoding iso-8859-1"),
+        (b"# -*- coding: nonsense -*-\nx = 1\n", "unknown encoding"),
+    ],
+)
+def test_other_encodings_are_refused(here: Path, data: bytes, message: str) -> None:
+    path = here / "modeling_x.py"
+    path.write_bytes(data)
+    with pytest.raises(SourceNotReadable, match=message):
+        resolve(str(path))
+
+
+def test_without_transformers_a_file_still_resolves(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rewrite.source.find_transformers", lambda: None)
+    assert resolve("modeling_tiny.py").transformers_version is None
+    with pytest.raises(MissingLibrary, match="pip install transformers"):
+        resolve("llama")

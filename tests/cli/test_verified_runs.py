@@ -1,0 +1,108 @@
+"""What the main command does with a verdict, and one run with the real verifier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import CommandLine
+
+from rewrite.verify.verdict import Check, Gate, Identity, Options, Verdict
+
+ARGUMENTS = ("modeling_tiny.py", "--only", "fuse_qkv", "--diff", "none")
+
+
+def verdict(passed: bool, where: Path) -> Verdict:
+    check = Check("logits", "passed" if passed else "failed", "planted")
+    side = Identity(str(where), str(where), "0" * 64)
+    gates = (Gate(2, "parity", (check,), 0.1),)
+    reason = "" if passed else "gate 2 (parity): logits: planted"
+    return Verdict(passed, side, side, "TinyLlama", gates, None, reason, {"torch": "2"}, Options(), 0.1)
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces the verifier; the list holds whether to pass, then what it was asked."""
+    asked: list[Any] = [True]
+
+    def judge(original: Path, rewritten: Path, request: Any, progress: Any) -> Verdict:
+        asked.append((original, rewritten, request))
+        progress("half way")
+        return verdict(asked[0], rewritten)
+
+    monkeypatch.setattr("rewrite.judge.judge", judge)
+    return asked
+
+
+def test_a_pass_is_written_with_its_verdict(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+    done = rewrite(*ARGUMENTS, "--out", "out", "--device", "cpu", "--dtype", "float16", "--json", "report.json")
+    assert done.code == 0, done.err
+    assert "parity: pass" in done.out
+    original, rewritten, request = judged[1]
+    assert original == Path("modeling_tiny.py")
+    assert rewritten.name == "out"  # under its final name, beside its place
+    assert (request.device, request.dtype) == ("cpu", "float16")
+    text = (here / "out" / "verify.json").read_text()
+    assert str(here) not in text
+    kept = json.loads(text)
+    lock = json.loads((here / "out" / "rewrite.lock").read_text())
+    assert kept["passed"] is True
+    assert kept["rewritten"]["sha256"] == lock["files"]["modeling_tiny.py"]
+    assert kept["original"]["sha256"] == lock["source"]["sha256"]
+    assert json.loads((here / "report.json").read_text())["verify"]["passed"] is True
+
+
+def test_a_failure_leaves_what_was_there(package: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+    judged[0] = False
+    before = {path: path.read_bytes() for path in package.rglob("*.py")}
+    failed = rewrite(*ARGUMENTS, "--out", package)
+    assert failed.code == 1
+    assert "gate 2 (parity): logits: planted" in failed.out
+    assert {path: path.read_bytes() for path in package.rglob("*.py")} == before
+    rejected = package.with_name("out.rejected")
+    assert json.loads((rejected / "verify.json").read_text())["passed"] is False
+    assert not [path for path in package.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_code_that_came_with_a_checkpoint_is_not_run(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+    folder = here / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}')
+    (folder / "modeling_own.py").write_bytes((here / "modeling_tiny.py").read_bytes())
+    arguments = ("./checkpoint", "--only", "fuse_qkv", "--diff", "none", "--force", "--out", "out")
+    done = rewrite(*arguments)
+    assert done.code == 0
+    assert "--trust-remote-code allows it to run" in done.out
+    assert len(judged) == 1
+    assert rewrite(*arguments, "--trust-remote-code").code == 0
+    assert len(judged) == 2
+
+
+def test_verify_keeps_the_verdict_on_the_files_as_they_are(
+    package: Path, rewrite: CommandLine, judged: list[Any]
+) -> None:
+    path = package / "modeling_tiny.py"
+    path.write_text(path.read_text() + "# mine\n")
+    assert rewrite("verify", package).code == 0
+    kept = json.loads((package / "verify.json").read_text())
+    lock = json.loads((package / "rewrite.lock").read_text())
+    assert kept["rewritten"]["sha256"] != lock["files"]["modeling_tiny.py"]
+    judged[0] = False
+    assert rewrite("verify", package).code == 1
+    assert rewrite("verify", "modeling_tiny.py", package).code == 1
+    assert rewrite("bench", package).code == 1
+    assert judged[-1][2].gates == ("latency",)
+
+
+@pytest.mark.slow
+def test_the_fixture_passes_the_real_verifier(here: Path, rewrite: CommandLine) -> None:
+    done = rewrite("modeling_tiny.py", "--quick", "--out", "out", "--diff", "none")
+    assert done.code == 0, done.out
+    assert (here / "out" / "verify.json").is_file()
+    path = here / "out" / "modeling_tiny.py"
+    path.write_text(path.read_text().replace("value_states = v.view", "value_states = k.view"))
+    failed = rewrite("verify", "out", "--quick")
+    assert failed.code == 1
+    assert "NOT PASSED" in failed.out

@@ -1,0 +1,127 @@
+"""Grouped attention without expanded keys gives what transformers' function gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from rewrite.runtime import backend
+from rewrite.runtime.attention import grouped_matmul, native_gqa
+
+KV_HEADS, HEADS, HEAD_DIM = 2, 6, 16
+
+
+class Attention(nn.Module):
+    num_key_value_groups = HEADS // KV_HEADS
+    is_causal = True
+
+
+def inputs(batch: int, length: int, keys: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """Queries as a view of `[B, S, H, D]`, keys and values as a slice of a longer static cache."""
+    query = torch.randn(batch, length, HEADS, HEAD_DIM, dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, batch, KV_HEADS, keys + 3, HEAD_DIM, dtype=dtype)[:, :, :, :keys]
+    return query, key, value
+
+
+def mask(kind: str, batch: int, length: int, keys: int) -> torch.Tensor | None:
+    visible = torch.ones(length, keys, dtype=torch.bool).tril(keys - length).expand(batch, 1, length, keys).clone()
+    visible[0, :, :, 0] = keys == 1
+    return {
+        "none": None,
+        "bool": visible,
+        "one for all sequences": visible[:1],
+        "float": torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -1e30),
+        "per head": torch.randn(batch, HEADS, length, keys, dtype=torch.float64),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "one for all sequences", "float", "per head"])
+@pytest.mark.parametrize(
+    ("batch", "length", "keys"), [(1, 1, 7), (3, 1, 7), (1, 5, 7), (3, 5, 7), (1, 70, 70), (3, 70, 72), (3, 5, 5)]
+)
+def test_equals_transformers(batch: int, length: int, keys: int, kind: str) -> None:
+    states, attention_mask = inputs(batch, length, keys), mask(kind, batch, length, keys)
+    wanted, _ = sdpa_attention_forward(Attention(), *states, attention_mask, scaling=0.3)
+    got, weights = native_gqa(sdpa_attention_forward)(Attention(), *states, attention_mask, scaling=0.3)
+    assert weights is None
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    copied = batch > 1 and length > 64 and kind != "none"
+    assert backend.fallbacks() == ({("native_gqa", "copying_is_faster"): 1} if copied else {})
+
+
+@pytest.mark.parametrize("is_causal", [None, False])
+def test_head_dims_that_differ(is_causal: bool | None) -> None:
+    query, key, value = inputs(2, 5, 9)
+    value = torch.randn(2, KV_HEADS, 9, 24, dtype=torch.float64)
+    for q, mask_ in ((query, None), (query[:, :, :1], None)):
+        wanted, _ = sdpa_attention_forward(Attention(), q, key, value, mask_, is_causal=is_causal)
+        got, _ = native_gqa(sdpa_attention_forward)(Attention(), q, key, value, mask_, is_causal=is_causal)
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout": 0.5}, "dropout"),
+        ({"position_bias": torch.zeros(1, HEADS, 5, 7, dtype=torch.float64)}, "position_bias"),
+    ],
+)
+def test_delegated_with_a_reason(options: dict[str, object], reason: str) -> None:
+    states, attention_mask = inputs(2, 5, 7), mask("bool", 2, 5, 7)
+    torch.manual_seed(1)
+    wanted, _ = sdpa_attention_forward(Attention(), *states, attention_mask, **options)
+    torch.manual_seed(1)
+    got, _ = native_gqa(sdpa_attention_forward)(Attention(), *states, attention_mask, **options)
+    assert torch.equal(got, wanted)
+    assert backend.fallbacks() == {("native_gqa", reason): 1}
+
+
+def test_other_interfaces_are_left_alone() -> None:
+    def eager_attention_forward() -> None:
+        raise AssertionError
+
+    assert native_gqa(eager_attention_forward) is eager_attention_forward  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 1), (1, 5), (2, 5)])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_compiles_in_one_graph(batch: int, length: int, recorded: bool) -> None:
+    interface = native_gqa(sdpa_attention_forward)
+    module = Attention()
+
+    def attend(*states: torch.Tensor) -> torch.Tensor:
+        return interface(module, *states, mask("bool", batch, length, 7), scaling=0.3)[0]
+
+    states = tuple(x.requires_grad_(recorded) for x in inputs(batch, length, 7))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*states), attend(*states), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_equal_those_of_transformers() -> None:
+    gradients = []
+    for interface in (sdpa_attention_forward, native_gqa(sdpa_attention_forward)):
+        torch.manual_seed(0)
+        states = tuple(x.requires_grad_() for x in inputs(2, 5, 7))
+        interface(Attention(), *states, mask("bool", 2, 5, 7))[0].sin().sum().backward()
+        gradients.append([x.grad for x in states])
+    for theirs, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+@pytest.mark.parametrize("kv_heads", [KV_HEADS, HEADS])
+def test_grouped_matmul(length: int, kv_heads: int) -> None:
+    query = torch.randn(2, length, HEADS, HEAD_DIM).transpose(1, 2).requires_grad_()
+    key = torch.randn(2, kv_heads, 7, HEAD_DIM, requires_grad=True)
+    wanted = query @ repeat_kv(key, HEADS // kv_heads).transpose(2, 3)
+    got = grouped_matmul(query, key.transpose(2, 3))
+    torch.testing.assert_close(got, wanted)
+    for theirs, ours in zip(
+        torch.autograd.grad(wanted.sin().sum(), (query, key)),
+        torch.autograd.grad(got.sin().sum(), (query, key)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,66 @@
+"""Operators pass through `torch.compile(fullgraph=True)`, and their fakes have the strides of the real results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layouts import LAYOUTS
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rewrite.runtime.add_layer_norm import add_layer_norm
+from rewrite.runtime.add_norm import add_norm
+from rewrite.runtime.add_rms_norm import add_rms_norm
+from rewrite.runtime.gated_activation import gated_activation
+from rewrite.runtime.layer_norm import layer_norm
+from rewrite.runtime.rms_norm import rms_norm
+from rewrite.runtime.rotary import rotary, rotary_single
+
+NORM = torch.nn.LayerNorm(16).requires_grad_(False)
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "rms_norm": lambda x, w: rms_norm(x, w[0, 0, 0], 1e-5),
+    "rms_norm in fp32": lambda x, w: rms_norm(x, w[0, 0, 0].float(), 1e-5, weight_in_fp32=True),
+    "rms_norm promoted": lambda x, w: rms_norm(x, w[0, 0, 0].float(), 1e-5),
+    "add_rms_norm": lambda x, y: add_rms_norm(x, y, None, 1e-5),
+    "layer_norm": lambda x, w: layer_norm(x, w[0, 0], None, 1e-5),
+    "add_layer_norm": lambda x, y: add_layer_norm(x, y, None, None, 1e-5),
+    "add_norm": lambda x, y: add_norm(x.float(), y, NORM),
+    "gated_activation": lambda x, y: gated_activation(x, y, torch.nn.functional.silu),
+    "gated_activation of a module": lambda x, y: gated_activation(x, y, torch.nn.GELU(approximate="tanh")),
+    "rotary": lambda x, y: rotary(x, y, x[:, 0], y[:, 0]),
+    "rotary of some columns": lambda x, y: rotary(x, y[:, :1], x[:, 0, :, :8].float(), y[:, 0, :, :8].float(), 1),
+    "rotary heads last": lambda x, y: rotary(x, y, x[:, :, 0], y[:, :, 0], 2, interleaved=True, in_fp32=True),
+    "rotary_single": lambda x, y: rotary_single(x, y[:1, 0, :, :4], y[:1, 0, :, :4], half_table=True),
+}
+operators = pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS.keys())
+
+
+def outputs(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@operators
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_fake_has_the_strides_of_the_result(
+    function: Callable[..., Any], layout: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x, y = (layout(torch.randn(2, 3, 5, 16).bfloat16()) for _ in range(2))
+    with torch.no_grad():
+        real = outputs(function(x, y))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = outputs(function(mode.from_tensor(x), mode.from_tensor(y)))
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@operators
+@pytest.mark.parametrize("recorded", [False, True], ids=["inference", "gradients"])
+def test_compiles_in_one_graph(function: Callable[..., Any], recorded: bool) -> None:
+    torch.compiler.reset()
+    x, y = (torch.randn(2, 3, 5, 16).bfloat16().requires_grad_(recorded) for _ in range(2))
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for a, b in zip(outputs(compiled(x, y)), outputs(function(x, y)), strict=True):
+        assert torch.equal(a, b)
+        assert a.requires_grad == b.requires_grad == recorded

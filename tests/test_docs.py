@@ -1,0 +1,37 @@
+"""The generated documentation is up to date, and what it says about commands is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rewrite import docs
+from rewrite.cli import COMMANDS
+from rewrite.transforms import all_transforms
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_generated_documentation_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    stale = [str(path) for path, text in docs.generated().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, f"run `python -m rewrite.docs`: {stale}"
+
+
+@pytest.mark.parametrize("transform", all_transforms(), ids=lambda transform: transform.name)
+def test_every_transform_has_the_fixed_headings(transform: object) -> None:
+    text = type(transform).__doc__ or ""
+    assert [heading for heading in docs.HEADINGS if f"{heading}:" not in text] == []
+
+
+def test_readme_names_every_command() -> None:
+    named = set(re.findall(r"rewrite ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert set(COMMANDS) - {"apply"} <= named
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
