@@ -57,6 +57,20 @@ class MissingLibrary(UsageError):
         super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {library}")
 
 
+class MissingProgram(UsageError):
+    """A program that the request needs is not installed."""
+
+    def __init__(self, program: str, needed_for: str):
+        super().__init__(f"{program} is not installed and {needed_for} needs it.")
+
+
+class NotTrusted(UsageError):
+    """Something would run a modeling file that came with a checkpoint, and that was not allowed."""
+
+    def __init__(self, path: object):
+        super().__init__(f"{path} came with a checkpoint, and this would run it: --trust-remote-code allows that.")
+
+
 class SourceNotReadable(UsageError):
     """The modeling file cannot be read as Python text."""
 

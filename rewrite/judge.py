@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite import gate
-from rewrite.errors import MissingLibrary
+from rewrite.errors import MissingLibrary, NotTrusted
 from rewrite.lock import Lock, sha256
 
 if TYPE_CHECKING:
+    from rewrite.source import Source
     from rewrite.verify import Verdict
 
 LATENCY_ONLY = ("latency",)
@@ -38,6 +39,16 @@ def require_libraries(needed_for: str) -> None:
     """
     for library in gate.missing_libraries():
         raise MissingLibrary(library, needed_for)
+
+
+def require_trust(source: Source, trusted: bool) -> None:
+    """Check that the file may be run.
+
+    Raises:
+        NotTrusted: if it came with a checkpoint and the user did not allow its code to run.
+    """
+    if source.remote_code and not trusted:
+        raise NotTrusted(source.path)
 
 
 def judge(original: str | Path, rewritten: str | Path, request: Request, progress: Callable[[str], None]) -> Verdict:

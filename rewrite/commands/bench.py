@@ -15,6 +15,7 @@ from rewrite.commands.options import FOLDER, json_option
 @click.option("--dtype", metavar="DTYPE", help="Measure in this precision: bfloat16, float16.")
 @click.option("--shape", metavar="SHAPE", help="Size of the model measured: tiny, 1b, 8b.")
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
+@click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
 @json_option
 def bench(
     folder: Path,
@@ -22,6 +23,7 @@ def bench(
     dtype: str | None,
     shape: str | None,
     given: Path | None,
+    trust_remote_code: bool,
     json_path: Path | None,
 ) -> int:
     """Measure the package in FOLDER against the file that it was made from; slower is a failure."""
@@ -31,6 +33,7 @@ def bench(
 
     judge.require_libraries("measuring")
     source = original.find(folder, read_lock(folder), given)
+    judge.require_trust(source, trust_remote_code)
     screen = Screen(quiet_output=str(json_path) == "-")
     request = judge.Request(device, dtype, shape=shape, gates=judge.LATENCY_ONLY)
     with screen.working("measuring") as progress:
