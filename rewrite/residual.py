@@ -73,8 +73,14 @@ def norm_classes(info: ClassInfo, attribute: str, module: Module) -> list[str | 
 
 
 def is_fused(name: str, module: Module) -> bool:
-    """Whether a norm is torch's own or a class of the file that calls the runtime."""
-    return name not in module.classes or runtime_norm(module.classes[name], module) is not None
+    """Whether a norm is torch's own or a class of the file that calls the runtime's `rms_norm`.
+
+    A class that calls `layer_norm` rounds as it did when it was written out, which is not how torch's own rounds.
+    """
+    if name not in module.classes:
+        return True
+    found = runtime_norm(module.classes[name], module)
+    return found is not None and found[1].function == "rms_norm"
 
 
 def is_read_after(name: str, line: cst.CSTNode, function: cst.FunctionDef, module: Module) -> bool:

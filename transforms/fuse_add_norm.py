@@ -15,7 +15,7 @@ from rewrite.residual import Pair, is_fused, norm_classes, pairs
 from rewrite.syntax import expression
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
-_KERNELS = {"rms_norm": "add_rms_norm", "layer_norm": "add_layer_norm"}
+_KERNEL = "add_rms_norm"
 
 
 class FuseAddNorm(Transform):
@@ -32,7 +32,7 @@ class FuseAddNorm(Transform):
 
     What it needs:
         A sum of two tensors and, in the same block with nothing but copies of the name in between, the call of a norm
-        that is `nn.LayerNorm` or a class of the file that `fuse_rms_norm` or `fuse_layer_norm` has rewritten.
+        that is `nn.LayerNorm` or a class of the file that `fuse_rms_norm` has rewritten.
 
     Numerics:
         The sum is rounded as the add rounds it, before the norm reads it.
@@ -47,7 +47,7 @@ class FuseAddNorm(Transform):
     numerics = Numerics.REORDERED
     after = ("fuse_layer_norm", "fuse_rms_norm")
     reasons: ClassVar[Mapping[str, str]] = {
-        "norm_not_fused": "the norm is a class whose computation the runtime does not offer",
+        "norm_not_fused": "the norm is a class whose computation the runtime does not offer together with an add",
         "unknown_norm": "the attribute may hold something that is no norm",
         "conditional": "the norm is computed under a condition or more than once, the sum is not",
         "statement_between": "a statement other than a copy of the sum stands between the two",
@@ -120,19 +120,18 @@ def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] |
         if found is None:
             raise ValueError(f"{info.name} calls no runtime norm")
         forward, call = found
-        kernel = _KERNELS[call.function]
         existing = module.method(info, "add_forward")
-        if existing is not None and kernel in module.code(existing):
+        if existing is not None and _KERNEL in module.code(existing):
             continue
-        if existing is not None or not name_is_free(kernel, module):
+        if existing is not None or not name_is_free(_KERNEL, module):
             return None, []
-        edits.append(Edit(forward, (forward, _method(kernel, call.arguments, module))))
-        uses.append(f"{kernel}.{kernel}")
+        edits.append(Edit(forward, (forward, _method(call.arguments, module))))
+        uses.append(f"{_KERNEL}.{_KERNEL}")
     return edits, uses
 
 
-def _method(kernel: str, arguments: tuple[str, ...], module: Module) -> cst.FunctionDef:
-    call = call_statement("return ", kernel, ["hidden_states", "residual", *arguments], module)
+def _method(arguments: tuple[str, ...], module: Module) -> cst.FunctionDef:
+    call = call_statement("return ", _KERNEL, ["hidden_states", "residual", *arguments], module)
     lines = cst.Module([call]).code.rstrip("\n").replace("\n", "\n    ")
     text = (
         "def add_forward(self, hidden_states, residual):\n"

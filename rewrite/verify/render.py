@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from .verdict import Check, Divergence, Figure, Gate, Verdict
 
@@ -12,12 +12,38 @@ SIGNS = {"passed": "ok", "failed": "FAILED", "not run": "not run"}
 
 
 def summary(verdict: Verdict) -> str:
-    """One line: the outcome, the class, how many checks, how long, or what failed."""
+    """One line: the outcome, the error in low precision, how many checks, the speed on a GPU, or what failed."""
     checks = [check for gate in verdict.gates for check in gate.checks]
-    ran = sum(check.status != "not run" for check in checks)
-    head = f"parity: {'pass' if verdict.passed else 'FAIL'} · {verdict.model_class or 'no model class'}"
-    tail = f"{ran} checks, {len(checks) - ran} not run · {verdict.seconds:.1f} s"
-    return f"{head} · {tail}" + ("" if verdict.passed else f" · {_short(verdict.reason)}")
+    left = sum(check.status == "not run" for check in checks)
+    parts = [f"{verdict.model_class or 'no model class'}"]
+    parts.append(f"{len(checks) - left} checks" + (f", {left} not run" if left else ""))
+    parts += [_speed(check) for check in checks if "outcome" in check.figures]
+    parts += [f"{share:.0%} of the memory limit" for share in _figures(checks, "rewritten share")]
+    parts.append(f"{verdict.seconds:.0f} s" if verdict.passed else _short(verdict.reason))
+    return f"parity: {'pass' if verdict.passed else 'FAIL'}{_low_precision(checks)} · {' · '.join(parts)}"
+
+
+def _low_precision(checks: Sequence[Check]) -> str:
+    """The largest error against fp64 of each low precision, as a multiple of the original's own."""
+    worst = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        ratios = _figures([check for check in checks if check.name.startswith(dtype)], "max ratio")
+        if ratios:
+            worst[dtype] = max(ratios)
+    said = ", ".join(f"{dtype} {ratio:.2f}×" for dtype, ratio in worst.items())
+    return f" ({said} the original's own error)" if said else ""
+
+
+def _speed(check: Check) -> str:
+    figures = check.figures
+    if str(figures["outcome"]).startswith("not claimed"):
+        return f"{check.name.split(',')[0]} not timed on a CPU"
+    ratio = f"{figures['original ms']:.3g} → {figures['rewritten ms']:.3g} ms ({figures['speed-up']:.2f}×)"
+    return f"{check.name} {ratio}"
+
+
+def _figures(checks: Sequence[Check], name: str) -> list[float]:
+    return [float(check.figures[name]) for check in checks if name in check.figures]
 
 
 def _short(text: str) -> str:
