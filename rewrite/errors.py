@@ -57,6 +57,13 @@ class MissingLibrary(UsageError):
         super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {library}")
 
 
+class DeviceNotUsable(UsageError):
+    """torch cannot use the device that was asked for."""
+
+    def __init__(self, device: str, why: str):
+        super().__init__(f"device '{device}' cannot be used: {why}")
+
+
 class MissingProgram(UsageError):
     """A program that the request needs is not installed."""
 

@@ -58,10 +58,10 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         VerificationError: if the verification cannot be carried out.
     """
     from rewrite.verify import Options, verify
-    from rewrite.verify.device import default_device
+    from rewrite.verify.device import usable_device
 
     chosen: dict[str, Any] = {
-        "device": request.device or default_device(),
+        "device": usable_device(request.device),
         "dtype": request.dtype,
         "weights": str(request.weights) if request.weights is not None else None,
         "shape": request.shape,

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, json_option
+from rewrite.commands.options import DTYPES, FOLDER, json_option
 
 
 @click.command(short_help="Measure a package against its original.")
 @click.argument("folder", type=FOLDER)
 @click.option("--device", metavar="DEVICE", help="Measure on this device: cpu, cuda, cuda:1.")
-@click.option("--dtype", metavar="DTYPE", help="Measure in this precision: bfloat16, float16.")
-@click.option("--shape", metavar="SHAPE", help="Size of the model measured: tiny, 1b, 8b.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Measure in this precision.")
+@click.option("--shape", type=click.Choice(("tiny", "1b", "8b")), help="Size of the model measured.")
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
 @json_option
