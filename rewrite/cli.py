@@ -30,10 +30,12 @@ BUG = 3
 COMMANDS = {
     "apply": "Rewrite a model into a folder (the default command).",
     "bench": "Measure a package against its original.",
+    "check": "Say whether packages are up to date; for CI and pre-commit.",
     "completion": "Print the completion script of a shell.",
     "diff": "Show what a package changed against its original.",
     "explain": "Explain a transform.",
     "models": "List the model types of the installed transformers.",
+    "sync": "Make a package anew and merge your edits.",
     "transforms": "List the transforms.",
     "verify": "Verify a package, or any two modeling files.",
 }

@@ -57,6 +57,27 @@ class MissingLibrary(UsageError):
         super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {library}")
 
 
+class DeviceNotUsable(UsageError):
+    """torch cannot use the device that was asked for."""
+
+    def __init__(self, device: str, why: str):
+        super().__init__(f"device '{device}' cannot be used: {why}")
+
+
+class MissingProgram(UsageError):
+    """A program that the request needs is not installed."""
+
+    def __init__(self, program: str, needed_for: str):
+        super().__init__(f"{program} is not installed and {needed_for} needs it.")
+
+
+class NotTrusted(UsageError):
+    """Something would run a modeling file that came with a checkpoint, and that was not allowed."""
+
+    def __init__(self, path: object):
+        super().__init__(f"{path} came with a checkpoint, and this would run it: --trust-remote-code allows that.")
+
+
 class SourceNotReadable(UsageError):
     """The modeling file cannot be read as Python text."""
 

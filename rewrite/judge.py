@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite import gate
-from rewrite.errors import MissingLibrary
+from rewrite.errors import MissingLibrary, NotTrusted
 from rewrite.lock import Lock, sha256
 
 if TYPE_CHECKING:
+    from rewrite.source import Source
     from rewrite.verify import Verdict
 
 LATENCY_ONLY = ("latency",)
@@ -40,6 +41,16 @@ def require_libraries(needed_for: str) -> None:
         raise MissingLibrary(library, needed_for)
 
 
+def require_trust(source: Source, trusted: bool) -> None:
+    """Check that the file may be run.
+
+    Raises:
+        NotTrusted: if it came with a checkpoint and the user did not allow its code to run.
+    """
+    if source.remote_code and not trusted:
+        raise NotTrusted(source.path)
+
+
 def judge(original: str | Path, rewritten: str | Path, request: Request, progress: Callable[[str], None]) -> Verdict:
     """Run the verifier on two sides and return its verdict.
 
@@ -47,10 +58,10 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         VerificationError: if the verification cannot be carried out.
     """
     from rewrite.verify import Options, verify
-    from rewrite.verify.device import default_device
+    from rewrite.verify.device import usable_device
 
     chosen: dict[str, Any] = {
-        "device": request.device or default_device(),
+        "device": usable_device(request.device),
         "dtype": request.dtype,
         "weights": str(request.weights) if request.weights is not None else None,
         "shape": request.shape,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rewrite.errors import OriginalChanged, OriginalNotFound
-from rewrite.lock import Lock, sha256
+from rewrite.lock import Lock
 from rewrite.source import Source, resolve
 
 
@@ -24,7 +25,7 @@ def patch_path(source: Source) -> str:
 
 
 def find(folder: Path, lock: Lock, given: Path | None = None) -> Source:
-    """Return the original that the package in `folder` was made from.
+    """Return the original that the package in `folder` was made from, unchanged since.
 
     Args:
         folder: the package.
@@ -35,16 +36,27 @@ def find(folder: Path, lock: Lock, given: Path | None = None) -> Source:
         OriginalNotFound: if it is not where the lock says.
         OriginalChanged: if what is there is not what the package was made from.
     """
+    source = find_present(folder, lock, given)
+    origin = lock.source
+    if source.sha256 != origin.sha256:
+        raise OriginalChanged(folder, source.path, origin.transformers, source.transformers_version)
+    return source
+
+
+def find_present(folder: Path, lock: Lock, given: Path | None = None) -> Source:
+    """Return what is now in the place of the original of the package in `folder`, changed or not.
+
+    Raises:
+        OriginalNotFound: if there is nothing.
+    """
     origin = lock.source
     if given is not None:
         source = resolve(str(given))
     elif origin.module is not None:
         source = resolve(origin.module)
     else:
-        path = folder / origin.target
+        path = folder.resolve() / origin.target
         if not path.is_file():
             raise OriginalNotFound(folder, origin.path, origin.sha256)
-        source = resolve(str(path))
-    if sha256(source.path.read_bytes()) != origin.sha256:
-        raise OriginalChanged(folder, source.path, origin.transformers, source.transformers_version)
+        source = resolve(os.path.normpath(path))
     return source

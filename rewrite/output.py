@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,8 +82,10 @@ class Staged:
         return self.output.shown.with_name(place.name)
 
 
-def prepare(shown: Path, source: Path, force: bool = False) -> Output:
+def prepare(shown: Path, source: Path, force: bool = False, merged: Sequence[str] = ()) -> Output:
     """Check that the folder `shown` may be written, and put back what an interrupted run left.
+
+    Edits in the files `merged` are in the new package, so they do not stand in its way.
 
     Raises:
         OutputNotOurs: if it holds something that this tool did not write, or files of ours that were edited since,
@@ -104,7 +106,7 @@ def prepare(shown: Path, source: Path, force: bool = False) -> Output:
         if not force:
             raise OutputNotOurs(shown, "is not empty and not an output of this tool") from error
         return Output(shown, folder, backup=_free_backup(folder))
-    edited = edited_files(folder, lock)
+    edited = [name for name in edited_files(folder, lock) if name not in merged]
     if edited and not force:
         raise OutputNotOurs(shown, f"has your edits in {', '.join(edited)} (`rewrite diff {shown} --generated`)")
     return Output(shown, folder, _free_backup(folder) if edited else None, _own_files(folder, lock), lock)
@@ -191,7 +193,7 @@ def _free_backup(folder: Path) -> Path:
 
 def _own_files(folder: Path, lock: Lock) -> tuple[str, ...]:
     """Return the files in a package that the tool did not generate, `__pycache__` apart."""
-    ours = {*lock.files, LOCK_NAME, VERDICT_NAME}
+    ours = {*lock.files, LOCK_NAME, VERDICT_NAME, f"{lock.modeling}.conflict"}
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     names = (path.relative_to(folder) for path in found if "__pycache__" not in path.parts)
     return tuple(sorted(name.as_posix() for name in names if name.as_posix() not in ours))

@@ -8,7 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rewrite
@@ -75,9 +75,18 @@ class Package:
     lock: Lock
 
 
-def assemble(build: Build, transforms: Sequence[Transform], options: Options, folder: Path) -> Package:
-    """Return the package that holds `build`, made for the output folder `folder` (whose name is in its texts)."""
-    name = modeling_name(build.source)
+def assemble(
+    build: Build, transforms: Sequence[Transform], options: Options, folder: Path, previous: Lock | None = None
+) -> Package:
+    """Return the package that holds `build`, made for the output folder `folder` (whose name is in its texts).
+
+    A package that is made anew keeps the name of the modeling file of its `previous` lock, and where the original is
+    if it is still there.
+    """
+    origin = _origin(build.source, folder)
+    if previous is not None and origin.path == previous.source.path:
+        origin = replace(origin, target=previous.source.target)
+    name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
     text = build.rewritten.text.encode("utf-8")
     files = {
         "__init__.py": _init(build, name, folder).encode("utf-8"),
@@ -88,11 +97,11 @@ def assemble(build: Build, transforms: Sequence[Transform], options: Options, fo
     }
     lock = Lock(
         tool=rewrite.__version__,
-        source=_origin(build.source, folder),
+        source=origin,
         options=options,
         rules=rule_hashes(transforms),
         transforms=build.rewritten.transforms,
-        upstream={_origin(build.source, folder).path: build.source.sha256},
+        upstream={origin.path: build.source.sha256},
         files={path: sha256(data) for path, data in sorted(files.items())},
     )
     return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)

@@ -28,8 +28,8 @@ def show_build(screen: Screen, build: Build) -> None:
     rewritten = build.rewritten
     applied = sum(1 for report in rewritten.transforms if report.rewritten)
     skips = sum(len(report.skipped) for report in rewritten.transforms)
-    text = f"{applied} applied at {rewritten.sites} sites"
-    screen.line("transforms", f"{text}, {skips} sites skipped:" if skips else text)
+    text = f"{applied} applied at {_sites(rewritten.sites)}"
+    screen.line("transforms", f"{text}, {_sites(skips)} skipped:" if skips else text)
     for (name, reason), sites in _skips(rewritten).items():
         screen.line("", f"{name}: {reason} × {len(sites)} ({sites[0]}{', …' if len(sites) > 1 else ''})", "dim")
 
@@ -108,6 +108,10 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputNotWritable(path, error.strerror or str(error)) from error
+
+
+def _sites(number: int) -> str:
+    return f"{number} site" if number == 1 else f"{number} sites"
 
 
 def _skips(rewritten: Rewritten) -> dict[tuple[str, str], list[str]]:

@@ -49,7 +49,7 @@ class Source:
     checkpoint: Path | None = None
     """The checkpoint folder that was given, if one was."""
     remote_code: bool = False
-    """Whether the file came with a checkpoint: it is run only where the user trusts it."""
+    """Whether the file came with a checkpoint (a config.json beside it names code): run only where that is trusted."""
 
 
 def resolve(target: str, trust_remote_code: bool = False) -> Source:
@@ -118,7 +118,7 @@ def _of_folder(target: str, folder: Path, installed: Installed | None, trust_rem
     remote = _remote_file(folder, config)
     known = installed is not None and name in installed.model_types
     if remote is not None and (trust_remote_code or not known):
-        return _read(target, remote, installed, checkpoint=folder, remote_code=True)
+        return _read(target, remote, installed, checkpoint=folder)
     if installed is None:
         raise MissingLibrary("transformers", f"the model type '{name}' of {folder}")
     if not known:
@@ -196,7 +196,6 @@ def _read(
     *,
     model_type: str | None = None,
     checkpoint: Path | None = None,
-    remote_code: bool = False,
 ) -> Source:
     data = _bytes(path)
     own = copy_around(path)
@@ -212,8 +211,12 @@ def _read(
         model_type=model_type,
         transformers_version=version.version if version is not None else None,
         checkpoint=checkpoint,
-        remote_code=remote_code,
+        remote_code=own is None and _names_code(path.parent / CONFIG_NAME),
     )
+
+
+def _names_code(config: Path) -> bool:
+    return config.is_file() and b'"auto_map"' in config.read_bytes()
 
 
 def _bytes(path: Path) -> bytes:

@@ -19,12 +19,8 @@ from rewrite.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from rewrite.build import Build
     from rewrite.console import Screen
     from rewrite.judge import Request
-    from rewrite.output import Output, Staged
-    from rewrite.transform import Transform
-    from rewrite.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -117,73 +113,30 @@ def _patch_on_output(job: Job) -> bool:
 
 
 def _run(job: Job, screen: Screen) -> int:
-    from rewrite import judge, output, report, source
+    from rewrite import judge, original, output, report
     from rewrite.build import build
+    from rewrite.delivery import Delivery, deliver
+    from rewrite.lock import Options
+    from rewrite.package import assemble
+    from rewrite.source import resolve, weights_fit
     from rewrite.transforms import select
 
     transforms = select(job.only, job.skip)
-    original = source.resolve(job.model, job.trust_remote_code)
+    source = resolve(job.model, job.trust_remote_code)
     if job.request.weights is not None:
-        source.weights_fit(original, job.request.weights)
-    place = None if job.dry_run or job.out is None else output.prepare(job.out, original.path, job.force)
+        weights_fit(source, job.request.weights)
+    place = None if job.dry_run or job.out is None else output.prepare(job.out, source.path, job.force)
     if job.verify:
         judge.require_libraries("verification (--no-verify leaves it out)")
-    with screen.working(f"rewriting {original.path.name}"):
-        built = build(original, transforms)
+    with screen.working(f"rewriting {source.path.name}"):
+        built = build(source, transforms)
     report.show_build(screen, built)
-    _show_diff(job, screen, built)
+    before, name = original.text_of(source.path), original.patch_path(source)
+    screen.show_diff(before, built.rewritten.text, name, job.diff_style)
     if place is None:
         screen.line("written", "nothing (--dry-run)")
         report.write(job.json_path, report.of_build(built))
         return 0
-    return _write(job, screen, built, transforms, place)
-
-
-def _show_diff(job: Job, screen: Screen, built: Build) -> None:
-    from rewrite import original
-
-    screen.show_diff(
-        original.text_of(built.source.path), built.rewritten.text, original.patch_path(built.source), job.diff_style
-    )
-
-
-def _write(job: Job, screen: Screen, built: Build, transforms: list[Transform], place: Output) -> int:
-    from rewrite import gate, output, report
-    from rewrite.lock import Options
-    from rewrite.package import assemble
-
     package = assemble(built, transforms, Options(job.only, job.skip), place.folder)
-    if not job.force:
-        output.check_sites(place, package.lock)
-    with output.stage(place, package) as staged:
-        gate.check_text(staged.folder, package.lock.files)
-        verdict, note = _verified(job, screen, built, staged)
-        data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
-        if verdict is not None and not verdict.passed:
-            data["written"] = False
-            kept = staged.reject()
-            report.show_rejected(screen, verdict, kept, place)
-            report.write(job.json_path, data)
-            return 1
-        staged.commit()
-    report.show_written(screen, place, package, verdict, note)
-    report.write(job.json_path, {**data, "written": True})
-    return 0
-
-
-def _verified(job: Job, screen: Screen, built: Build, staged: Staged) -> tuple[Verdict | None, str]:
-    """Return the verdict on a staged package, or None and why there is none."""
-    from rewrite import gate, judge
-    from rewrite.package import VERDICT_NAME
-
-    if not job.verify:
-        return None, "not run (--no-verify), the import was not tried"
-    if built.source.remote_code and not job.trust_remote_code:
-        return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
-    if job.request.quick:  # otherwise a gate of the verifier
-        with screen.working("importing the package"):
-            gate.check_import(staged.folder)
-    with screen.working("verifying") as progress:
-        verdict = judge.judge(built.source.path, staged.folder, job.request, progress)
-    staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock, staged.folder))
-    return verdict, ""
+    delivery = Delivery(job.verify, job.request, job.trust_remote_code, job.force, job.json_path)
+    return deliver(delivery, screen, built, package, place)

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, json_option
+from rewrite.commands.options import DTYPES, FOLDER, json_option
 
 
 @click.command(short_help="Measure a package against its original.")
 @click.argument("folder", type=FOLDER)
 @click.option("--device", metavar="DEVICE", help="Measure on this device: cpu, cuda, cuda:1.")
-@click.option("--dtype", metavar="DTYPE", help="Measure in this precision: bfloat16, float16.")
-@click.option("--shape", metavar="SHAPE", help="Size of the model measured: tiny, 1b, 8b.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Measure in this precision.")
+@click.option("--shape", type=click.Choice(("tiny", "1b", "8b")), help="Size of the model measured.")
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
+@click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
 @json_option
 def bench(
     folder: Path,
@@ -22,6 +23,7 @@ def bench(
     dtype: str | None,
     shape: str | None,
     given: Path | None,
+    trust_remote_code: bool,
     json_path: Path | None,
 ) -> int:
     """Measure the package in FOLDER against the file that it was made from; slower is a failure."""
@@ -31,6 +33,7 @@ def bench(
 
     judge.require_libraries("measuring")
     source = original.find(folder, read_lock(folder), given)
+    judge.require_trust(source, trust_remote_code)
     screen = Screen(quiet_output=str(json_path) == "-")
     request = judge.Request(device, dtype, shape=shape, gates=judge.LATENCY_ONLY)
     with screen.working("measuring") as progress:

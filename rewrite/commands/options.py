@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+DTYPES = ("bfloat16", "float16")
 FOLDER = click.Path(path_type=Path)
 """A folder; whether it is the right one is checked by the command, which has a better message."""
 
@@ -42,7 +43,7 @@ def verification_options(command: Command) -> Command:
     """Add the options of a verification."""
     options = (
         click.option("--device", metavar="DEVICE", help="Verify on this device: cpu, cuda, cuda:1."),
-        click.option("--dtype", metavar="DTYPE", help="Low precision to verify in: bfloat16, float16."),
+        click.option("--dtype", type=click.Choice(DTYPES), help="Low precision to verify in."),
         click.option("--weights", type=FOLDER, metavar="DIR", help="Verify with the weights of this checkpoint."),
         click.option("--quick", is_flag=True, help="Verify with one input, one low precision and no latency."),
         click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run."),

@@ -40,7 +40,7 @@ def verify(
     request = judge.Request(device, dtype, weights, quick=quick)
     screen = Screen(quiet_output=str(json_path) == "-")
     if len(sides) == 1:
-        return _package(screen, Path(sides[0]), given, request, json_path)
+        return _package(screen, Path(sides[0]), given, request, trust_remote_code, json_path)
     if len(sides) > 2 or given is not None:
         raise click.UsageError("give one package, or two files or packages")
     original, rewritten = (_side(side, trust_remote_code) for side in sides)
@@ -51,7 +51,9 @@ def verify(
     return 0 if verdict.passed else 1
 
 
-def _package(screen: Screen, folder: Path, given: Path | None, request: Request, json_path: Path | None) -> int:
+def _package(
+    screen: Screen, folder: Path, given: Path | None, request: Request, trusted: bool, json_path: Path | None
+) -> int:
     from rewrite import judge, original, report
     from rewrite.lock import read_lock
     from rewrite.package import VERDICT_NAME
@@ -59,6 +61,7 @@ def _package(screen: Screen, folder: Path, given: Path | None, request: Request,
 
     lock = read_lock(folder)
     source = original.find(folder, lock, given)
+    judge.require_trust(source, trusted)
     if request.weights is not None:
         weights_fit(source, request.weights)
     with screen.working("verifying") as progress:
@@ -71,9 +74,12 @@ def _package(screen: Screen, folder: Path, given: Path | None, request: Request,
 
 def _side(side: str, trust_remote_code: bool) -> str | Path:
     """Return a path for anything that is one, the file of a model type or module otherwise."""
+    from rewrite import judge
     from rewrite.source import resolve
 
     path = Path(side)
     if path.is_dir() and not (path / "config.json").is_file():
         return path
-    return resolve(side, trust_remote_code).path
+    source = resolve(side, trust_remote_code)
+    judge.require_trust(source, trust_remote_code)
+    return source.path

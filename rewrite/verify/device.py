@@ -6,12 +6,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import DeviceNotUsable
 
-def default_device() -> str:
-    """`cuda` (which is also what torch calls a ROCm device) if there is one, else `cpu`."""
+
+def usable_device(name: str | None) -> str:
+    """`name`; without one `cuda` (which is also what torch calls a ROCm device) if there is one, else `cpu`.
+
+    Raises:
+        DeviceNotUsable: torch cannot use the device asked for.
+    """
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DeviceNotUsable(name, str(error).splitlines()[0]) from error
+    return name
 
 
 def synchronise(device: str) -> None:

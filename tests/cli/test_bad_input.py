@@ -39,6 +39,7 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
         (("llama", "--out", "o", "--no-verify", "--device", "cuda"), ("drop --no-verify",)),
         (("modeling_none.py", "--out", "o"), ("there is no such file",)),
         (("explain", "nothing"), ("no transform 'nothing'",)),
+        (("llama", "--out", "o", "--dtype", "float3"), ("'float3'",)),
         (("diff", "nowhere"), ("there is no such folder",)),
         (("diff", "."), ("it has no rewrite.lock",)),
         (("verify",), ("rewrite verify --help",)),

@@ -106,3 +106,10 @@ def test_the_fixture_passes_the_real_verifier(here: Path, rewrite: CommandLine) 
     failed = rewrite("verify", "out", "--quick")
     assert failed.code == 1
     assert "NOT PASSED" in failed.out
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_torch_cannot_use(package: Path, rewrite: CommandLine, device: str) -> None:
+    failed = rewrite("verify", package, "--device", device)
+    assert failed.code == 2
+    assert f"error: device '{device}' cannot be used: " in failed.err

@@ -1,0 +1,64 @@
+"""The last steps of a rewrite, whoever asked for it: stage, check, verify, put in place, say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rewrite import gate, judge, output, report
+from rewrite.build import Build
+from rewrite.console import Screen
+from rewrite.output import Output, Staged
+from rewrite.package import VERDICT_NAME, Package
+from rewrite.verify import Verdict
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How a package is to be checked and put in place."""
+
+    verify: bool
+    request: judge.Request
+    trust_remote_code: bool = False
+    force: bool = False
+    """Accept that fewer places are rewritten than before."""
+    json_path: Path | None = None
+
+
+def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, place: Output) -> int:
+    """Put `package` in place if it passes, and return the exit code of the command.
+
+    Raises:
+        SitesLost: if fewer places are rewritten than in the package that is there.
+        GateFailed: if the package does not hold together.
+        OutputNotWritable: if the disk refuses.
+    """
+    if not delivery.force:
+        output.check_sites(place, package.lock)
+    with output.stage(place, package) as staged:
+        gate.check_text(staged.folder, package.lock.files)
+        verdict, note = _verified(delivery, screen, built, staged)
+        data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
+        if verdict is not None and not verdict.passed:
+            report.show_rejected(screen, verdict, staged.reject(), place)
+            report.write(delivery.json_path, {**data, "written": False})
+            return verdict.exit_code
+        staged.commit()
+    report.show_written(screen, place, package, verdict, note)
+    report.write(delivery.json_path, {**data, "written": True})
+    return 0
+
+
+def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) -> tuple[Verdict | None, str]:
+    """Return the verdict on a staged package, or None and why there is none."""
+    if not delivery.verify:
+        return None, "not run (--no-verify), the import was not tried"
+    if built.source.remote_code and not delivery.trust_remote_code:
+        return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
+    if delivery.request.quick:  # otherwise a gate of the verifier
+        with screen.working("importing the package"):
+            gate.check_import(staged.folder)
+    with screen.working("verifying") as progress:
+        verdict = judge.judge(built.source.path, staged.folder, delivery.request, progress)
+    staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock, staged.folder))
+    return verdict, ""
