@@ -97,6 +97,7 @@ def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any])
     """
     defaults = _defaults(model_class.config_class)
     decoder = {"is_decoder": True} if causal and "is_decoder" in defaults else {}
+    decoder |= _nested_fields(model_class.config_class)
     base = _first_that_builds(model_class, small_fields(defaults) | decoder | dict(overrides))
     flipped = flipped_fields(defaults)
     variants = [Variant("base", base)]
@@ -109,6 +110,17 @@ def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any])
 def _defaults(config_class: Any) -> dict[str, Any]:
     fields: dict[str, Any] = config_class().to_dict()
     return fields
+
+
+def _nested_fields(config_class: Any) -> dict[str, Any]:
+    """Small configurations for the parts of a model of models: its text, vision and audio configurations."""
+    whole = config_class()
+    nested: dict[str, Any] = {}
+    for name in getattr(config_class, "sub_configs", {}):
+        part = getattr(whole, name, None)
+        if part is not None:
+            nested[name] = type(part)(**small_fields(part.to_dict()))
+    return nested
 
 
 def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str, Any]:
