@@ -26,8 +26,8 @@ class NameTaken(UsageError):
 
     def __init__(self, where: object):
         super().__init__(
-            f"the package 'rewrite' in {where} is not the one of hf-rewrite: another distribution (openrewrite has that "
-            "name too) was installed over it. Install hf-rewrite in an environment of its own."
+            f"the package 'rewrite' in {where} is not the one of hf-rewrite: another distribution (openrewrite "
+            "has that name too) was installed over it. Install hf-rewrite in an environment of its own."
         )
 
 

@@ -75,7 +75,7 @@ def test_a_file_that_would_end_the_parser(here: Path, rewrite: CommandLine, text
 
 def test_a_package_of_the_same_name_is_named(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("rewrite.DISTRIBUTION")
-    fails(rewrite("--version"), 2, "openrewrite has that name too")
+    fails(rewrite("--version"), 2, "has that name too")
 
 
 def test_no_site_is_said_and_nothing_written(here: Path, rewrite: CommandLine) -> None:
