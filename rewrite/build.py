@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,23 +35,27 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
     """
     if is_rewritten(source.text):
         raise AlreadyRewritten(source.path)
+    _check_parses(source)
     try:
         relocated = relocate(source)
     except cst.ParserSyntaxError as error:
-        raise _does_not_parse(source, error) from error
+        raise SourceDoesNotParse(source.path, error.raw_line, error.message.splitlines()[0]) from error
     rewritten = rewrite_text(relocated.text, transforms, relocated.uses)
     if not rewritten.sites:
         raise NothingToRewrite(source.path, _reasons(rewritten))
     return Build(source, rewritten)
 
 
-def _does_not_parse(source: Source, error: cst.ParserSyntaxError) -> SourceDoesNotParse:
-    """Return the error with Python's own line and words, which point closer than libcst's, where it refuses too."""
+def _check_parses(source: Source) -> None:
+    """Ask Python's own parser first: it points closer than libcst's, which deep nesting ends without an error."""
     try:
-        compile(source.text, source.path.name, "exec", dont_inherit=True)
-    except SyntaxError as own:
-        return SourceDoesNotParse(source.path, own.lineno or error.raw_line, own.msg)
-    return SourceDoesNotParse(source.path, error.raw_line, error.message.splitlines()[0])
+        ast.parse(source.text)
+    except SyntaxError as error:
+        raise SourceDoesNotParse(source.path, error.lineno or 1, error.msg) from error
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise SourceDoesNotParse(source.path, 1, str(error)) from error
+    except (RecursionError, MemoryError) as error:
+        raise SourceDoesNotParse(source.path, 1, "an expression in it is nested too deeply") from error
 
 
 def _reasons(rewritten: Rewritten) -> list[str]:

@@ -19,9 +19,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from rewrite import __version__
-from rewrite.errors import RewriteError, TransformError
+import rewrite
+from rewrite.errors import NameTaken, RewriteError, TransformError
 
+VERSION = getattr(rewrite, "__version__", "unknown")
 DEFAULT_COMMAND = "apply"
 INTERRUPTED = 130
 BUG = 3
@@ -110,7 +111,7 @@ class DefaultGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="`rewrite COMMAND --help` says more about a command. Example: rewrite llama --out ./optimized_llama",
 )
-@click.version_option(__version__, prog_name="rewrite (hf-rewrite)")
+@click.version_option(VERSION, prog_name="rewrite (hf-rewrite)")
 def cli() -> None:
     """Rewrite a transformers modeling file into fast source code that you keep, and prove that it computes the same.
 
@@ -127,6 +128,8 @@ def main(args: Sequence[str] | None = None) -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     try:
+        if getattr(rewrite, "DISTRIBUTION", None) != "hf-rewrite":
+            raise NameTaken(*rewrite.__path__)
         return int(cli.main(args, prog_name="rewrite", standalone_mode=False) or 0)
     except click.UsageError as error:
         command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
@@ -166,7 +169,7 @@ def _bug(error: Exception) -> int:
 def _log() -> Path:
     """Write the traceback of the exception in hand to a file of its own."""
     with tempfile.NamedTemporaryFile("w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8") as log:
-        log.write(f"hf-rewrite {__version__} · Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
+        log.write(f"hf-rewrite {VERSION} · Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
     return Path(log.name)
 
 

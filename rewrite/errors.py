@@ -21,6 +21,16 @@ class UsageError(RewriteError):
     exit_code = 2
 
 
+class NameTaken(UsageError):
+    """Another distribution has put its own package over `rewrite`."""
+
+    def __init__(self, where: object):
+        super().__init__(
+            f"the package 'rewrite' in {where} is not the one of hf-rewrite: another distribution (openrewrite "
+            "has that name too) was installed over it. Install hf-rewrite in an environment of its own."
+        )
+
+
 class UnknownModel(UsageError):
     """MODEL is neither a model type, nor a file, nor a module, nor a checkpoint folder."""
 

@@ -59,6 +59,25 @@ def test_a_file_that_does_not_parse_names_the_line(here: Path, rewrite: CommandL
     assert not (here / "o").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = " + "(" * 3000 + "1" + ")" * 3000, "too many nested parentheses"),
+        ("x = " + "1 + " * 5000 + "1", "nested too deeply"),
+        ("x = 1\0", "null bytes"),
+    ],
+    ids=["parentheses", "operators", "null"],
+)
+def test_a_file_that_would_end_the_parser(here: Path, rewrite: CommandLine, text: str, message: str) -> None:
+    (here / "modeling_bad.py").write_text(text)
+    fails(rewrite("modeling_bad.py", "--out", "o", "--no-verify"), 2, "modeling_bad.py:1", message)
+
+
+def test_a_package_of_the_same_name_is_named(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("rewrite.DISTRIBUTION")
+    fails(rewrite("--version"), 2, "has that name too")
+
+
 def test_no_site_is_said_and_nothing_written(here: Path, rewrite: CommandLine) -> None:
     (here / "modeling_plain.py").write_text("x = 1\n")
     fails(rewrite("modeling_plain.py", "--out", "o", "--no-verify"), 1, "nothing to rewrite", "Nothing was written")
