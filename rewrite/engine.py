@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from rewrite import imports
+from rewrite.analysis.module import Module, walk
+from rewrite.analysis.syntax import replace_nodes
 from rewrite.errors import NotConverging, RewriteError, TransformError
-from rewrite.module import Module, walk
-from rewrite.syntax import replace_nodes
 from rewrite.transform import (
     Candidate,
     Edit,

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import libcst as cst
 
-from rewrite.module import Module, bound_name
+from rewrite.analysis.module import Module, bound_name
 
 
 def without_unused(module: Module, before: Module) -> cst.Module:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import libcst as cst
 
 from rewrite import __version__
+from rewrite.analysis.module import Module, dotted
 from rewrite.errors import RelativeImport
-from rewrite.module import Module, dotted
 from rewrite.source import Source
 
 HEADER_MARK = "# Rewritten by hf-rewrite "

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.module import Module
+from rewrite.analysis.module import Module
 
 
 class Numerics(enum.Enum):

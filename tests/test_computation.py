@@ -5,9 +5,9 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.computation import NotComputable, Pattern, body
-from rewrite.module import Module
-from rewrite.spelling import Term
+from rewrite.analysis.computation import NotComputable, Pattern, body
+from rewrite.analysis.module import Module
+from rewrite.analysis.spelling import Term
 
 
 def returned(text: str, prefix: str = "") -> Term:

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.module import ClassInfo, Module
-from rewrite.norms import runtime_norm
-from rewrite.pairing import fused_statements
-from rewrite.replacement import call_statement, name_is_free
-from rewrite.residual import Pair, is_fused, norm_classes, pairs
-from rewrite.syntax import expression
+from rewrite.analysis.module import ClassInfo, Module
+from rewrite.analysis.norms import runtime_norm
+from rewrite.analysis.pairing import fused_statements
+from rewrite.analysis.replacement import call_statement, name_is_free
+from rewrite.analysis.residual import Pair, is_fused, norm_classes, pairs
+from rewrite.analysis.syntax import expression
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _KERNEL = "add_rms_norm"

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.module import ClassInfo, Module, names_in, self_attribute, walk
-from rewrite.syntax import block_of, bound_names, expression, single_argument, single_assignments
+from rewrite.analysis.module import ClassInfo, Module, names_in, self_attribute, walk
+from rewrite.analysis.replacement import name_is_free
+from rewrite.analysis.syntax import block_of, bound_names, expression, single_argument, single_assignments
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _FUNCTIONS = ("silu", "gelu", "relu")
@@ -54,6 +55,7 @@ class FuseGatedActivation(Transform):
     reasons: ClassVar[dict[str, str]] = {
         "activation_read_twice": "the activated gate is also read elsewhere",
         "values_change": "a value that the product reads is written between the activation and the product",
+        "name_taken": "the file has a name `gated_activation` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -67,6 +69,8 @@ class FuseGatedActivation(Transform):
         """Replace the product by the operator, and drop the local that held the activated gate."""
         owner, method = _place(candidate, module)
         product = next(p for p in _products(module, owner, method) if p.node is candidate.node)
+        if not name_is_free("gated_activation", module, method):
+            return Skip("name_taken")
         gate = single_argument(product.activated)
         if gate is None:
             raise TypeError("an activation without an argument")

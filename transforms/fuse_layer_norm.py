@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.computation import NotComputable
-from rewrite.module import Module
-from rewrite.norms import computed, divides_by_root_mean_square, layer_norm_call, looks_like_norm, subtracts_mean
-from rewrite.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.computation import NotComputable
+from rewrite.analysis.module import Module
+from rewrite.analysis.norms import (
+    computed,
+    divides_by_root_mean_square,
+    layer_norm_call,
+    looks_like_norm,
+    subtracts_mean,
+)
+from rewrite.analysis.replacement import call_statement, name_is_free, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.computation import NotComputable
-from rewrite.module import Module, names_in
-from rewrite.norms import (
+from rewrite.analysis.computation import NotComputable
+from rewrite.analysis.module import Module, names_in
+from rewrite.analysis.norms import (
     computed,
     divides_by_root_mean_square,
     looks_like_norm,
@@ -15,7 +15,7 @@ from rewrite.norms import (
     rms_norm_obstacle,
     subtracts_mean,
 )
-from rewrite.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.replacement import call_statement, name_is_free, returning
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.computation import NotComputable, body
-from rewrite.module import Module, walk
-from rewrite.replacement import call_statement, name_is_free, returning
-from rewrite.rope import Rotation, rotations, same_rotation
-from rewrite.syntax import calls_in, parameters
+from rewrite.analysis.computation import NotComputable, body
+from rewrite.analysis.module import Module, walk
+from rewrite.analysis.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.rope import Rotation, rotations, same_rotation
+from rewrite.analysis.syntax import calls_in, parameters
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 

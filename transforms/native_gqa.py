@@ -8,8 +8,9 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.module import Module, walk
-from rewrite.syntax import block_of, bound_names, expression, statement
+from rewrite.analysis.module import Module, walk
+from rewrite.analysis.replacement import call_statement, name_is_free
+from rewrite.analysis.syntax import block_of, bound_names, expression
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _GROUPS = "num_key_value_groups"
@@ -49,6 +50,7 @@ class NativeGQA(Transform):
         "other_use": "the expanded tensor is read by something other than a matrix product",
         "values_change": "the tensor is written between its expansion and a product that reads it",
         "not_a_statement": "the expansion or the look-up is part of a larger statement",
+        "name_taken": "the file has a name `grouped_matmul` or `native_gqa` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -63,6 +65,9 @@ class NativeGQA(Transform):
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Replace products with the expanded tensor, or insert the line after the look-up."""
+        enclosing = [above for above in module.ancestors(candidate.node) if isinstance(above, cst.FunctionDef)]
+        if not all(name_is_free(name, module, *enclosing) for name in ("grouped_matmul", "native_gqa")):
+            return Skip("name_taken")
         if _is_lookup(candidate.node, module):
             return _after_lookup(candidate.node, module)
         return _without_expansion(candidate, module)
@@ -124,7 +129,7 @@ def _after_lookup(node: cst.CSTNode, module: Module) -> Found | Skip:
     if not isinstance(small, (cst.Assign, cst.AnnAssign)) or small.value is not node:
         return Skip("not_a_statement", module.code(node))
     name = module.code(small.targets[0].target if isinstance(small, cst.Assign) else small.target)
-    new = statement(f"{name} = native_gqa({name})", module)
+    new = call_statement(f"{name} = ", "native_gqa", [name], module)
     return Found((Edit(line, (line, new)),), ("attention.native_gqa",))
 
 

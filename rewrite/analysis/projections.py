@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.module import ClassInfo, Module, names_in, walk
-from rewrite.syntax import (
+from rewrite.analysis.module import ClassInfo, Module, names_in, walk
+from rewrite.analysis.replacement import call_statement, name_is_free
+from rewrite.analysis.syntax import (
     block_of,
     bound_names,
     called_attribute,
@@ -21,7 +22,6 @@ from rewrite.syntax import (
     replace_nodes,
     single_argument,
     single_assignments,
-    statement,
     written_names,
 )
 from rewrite.transform import Candidate, Edit, Found, Skip
@@ -33,6 +33,7 @@ REASONS: Mapping[str, str] = {
     "called_twice": "one projection is called more than once with this argument",
     "computed_argument": "the argument is itself computed at each call",
     "argument_changes": "the argument is written between the calls",
+    "name_taken": "the file has a name `packed_linear` of its own",
 }
 
 _PLAIN_LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
@@ -99,15 +100,18 @@ def merge(group: Group, module: Module) -> Found | Skip:
     """Return the edits that make one `packed_linear` of the group's calls, or why that would not be safe."""
     if (skip := _unsafe(group, module)) is not None:
         return skip
+    if not name_is_free("packed_linear", module, group.method):
+        return Skip("name_taken")
     taken = local_names(group.method, module)
     first = group.calls[0].statement
     hoisted = {id(call.statement): name for call in group.calls if (name := _hoistable(call, group, module))}
     names = [hoisted.get(id(call.statement)) or fresh_name(_stem(call.attribute), taken) for call in group.calls]
-    projections = ", ".join(f"self.{call.attribute}" for call in group.calls)
-    packed = statement(
-        f"{', '.join(names)} = packed_linear({group.argument}, {projections})",
+    packed = call_statement(
+        f"{', '.join(names)} = ",
+        "packed_linear",
+        [group.argument, *(f"self.{call.attribute}" for call in group.calls)],
         module,
-        module.indentation(first),
+        indent=module.indentation(first),
     ).with_changes(leading_lines=getattr(first, "leading_lines", ()))
     return Found(tuple(_edits(group, names, hoisted, packed)), ("packing.packed_linear",))
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from rewrite.computation import Bindings, Pattern
-from rewrite.spelling import Term
+from rewrite.analysis.computation import Bindings, Pattern
+from rewrite.analysis.spelling import Term
 
 _ROTATE = {
     "half": """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewrite.module import Module, walk
-from rewrite.replacement import call_statement
-from rewrite.residual import Pair, is_read_after, names_read
-from rewrite.syntax import bound_names, fresh_name, local_names, replace_nodes, statement
+from rewrite.analysis.module import Module, walk
+from rewrite.analysis.replacement import call_statement, line
+from rewrite.analysis.residual import Pair, is_read_after, names_read
+from rewrite.analysis.syntax import bound_names, fresh_name, local_names, replace_nodes
 
 
 def fused_statements(pair: Pair, module: Module) -> tuple[cst.BaseStatement, ...]:
@@ -86,7 +86,7 @@ def _may_swap(pair: Pair) -> bool:
 
 
 def _copies(names: list[str], total: str, module: Module) -> list[cst.SimpleStatementLine]:
-    return [statement(f"{name} = {total}", module) for name in names]
+    return [line(f"{name} = {total}", module) for name in names]
 
 
 def _with_comments(pair: Pair, new: list[cst.SimpleStatementLine]) -> tuple[cst.BaseStatement, ...]:

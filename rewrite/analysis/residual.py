@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.module import ClassInfo, Module, self_attribute, walk
-from rewrite.norms import looks_like_norm, runtime_norm
-from rewrite.syntax import bound_names, calls_in, single_argument
+from rewrite.analysis.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.norms import looks_like_norm, runtime_norm
+from rewrite.analysis.syntax import bound_names, calls_in, single_argument
 
 Add = cst.BinaryOperation
 

@@ -15,9 +15,8 @@ from functools import cached_property
 
 import libcst as cst
 
-from rewrite.errors import RewriteError
-from rewrite.module import ClassInfo, Module, self_attribute
-from rewrite.spelling import (
+from rewrite.analysis.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.spelling import (
     ARGUMENTS,
     BINARY,
     COMPARISON,
@@ -25,6 +24,7 @@ from rewrite.spelling import (
     constant,
     make,
 )
+from rewrite.errors import RewriteError
 
 MAX_DEPTH = 4
 """How many calls of helpers inside helpers are followed."""

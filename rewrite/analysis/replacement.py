@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from rewrite.module import Module, walk
-from rewrite.syntax import LINE_LENGTH, bound_names, parameters
+from rewrite.analysis.module import Module, walk
+from rewrite.analysis.syntax import LINE_LENGTH, bound_names, parameters
 
 
 def returning(function: cst.FunctionDef, call: cst.SimpleStatementLine) -> cst.FunctionDef:
@@ -55,6 +55,11 @@ def call_statement(
         if "\n" in text or indent + len(inner) > LINE_LENGTH:
             inner = "\n".join(f"    {argument}," for argument in arguments)
         text = f"{target}{function}(\n{inner}\n){suffix}"
+    return line(text, module)
+
+
+def line(text: str, module: Module) -> cst.SimpleStatementLine:
+    """Parse a statement that is no compound one."""
     parsed = cst.parse_statement(text, config=module.tree.config_for_parsing)
     if not isinstance(parsed, cst.SimpleStatementLine):
         raise TypeError(f"not a simple statement: {text}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import libcst as cst
 
-from rewrite.module import Module, names_in, self_attribute, walk
+from rewrite.analysis.module import Module, names_in, self_attribute, walk
 
 LINE_LENGTH = 119
 """transformers' own line length: generated statements wrap where its formatter would wrap them."""
@@ -15,18 +15,6 @@ LINE_LENGTH = 119
 def expression(text: str) -> cst.BaseExpression:
     """Parse an expression."""
     return cst.parse_expression(text)
-
-
-def statement(text: str, module: Module, indent: int = 8) -> cst.SimpleStatementLine:
-    """Parse a one-line statement, wrapped at the last argument list where it would pass `LINE_LENGTH`."""
-    if indent + len(text) > LINE_LENGTH and text.endswith(")"):
-        start = text.index("(", text.find("= ") + 1)
-        pad = " " * indent
-        text = f"{text[: start + 1]}\n{pad}    {text[start + 1 : -1]}\n{pad})"
-    parsed = cst.parse_statement(text, config=module.tree.config_for_parsing)
-    if not isinstance(parsed, cst.SimpleStatementLine):
-        raise TypeError(f"not a simple statement: {text}")
-    return parsed
 
 
 def called_attribute(node: cst.CSTNode) -> str | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.computation import Bindings, NotComputable, Pattern, body, subterms
-from rewrite.module import ClassInfo, Module, self_attribute, walk
-from rewrite.spelling import Term, constant
+from rewrite.analysis.computation import Bindings, NotComputable, Pattern, body, subterms
+from rewrite.analysis.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.spelling import Term, constant
 
 _RMS = """
 class Norm:

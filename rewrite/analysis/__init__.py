@@ -1,0 +1,1 @@
+"""What a modeling file contains: classes and names, what functions compute, where values flow."""
