@@ -37,7 +37,9 @@ def test_transforms_never_import_torch(path: Path) -> None:
     assert not {*HEAVY, "click", "rich"} & set(imported(path))
 
 
-@pytest.mark.parametrize("path", [*files("rewrite"), *files("rewrite/commands")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*files("rewrite"), *files("rewrite/commands"), *files("rewrite/analysis")], ids=lambda path: path.stem
+)
 def test_the_tool_never_imports_torch_outside_the_verifier(path: Path) -> None:
     assert not HEAVY & set(imported(path))
 
