@@ -18,6 +18,9 @@ def files(folder: str) -> list[Path]:
     return sorted((ROOT / folder).glob("*.py"))
 
 
+TOOL = [path for folder in ("rewrite", "rewrite/commands", "rewrite/analysis") for path in files(folder)]
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield the top-level name of every absolute import, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
