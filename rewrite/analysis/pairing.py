@@ -95,9 +95,9 @@ def _with_comments(pair: Pair, new: list[cst.SimpleStatementLine]) -> tuple[cst.
     old = (*pair.before_line, *([pair.line] if replaces_line else []))
     lines: list[cst.EmptyLine] = []
     for replaced in old:
-        for line in getattr(replaced, "leading_lines", ()):
-            if line.comment is not None or not lines or lines[-1].comment is not None:
-                lines.append(line)
+        for empty in getattr(replaced, "leading_lines", ()):
+            if empty.comment is not None or not lines or lines[-1].comment is not None:
+                lines.append(empty)
         trailing = getattr(replaced, "trailing_whitespace", None)
         if replaced is not pair.line and trailing is not None and trailing.comment is not None:
             lines.append(cst.EmptyLine(comment=trailing.comment))
