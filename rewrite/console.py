@@ -23,7 +23,6 @@ LABEL_WIDTH = 11
 SIDE_BY_SIDE_WIDTH = 100
 PROGRESS_SECONDS = 1.0
 PLAIN_PROGRESS_SECONDS = 5.0
-DIFF_STYLES = ("unified", "side-by-side", "stat", "none")
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 
@@ -64,7 +63,7 @@ class Screen:
         self.output.print(table)
 
     def show_diff(self, before: str, after: str, path: str, style: str) -> None:
-        """Print the difference in one of `DIFF_STYLES`."""
+        """Print the difference in one of `diff.STYLES`."""
         if style == "none":
             return
         if style == "stat":

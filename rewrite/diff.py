@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+STYLES = ("unified", "side-by-side", "stat", "none")
 CONTEXT = 3
 _NO_NEWLINE = "\n\\ No newline at end of file\n"
 

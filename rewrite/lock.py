@@ -112,6 +112,8 @@ def _report(report: TransformReport) -> dict[str, Any]:
 def _parse(folder: Path, data: dict[str, Any]) -> Lock:
     if data["schema"] != SCHEMA:
         raise NotAPackage(folder, f"its {LOCK_NAME} has schema {data['schema']} and this version reads {SCHEMA}")
+    if not any(name.startswith("modeling_") for name in data["files"]):
+        raise KeyError("modeling file")
     return Lock(
         tool=data["tool"]["version"],
         source=Origin(**data["source"]),

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rewrite.errors import OriginalChanged, OriginalNotFound
+from rewrite.errors import OriginalChanged, OriginalNotFound, SourceNotReadable
 from rewrite.lock import Lock
 from rewrite.source import Source, resolve
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file exactly, byte order mark and newlines included."""
-    return path.read_bytes().decode("utf-8")
+    """Return the text of a file exactly, byte order mark and newlines included.
+
+    Raises:
+        SourceNotReadable: if it cannot be read as UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise SourceNotReadable(path, error.strerror or str(error)) from error
+    except UnicodeDecodeError as error:
+        raise SourceNotReadable(path, f"byte {error.start} is not UTF-8") from error
 
 
 def patch_path(source: Source) -> str:

@@ -35,10 +35,14 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
     path = folder / VERDICT_NAME
     if not path.is_file():
         return None
-    verdict = json.loads(path.read_text(encoding="utf-8"))
-    if not verdict["passed"]:
+    try:
+        verdict = json.loads(path.read_text(encoding="utf-8"))
+        passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
+    except (ValueError, KeyError, TypeError):
+        return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
+    if not passed:
         return f"{VERDICT_NAME} says that the verification failed"
-    for name, digest in verdict["rewritten"]["files"].items():
+    for name, digest in files.items():
         if not (folder / name).is_file() or sha256((folder / name).read_bytes()) != digest:
             return f"{name} has changed since it was verified: rewrite verify {folder}"
     return None

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from rewrite.diff import STYLES
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 DTYPES = ("bfloat16", "float16")
@@ -35,8 +37,7 @@ def complete_transforms(ctx: click.Context, param: click.Parameter, incomplete: 
 
 def diff_option(default: str | None, help_text: str) -> Callable[[Command], Command]:
     """Return the option `--diff`."""
-    styles = ("unified", "side-by-side", "stat", "none")
-    return click.option("--diff", "diff_style", type=click.Choice(styles), default=default, help=help_text)
+    return click.option("--diff", "diff_style", type=click.Choice(STYLES), default=default, help=help_text)
 
 
 def verification_options(command: Command) -> Command:

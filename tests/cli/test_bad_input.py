@@ -102,10 +102,22 @@ def test_a_report_that_cannot_be_written(here: Path, rewrite: CommandLine) -> No
     assert "error: cannot write /dev/full" in done.err
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"schema": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"schema": 1}', "\\xff"])
 def test_a_broken_lock(package: Path, rewrite: CommandLine, text: str) -> None:
     (package / "rewrite.lock").write_text(text)
     fails(rewrite("diff", package), 2, "rewrite.lock")
+
+
+@pytest.mark.parametrize("name", ["modeling_tiny.py", ".rewrite/modeling_tiny.py"])
+def test_a_package_with_a_file_gone(package: Path, rewrite: CommandLine, name: str) -> None:
+    (package / name).unlink()
+    for arguments in (("diff", package, "--generated"), ("sync", package, "--no-verify")):
+        fails(rewrite(*arguments), 2, name)
+
+
+def test_a_broken_verdict(package: Path, rewrite: CommandLine) -> None:
+    (package / "verify.json").write_text("[")
+    assert "verify.json cannot be read" in rewrite("check", package).out
 
 
 def test_a_bug_of_ours_is_one_line_and_a_log(
