@@ -83,6 +83,7 @@ def run(package, shape, lengths, seconds):
     name = next(n for n in vars(ours) if n.endswith("ForCausalLM"))
     config = config_for(getattr(theirs, name), shape)
     original = built(getattr(theirs, name), config)
+    last_logits(original, torch.zeros(1, 8, dtype=torch.long, device="cuda"))  # the workspaces of cuBLAS count once
     before = torch.cuda.memory_allocated()
     rewritten = built(getattr(ours, name), config)
     rewritten.load_state_dict(original.state_dict())
