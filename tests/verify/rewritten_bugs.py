@@ -6,7 +6,6 @@ from .bugs import Bug
 
 QKV = "q, k, v = packed_linear(hidden_states, self.q_proj, self.k_proj, self.v_proj)"
 GATE_UP = "gate, up = packed_linear(x, self.gate_proj, self.up_proj)"
-PACKED = "first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))"
 ACTIVATION = "gated_activation(gate, up, self.act_fn)"
 
 REWRITTEN = (
@@ -38,8 +37,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "packed weights stale",
-        f"weight = {PACKED}",
-        f"weight = first.__dict__.setdefault('_kept', {PACKED}.clone())",
+        "F.linear(input, weight, _packed_bias",
+        "F.linear(input, weights[0].__dict__.setdefault('_kept', weight.detach().clone()), _packed_bias",
         file="runtime/packing.py",
     ),
     Bug(
