@@ -32,17 +32,17 @@ def register(module: ModuleType) -> list[str]:
     return changed
 
 
-def from_config(auto: Any, config: Any, /, *args: Any, module: str, **kwargs: Any) -> PreTrainedModel:
+def from_config(auto: Any, /, config: Any, *, module: str, **kwargs: Any) -> PreTrainedModel:
     """Build `auto.from_config(config)`, with the class of `module` where that file has the one the Auto class picks.
 
     A modeling file that builds a sub-model through an Auto class would otherwise get the original's class.
     """
     mapping = auto._model_mapping
     if type(config) in mapping:
-        own = getattr(sys.modules[module], getattr(mapping[type(config)], "__name__", ""), None)
+        own = getattr(sys.modules.get(module), getattr(mapping[type(config)], "__name__", ""), None)
         if own is not None and own.__module__ == module:
-            return own._from_config(config, *args, **kwargs)
-    return auto.from_config(config, *args, **kwargs)
+            return own._from_config(config, **kwargs)
+    return auto.from_config(config, **kwargs)
 
 
 def _is_model(value: object, module: str) -> bool:
