@@ -33,7 +33,7 @@ class NativeGQA(Transform):
 
     What it needs:
         The expansion is recognised by what the function does, not by its name; the expanded tensor is read by matrix
-        products only.
+        products only, and for sizes that expansion does not change.
 
     Numerics:
         Reordered: the same sums in products of another shape.
@@ -150,8 +150,11 @@ def _without_expansion(candidate: Candidate, module: Module) -> Found | Skip:
     uses = [u for u in uses if u is not target and not _inside(u, line, module)]
     if any(compact.value in bound_names(s) or target.value in bound_names(s) for s in after):
         return Skip("values_change", target.value)
-    products = []
+    products, lengths = [], []
     for use in uses:
+        if _reads_a_kept_size(use, module) and any(_inside(use, s, module) for s in after):
+            lengths.append(Edit(use, (cst.Name(compact.value),)))
+            continue
         product = _product(use, module)
         if product is None or not any(_inside(use, s, module) for s in after):
             if compact.value == target.value and not any(_inside(use, s, module) for s in after):
@@ -159,7 +162,7 @@ def _without_expansion(candidate: Candidate, module: Module) -> Found | Skip:
             return Skip("other_use", module.code(module.statement(use)).splitlines()[0])
         products.append((product, use))
     edits = [Edit(product, (_grouped(product, use, compact, module),)) for product, use in products]
-    return Found((Edit(line, ()), *edits), ("attention.grouped_matmul",))
+    return Found((Edit(line, ()), *edits, *lengths), ("attention.grouped_matmul",))
 
 
 def _inside(node: cst.CSTNode, top: cst.CSTNode, module: Module) -> bool:
@@ -182,6 +185,17 @@ def _product(use: cst.Name, module: Module) -> cst.Call | cst.BinaryOperation | 
         if isinstance(call, cst.Call) and module.qualified(call.func) == "torch.matmul" and call.args[1] is parent:
             return call
     return None
+
+
+def _reads_a_kept_size(use: cst.Name, module: Module) -> bool:
+    """Return whether `use` only tells a size that expansion leaves alone, any but the number of heads."""
+    shape = module.parent(use)
+    size = module.parent(shape)
+    kept = m.Subscript(slice=[m.SubscriptElement(m.Index(m.Integer("0") | m.Integer("2") | m.Integer("3")))])
+    last = m.Index(m.UnaryOperation(m.Minus(), m.Integer("1") | m.Integer("2") | m.Integer("4")))
+    return m.matches(shape, m.Attribute(attr=m.Name("shape"))) and m.matches(
+        size, kept | m.Subscript(slice=[m.SubscriptElement(last)])
+    )
 
 
 def _swaps_last_two(transpose: cst.Call, module: Module) -> bool:
