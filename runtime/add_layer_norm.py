@@ -109,7 +109,7 @@ def _launch(
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(summed):
         layer_norm_kernel.launch(
-            (-(-row_count // block_rows), 1),
+            (-(-row_count // block_rows), 1, 1),
             num_warps,
             (x, residual, x if weight is None else weight, x if bias is None else bias, normed, summed),
             (row_count,),

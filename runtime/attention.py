@@ -141,7 +141,7 @@ def _folded(
     out = F.scaled_dot_product_attention(
         query.unflatten(1, (-1, groups)).flatten(2, 3), key, value, attn_mask=mask, scale=scaling
     )
-    return out.view(batch, heads, length, -1).transpose(1, 2).contiguous()
+    return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous()
 
 
 def _cudnn_takes(

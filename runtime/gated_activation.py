@@ -21,7 +21,7 @@ from torch import nn
 from transformers.activations import ACT2CLS
 
 from . import backend, rows
-from .launch import WAVE, Kernel
+from .launch import WAVE, Kernel, grid
 
 if backend.triton_installed():
     import triton
@@ -42,11 +42,12 @@ if backend.triton_installed():
                 activated = activated * activated
         return activated
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["row_count"])
     def _gated_activation_kernel(  # type: ignore[no-untyped-def]
         gate_ptr,
         up_ptr,
         out_ptr,
+        row_count,
         intermediate_size,
         gate_stride,
         up_stride,
@@ -58,8 +59,10 @@ if backend.triton_installed():
             row = tl.zeros((), tl.int64)
             col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         else:
-            row = tl.program_id(0).to(tl.int64)
-            col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+            row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            if row >= row_count:
+                return
+            col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = col < intermediate_size
         gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0)
@@ -164,13 +167,12 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
         gate, gate_stride = rows.flatten(gate)
         up, up_stride = rows.flatten(up)
     block, num_warps = (1024, 256 // WAVE) if count >= 1 << 20 else (512, 128 // WAVE)
-    blocks = -(-size // block)
     with backend.device_guard(out):
         gated_activation_kernel.launch(
-            (blocks, 1) if flat else (count // size, blocks),
+            grid(-(-size // block), count // size),
             num_warps,
             (gate, up, out),
-            (),
+            (count // size,),
             (size, gate_stride, up_stride),
             (),
             (flat, activation, block),

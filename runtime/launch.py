@@ -15,6 +15,15 @@ WAVE = 64 if torch.version.hip else 32
 _REMEMBERS = torch.version.hip is None
 
 
+def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
+    """Return a grid of all blocks of all rows, the blocks of a row next to each other.
+
+    A row is `program_id(2) * num_programs(1) + program_id(1)`, as an axis but the first ends at 65,535. With the rows
+    first, neighbouring programs touch distant memory: 7% slower at 768 MiB (H100).
+    """
+    return blocks, min(row_count, 32768), -(-row_count // 32768)
+
+
 class Kernel:
     """A kernel whose signature is pointers, counts (not specialised), strides, floats, constants, in this order."""
 
@@ -24,7 +33,7 @@ class Kernel:
 
     def launch(
         self,
-        grid: tuple[int, int],
+        grid: tuple[int, int, int],
         num_warps: int,
         tensors: tuple[torch.Tensor, ...],
         counts: tuple[int, ...],
@@ -43,7 +52,7 @@ class Kernel:
         )
         variant = self._variants.get(key)
         if variant is not None:
-            variant[(grid[0], grid[1], 1)](*tensors, *counts, *strides, *floats, *constants)
+            variant[grid](*tensors, *counts, *strides, *floats, *constants)
             return
         variant = self.jit_function[grid](*tensors, *counts, *strides, *floats, *constants, num_warps=num_warps)
         if _REMEMBERS and variant is not None:  # the interpreter returns None

@@ -177,7 +177,7 @@ def _launch(
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
     with backend.device_guard(out):
         layer_norm_kernel.launch(
-            (-(-row_count // block_rows), 1),
+            (-(-row_count // block_rows), 1, 1),
             num_warps,
             (x, x, x if weight is None else weight, x if bias is None else bias, out, out),
             (row_count,),

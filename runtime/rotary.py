@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from . import backend, rows
-from .launch import WAVE, Kernel
+from .launch import WAVE, Kernel, grid
 
 if backend.triton_installed():
     import triton
@@ -90,7 +90,7 @@ if backend.triton_installed():
             passed = tl.load(x_row + col, mask=live & (col < D), other=0.0)
             tl.store(out_row + col, passed.to(OUT), mask=live & (col < D))
 
-    @triton.jit(do_not_specialize=["tokens", "q_heads", "k_heads"])
+    @triton.jit(do_not_specialize=["token_count", "tokens", "q_heads", "k_heads"])
     def _rotary_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
         k_ptr,
@@ -98,6 +98,7 @@ if backend.triton_installed():
         sin_ptr,
         q_out_ptr,
         k_out_ptr,
+        token_count,
         tokens,
         q_heads,
         k_heads,
@@ -121,14 +122,15 @@ if backend.triton_installed():
         BLOCK_PASS: tl.constexpr,
     ):
         q_blocks = tl.cdiv(q_heads, BLOCK_HEADS)
-        block = tl.program_id(1)
-        token = tl.program_id(0).to(tl.int64)
-        if ONE_SEQUENCE:
-            b = tl.zeros((), tl.int64)
-            s = token
-        else:
-            b = (tl.program_id(0) // tokens).to(tl.int64)
-            s = (tl.program_id(0) % tokens).to(tl.int64)
+        block = tl.program_id(0)
+        token = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        if token >= token_count:
+            return
+        b = tl.zeros((), tl.int64)
+        s = token
+        if not ONE_SEQUENCE:
+            b = token // tokens
+            s = token % tokens
         table = b * table_stride_b + s * table_stride_s
         cos_a, cos_b = _table(cos_ptr + table, R, INTERLEAVED, HALF_TABLE, BLOCK_PAIRS)
         sin_a, sin_b = _table(sin_ptr + table, R, INTERLEAVED, HALF_TABLE, BLOCK_PAIRS)
@@ -321,10 +323,10 @@ def _launch(
     q_heads, k_heads = q.shape[axis], k.shape[axis]
     with backend.device_guard(q):
         rotary_kernel.launch(
-            (batch * tokens, -(-q_heads // BLOCK_HEADS) - (-k_heads // BLOCK_HEADS)),
+            grid(-(-q_heads // BLOCK_HEADS) - (-k_heads // BLOCK_HEADS), batch * tokens),
             128 // WAVE,
             (q, k, cos, sin, q_out, k_out),
-            (tokens, q_heads, k_heads),
+            (batch * tokens, tokens, q_heads, k_heads),
             (
                 *_strides(q, axis),
                 *_strides(k, axis),
@@ -356,12 +358,13 @@ def _fake(
     heads_first = _head_axis(q, named) == q.ndim - 3
 
     def empty(x: torch.Tensor) -> torch.Tensor:
-        if heads_first:
-            x = x.transpose(-3, -2)
         keep = named.in_fp32 or named.keep_dtype or x.dtype == cos.dtype
         dtype = x.dtype if keep else torch.promote_types(x.dtype, cos.dtype)
-        out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-        return out.transpose(-3, -2) if heads_first else out
+        if not heads_first:
+            return torch.empty(x.shape, dtype=dtype, device=x.device)
+        heads, tokens, head_dim = x.shape[-3:]
+        strides = (tokens * heads * head_dim, head_dim, heads * head_dim, 1)[-x.ndim :]
+        return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
 
     return empty(q), empty(k)
 

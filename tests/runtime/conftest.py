@@ -29,8 +29,11 @@ def device() -> Iterator[torch.device]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every tensor that an operator allocates with NaN, so that an element left unwritten shows."""
-    empty, empty_like = torch.empty, torch.empty_like
+    empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_strided
     monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(torch.nan))
+    monkeypatch.setattr(
+        torch, "empty_strided", lambda *args, **options: empty_strided(*args, **options).fill_(torch.nan)
+    )
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(torch.nan))
 
 
