@@ -1,6 +1,6 @@
 """Time the operators against eager torch, torch.compile and Liger, and print a table.
 
-    python bench/kernels.py --json kernels.json
+    python bench/operators.py --json operators.json
 
 Every contender runs inside a CUDA graph that walks over distinct inputs and outputs, together larger than the L2 cache
 where one set is. Contenders are timed in turn, replay by replay, and the median is kept; each is compared with an fp64

@@ -57,7 +57,9 @@ def _prefill(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, F
 
 
 def _decode(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:
-    ids = tokens(bench.seed_for("compile decode"), variant.vocab_size, 1, 12, bench.options.device)
+    """Four steps after each of several prompts: the few logits of one prompt share their roundings."""
+    device, vocab = bench.options.device, variant.vocab_size
+    prompts = [tokens(bench.seed_for("compile decode", i), vocab, 1, 12, device) for i in range(6)]
 
     def run(model: Any) -> dict[str, Any]:
         import torch
@@ -66,10 +68,13 @@ def _decode(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Fi
         cache = new_cache(inner, "static")
         outputs = {}
         with torch.no_grad():
-            inner(input_ids=ids[:, :8], past_key_values=cache, use_cache=True)
-            for step in range(8, 12):
-                found = model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-                outputs[f"step {step}"] = found[0].clone()
+            for number, ids in enumerate(prompts):
+                if number:
+                    cache.reset()
+                inner(input_ids=ids[:, :8], past_key_values=cache, use_cache=True)
+                for step in range(8, 12):
+                    found = model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+                    outputs[f"step {step}#{number}"] = found[0].clone()
         return outputs
 
     return _measure(bench, variant, backend, run)
