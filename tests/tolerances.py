@@ -22,7 +22,7 @@ KERNEL = Tolerance(
     largest=2.0,
     root_mean_square=1.25,
     largest_floor_ulps=2.0,
-    row_floor_ulps=1.0,
+    row_floor_ulps=2.0,
     reference_ulps=16.0,
     reason="sums run in another order, and a GPU's exp and rsqrt are good to two units in the last place; the "
     "mean and scale of a row round once for the whole row, so the mean error over few rows is that of few roundings; "
