@@ -33,7 +33,7 @@ class FuseGateUp(Transform):
     """
 
     name: ClassVar[str] = "fuse_gate_up"
-    summary: ClassVar[str] = "gate and up projections of a gated MLP become one product on packed weights"
+    summary: ClassVar[str] = "Gate and up projections of a gated MLP become one product on packed weights."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons = REASONS
 

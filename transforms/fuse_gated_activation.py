@@ -49,7 +49,7 @@ class FuseGatedActivation(Transform):
     """
 
     name: ClassVar[str] = "fuse_gated_activation"
-    summary: ClassVar[str] = "`act(gate) * up` becomes one kernel, for the activation that the config names"
+    summary: ClassVar[str] = "`act(gate) * up` becomes one kernel, for the activation that the config names."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     after: ClassVar[tuple[str, ...]] = ("fuse_gate_up",)
     reasons: ClassVar[dict[str, str]] = {

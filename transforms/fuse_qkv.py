@@ -35,7 +35,7 @@ class FuseQKV(Transform):
     """
 
     name: ClassVar[str] = "fuse_qkv"
-    summary: ClassVar[str] = "query, key and value projections of one input become one product on packed weights"
+    summary: ClassVar[str] = "Query, key and value projections of one input become one product on packed weights."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons = REASONS
 

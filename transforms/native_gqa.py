@@ -8,9 +8,10 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis.expansion import expands_heads, grouped_product, product_of, reads_a_kept_size
 from rewrite.analysis.module import Module, walk
 from rewrite.analysis.replacement import call_statement, name_is_free
-from rewrite.analysis.syntax import block_of, bound_names, expression
+from rewrite.analysis.syntax import block_of, bound_names
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _GROUPS = "num_key_value_groups"
@@ -44,7 +45,7 @@ class NativeGQA(Transform):
     """
 
     name: ClassVar[str] = "native_gqa"
-    summary: ClassVar[str] = "grouped-query attention without `repeat_kv`, eager and SDPA, masks included"
+    summary: ClassVar[str] = "Grouped-query attention never repeats keys and values: eager and SDPA, masks included."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons: ClassVar[dict[str, str]] = {
         "other_use": "the expanded tensor is read by something other than a matrix product",
@@ -55,7 +56,7 @@ class NativeGQA(Transform):
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
         """Yield every call of an expanding function, and every look-up of an attention function that may expand."""
-        repeats = {name for name, function in module.functions.items() if _expands_heads(function, module)}
+        repeats = {name for name, function in module.functions.items() if expands_heads(function, module)}
         for where, function in _functions(module):
             for node in walk(function.body):
                 if m.matches(node, m.Call(func=m.Name())) and module.code(node.func) in repeats:  # type: ignore[attr-defined]
@@ -77,30 +78,6 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef]]:
     yield from module.functions.items()
     for owner, name, method in module.methods():
         yield f"{owner.name}.{name}", method
-
-
-def _expands_heads(function: cst.FunctionDef, module: Module) -> bool:
-    """Return whether `function(x, n)` repeats dimension 1 of a 4-D tensor n times, element by element."""
-    params = [param.name.value for param in function.params.params]
-    lines = [module.code(line) for line in function.body.body if not _is_docstring(line)]
-    if len(params) != 2 or len(lines) != 4:
-        return False
-    x, n = params
-    shape = lines[0].removesuffix(f" = {x}.shape")
-    sizes = [size.strip() for size in shape.split(",")]
-    if len(sizes) != 4 or shape == lines[0]:
-        return False
-    b, h, s, d = sizes
-    expanded = f"{x}[:, :, None, :, :].expand({b}, {h}, {n}, {s}, {d})"
-    return [" ".join(line.split()) for line in lines[1:]] == [
-        f"if {n} == 1: return {x}",
-        f"{x} = {expanded}",
-        f"return {x}.reshape({b}, {h} * {n}, {s}, {d})",
-    ]
-
-
-def _is_docstring(line: cst.CSTNode) -> bool:
-    return m.matches(line, m.SimpleStatementLine(body=[m.Expr(m.SimpleString() | m.ConcatenatedString())]))
 
 
 def _is_lookup(node: cst.CSTNode, module: Module) -> bool:
@@ -152,65 +129,18 @@ def _without_expansion(candidate: Candidate, module: Module) -> Found | Skip:
         return Skip("values_change", target.value)
     products, lengths = [], []
     for use in uses:
-        if _reads_a_kept_size(use, module) and any(_inside(use, s, module) for s in after):
+        if reads_a_kept_size(use, module) and any(_inside(use, s, module) for s in after):
             lengths.append(Edit(use, (cst.Name(compact.value),)))
             continue
-        product = _product(use, module)
+        product = product_of(use, module)
         if product is None or not any(_inside(use, s, module) for s in after):
             if compact.value == target.value and not any(_inside(use, s, module) for s in after):
                 continue
             return Skip("other_use", module.code(module.statement(use)).splitlines()[0])
         products.append((product, use))
-    edits = [Edit(product, (_grouped(product, use, compact, module),)) for product, use in products]
+    edits = [Edit(product, (grouped_product(product, use, compact, module),)) for product, use in products]
     return Found((Edit(line, ()), *edits, *lengths), ("attention.grouped_matmul",))
 
 
 def _inside(node: cst.CSTNode, top: cst.CSTNode, module: Module) -> bool:
     return node is top or any(above is top for above in module.ancestors(node))
-
-
-def _product(use: cst.Name, module: Module) -> cst.Call | cst.BinaryOperation | None:
-    """Return the matrix product whose right side is `use` or a transposition of it."""
-    right: cst.CSTNode = use
-    parent = module.parent(use)
-    if m.matches(parent, m.Attribute(attr=m.Name("transpose"))):
-        right = module.parent(parent)
-        if not isinstance(right, cst.Call) or not _swaps_last_two(right, module):
-            return None
-        parent = module.parent(right)
-    if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, cst.MatrixMultiply):
-        return parent if parent.right is right else None
-    if isinstance(parent, cst.Arg):
-        call = module.parent(parent)
-        if isinstance(call, cst.Call) and module.qualified(call.func) == "torch.matmul" and call.args[1] is parent:
-            return call
-    return None
-
-
-def _reads_a_kept_size(use: cst.Name, module: Module) -> bool:
-    """Return whether `use` only tells a size that expansion leaves alone, any but the number of heads."""
-    shape = module.parent(use)
-    size = module.parent(shape)
-    kept = m.Subscript(slice=[m.SubscriptElement(m.Index(m.Integer("0") | m.Integer("2") | m.Integer("3")))])
-    last = m.Index(m.UnaryOperation(m.Minus(), m.Integer("1") | m.Integer("2") | m.Integer("4")))
-    return m.matches(shape, m.Attribute(attr=m.Name("shape"))) and m.matches(
-        size, kept | m.Subscript(slice=[m.SubscriptElement(last)])
-    )
-
-
-def _swaps_last_two(transpose: cst.Call, module: Module) -> bool:
-    axes = [module.code(argument.value) for argument in transpose.args]
-    return len(axes) == 2 and {axes[0], axes[1]} in ({"2", "3"}, {"-1", "-2"})
-
-
-def _grouped(product: cst.Call | cst.BinaryOperation, use: cst.Name, compact: cst.Name, module: Module) -> cst.Call:
-    left, right = (
-        (product.args[0].value, product.args[1].value)
-        if isinstance(product, cst.Call)
-        else (product.left, product.right)
-    )
-    renamed = right.deep_replace(use, cst.Name(compact.value))
-    call = expression(f"grouped_matmul({module.code(left)}, {cst.Module([]).code_for_node(renamed)})")
-    if not isinstance(call, cst.Call):
-        raise TypeError("not a call")
-    return call
