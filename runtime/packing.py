@@ -130,6 +130,8 @@ def _pack(tensors: Sequence[Tensor]) -> str | None:
         return "capturing"
     # Inference tensors could never take part in training again, so the packed tensor is a normal one in any mode.
     with _lock, torch.inference_mode(False), torch.no_grad():
+        if _adjacent(tensors):  # another thread was here first
+            return None
         packed = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, packed.split([t.shape[0] for t in tensors]), strict=True):
             tensor.data = part

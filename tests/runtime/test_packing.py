@@ -2,6 +2,7 @@
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -118,6 +119,26 @@ def test_gradients_are_the_originals_and_counted():
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert backend.fallbacks() == {("packed_linear", "gradient"): 1}
     assert backend.last_reasons(module) == {"q": "packed_linear: gradient"}
+
+
+def test_safetensors_saves_packed_weights_as_separate_tensors(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    module = Attention((True,) * 3)
+    run(module, torch.randn(3, 32))
+    save_file(module.state_dict(), tmp_path / "weights.safetensors")
+    loaded = load_file(tmp_path / "weights.safetensors")
+    assert loaded.keys() == module.state_dict().keys()
+    assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in loaded.items())
+
+
+def test_threads_that_make_the_first_call_together_agree():
+    modules = [Attention() for _ in range(8)]
+    x = torch.randn(3, 32)
+    with ThreadPoolExecutor(8) as pool:
+        results = [list(pool.map(lambda module: run(module, x), [module] * 8)) for module in modules]
+    assert all(torch.equal(ours, results[i][0][0]) for i in range(8) for ours, _ in results[i])
+    assert all(packed(module) for module in modules)
 
 
 class Adapter(nn.Module):
