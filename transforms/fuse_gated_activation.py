@@ -10,7 +10,14 @@ import libcst as cst
 
 from rewrite.analysis.module import ClassInfo, Module, names_in, self_attribute, walk
 from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.syntax import block_of, bound_names, expression, single_argument, single_assignments
+from rewrite.analysis.syntax import (
+    block_of,
+    bound_names,
+    expression,
+    mutated_names,
+    single_argument,
+    single_assignments,
+)
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _FUNCTIONS = ("silu", "gelu", "relu")
@@ -136,6 +143,9 @@ def _cannot_move(product: _Product, method: cst.FunctionDef, module: Module) -> 
         return Skip("values_change", "the product stands in another block")
     start, end = (next(i for i, line in enumerate(block) if line is s) for s in (here, there))
     read = names_in([product.activated])
-    if read & set().union(*(bound_names(line) for line in block[start + 1 : end])):
+    between = block[start + 1 : end]
+    if read & set().union(*(bound_names(line) for line in between)):
         return Skip("values_change", module.code(product.activated))
+    if any(mutated_names(line) for line in between):
+        return Skip("values_change", "another name may mean the same tensor")
     return None

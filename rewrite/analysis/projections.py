@@ -19,6 +19,7 @@ from rewrite.analysis.syntax import (
     calls_in,
     fresh_name,
     local_names,
+    mutated_names,
     replace_nodes,
     single_argument,
     single_assignments,
@@ -198,7 +199,27 @@ def _unsafe(group: Group, module: Module) -> Skip | None:
     between = _between(group, module)
     if read & set().union(*(bound_names(node) for node in between[:-1])) or read & written_names(between[-1]):
         return Skip("argument_changes", group.argument)
+    if written := _mutated(group, between) - _fresh(group, between):
+        return Skip("argument_changes", f"{group.argument}, which {', '.join(sorted(written))} may alias")
     return None
+
+
+def _mutated(group: Group, between: list[cst.CSTNode]) -> set[str]:
+    """Return the names that are written in place from the first call to the last."""
+    values: list[cst.CSTNode] = [node.value for node in walk(between[-1]) if isinstance(node, cst.Assign)]
+    return set().union(*(mutated_names(node) for node in (*between[:-1], *(values or between[-1:]))))
+
+
+def _fresh(group: Group, between: list[cst.CSTNode]) -> set[str]:
+    """Return the names that, from the first call to the last, mean nothing but the result of a call of the group."""
+    calls = {id(call.node) for call in group.calls}
+    made, other = set[str](), set[str]()
+    for line in between:
+        for node in walk(line):
+            if isinstance(node, (cst.Assign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.With)):
+                own = isinstance(node, cst.Assign) and any(id(inner) in calls for inner in walk(node.value))
+                (made if own else other).update(bound_names(node))
+    return made - other
 
 
 def _between(group: Group, module: Module) -> list[cst.CSTNode]:

@@ -68,6 +68,32 @@ def bound_names(node: cst.CSTNode) -> set[str]:
     return bound
 
 
+def mutated_names(node: cst.CSTNode) -> set[str]:
+    """Return the names whose value `node` may change in place: `x += `, `x[...] =`, `x.op_()`, `f(x, out=...)`.
+
+    Another name may mean the same tensor, so a value is safe only where this set is empty or known to be fresh.
+    """
+    mutated: set[str] = set()
+    for inner in walk(node):
+        if isinstance(inner, cst.AugAssign):
+            mutated |= _target_names(inner.target)
+        elif isinstance(inner, cst.AssignTarget) and isinstance(inner.target, (cst.Subscript, cst.Attribute)):
+            mutated |= _target_names(inner.target) - {"self"}
+        elif isinstance(inner, cst.Call):
+            mutated |= _mutated_by_call(inner)
+    return mutated
+
+
+def _mutated_by_call(call: cst.Call) -> set[str]:
+    named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+    mutated = names_in(call.args) - named if named & {"out", "inplace"} else set()
+    if isinstance(call.func, cst.Attribute):
+        name = call.func.attr.value
+        if name.endswith("_") and not name.endswith("__"):
+            mutated |= names_in([call.func.value])
+    return mutated
+
+
 def written_names(node: cst.CSTNode) -> set[str]:
     """Return the local names that evaluating a statement's expressions may write, its own targets left out."""
     targets = {id(inner) for inner in walk(node) if isinstance(inner, cst.AssignTarget)}
