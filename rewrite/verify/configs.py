@@ -171,8 +171,8 @@ def _first_that_builds(model_class: Any, fields: Mapping[str, Any]) -> Any:
             return config
         problems.append(problem)
     raise VerificationError(
-        f"No small configuration of {model_class.__name__} can be built ({problems[0]}). "
-        "Give the fields it needs as `config`."
+        f"no small configuration of {model_class.__name__} runs ({problems[0].rstrip('.')}), so there is nothing to "
+        "verify with. --weights DIR verifies with a checkpoint, --no-verify writes the package without the proof."
     )
 
 
