@@ -95,7 +95,7 @@ def _greedy(bench: Workbench, variant: Variant, dtype: str, cache: str) -> Mappi
         arguments["cache_implementation"] = "static"
     original = on_original(generate, pair.original, batch, new, 0, **arguments)
     rewritten = generate(pair.rewritten, batch, new, 0, **arguments)
-    noise = _noise(bench, variant, dtype, batch, original)
+    noise = on_original(_noise, bench, variant, dtype, batch, original)
     return near_tie(original, rewritten, noise)
 
 
