@@ -41,13 +41,11 @@ class _Pass:
     sites: list[str] = field(default_factory=list)
     skipped: list[SkippedSite] = field(default_factory=list)
     uses: list[str] = field(default_factory=list)
-    deferred: bool = False
 
     def accept(self, site: str, found: Found) -> None:
         """Take over the edits of one site, or leave it to the next pass where it touches another site's edit."""
         olds = [edit.old for edit in found.edits]
         if any(self._touched(old) for old in olds):
-            self.deferred = True
             return
         for edit in found.edits:
             self.edits[id(edit.old)] = edit.new

@@ -96,10 +96,6 @@ class Module:
         found = (self.method(self.classes[base], name) for base in owner.bases if base in self.classes)
         return next((method for method in found if method is not None), None)
 
-    def subclasses(self, owner: ClassInfo) -> list[ClassInfo]:
-        """Return the classes of this file that derive directly from `owner`."""
-        return [info for info in self.classes.values() if owner.name in info.bases]
-
     @cached_property
     def references(self) -> dict[str, int]:
         """How often each identifier stands anywhere in the file other than as a definition's or import's name."""

@@ -38,11 +38,6 @@ class Setting:
         """Fresh tokens that continue a prompt."""
         return tokens(self.seed + salt, self.vocab, batch, length, self.device)
 
-    def require(self, argument: str) -> None:
-        """Raise `NotRun` if the class's `forward` does not take this argument."""
-        if not self.subject.accepts(argument):
-            raise NotRun(f"{self.subject.name}.forward takes no {argument}")
-
 
 @dataclass(frozen=True)
 class Scenario:
