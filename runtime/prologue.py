@@ -1,0 +1,28 @@
+"""A norm as the first stage of a product's kernel, for so few rows that a launch costs more than the norm.
+
+A norm class says what it computes with a method `prologue()`; a module without one, or one that something observes, is
+called as it stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from . import backend
+
+
+class Prologue(NamedTuple):
+    """An RMSNorm: the arguments of `rms_norm` after its input."""
+
+    weight: Tensor | None
+    eps: float
+    offset: float = 0.0
+    weight_in_fp32: bool = False
+
+
+def prologue_of(norm: nn.Module) -> Prologue | None:
+    """Return what a kernel needs to compute `norm` itself, or None if the module has to be called."""
+    describe = getattr(type(norm), "prologue", None)
+    return None if describe is None or backend.observed(norm) else describe(norm)
