@@ -1,8 +1,8 @@
 """Keys and values in buffers that are allocated once, for prefill and for a decode step that a graph can hold.
 
 B batch, Hk key/value heads, S capacity, D head_dim of keys, Dv of values. A layer keeps keys `[B, Hk, S, D]` and
-values `[B, Hk, S, Dv]`; slot s holds position s of the sequence, and row b starts at slot `starts[b]`: the slots before
-it are left padding.
+values `[B, Hk, S, Dv]`; slot s holds position s of the sequence, and row b starts at slot `starts[b]`, those before
+are left padding.
 
 Between steps the cache behaves like transformers' `DynamicCache`: lengths are Python ints and an update returns what
 is valid, as views. Inside `step()` nothing on the host knows the length: it is `position`, a tensor on the device, an
