@@ -12,12 +12,18 @@ update writes one token there and returns the whole buffers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 
 class CacheFull(RuntimeError):
@@ -108,9 +114,17 @@ class PreallocatedCache(Cache):
         batch_size: number of rows.
         capacity: number of slots a row has.
         device: where the step's position lives.
+        empty_layers: layers that hold nothing, because they have no attention or share another layer's keys, by index.
     """
 
-    def __init__(self, layer_count: int, batch_size: int, capacity: int, device: torch.device | str):
+    def __init__(
+        self,
+        layer_count: int,
+        batch_size: int,
+        capacity: int,
+        device: torch.device | str,
+        empty_layers: dict[int, Any] | None = None,
+    ):
         self.batch_size_ = batch_size
         self.capacity = capacity
         self.stepping = False
@@ -124,7 +138,13 @@ class PreallocatedCache(Cache):
             """The slot that the running step writes, which is the number of tokens before it."""
             self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """The first slot of each row that is no left padding."""
-        super().__init__(layers=[PreallocatedLayer(self) for _ in range(layer_count)])
+        empty = empty_layers or {}
+        super().__init__(layers=[empty.get(index) or PreallocatedLayer(self) for index in range(layer_count)])
+
+    @property
+    def attention_layers(self) -> list[PreallocatedLayer]:
+        """The layers that hold keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
 
     @property
     def batch_size(self) -> int:
@@ -134,7 +154,7 @@ class PreallocatedCache(Cache):
     @property
     def length(self) -> int:
         """Number of valid slots, as far as the host knows."""
-        return self.layers[0].length
+        return self.attention_layers[0].length
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -147,21 +167,92 @@ class PreallocatedCache(Cache):
 
     def grow(self, tokens: int) -> None:
         """Tell the host that steps have written `tokens` more slots."""
-        for layer in self.layers:
+        for layer in self.attention_layers:
             layer.length += tokens
 
     def reset(self) -> None:
         """Forget every token; the buffers, their addresses and their contents stay."""
-        for layer in self.layers:
+        for layer in self.attention_layers:
             layer.length = 0
         self.position.zero_()
         self.starts.zero_()
 
+    def clear(self) -> None:
+        """Forget every token and zero the buffers: ordinary attention multiplies what it masks by zero, and a NaN of
+        an earlier sequence would come through.
+        """
+        self.reset()
+        if self.buffers:
+            torch._foreach_zero_(self.buffers)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of every layer that has been written."""
+        return [b for layer in self.attention_layers for b in (layer.keys, layer.values) if b is not None]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        buffers = [b for layer in self.layers for b in (layer.keys, layer.values) if b is not None]
-        return sum(buffer.nbytes for buffer in buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def copy_from(self, other: PreallocatedCache) -> None:
+        """Take over what a smaller cache of the same model holds."""
+        for mine, theirs in zip(self.attention_layers, other.attention_layers, strict=True):
+            if theirs.keys is not None and theirs.values is not None:
+                _write(mine, theirs.keys[:, :, : theirs.length], theirs.values[:, :, : theirs.length], 0)
+            mine.length = theirs.length
+        self.position.copy_(other.position)
+        self.starts.copy_(other.starts)
+
+    def load(self, dynamic: DynamicCache) -> None:
+        """Take over what transformers' growing cache holds; a sliding layer's keys go where their positions are."""
+        for mine, theirs in zip(self.attention_layers, _kept(dynamic.layers), strict=False):
+            length = theirs.get_seq_length()
+            if length:
+                _write(mine, theirs.keys, theirs.values, length - theirs.keys.shape[2])
+            mine.length = length
+
+    def store(self, dynamic: DynamicCache, length: int) -> None:
+        """Make transformers' growing cache hold copies of the first `length` tokens."""
+        while len(dynamic.layers) < len(self.layers):
+            dynamic.layers.append(DynamicLayer())
+        for mine, theirs in zip(self.attention_layers, _kept(dynamic.layers), strict=True):
+            assert mine.keys is not None
+            assert mine.values is not None
+            start = 0
+            if isinstance(theirs, DynamicSlidingWindowLayer):
+                start = max(length - theirs.sliding_window + 1, 0)
+                theirs.cumulative_length = length
+            if not theirs.is_initialized:
+                theirs.lazy_initialization(mine.keys, mine.values)
+            theirs.keys = mine.keys[:, :, start:length].clone()
+            theirs.values = mine.values[:, :, start:length].clone()
+
+
+def preallocated_like(
+    dynamic: DynamicCache, batch_size: int, capacity: int, device: torch.device | str
+) -> PreallocatedCache | None:
+    """Return a cache with the layers of transformers' growing one; None if it has layers of another kind."""
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    empty = {index: layer for index, layer in enumerate(dynamic.layers) if not isinstance(layer, CacheLayerMixin)}
+    if any(type(layer).__name__ != "DummyLayer" for layer in empty.values()):
+        return None
+    if any(type(layer) not in known for layer in _kept(dynamic.layers)):
+        return None
+    return PreallocatedCache(len(dynamic.layers), batch_size, capacity, device, empty)
+
+
+def _kept(layers: Sequence[Any]) -> list[Any]:
+    return [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
+
+
+def _write(layer: PreallocatedLayer, keys: Tensor, values: Tensor, start: int) -> None:
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    assert layer.keys is not None
+    assert layer.values is not None
+    layer.keys[:, :, start : start + keys.shape[2]] = keys
+    layer.values[:, :, start : start + keys.shape[2]] = values
 
 
 def decodes(past_key_values: object) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from . import backend
+
+reporters: list[Callable[[nn.Module], list[str]]] = []
+"""What else there is to say about a model, from the files of this folder that keep something for it."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,16 @@ class Explanation:
     """How often, by `operator: reason`, in this package."""
     modules: dict[str, str] = field(default_factory=dict)
     """The last fallback at each module, `operator: reason` by the module's name; for a group of projections that was
-    not packed, the first of them stands for all."""
+    not packed, the first of them stands for all; the model itself has the name `""`."""
+    graphs: list[str] = field(default_factory=list)
+    """The decode graphs that `generate()` keeps for the model: batch size, capacity and size of each."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
         lines += [f"{count:>8} × {what}" for what, count in sorted(self.fallbacks.items())]
-        lines += [f"{name}: {what}" for name, what in sorted(self.modules.items())]
-        if len(lines) == 1:
+        lines += [f"{name or 'model'}: {what}" for name, what in sorted(self.modules.items())]
+        lines += self.graphs
+        if not self.fallbacks and not self.modules:
             lines.append("every operator took its fast form")
         return "\n".join(lines)
 
@@ -33,4 +40,7 @@ class Explanation:
 def explain(model: nn.Module | None = None) -> Explanation:
     """Return every fallback of this package's operators, and the modules of `model` that they happened at."""
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
-    return Explanation(backend.get_backend(), counts, backend.last_reasons(model) if model is not None else {})
+    if model is None:
+        return Explanation(backend.get_backend(), counts)
+    graphs = [line for report in reporters for line in report(model)]
+    return Explanation(backend.get_backend(), counts, backend.last_reasons(model), graphs)

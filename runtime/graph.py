@@ -1,0 +1,306 @@
+"""One decode step of a model, captured once and replayed for every token.
+
+B batch, S capacity, V vocabulary.
+
+    graph = DecodeGraph(model, batch_size=1, capacity=1024)
+    logits = graph.prefill(input_ids)
+    for _ in range(100):
+        logits = graph.step(logits.argmax(-1))
+
+`generate()` uses the same class, with the choice of the token inside the graph. On a CPU the step runs as plain calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from .cache import CacheFull, PreallocatedCache, preallocated_like
+from .capture import CAPTURING, capture
+from .sampling import Sampling, StepState, advance, select
+
+PROGRAMS_KEPT = 8
+"""Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
+
+TOLERANCE = 0.25
+"""Largest relative distance of the logits of a step in both forms. It tells a wrong mask, for which the slots that
+must not be seen are filled with `POISON`, from the rounding of another order; a wrong mask gives 1 and more."""
+POISON = 64.0
+
+
+class StepDiffers(RuntimeError):
+    """The step against the preallocated buffers computes something else than the model's ordinary step."""
+
+    def __init__(self, distance: float):
+        super().__init__(f"the logits of a step differ by {distance:.3g} from those of an ordinary one")
+
+
+class UnknownCache(TypeError):
+    """The model keeps something else than keys and values of every token."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(f"the cache of {type(model).__name__} has layers that no preallocated buffer can stand for")
+
+
+class Program:
+    """One graph: the step, and what follows it."""
+
+    def __init__(self, graph: DecodeGraph, sampling: Sampling | None):
+        self._decode = weakref.ref(graph)
+        self.sampling = sampling
+        self.logits: Tensor | None = None
+        """`[B, V]` of the last replay, in fp32 where a sampling keeps them; the next replay overwrites them."""
+        self.scores: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if graph.captures:
+            self._graph = capture(self._rehearse, graph.device, graph.pool)
+
+    def replay(self) -> None:
+        """Run one step; nothing waits for the device."""
+        if self._graph is None:
+            self._run()
+        elif self.sampling is not None and self.sampling.sample:
+            with CAPTURING:
+                self._graph.replay()
+        else:
+            self._graph.replay()
+
+    def _rehearse(self) -> None:
+        """Run the step at the end of what the cache holds; running it twice is running it once."""
+        graph = self._decode()
+        assert graph is not None
+        graph.state.position.fill_(min(graph.cache.length, graph.cache.capacity - 1))
+        self._run()
+
+    def _run(self) -> None:
+        graph = self._decode()
+        assert graph is not None
+        logits = graph.forward()
+        if self.sampling is None:
+            self.logits = logits
+            graph.state.position.add_(1)
+            graph.state.position_ids.add_(1)
+            return
+        tokens, self.logits, self.scores = select(logits, graph.state, self.sampling)
+        advance(tokens, graph.state, self.sampling)
+
+
+class DecodeGraph:
+    """A preallocated cache of one batch size and capacity, and the graphs of the steps against it.
+
+    It holds the model weakly. Not for several threads at a time. After the model's weights were moved or replaced, or
+    a module was added or hooked, make another one: a graph keeps the addresses that it was captured with.
+
+    Args:
+        model: a causal language model in eval mode.
+        batch_size: B.
+        capacity: S, the most tokens a row can hold.
+        like: a growing cache with the layers that the model needs; by default that of its config.
+        captures: whether steps are captured; by default on a GPU.
+
+    Raises:
+        UnknownCache: if the model keeps something else than keys and values.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch_size: int,
+        capacity: int,
+        *,
+        like: DynamicCache | None = None,
+        captures: bool | None = None,
+    ):
+        self._model = weakref.ref(model)
+        self.device: torch.device = model.device
+        self.captures = self.device.type == "cuda" if captures is None else captures
+        if like is None or not like.layers:
+            like = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache = preallocated_like(like, batch_size, capacity, self.device)
+        if cache is None:
+            raise UnknownCache(model)
+        self.cache: PreallocatedCache = cache
+        self.state = StepState(batch_size, capacity, cache.position)
+        with torch.inference_mode(False):
+            self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
+        self.pool: tuple[int, int] = torch.cuda.graph_pool_handle() if self.captures else (0, 0)
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._proved = False
+        self._inputs = self._static_inputs(inspect.signature(model.forward).parameters)
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Forget what was there and read a prompt.
+
+        Args:
+            input_ids: `[B, n]`, left-padded.
+            attention_mask: `[B, n]`, 0 for padding; None for no padding.
+
+        Returns:
+            `[B, V]` logits of the next token, in the model's dtype.
+        """
+        self.cache.clear()
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        if "cache_position" in self._inputs:
+            inputs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
+        given = {name: value for name, value in inputs.items() if name in self._inputs}
+        outputs = self.model(**given, past_key_values=self.cache, use_cache=True, return_dict=True)
+        logits: Tensor = outputs.logits[:, -1].clone()
+        self.begin(positions[:, -1:] + 1, None if attention_mask is None else mask)
+        self.prove(logits.argmax(-1))
+        return logits
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token `[B]` to each row and return the logits `[B, V]` of the next.
+
+        Raises:
+            CacheFull: if there is no slot left.
+        """
+        if self.cache.length >= self.cache.capacity:
+            raise CacheFull(self.cache.length + 1, self.cache.capacity)
+        program = self.program(None)
+        self.state.input_ids.copy_(tokens.view(-1, 1))
+        program.replay()
+        self.cache.grow(1)
+        assert program.logits is not None
+        return program.logits.clone()
+
+    def __del__(self) -> None:
+        # A cache and its layers refer to each other: without this, memory waits for the cycle collector.
+        if hasattr(self, "_inputs"):
+            self.release()
+
+    def reset(self) -> None:
+        """Forget every token; graphs and buffers stay."""
+        self.cache.clear()
+
+    def release(self) -> None:
+        """Give the graphs and the cache back."""
+        self._programs.clear()
+        for layer in self.cache.attention_layers:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+            layer.length = 0
+        self._proved = False
+
+    @property
+    def model(self) -> Any:
+        """The model, which has to be alive."""
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this graph is gone")
+        return model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return self.cache.nbytes
+
+    def begin(self, position_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Point the next step behind what the cache holds.
+
+        Args:
+            position_ids: `[B, 1]` of the next token.
+            attention_mask: `[B, n]` of what the cache holds, left-padded; None for no padding.
+        """
+        self.state.position.fill_(self.cache.length)
+        self.state.position_ids.copy_(position_ids)
+        self.state.finished.zero_()
+        self.state.invalid.zero_()
+        self._attention_mask.fill_(1)
+        self.cache.starts.zero_()
+        if attention_mask is not None:
+            self._attention_mask[:, : attention_mask.shape[1]] = attention_mask
+            self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))
+
+    def program(self, sampling: Sampling | None) -> Program:
+        """Return the graph for a sampling, captured now if need be; None for the logits alone.
+
+        Raises:
+            CaptureFailed: if the step, or this sampling, cannot be captured.
+        """
+        key = None if sampling is None else sampling.key
+        program = self._programs.get(key)
+        if program is None:
+            before = self.state.copy()
+            program = self._programs[key] = Program(self, sampling)
+            self.state.restore(before)
+            while len(self._programs) > PROGRAMS_KEPT:
+                self._programs.popitem(last=False)
+        elif program.sampling is not None and sampling is not None:
+            program.sampling.load(sampling)
+        self._programs.move_to_end(key)
+        return program
+
+    def prove(self, tokens: Tensor) -> None:
+        """Compare one step against the buffers with the model's ordinary step, once; it leaves the cache as it was.
+
+        The model's own code decides which slots it attends to, and code that ignores the mask for a single token
+        would silently see the slots that nothing has written.
+
+        Raises:
+            StepDiffers: if they differ by more than another order of summation explains.
+        """
+        if self._proved or self.cache.length >= self.cache.capacity:
+            return
+        length, state = self.cache.length, self.state
+        state.input_ids.copy_(tokens[:, None])
+        ordinary = self._ordinary_step(length)
+        for layer in self.cache.attention_layers:
+            layer.length = length
+            if layer.values is not None:
+                layer.values[:, :, length + 1 :] = POISON
+        state.position.fill_(length)
+        ours = self.forward().float()
+        for layer in self.cache.attention_layers:
+            if layer.values is not None:
+                layer.values[:, :, length + 1 :] = 0
+        distance = ((ours - ordinary).norm() / ordinary.norm()).item()
+        if not distance < TOLERANCE:
+            raise StepDiffers(distance)
+        self._proved = True
+
+    def take_over(self, other: DecodeGraph) -> None:
+        """Continue where a graph with less capacity ended."""
+        self.cache.copy_from(other.cache)
+        self.cache.fused = other.cache.fused
+        self._proved = True
+        self._attention_mask.fill_(1)
+        self._attention_mask[:, : other.cache.capacity] = other._attention_mask
+        self.state.restore(other.state.copy())
+
+    def forward(self) -> Tensor:
+        """Return the logits `[B, V]` of one step at the cache's position."""
+        with self.cache.step():
+            outputs = self.model(**self._inputs, return_dict=True)
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+    def _ordinary_step(self, length: int) -> Tensor:
+        """Return the logits `[B, V]` of the step as the model computes it with a growing cache."""
+        inputs = dict(self._inputs)
+        if "attention_mask" in inputs:
+            inputs["attention_mask"] = self._attention_mask[:, : length + 1]
+        logits: Tensor = self.model(**inputs, return_dict=True).logits[:, -1].float()
+        return logits
+
+    def _static_inputs(self, accepted: Any) -> dict[str, Any]:
+        """Return what every step calls the model with, as far as its forward takes it."""
+        inputs = {
+            "attention_mask": self._attention_mask,
+            "position_ids": self.state.position_ids,
+            "cache_position": self.cache.position,
+            "logits_to_keep": 1,
+        }
+        given = {name: value for name, value in inputs.items() if name in accepted}
+        return {"input_ids": self.state.input_ids, "past_key_values": self.cache, "use_cache": True, **given}
