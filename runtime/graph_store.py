@@ -21,6 +21,8 @@ GRAPHS_KEPT = 4
 ROUNDING = 256
 """Capacities are multiples of this, so that calls of similar length share a graph."""
 
+_ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+
 _stores: weakref.WeakKeyDictionary[nn.Module, GraphStore] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
@@ -130,8 +132,8 @@ def _signature_of(model: nn.Module) -> Hashable:
                 parts.append((tensor.data_ptr(), tensor.dtype))
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             parts.append(id(module))
-        if hasattr(type(module), "disable_adapters"):  # a layer of peft
-            parts.append((module.disable_adapters, str(module.active_adapters), str(getattr(module, "scaling", None))))
+        if hasattr(module, "_disable_adapters"):  # a layer of peft
+            parts.append(tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATE))
     parts.append(backend.get_backend())
     return tuple(parts)
 
