@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,11 +22,14 @@ class CaptureFailed(RuntimeError):
         super().__init__(f"the step cannot be captured: {cause}")
 
 
-def capture(run: Callable[[], None], device: torch.device, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
-    """Run a function once and then capture it; the random generator is left as it was.
+def capture(
+    run: Callable[[], None], rehearse: Callable[[], None], device: torch.device, pool: Any
+) -> torch.cuda.CUDAGraph:
+    """Call `rehearse` and then capture `run`; the random generator is left as it was.
 
     Args:
         run: reads and writes tensors that keep their addresses.
+        rehearse: calls `run` somewhere where that does no harm.
         device: of these tensors.
         pool: `torch.cuda.graph_pool_handle()`, for what the function allocates.
 
@@ -42,7 +46,7 @@ def capture(run: Callable[[], None], device: torch.device, pool: tuple[int, int]
         try:
             with torch.cuda.stream(stream):
                 # What is compiled, packed or loaded at the first call must be there before the capture.
-                run()
+                rehearse()
                 _drop_workspaces()
                 return _capture(run, pool, index)
         finally:
@@ -51,7 +55,7 @@ def capture(run: Callable[[], None], device: torch.device, pool: tuple[int, int]
             current.wait_stream(stream)
 
 
-def _capture(run: Callable[[], None], pool: tuple[int, int], index: int) -> torch.cuda.CUDAGraph:
+def _capture(run: Callable[[], None], pool: Any, index: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
@@ -69,7 +73,7 @@ def _capture(run: Callable[[], None], pool: tuple[int, int], index: int) -> torc
     return graph
 
 
-def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], index: int) -> None:
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, index: int) -> None:
     """End a capture in which something went wrong."""
     try:
         graph.capture_end()
@@ -79,7 +83,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], index: int) -> 
         graph.reset()
 
 
-def _clean_up(pool: tuple[int, int], index: int) -> None:
+def _clean_up(pool: Any, index: int) -> None:
     """Do what an invalid capture's end leaves undone: it raises before allocator and generator know that it is over."""
     for finish in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
         with contextlib.suppress(RuntimeError):  # a torch that does it by itself says that there is nothing to end

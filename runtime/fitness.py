@@ -177,7 +177,7 @@ def _unfit_inputs(model: Any, call: Call) -> str | None:
         return "inputs"
     if call.input_ids.device != model.device:
         return "input_device"
-    cache = given.get("past_key_values")
+    cache: Any = given.get("past_key_values")
     if type(cache) is not DynamicCache or cache.offloading:
         return "cache_kind"
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]

@@ -179,9 +179,7 @@ class _Generation:
             key = self.sampling.key if self.sampling.forms else None
             raise self._refuse(graph, "step_not_capturable", key, error) from error
 
-    def _refuse(
-        self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None
-    ) -> Unfit:
+    def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
         self.store.refused[key] = Refusal(reason, "" if error is None else str(error))
         self.store.drop(graph)

@@ -60,7 +60,7 @@ class Program:
         self.scores: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         if graph.captures:
-            self._graph = capture(self._rehearse, graph.device, graph.pool)
+            self._graph = capture(self._run, self._rehearse, graph.device, graph.pool)
 
     def replay(self) -> None:
         """Run one step; nothing waits for the device."""
@@ -130,7 +130,7 @@ class DecodeGraph:
         self.state = StepState(batch_size, capacity, cache.position)
         with torch.inference_mode(False):
             self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
-        self.pool: tuple[int, int] = torch.cuda.graph_pool_handle() if self.captures else (0, 0)
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.captures else None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._proved = False
         self._inputs = self._static_inputs(inspect.signature(model.forward).parameters)

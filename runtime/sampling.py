@@ -194,7 +194,8 @@ def _form(processor: Any, device: torch.device, prompt_length: int) -> Form | No
 def _as_it_stands(processor: Any, device: torch.device, reads_ids: bool = False) -> Form | None:
     """Return a form that calls a copy of the processor, which reads nothing but its arguments and its own tensors."""
     own = copy.copy(processor)
-    tensors, plain = [], []
+    tensors: list[Tensor] = []
+    plain: list[Hashable] = []
     for name, value in sorted(vars(processor).items()):
         if isinstance(value, Tensor):
             tensors.append(value.to(device, copy=True))
