@@ -31,10 +31,10 @@ def capture(
         run: reads and writes tensors that keep their addresses.
         rehearse: calls `run` somewhere where that does no harm.
         device: of these tensors.
-        pool: `torch.cuda.graph_pool_handle()`, for what the function allocates.
+        pool: `torch.cuda.graph_pool_handle()`, for what the function allocates; it ends with the last graph in it.
 
     Raises:
-        CaptureFailed: if it cannot be captured. Then the pool cannot be used again.
+        CaptureFailed: if it cannot be captured.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     stream = _side_stream(index)
@@ -57,8 +57,8 @@ def capture(
 
 def _capture(run: Callable[[], None], pool: Any, index: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         run()
     except BaseException as error:
         _abandon(graph, pool, index)

@@ -205,6 +205,16 @@ def keeps_cache(call: Call) -> bool:
     return bool(getattr(cache, "_is_user_defined", not says))
 
 
+def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with a growing cache where transformers leaves it to the model to make one (5.0)."""
+    wanted = makes_cache_position(model) and model_kwargs.get("use_cache") and model._supports_default_dynamic_cache()
+    if not wanted or model_kwargs.get("past_key_values") is not None:
+        return model_kwargs
+    cache = DynamicCache(config=_text_config(model))
+    cache._is_user_defined = False
+    return {**model_kwargs, "past_key_values": cache}
+
+
 def makes_cache_position(model: Any) -> bool:
     """Return whether transformers is of a release that passes `cache_position` (5.0)."""
     return hasattr(model, "_get_initial_cache_position")
@@ -245,4 +255,4 @@ def _is_odd_mask(mask: Tensor | None, batch: int, lengths: set[int]) -> bool:
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in lengths:
         return True
     visible = mask != 0
-    return not bool((visible[:, -1].all() & (visible[:, 1:] >= visible[:, :-1]).all() & (visible == mask).all()))
+    return not bool(visible[:, -1].all() & (visible[:, 1:] >= visible[:, :-1]).all() & (visible == mask).all())

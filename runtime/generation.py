@@ -22,7 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import backend
 from .capture import CAPTURING, CaptureFailed
-from .fitness import Call, Unfit, keeps_cache, unfit
+from .fitness import Call, Unfit, keeps_cache, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
 from .sampling import Sampling, graph_forms
@@ -53,9 +53,8 @@ class GraphGeneration(GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         """Generate tokens, greedily or by drawing them; arguments and result are those of transformers' loop."""
-        call = Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, model_kwargs
-        )
+        inputs = with_cache(self, model_kwargs)
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs)
         reason = unfit(self, call, self._step_without_graph)
         if reason is None:
             with store_of(self).claimed(self) as ours:

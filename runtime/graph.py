@@ -130,7 +130,7 @@ class DecodeGraph:
         self.state = StepState(batch_size, capacity, cache.position)
         with torch.inference_mode(False):
             self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
-        self.pool: Any = torch.cuda.graph_pool_handle() if self.captures else None
+        self.pool: Any = None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._proved = False
         self._inputs = self._static_inputs(inspect.signature(model.forward).parameters)
@@ -232,6 +232,8 @@ class DecodeGraph:
         key = None if sampling is None else sampling.key
         program = self._programs.get(key)
         if program is None:
+            if self.captures and not self._programs:
+                self.pool = torch.cuda.graph_pool_handle()
             before = self.state.copy()
             program = self._programs[key] = Program(self, sampling)
             self.state.restore(before)

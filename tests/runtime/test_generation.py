@@ -43,21 +43,25 @@ from rewrite.runtime.graph_store import release_graphs, store_of
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 V = 199
-SIZES = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=V,
-    max_position_embeddings=2048,
-    initializer_range=0.3,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": V,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 EOS = list(range(40, 60))
+
+
+# transformers looks for these literals in the file of a class before it lets the implementations be chosen:
+# ALL_ATTENTION_FUNCTIONS.get_interface( and @use_experts_implementation
 
 
 class Llama(GraphGeneration, LlamaForCausalLM):
@@ -97,15 +101,25 @@ MODELS = {
     "gpt2": (GPT2, GPT2LMHeadModel, GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=V, initializer_range=0.3)),
 }
 SAMPLINGS = {
-    "greedy": dict(do_sample=False),
-    "drawn": dict(do_sample=True, top_k=0),
-    "warped": dict(do_sample=True, temperature=0.7, top_k=50, top_p=0.9),
-    "min_p": dict(do_sample=True, top_k=0, min_p=0.05, typical_p=0.9, epsilon_cutoff=1e-4),
-    "penalised": dict(do_sample=True, top_k=0, repetition_penalty=1.4),
-    "greedy_penalised": dict(do_sample=False, repetition_penalty=1.4, min_new_tokens=9, renormalize_logits=True),
-    "biased": dict(do_sample=False, sequence_bias={(7,): -9.0, (11,): 3.5}, bad_words_ids=[[13], [17]]),
-    "suppressed": dict(do_sample=False, suppress_tokens=[5, 6], begin_suppress_tokens=[9], forced_eos_token_id=EOS[0]),
-    "bounded": dict(do_sample=True, min_length=20, remove_invalid_values=True),
+    "greedy": {"do_sample": False},
+    "drawn": {"do_sample": True, "top_k": 0},
+    "warped": {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    "min_p": {"do_sample": True, "top_k": 0, "min_p": 0.05, "typical_p": 0.9, "epsilon_cutoff": 1e-4},
+    "penalised": {"do_sample": True, "top_k": 0, "repetition_penalty": 1.4},
+    "greedy_penalised": {
+        "do_sample": False,
+        "repetition_penalty": 1.4,
+        "min_new_tokens": 9,
+        "renormalize_logits": True,
+    },
+    "biased": {"do_sample": False, "sequence_bias": {(7,): -9.0, (11,): 3.5}, "bad_words_ids": [[13], [17]]},
+    "suppressed": {
+        "do_sample": False,
+        "suppress_tokens": [5, 6],
+        "begin_suppress_tokens": [9],
+        "forced_eos_token_id": EOS[0],
+    },
+    "bounded": {"do_sample": True, "min_length": 20, "remove_invalid_values": True},
 }
 
 
@@ -210,7 +224,7 @@ def test_inference_mode_and_several_sequences_of_a_prompt():
 @pytest.mark.parametrize("size", [2, 4, 100])
 def test_a_prompt_in_chunks(size):
     model, original = pair("mistral")
-    arguments = dict(do_sample=False, prefill_chunk_size=size)
+    arguments = {"do_sample": False, "prefill_chunk_size": size}
     same(run(model, prompt(padded=False), **arguments), run(original, prompt(padded=False), **arguments))
     assert loops(model) == []
 
@@ -280,7 +294,13 @@ def test_stop_strings(tokenizer, batch, eos):
     model, original = pair()
     free = original.generate(**prompt(batch), max_new_tokens=24, do_sample=False, pad_token_id=0)
     stops = [f"w{int(free[row, 9 + 7 + row])}" for row in range(batch)]
-    arguments = dict(stop_strings=stops, tokenizer=tokenizer, do_sample=False, max_new_tokens=24, pad_token_id=0)
+    arguments = {
+        "stop_strings": stops,
+        "tokenizer": tokenizer,
+        "do_sample": False,
+        "max_new_tokens": 24,
+        "pad_token_id": 0,
+    }
     ours, theirs = (m.generate(**prompt(batch), eos_token_id=eos, **arguments) for m in (model, original))
     assert torch.equal(ours, theirs)
     assert theirs.shape[1] < 33
@@ -411,12 +431,11 @@ def test_a_call_from_inside_a_call_takes_the_original_loop():
 
 def test_probabilities_that_are_no_numbers_raise_as_in_the_original():
     model, _ = pair()
-    arguments = dict(do_sample=True, max_new_tokens=9)
+    arguments = {"do_sample": True, "max_new_tokens": 9}
     model.generate(**prompt(), **arguments)
     (graph,) = store_of(model).graphs.values()
     forward = graph.forward
-    if graph.captures:
-        graph._programs.clear()
+    graph._programs.clear()
     graph.forward = lambda: forward() * torch.nan
     graph.prove = lambda tokens: None
     with pytest.raises(RuntimeError, match="probability tensor"):
@@ -439,14 +458,14 @@ def with_holes(inputs):
 
 
 OTHER_LOOP = {
-    "logits_processor": dict(logits_processor=LogitsProcessorList([Doubled()])),
-    "logits_processor-ngram": dict(no_repeat_ngram_size=2),
-    "logits_processor-words": dict(bad_words_ids=[[70, 71]]),
-    "stopping_criteria": dict(stopping_criteria=StoppingCriteriaList([Never()])),
-    "outputs": dict(output_hidden_states=True),
-    "no_cache": dict(use_cache=False),
-    "one_token": dict(max_new_tokens=1),
-    "cache_implementation": dict(cache_implementation="static", disable_compile=True),
+    "logits_processor": {"logits_processor": LogitsProcessorList([Doubled()])},
+    "logits_processor-ngram": {"no_repeat_ngram_size": 2},
+    "logits_processor-words": {"bad_words_ids": [[70, 71]]},
+    "stopping_criteria": {"stopping_criteria": StoppingCriteriaList([Never()])},
+    "outputs": {"output_hidden_states": True},
+    "no_cache": {"use_cache": False},
+    "one_token": {"max_new_tokens": 1},
+    "cache_implementation": {"cache_implementation": "static", "disable_compile": True},
 }
 
 
@@ -460,8 +479,8 @@ def test_what_does_not_fit_takes_the_original_loop(what):
 
 
 def test_reasons_of_the_model_and_its_inputs():
-    model, original = pair()
-    arguments = dict(do_sample=False, max_new_tokens=4)
+    model, _original = pair()
+    arguments = {"do_sample": False, "max_new_tokens": 4}
 
     def reason(inputs=None, **more):
         run(model, inputs or prompt(), **arguments, **more)
@@ -536,7 +555,7 @@ def test_the_graph_by_hand_equals_the_model():
     model, original = pair()
     inputs = prompt()
     graph = DecodeGraph(model, batch_size=3, capacity=20)
-    for _ in range(2):
+    for _ in range(2):  # the second time after a reset
         cache, held = DynamicCache(config=original.config), []
         mask = inputs["attention_mask"]
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -544,7 +563,7 @@ def test_the_graph_by_hand_equals_the_model():
             wanted = original(**inputs, position_ids=positions, past_key_values=cache).logits[:, -1]
         ours = graph.prefill(**inputs)
         torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
-        for step in range(11):
+        for _ in range(11):
             tokens = wanted.argmax(-1)
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             positions = positions[:, -1:] + 1
@@ -564,16 +583,9 @@ def test_the_graph_by_hand_equals_the_model():
     torch.testing.assert_close(graph.prefill(**inputs), ours, rtol=1e-3, atol=1e-3)
 
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA or ROCm device")]
-
-
-class gpu:  # noqa: N801
-    """Marks a test that captures."""
-
-    def __new__(cls, test):
-        for mark in needs_gpu:
-            test = mark(test)
-        return test
+def gpu(test):
+    """Mark a test that captures."""
+    return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="needs a CUDA or ROCm device")(test))
 
 
 @gpu
@@ -656,7 +668,7 @@ def test_another_thread_may_draw_while_a_graph_is_captured():
         try:
             for batch in (1, 2, 3):
                 run(model, prompt(batch), do_sample=True)
-                greedy = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+                greedy = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
                 mine, theirs = (m.generate(**prompt(batch), **greedy) for m in (model, original))
                 assert torch.equal(mine, theirs)
         except Exception as error:
