@@ -38,6 +38,8 @@ class PreallocatedLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    keys: Tensor | None
+    values: Tensor | None
 
     def __init__(self, cache: PreallocatedCache):
         super().__init__()
@@ -63,6 +65,12 @@ class PreallocatedLayer(CacheLayerMixin):
             self.values = torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device)
         self.dtype, self.device = dtype, device
         self.is_initialized = True
+
+    def free(self) -> None:
+        """Give the buffers back."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` behind what is there; return what attention may read."""

@@ -84,7 +84,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, index: int) -> None:
 
 
 def _clean_up(pool: Any, index: int) -> None:
-    """Do what an invalid capture's end leaves undone: it raises before allocator and generator know that it is over."""
+    """Do what the end of an invalid capture leaves undone: it raises before allocator and generator know of it."""
     for finish in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
         with contextlib.suppress(RuntimeError):  # a torch that does it by itself says that there is nothing to end
             finish(index, pool)

@@ -38,7 +38,7 @@ REASONS = {
     "no_cache": "the call goes without a cache",
     "cache_implementation": "the call asks for a kind of cache",
     "cache_kind": "the cache is no plain DynamicCache, or has layers that hold more than keys and values",
-    "cache_contents": "the cache that the call continues has another batch size or device, or layers of unequal length",
+    "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
     "inputs": "the call has inputs besides token ids, 2D mask and position ids",
     "attention_mask": "the mask is no left padding of everything that was seen",
     "position_ids": "position ids that are not of one token a column",

@@ -188,9 +188,7 @@ class DecodeGraph:
         """Give the graphs and the cache back."""
         self._programs.clear()
         for layer in self.cache.attention_layers:
-            layer.keys = layer.values = None
-            layer.is_initialized = False
-            layer.length = 0
+            layer.free()
         self._proved = False
 
     @property

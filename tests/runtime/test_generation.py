@@ -1,4 +1,4 @@
-"""`generate()` through the decode graph gives what transformers' own loop gives; on a CPU the step runs as plain calls."""
+"""`generate()` through the decode graph gives what transformers' own gives; on a CPU the step runs as plain calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from experts_model import Qwen3Moe
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DynamicCache,
@@ -60,10 +61,6 @@ SIZES = {
 EOS = list(range(40, 60))
 
 
-# transformers looks for these literals in the file of a class before it lets the implementations be chosen:
-# ALL_ATTENTION_FUNCTIONS.get_interface( and @use_experts_implementation
-
-
 class Llama(GraphGeneration, LlamaForCausalLM):
     _step_without_graph = not GPU
 
@@ -77,10 +74,6 @@ class Gemma2(GraphGeneration, Gemma2ForCausalLM):
 
 
 class Qwen3(GraphGeneration, Qwen3ForCausalLM):
-    _step_without_graph = not GPU
-
-
-class Qwen3Moe(GraphGeneration, Qwen3MoeForCausalLM):
     _step_without_graph = not GPU
 
 
@@ -224,6 +217,8 @@ def test_inference_mode_and_several_sequences_of_a_prompt():
 @pytest.mark.parametrize("size", [2, 4, 100])
 def test_a_prompt_in_chunks(size):
     model, original = pair("mistral")
+    if fitness.makes_cache_position(model):
+        pytest.skip("this transformers reads a prompt in chunks into a given cache only")
     arguments = {"do_sample": False, "prefill_chunk_size": size}
     same(run(model, prompt(padded=False), **arguments), run(original, prompt(padded=False), **arguments))
     assert loops(model) == []
@@ -498,7 +493,7 @@ def test_reasons_of_the_model_and_its_inputs():
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
         assert fitness._unfit_model(model, True) == "attention_implementation"
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("sdpa")
     assert reason() == []
     model.train()
     assert reason() == ["training"]
