@@ -25,11 +25,18 @@ VERDICT_NAME = "verify.json"
 _RUNTIME_INIT = '''\
 """What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""
 
-from .backend import get_backend, set_backend, use_backend
-from .explain import explain
+{imports}
 
-__all__ = ["explain", "get_backend", "set_backend", "use_backend"]
+__all__ = [{exported}]
 '''
+
+_RUNTIME_EXPORTS = {
+    "backend": ("get_backend", "set_backend", "use_backend"),
+    "explain": ("explain",),
+    "graph": ("DecodeGraph",),
+    "graph_store": ("release_graphs",),
+}
+"""What users call of the runtime, by file; of a file that a package does not have, nothing."""
 
 _INIT = '''\
 """{title}.
@@ -88,12 +95,13 @@ def assemble(
         origin = replace(origin, target=previous.source.target)
     name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
     text = build.rewritten.text.encode("utf-8")
+    runtime = runtime_closure(build.rewritten.runtime)
     files = {
         "__init__.py": _init(build, name, folder).encode("utf-8"),
         f"{name}.py": text,
         f"{KEPT}/{name}.py": text,
-        "runtime/__init__.py": _RUNTIME_INIT.encode("utf-8"),
-        **{f"runtime/{file}.py": _runtime_file(file) for file in runtime_closure(build.rewritten.runtime)},
+        "runtime/__init__.py": _runtime_init(runtime).encode("utf-8"),
+        **{f"runtime/{file}.py": _runtime_file(file) for file in runtime},
     }
     lock = Lock(
         tool=rewrite.__version__,
@@ -157,6 +165,14 @@ def _init(build: Build, modeling: str, folder: Path) -> str:
         imported=textwrap.indent("\n".join(f"{name}," for name in names), " " * 8),
         exported=textwrap.indent("\n".join(f'"{name}",' for name in exported), " " * 4),
     )
+
+
+def _runtime_init(files: Sequence[str]) -> str:
+    """Return the text of the runtime's `__init__.py` in a package that has these of its files."""
+    exports = {file: names for file, names in _RUNTIME_EXPORTS.items() if file in files}
+    imports = [f"from .{file} import {', '.join(names)}" for file, names in exports.items()]
+    names = sorted((name for names in exports.values() for name in names), key=_isort_key)
+    return _RUNTIME_INIT.format(imports="\n".join(imports), exported=", ".join(f'"{name}"' for name in names))
 
 
 def _isort_key(name: str) -> tuple[int, str]:

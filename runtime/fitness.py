@@ -221,9 +221,12 @@ def makes_cache_position(model: Any) -> bool:
 
 
 def only_records(module: nn.Module) -> bool:
-    """Return whether the hooks of a module are those with which transformers records hidden states when asked to."""
+    """Return whether what watches a module is what transformers leaves behind once it recorded hidden states."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    others = module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__
+    forward = module.__dict__.get("forward")
+    # Release 5.0 puts the class's own method back on the instance.
+    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
+    others = module._backward_hooks or module._backward_pre_hooks or not own
     return not others and all(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks)
 
 

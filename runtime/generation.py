@@ -4,8 +4,8 @@ B rows, V vocabulary, S capacity.
 
 The prompt is read as transformers reads it, into a preallocated cache. Then a graph holds a whole step, from the
 embedding to the next token and its bookkeeping, and is replayed in chunks; the host reads the tokens of one chunk
-while the next one runs. Tokens, outputs, caches and the random generator's state are those of transformers' own loop, which
-runs wherever this one does not fit; `explain(model)` says why.
+while the next one runs. Tokens, outputs, caches and the random generator's state are those of transformers' own
+loop, which runs wherever this one does not fit; `explain(model)` says why.
 """
 
 from __future__ import annotations
