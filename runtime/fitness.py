@@ -53,6 +53,7 @@ REASONS = {
     "reentrant": "the call comes from inside generate() of the same model",
     "cache_unused": "the model did not write its keys and values to the cache",
     "step_not_capturable": "the step asks the host, or cannot be part of a graph for another reason",
+    "step_fails": "the model's code for a single token cannot run where the host does not know the length",
     "step_differs": "a step against fixed-size buffers computes something else",
     "out_of_memory": "the memory does not suffice for cache and graph",
 }

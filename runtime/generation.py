@@ -10,7 +10,6 @@ loop, which runs wherever this one does not fit; `explain(model)` says why.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Hashable
 from typing import Any
@@ -23,7 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from . import backend
 from .capture import CAPTURING, CaptureFailed
 from .fitness import Call, Unfit, keeps_cache, unfit, with_cache
-from .graph import DecodeGraph, Program, StepDiffers, UnknownCache
+from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
 from .sampling import Sampling, graph_forms
 from .stopping import NOT_NUMBERS, Reader
@@ -99,11 +98,12 @@ class _Generation:
         graph = self._graph()
         try:
             logits = self._prefill(graph)
-            with self._as_for_decoding():
-                graph.prove(logits.argmax(-1))
-                program = self._program(graph)
+            graph.prove(logits.argmax(-1))
+            program = self._program(graph)
         except StepDiffers as error:
             raise self._refuse(graph, "step_differs", error=error) from error
+        except StepFails as error:
+            raise self._refuse(graph, "step_fails", error=error) from error
         except torch.OutOfMemoryError as error:
             self.store.release()
             raise Unfit("out_of_memory") from error
@@ -248,8 +248,7 @@ class _Generation:
         larger.cache.clear()
         larger.take_over(graph)
         self.store.drop(graph)
-        with self._as_for_decoding():
-            return larger, larger.program(self.sampling)
+        return larger, larger.program(self.sampling)
 
     def _finish(self, graph: DecodeGraph, reader: Reader, start: int) -> Any:
         """Return what transformers' loop returns."""
@@ -282,11 +281,6 @@ class _Generation:
                 self.kept_logits.append(logits.clone())
             if self.call.config.output_scores:
                 self.kept_scores.append(scores.clone())
-
-    def _as_for_decoding(self) -> contextlib.AbstractContextManager[Any]:
-        """Choose the implementation of the experts as transformers' loop does for single tokens."""
-        manager: Any = self.model._optimize_model_for_decode()
-        return manager if hasattr(manager, "__enter__") else contextlib.nullcontext()
 
 
 class _Arrival:

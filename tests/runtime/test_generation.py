@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import threading
 import time
 import weakref
@@ -544,6 +545,28 @@ def test_a_step_that_sees_unwritten_slots_is_noticed():
         same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
         assert loops(model) == ["step_differs"]
     assert "differ" in str(explain(model))
+
+
+def test_a_step_that_needs_the_length_as_a_number_is_noticed():
+    model, original = pair()
+    inner = type(model.model)
+
+    class Counting(inner):
+        def forward(self, *args, **kwargs):
+            past = kwargs["past_key_values"].get_seq_length()
+            if not isinstance(past, int):
+                raise TypeError("an integer is required")
+            return super().forward(*args, **kwargs)
+
+    model.model.__class__ = Counting
+    for _ in range(2):
+        same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
+        assert loops(model) == ["step_fails"]
+
+
+def test_every_reason_is_used():
+    text = "".join(inspect.getsource(module) for module in (fitness, generation))
+    assert all(text.count(f'"{reason}"') >= 2 for reason in fitness.REASONS)
 
 
 def test_the_graph_by_hand_equals_the_model():
