@@ -254,8 +254,6 @@ class _Generation:
         """Return what transformers' loop returns."""
         call, count = self.call, reader.count
         length = start + count - 1
-        for layer in graph.cache.attention_layers:
-            layer.length = length
         if reader.edited:
             sequences = torch.cat(
                 [call.input_ids, reader.ids[:, self.prompt_length :][:, :count].to(self.device)], dim=-1

@@ -284,6 +284,30 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=text, unk_token="w2", pad_token="w0")
 
 
+def test_a_stop_string_that_begins_in_the_prompt(tokenizer):
+    model, original = pair()
+    inputs = prompt(1)
+    first = int(original.generate(**inputs, max_new_tokens=1, do_sample=False)[0, -1])
+    last = int(inputs["input_ids"][0, -1])
+    arguments = {"stop_strings": f"w{last} w{first}", "tokenizer": tokenizer, "max_new_tokens": 24}
+    ours, theirs = (m.generate(**inputs, do_sample=False, **arguments) for m in (model, original))
+    assert torch.equal(ours, theirs)
+    assert theirs.shape[1] == 10
+    assert loops(model) == []
+
+
+def test_a_graph_serves_calls_that_differ_in_what_they_read():
+    model, original = pair()
+    for shift in (0, 20, 60):
+        ends = [40 + shift, 41 + shift, 42 + shift, 50 + shift]
+        bias = {(token,): 6.0 for token in ends[:2]}
+        arguments = {"eos_token_id": ends, "sequence_bias": bias, "min_new_tokens": 3, "pad_token_id": shift}
+        same(run(model, prompt(), **arguments), run(original, prompt(), **arguments))
+    (graph,) = store_of(model).graphs.values()
+    assert len(graph._programs) == 1
+    assert loops(model) == []
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("eos", [None, EOS], ids=["endless", "eos"])
 def test_stop_strings(tokenizer, batch, eos):
@@ -357,14 +381,18 @@ def test_what_an_earlier_call_left_in_the_slots_changes_nothing():
     ],
     ids=["moved", "assigned", "replaced", "in_place"],
 )
-def test_a_changed_model_is_captured_anew(change):
+def test_a_changed_model_is_captured_anew(change, request):
     model, original = pair()
     run(model, prompt(), do_sample=False)
+    (before,) = store_of(model).graphs.values()
     for one in (model, original):
         with torch.no_grad():
             change(one)
     original.load_state_dict(model.state_dict())
     same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
+    (after,) = store_of(model).graphs.values()
+    # What is written in place is seen by a graph that reads the same addresses.
+    assert (after is before) == (request.node.callspec.id == "in_place")
 
 
 def test_memory_is_bounded_and_given_back():
@@ -389,6 +417,14 @@ def test_memory_is_bounded_and_given_back():
     del model
     gc.collect()
     assert there() is None
+
+
+def test_the_first_slot_of_each_row_is_known_to_the_cache():
+    model, _ = pair()
+    for padded, starts in ((True, [4, 0, 1]), (False, [0, 0, 0])):
+        run(model, prompt(padded=padded), do_sample=False)
+        (graph,) = store_of(model).graphs.values()
+        assert graph.cache.starts.tolist() == starts
 
 
 def test_threads_take_turns():
@@ -538,11 +574,14 @@ def test_a_step_that_sees_unwritten_slots_is_noticed():
             past = kwargs["past_key_values"]
             if getattr(past, "stepping", False):
                 attention_mask = torch.zeros(3, 1, 1, past.capacity, device=DEVICE)
+                unseen = torch.arange(past.capacity, device=DEVICE) > past.position + 1  # one slot too many is seen
+                attention_mask.masked_fill_(unseen, -torch.inf)
             return forward(self, *args, attention_mask=attention_mask, **kwargs)
 
     model.model.__class__ = Blind
     for _ in range(2):
-        same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
+        inputs = prompt(padded=False)
+        same(run(model, inputs, do_sample=False), run(original, inputs, do_sample=False))
         assert loops(model) == ["step_differs"]
     assert "differ" in str(explain(model))
 
