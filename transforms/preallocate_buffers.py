@@ -1,0 +1,129 @@
+"""Tensors that a decode step makes from nothing but shapes and positions are read from buffers made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import libcst as cst
+
+from rewrite.analysis.module import ClassInfo, Module, walk
+from rewrite.analysis.replacement import call_statement, name_is_free
+from rewrite.analysis.syntax import called_attribute, calls_in, expression, parameters
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+
+class PreallocateBuffers(Transform):
+    """Rotary tables that are computed once.
+
+    What it does:
+        `self.rotary_emb(hidden_states, position_ids)` becomes
+        `rotary_rows(self.rotary_emb, hidden_states, position_ids, past_key_values)`. In a decode step it reads the
+        rows of tables that hold every position; everywhere else it calls the module.
+
+    Why:
+        A rotary module runs eight kernels to make one row of cosines and sines; reading them is one.
+
+    What it needs:
+        The module's class is in the file, reads only dtype and device of its first argument, and returns two tables.
+        The function that calls it has the cache.
+
+    Numerics:
+        Exact: the module itself fills the tables, and they are used only if they have the bits it returns.
+
+    Known limits:
+        Frequencies that change with the length of the text (`dynamic`, beyond the original context) have no table.
+        Modules that return complex numbers, or take positions of several axes, are called as before.
+    """
+
+    name = "preallocate_buffers"
+    summary = "A decode step reads cosines and sines from tables that are computed once."
+    numerics = Numerics.EXACT
+    reasons: ClassVar[Mapping[str, str]] = {
+        "no_cache": "the function that calls the module does not see the cache",
+        "reads_input": "the module reads more of its first argument than dtype and device",
+        "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
+        "other_result": "the module does not return two tables",
+        "name_taken": "the file has a name `rotary_rows` of its own",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every call of a module of this file that computes cosines and sines."""
+        for owner, name, method in module.methods():
+            for call in calls_in(method.body):
+                attribute = called_attribute(call)
+                if attribute is not None and _rotary_class(owner, attribute, module) is not None:
+                    yield Candidate(call, f"{owner.name}.{name}", attribute)
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Check module and call, and replace the call."""
+        owner, method = candidate.where.split(".")
+        function = module.classes[owner].methods[method]
+        call = candidate.node
+        if not isinstance(call, cst.Call):
+            raise TypeError("a candidate is a call")
+        rotary = _rotary_class(module.classes[owner], candidate.label, module)
+        if rotary is None or not _returns_two(rotary.methods["forward"]):
+            return Skip("other_result")
+        if not _reads_only_kind(rotary.methods["forward"]):
+            return Skip("reads_input", rotary.name)
+        arguments = _arguments(call, rotary.methods["forward"], module)
+        if arguments is None:
+            return Skip("other_arguments", module.code(call))
+        if "past_key_values" not in parameters(function):
+            return Skip("no_cache")
+        if not name_is_free("rotary_rows", module, function):
+            return Skip("name_taken")
+        all_arguments = [module.code(call.func), *arguments[:2], "past_key_values", *arguments[2:]]
+        return Found((_edit(call, all_arguments, module),), ("rotary_rows.rotary_rows",))
+
+
+def _rotary_class(owner: ClassInfo, attribute: str, module: Module) -> ClassInfo | None:
+    """Return the class of `self.<attribute>` if it is in this file and computes cosines and sines of positions."""
+    for value in module.assignments(owner, attribute):
+        info = module.classes.get(module.code(value.func)) if isinstance(value, cst.Call) else None
+        if info is None or "forward" not in info.methods or len(parameters(info.methods["forward"])) < 3:
+            return None
+        code = module.code(info.methods["forward"])
+        if "position" in parameters(info.methods["forward"])[2] and (".cos(" in code or "polar(" in code):
+            return info
+    return None
+
+
+def _returns_two(forward: cst.FunctionDef) -> bool:
+    results = [node.value for node in walk(forward.body) if isinstance(node, cst.Return)]
+    return bool(results) and all(isinstance(value, cst.Tuple) and len(value.elements) == 2 for value in results)
+
+
+def _reads_only_kind(forward: cst.FunctionDef) -> bool:
+    """Whether the function reads only `.dtype` and `.device` of its first argument."""
+    name = parameters(forward)[1]
+    kinds = {
+        id(node.value)
+        for node in walk(forward.body)
+        if isinstance(node, cst.Attribute) and node.attr.value in ("dtype", "device")
+    }
+    return all(id(node) in kinds for node in walk(forward.body) if isinstance(node, cst.Name) and node.value == name)
+
+
+def _arguments(call: cst.Call, forward: cst.FunctionDef, module: Module) -> list[str] | None:
+    """Return the code of tensor, positions and, where given, the layer type; None if the call has anything else."""
+    names = parameters(forward)[1:]
+    if any(argument.star for argument in call.args) or len(call.args) > len(names):
+        return None
+    given = {
+        names[place] if argument.keyword is None else argument.keyword.value: module.code(argument.value)
+        for place, argument in enumerate(call.args)
+    }
+    wanted = [*names[:2], "layer_type"] if "layer_type" in given else names[:2]
+    return [given[name] for name in wanted] if set(given) == set(wanted) else None
+
+
+def _edit(call: cst.Call, arguments: list[str], module: Module) -> Edit:
+    line = module.parent(call)
+    statement = module.parent(line) if isinstance(line, cst.Assign) else None
+    if isinstance(line, cst.Assign) and isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
+        targets = "".join(f"{module.code(target.target)} = " for target in line.targets)
+        new = call_statement(targets, "rotary_rows", arguments, module, indent=module.indentation(call))
+        return Edit(statement, (new.with_changes(leading_lines=statement.leading_lines),))
+    return Edit(call, (expression(f"rotary_rows({', '.join(arguments)})"),))
