@@ -8,8 +8,8 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.module import ClassInfo, Module, walk
-from rewrite.analysis.replacement import call_statement, name_is_free
-from rewrite.analysis.syntax import called_attribute, calls_in, expression, parameters
+from rewrite.analysis.replacement import name_is_free, with_call
+from rewrite.analysis.syntax import called_attribute, calls_in, parameters
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -75,7 +75,8 @@ class PreallocateBuffers(Transform):
         if not name_is_free("rotary_rows", module, function):
             return Skip("name_taken")
         all_arguments = [module.code(call.func), *arguments[:2], "past_key_values", *arguments[2:]]
-        return Found((_edit(call, all_arguments, module),), ("rotary_rows.rotary_rows",))
+        old, new = with_call(call, "rotary_rows", all_arguments, module)
+        return Found((Edit(old, (new,)),), ("rotary_rows.rotary_rows",))
 
 
 def _rotary_class(owner: ClassInfo, attribute: str, module: Module) -> ClassInfo | None:
@@ -117,13 +118,3 @@ def _arguments(call: cst.Call, forward: cst.FunctionDef, module: Module) -> list
     }
     wanted = [*names[:2], "layer_type"] if "layer_type" in given else names[:2]
     return [given[name] for name in wanted] if set(given) == set(wanted) else None
-
-
-def _edit(call: cst.Call, arguments: list[str], module: Module) -> Edit:
-    line = module.parent(call)
-    statement = module.parent(line) if isinstance(line, cst.Assign) else None
-    if isinstance(line, cst.Assign) and isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
-        targets = "".join(f"{module.code(target.target)} = " for target in line.targets)
-        new = call_statement(targets, "rotary_rows", arguments, module, indent=module.indentation(call))
-        return Edit(statement, (new.with_changes(leading_lines=statement.leading_lines),))
-    return Edit(call, (expression(f"rotary_rows({', '.join(arguments)})"),))

@@ -1,4 +1,4 @@
-"""Causal language models that generate against a cache of fixed addresses."""
+"""Causal language models that generate against a cache of fixed addresses, and code that can live with one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import libcst as cst
 
+from rewrite.analysis.cache_length import Lengths, lengths, sized_argument, sliced, uses
 from rewrite.analysis.module import ClassInfo, Module, walk
-from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.syntax import parameters
+from rewrite.analysis.replacement import name_is_free, with_call
+from rewrite.analysis.syntax import expression, parameters, replace_nodes
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _OWN_LOOP = ("generate", "_sample", "_prefill", "_prepare_cache_for_generation", "_update_model_kwargs_for_generation")
@@ -26,21 +27,26 @@ class StaticCache(Transform):
     What it does:
         Puts `GraphGeneration` in the place of `GenerationMixin` in the bases of a causal language model. It is a
         `GenerationMixin` whose decode loop keeps keys and values in buffers of fixed size and replays one captured
-        step a token.
+        step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
+        `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
+        `x.index_select(1, torch.arange(n) + past)`, `torch.ones(b, past + n)` →
+        `torch.ones(b, key_length(past_key_values, past, n))`.
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
         concatenation copies the cache.
 
     What it needs:
-        A class that decodes text with nothing but `past_key_values` for state.
+        A class that decodes text with nothing but `past_key_values` for state; ranges and slices whose length does
+        not depend on the cache.
 
     Numerics:
-        Exact: `generate` gives the same tokens, and where the loop cannot run, transformers' own does.
+        Exact: the same integers, and where the loop cannot run, transformers' own does.
 
     Known limits:
-        Encoder-decoder models, models with recurrent or convolutional states, models that take images or sound and
-        classes with a generation loop of their own keep `GenerationMixin`.
+        A slice beyond the end of a buffer is shorter than asked for; `index_select` raises there. Encoder-decoder
+        models, models with recurrent or convolutional states, models that take images or sound and classes with a
+        generation loop of their own keep `GenerationMixin`.
     """
 
     name = "static_cache"
@@ -53,18 +59,46 @@ class StaticCache(Transform):
         "own_cache": "the file makes a cache of a class of its own",
         "other_inputs": "`forward` takes images or sound beside tokens",
         "own_loop": "the class has a part of the generation loop of its own",
-        "name_taken": "the file has a name `GraphGeneration` of its own",
+        "other_dtype": "the range has a dtype of its own, in which sums may round",
+        "other_range": "the length of the range or slice depends on the cache, or it has a step",
+        "other_subscript": "something beside whole dimensions stands in front of the slice",
+        "host_test": "a branch depends on the number of cached tokens",
+        "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
+        "name_taken": "the file has a name `GraphGeneration` or `key_length` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every class with `GenerationMixin` in its bases."""
+        """Every class with `GenerationMixin` in its bases, and every use of a number of cached tokens by the host."""
         for info in module.classes.values():
             if _mixin(info, module) is not None:
                 yield Candidate(info.node, info.name)
+        for owner, name, method in module.methods():
+            known = lengths(method, module)
+            for node in uses(method, known, module) if known.caches else ():
+                code = module.code(node.test if isinstance(node, cst.If) else node)
+                yield Candidate(node, f"{owner.name}.{name}", " ".join(code.split()))
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
-        """Replace the base, unless the class needs more than keys and values of one sequence."""
-        info = module.classes[candidate.where]
+        """Replace the base, unless the class needs more than keys and values of one sequence; or the expression."""
+        if isinstance(candidate.node, cst.ClassDef):
+            return self._with_mixin(module.classes[candidate.where], module)
+        owner, name = candidate.where.split(".")
+        method = module.classes[owner].methods[name]
+        known = lengths(method, module)
+        if isinstance(candidate.node, cst.If):
+            return Skip("host_test", candidate.label)
+        if isinstance(candidate.node, cst.Subscript):
+            return _selection(candidate.node, known, module)
+        if not isinstance(candidate.node, cst.Call):
+            raise TypeError("a candidate is a class, a call, a subscript or an if")
+        sized = sized_argument(candidate.node, known, module)
+        return (
+            _range(candidate.node, known, module)
+            if sized is None
+            else _size(candidate.node, sized, known, module, method)
+        )
+
+    def _with_mixin(self, info: ClassInfo, module: Module) -> Found | Skip:
         skip = _skip(info, module)
         if skip is not None:
             return skip
@@ -106,3 +140,58 @@ def _own_cache(module: Module) -> str | None:
         if any("cache_utils." in base for base in info.bases):
             return info.name
     return None
+
+
+def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:
+    """Turn `torch.arange(past, past + n)` into `torch.arange(n) + past`."""
+    start, end = call.args[0].value, call.args[1].value
+    if not isinstance(start, cst.Name):
+        raise TypeError("a candidate's range starts at a name")
+    count = known.more_than(end, start.value, module)
+    named = {a.keyword.value: module.code(a.value) for a in call.args[2:] if a.keyword is not None}
+    if count is None or len(named) != len(call.args) - 2 or not set(named) <= {"dtype", "device"}:
+        return Skip("other_range", module.code(end))
+    if named.get("dtype", "torch.long") not in ("torch.long", "torch.int64"):
+        return Skip("other_dtype", named["dtype"])
+    arguments = [count, *(f"{name}={value}" for name, value in named.items())]
+    old, new = with_call(call, module.code(call.func), arguments, module, f" + {start.value}")
+    return Found((Edit(old, (new,)),))
+
+
+def _selection(node: cst.Subscript, known: Lengths, module: Module) -> Found | Skip:
+    """Turn `x[:, past : past + n]` into `x.index_select(1, torch.arange(n) + past)`."""
+    found = sliced(node, known)
+    if found is None:
+        raise TypeError("a candidate has a slice that starts at a length")
+    dimension, start, part = found
+    others = [element.slice for place, element in enumerate(node.slice) if place != dimension]
+    whole = all(isinstance(o, cst.Slice) and o.lower is o.upper is o.step is None for o in others)
+    if (
+        not whole
+        or "torch" not in module.imports
+        or (len(node.slice) == 1 and not module.code(node.value).startswith("self."))
+    ):
+        return Skip("other_subscript", module.code(node))
+    count = known.more_than(part.upper, start, module) if part.upper is not None and part.step is None else None
+    if count is None:
+        return Skip("other_range", module.code(node))
+    tensor = module.code(node.value)
+    places = f"torch.arange({count}, device={tensor}.device) + {start}"
+    old, new = with_call(node, f"{tensor}.index_select", [str(dimension), places], module)
+    return Found((Edit(old, (new,)),))
+
+
+def _size(
+    call: cst.Call, sized: tuple[cst.BaseExpression, str, str], known: Lengths, module: Module, method: cst.FunctionDef
+) -> Found | Skip:
+    """Turn the size `past + n` into `key_length(past_key_values, past, n)`."""
+    size, length, more = sized
+    cache = known.caches[length]
+    if cache is None:
+        return Skip("no_cache", length)
+    if not name_is_free("key_length", module, method):
+        return Skip("name_taken")
+    asked = expression(f"key_length({cache}, {length}, {more})")
+    arguments = [module.code(replace_nodes(argument, {id(size): (asked,)})).rstrip(", ") for argument in call.args]
+    old, new = with_call(call, module.code(call.func), arguments, module)
+    return Found((Edit(old, (new,)),), ("key_length.key_length",))
