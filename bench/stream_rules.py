@@ -70,7 +70,7 @@ def stream_rules() -> Iterator[None]:
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _from_host(name, getattr(torch, name))))
         stack.enter_context(mock.patch.object(F, "one_hot", unchecked_one_hot))
-        stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True))
         stack.enter_context(rules)
         yield
 
@@ -110,7 +110,7 @@ def _asking_line() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if "/torch/" not in path and path != __file__:
-            lines.append(f"{path.rsplit('/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}")
+            lines.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     named = [line for line in lines if line.startswith("modeling_")]
     if lines[:1] != named[:1] and named:

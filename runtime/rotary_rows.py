@@ -184,7 +184,8 @@ def _padded(table: Tensor, capacity: int) -> Tensor:
 
 def _forward(position_ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     if not backend.uses_triton(position_ids):
-        return reference(position_ids, cos, sin)
+        cos, sin = reference(position_ids, cos, sin)
+        return cos.contiguous(), sin.contiguous()
     outputs = _fake(position_ids, cos, sin)
     columns = cos.shape[1]
     if position_ids.numel() == 0:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import INTERPRETED
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -15,7 +16,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from rewrite.runtime import backend
 from rewrite.runtime.cache import PreallocatedCache
-from rewrite.runtime.rotary_rows import reference, rotary_rows
+from rewrite.runtime.rotary_rows import _op, reference, rotary_rows
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 THETA = {"rope_theta": 10000.0}
@@ -180,11 +181,30 @@ def test_a_module_that_depends_on_anything_else_keeps_being_called() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 16, 80, 128, 513])
 def test_kernel_gathers_rows(device: torch.device, poisoned: None, dtype: torch.dtype, columns: int) -> None:
-    from rewrite.runtime.rotary_rows import _op
-
     cos, sin = (torch.randn(37, columns, device=device).to(dtype) for _ in range(2))
     for ids in (torch.tensor([[36]]), torch.randint(37, (5, 3)), torch.randint(37, (1, 1)).expand(4, 1)):
         ids = ids.to(device)
         assert all(torch.equal(a, b) for a, b in zip(_op(ids, cos, sin), reference(ids, cos, sin), strict=True))
     assert torch.isnan(_op(torch.tensor([[37], [-1]], device=device), cos, sin)[0]).all()
     assert _op(torch.zeros(0, 1, dtype=torch.int64, device=device), cos, sin)[0].shape == (0, 1, columns)
+
+
+def test_fake_has_the_strides_of_the_result() -> None:
+    ids, cos, sin = torch.randint(37, (3, 5)).t(), torch.randn(37, 16), torch.randn(37, 16).half()
+    with FakeTensorMode() as mode:
+        fake = _op(*(mode.from_tensor(tensor) for tensor in (ids, cos, sin)))
+    for a, b in zip(_op(ids, cos, sin), fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def test_steps_compile_in_one_graph() -> None:
+    module, cache = llama_rope(STATIC["default"]), PreallocatedCache(1, 2, 16, "cpu")
+    ids = torch.tensor([[3], [1]])
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        cos, sin = rotary_rows(module, hidden(), ids, cache)
+        return cos + sin
+
+    with cache.step(), torch.no_grad():
+        expected = step(ids)
+        assert torch.equal(torch.compile(step, fullgraph=True, backend="eager")(ids), expected)
