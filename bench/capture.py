@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import importlib
 import inspect
 import json
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 BATCH, PROMPT, STEPS, WARM, CAPACITY, PADDING = 2, 6, 5, 2, 16, 2
 TOLERANCE = {"cpu": 1e-4, "cuda": 2e-3}
+COLUMNS = ("class", "before", "after", "before (experts=eager)", "after (experts=eager)", "skip", "error")
 PER_LAYER = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
 FIELDS = {
     "DbrxForCausalLM": {
@@ -93,7 +95,7 @@ def write_package(cls, folder):
 
 def generate(name, folder):
     """Write package and configuration of one class, and say what there is none of, and why."""
-    from rewrite.errors import NothingToRewrite, VerificationError
+    from rewrite.errors import NothingToRewrite
 
     cls, entry = original_class(name), {"class": name}
     try:
@@ -102,7 +104,7 @@ def generate(name, folder):
         entry["skip"] = str(error).split(": ", 1)[1].split(". Nothing")[0]
     try:
         config = small_config(cls)
-    except VerificationError as error:
+    except Exception as error:  # configurations raise what they like
         entry["error"] = str(error).split(", so there")[0].splitlines()[0]
         return entry
     (folder / "configs").mkdir(parents=True, exist_ok=True)
@@ -247,41 +249,51 @@ def check(name, device, packages):
         cache = importlib.import_module(f"{package.name}.runtime.cache" if has_cache else "rewrite.runtime.cache")
     except Exception as error:  # model code and configurations raise what they like
         return entry | {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    sides = {"before": (cls, PreallocatedCache)}
+    if ours is not None:
+        # On a GPU a capture that fails may spoil what comes after it in the process: the original goes last.
+        sides = {"after": (getattr(ours, name), cache.PreallocatedCache), **sides}
     routed = getattr(cls, "_can_set_experts_implementation", lambda: False)()
-    for experts in ("batched_mm", "eager") if routed else (None,):
-        suffix = " (experts=eager)" if experts == "eager" else ""
-        sides = {"before": (cls, PreallocatedCache)}
-        if ours is not None:
-            sides["after"] = (getattr(ours, name), cache.PreallocatedCache)
-        for side, (side_class, cache_class) in sides.items():
-            found = "fails"
-            for padding in (PADDING, 0):
-                try:
-                    reference = build_model(cls, config, weights, device, experts)
-                    batch = batch_of(reference, config, padding, device)
-                    with torch.no_grad():
-                        whole = reference(**arguments(batch, 0, PROMPT + STEPS, batch[1]), use_cache=False).logits
-                    model = build_model(side_class, config, weights, device, experts)
-                    found = outcome(model, config, whole[:, PROMPT:].float(), padding, cache_class, device)
-                except Exception as error:  # the original cannot do this, or the rewritten file cannot be built
-                    found = f"cannot run: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-                if not found.startswith(("other logits", "cannot run")):
-                    break
-            entry[side + suffix] = found if padding or found != "clean" else "clean without padding"
-    return entry
+    for side, (side_class, cache_class) in sides.items():
+        for experts in ("batched_mm", "eager") if routed else (None,):
+            models = [functools.partial(build_model, c, config, weights, device, experts) for c in (cls, side_class)]
+            key = f"{side} (experts=eager)" if experts == "eager" else side
+            entry[key] = found = compared(*models, config, PADDING, cache_class, device)
+            if found.startswith(("other logits", "cannot run")):
+                found = compared(*models, config, 0, cache_class, device)
+                entry[key] = "clean without padding" if found == "clean" else found
+    return dict(sorted(entry.items(), key=lambda item: COLUMNS.index(item[0])))
+
+
+def compared(original, tested, config, padding, cache_class, device):
+    """Return the outcome of the steps of one model against the whole sequence in the other; both are made here."""
+    try:
+        reference = original()
+        batch = batch_of(reference, config, padding, device)
+        with torch.no_grad():
+            whole = reference(**arguments(batch, 0, PROMPT + STEPS, batch[1]), use_cache=False).logits
+        return outcome(tested(), config, whole[:, PROMPT:].float(), padding, cache_class, device)
+    except Exception as error:  # the original cannot do this, or the rewritten file cannot be built
+        return f"cannot run: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
 def in_processes(function, tasks, jobs, limit=150):
-    """Run each task in a fork of its own; one that dies or takes too long is an entry, not the end."""
+    """Run each task in a fork of its own; one that fails, dies or takes too long is an entry, not the end."""
     with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
-        running = [(task[0], pool.apply_async(function, task)) for task in tasks]
+        running = [(task[0], pool.apply_async(_entry, (function, task))) for task in tasks]
         for name, result in running:
             try:
                 yield result.get(limit)
             except multiprocessing.TimeoutError:
                 yield {"class": name, "error": "took too long, or its process died"}
-            except Exception as error:  # a bug of a transform is an entry of the table, not its end
-                yield {"class": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+
+
+def _entry(function, task):
+    """Return what the function returns, or what it raised as text: not every exception can be sent by a process."""
+    try:
+        return function(*task)
+    except Exception as error:  # a bug of a transform is an entry of the table too
+        return {"class": task[0], "error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
 
 
 def main():
