@@ -7,22 +7,26 @@ from typing import ClassVar
 
 import libcst as cst
 
+from rewrite.analysis.host_constants import constants, is_number, listed
 from rewrite.analysis.module import ClassInfo, Module, walk
 from rewrite.analysis.replacement import name_is_free, with_call
-from rewrite.analysis.syntax import called_attribute, calls_in, parameters
+from rewrite.analysis.syntax import called_attribute, calls_in, expression, mutated_names, parameters
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
 class PreallocateBuffers(Transform):
-    """Rotary tables that are computed once.
+    """Rotary tables that are computed once, and constants that are made where they are used.
 
     What it does:
         `self.rotary_emb(hidden_states, position_ids)` becomes
         `rotary_rows(self.rotary_emb, hidden_states, position_ids, past_key_values)`. In a decode step it reads the
         rows of tables that hold every position; everywhere else it calls the module.
+        `torch.tensor(number, device=…)` becomes `torch.full((), number, device=…)`, and `x[..., [-2], :]` becomes
+        `x[..., -2:-1, :]`.
 
     Why:
-        A rotary module runs eight kernels to make one row of cosines and sines; reading them is one.
+        A rotary module runs eight kernels to make one row of cosines and sines; reading them is one. A number or a
+        list that is copied from the host to the device cannot be part of a captured step.
 
     What it needs:
         The module's class is in the file, reads only dtype and device of its first argument, and returns two tables.
@@ -33,7 +37,8 @@ class PreallocateBuffers(Transform):
 
     Known limits:
         Frequencies that change with the length of the text (`dynamic`, beyond the original context) have no table.
-        Modules that return complex numbers, or take positions of several axes, are called as before.
+        An index in a list that is out of bounds raises, a slice is empty. Modules that return complex numbers, or
+        take positions of several axes, are called as before.
     """
 
     name = "preallocate_buffers"
@@ -44,12 +49,16 @@ class PreallocateBuffers(Transform):
         "reads_input": "the module reads more of its first argument than dtype and device",
         "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
         "other_result": "the module does not return two tables",
+        "not_a_number": "nothing shows that the value put on the device is a number",
+        "written_in_place": "the method writes in place, and a slice is a view where a list makes a copy",
         "name_taken": "the file has a name `rotary_rows` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every call of a module of this file that computes cosines and sines."""
+        """Every constant copied to the device, every call of a module of this file that computes cosines and sines."""
         for owner, name, method in module.methods():
+            for constant in constants(method, module):
+                yield Candidate(constant, f"{owner.name}.{name}", " ".join(module.code(constant).split()))
             for call in calls_in(method.body):
                 attribute = called_attribute(call)
                 if attribute is not None and _rotary_class(owner, attribute, module) is not None:
@@ -60,6 +69,10 @@ class PreallocateBuffers(Transform):
         owner, method = candidate.where.split(".")
         function = module.classes[owner].methods[method]
         call = candidate.node
+        if isinstance(call, cst.Subscript):
+            return Skip("written_in_place") if mutated_names(function.body) else _as_slice(call)
+        if isinstance(call, cst.Call) and called_attribute(call) is None:
+            return _filled(call, module.classes[owner], module)
         if not isinstance(call, cst.Call):
             raise TypeError("a candidate is a call")
         rotary = _rotary_class(module.classes[owner], candidate.label, module)
@@ -77,6 +90,28 @@ class PreallocateBuffers(Transform):
         all_arguments = [module.code(call.func), *arguments[:2], "past_key_values", *arguments[2:]]
         old, new = with_call(call, "rotary_rows", all_arguments, module)
         return Found((Edit(old, (new,)),), ("rotary_rows.rotary_rows",))
+
+
+def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:
+    """Turn `torch.tensor(number, …)` into `torch.full((), number, …)`."""
+    if not is_number(call, owner, module):
+        return Skip("not_a_number", module.code(call.args[0].value))
+    arguments = ["()", *(module.code(argument).rstrip(", ") for argument in call.args)]
+    old, new = with_call(call, "torch.full", arguments, module)
+    return Found((Edit(old, (new,)),))
+
+
+def _as_slice(node: cst.Subscript) -> Found | Skip:
+    """Turn `x[..., [i], :]` into `x[..., i : i + 1, :]`."""
+    found = listed(node)
+    if found is None:
+        raise TypeError("a candidate has a list of one number")
+    element, number = found
+    end = "" if number == -1 else str(number + 1)
+    part = expression(f"x[{number}:{end}]")
+    if not isinstance(part, cst.Subscript):
+        raise TypeError("not a subscript")
+    return Found((Edit(element.slice, (part.slice[0].slice,)),))
 
 
 def _rotary_class(owner: ClassInfo, attribute: str, module: Module) -> ClassInfo | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import libcst as cst
+import libcst.matchers as m
 
 from rewrite.analysis.cache_length import Lengths, lengths, sized_argument, sliced, uses
 from rewrite.analysis.module import ClassInfo, Module, walk
@@ -57,6 +58,7 @@ class StaticCache(Transform):
         "no_kv_cache": "`forward` takes no `past_key_values`",
         "other_state": "the file keeps other states than keys and values in its cache",
         "own_cache": "the file makes a cache of a class of its own",
+        "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
         "other_inputs": "`forward` takes images or sound beside tokens",
         "own_loop": "the class has a part of the generation loop of its own",
         "other_dtype": "the range has a dtype of its own, in which sums may round",
@@ -131,7 +133,22 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
     attributes = (node.attr.value for node in walk(module.tree) if isinstance(node, cst.Attribute))
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
         return Skip("other_state", state)
+    if (cut := _cut_by_length(module)) is not None:
+        return Skip("mask_by_length", cut)
     return None if name_is_free("GraphGeneration", module) else Skip("name_taken")
+
+
+def _cut_by_length(module: Module) -> str | None:
+    """Return the code of a subscript `x[…, keys - queries : keys, …]`."""
+    ends = m.Slice(lower=m.BinaryOperation(left=m.Name(), operator=m.Subtract(), right=m.Name()), upper=m.Name())
+    for node in walk(module.tree):
+        for element in node.slice if isinstance(node, cst.Subscript) else ():
+            part = element.slice
+            if isinstance(part, cst.Slice) and m.matches(part, ends) and part.lower is not None:
+                keys = cst.ensure_type(part.lower, cst.BinaryOperation).left
+                if part.upper is not None and part.upper.deep_equals(keys):
+                    return module.code(node)
+    return None
 
 
 def _own_cache(module: Module) -> str | None:
