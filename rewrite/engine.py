@@ -74,7 +74,7 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
         module, report, used = _converge(transform, module)
         reports.append(report)
         uses |= used
-    if not uses:
+    if not uses and not any(report.rewritten for report in reports):
         return Rewritten(text, tuple(reports))
     tree = imports.without_unused(module, before)
     tree = imports.with_runtime(tree, sorted(uses))

@@ -139,8 +139,10 @@ class PreallocatedCache(Cache):
         """Whether a decode step is running or being captured."""
         self.fused = True
         """Whether the layers may take their `decode` methods in a step."""
-        self.tables: dict[object, tuple[Tensor, Tensor]] = {}
-        """Cosines and sines `[S, R]` of every position, by who computes them: `rotary_rows`."""
+        self.tables: dict[object, tuple[Tensor, Tensor] | None] = {}
+        """Cosines and sines `[S, R]` of every position, by who computes them, None for no table: `rotary_rows`."""
+        self.refusal: str | None = None
+        """Why a step cannot be captured, if the eager step before found a reason."""
         with torch.inference_mode(False):
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
             """The slot that the running step writes, which is the number of tokens before it."""

@@ -58,6 +58,27 @@ def call_statement(
     return line(text, module)
 
 
+def with_call(
+    node: cst.BaseExpression, function: str, arguments: Sequence[str], module: Module, suffix: str = ""
+) -> tuple[cst.CSTNode, cst.CSTNode]:
+    """Return what to replace, and by what, so that `<function>(<arguments>)<suffix>` stands in the place of `node`.
+
+    Where `node` is all that a statement assigns or returns, that is the statement, laid out by its length.
+    """
+    small = module.parent(node)
+    statement = module.parent(small)
+    if isinstance(small, (cst.Assign, cst.Return)) and isinstance(statement, cst.SimpleStatementLine):
+        if len(statement.body) == 1:
+            targets = small.targets if isinstance(small, cst.Assign) else ()
+            start = "".join(f"{module.code(target.target)} = " for target in targets) or "return "
+            indent = module.indentation(node)
+            new = call_statement(start, function, arguments, module, indent=indent, suffix=suffix)
+            kept = {"leading_lines": statement.leading_lines, "trailing_whitespace": statement.trailing_whitespace}
+            return statement, new.with_changes(**kept)
+    text = f"{function}({', '.join(arguments)}){suffix}"
+    return node, cst.parse_expression(f"({text})" if suffix else text)
+
+
 def line(text: str, module: Module) -> cst.SimpleStatementLine:
     """Parse a statement that is no compound one."""
     parsed = cst.parse_statement(text, config=module.tree.config_for_parsing)

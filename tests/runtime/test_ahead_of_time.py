@@ -60,6 +60,7 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "rotary": ("rotary", "rotary", ROTARY, 128),
     "rotary, some columns": ("rotary", "rotary", ROTARY | {"R": 96, "BLOCK_PASS": 32}, 128),
     "rotary, interleaved": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True}, 128),
+    "rotary_rows": ("rotary_rows", "rotary_rows", {"R": 128, "BLOCK_COLS": 128}, 64),
     "rotary, half table": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True, "HALF_TABLE": True}, 128),
 }
 

@@ -1,0 +1,128 @@
+"""Loops whose number of turns the host knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import libcst as cst
+import libcst.matchers as m
+
+from rewrite.analysis.expert_loop import ExpertLoop, NotALoop, expert_loop
+from rewrite.analysis.integration_loop import NotBounded, turns
+from rewrite.analysis.module import Module, walk
+from rewrite.analysis.replacement import name_is_free
+from rewrite.analysis.syntax import replace_nodes
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+_PER_ITEM = m.Call(func=m.Attribute(attr=m.Name("tolist")), args=[])
+
+
+class FixedCountLoops(Transform):
+    """Loops over what a tensor holds, with a number of turns that does not depend on it.
+
+    What it does:
+        A loop over the experts that were hit, found with `nonzero`, becomes `for … in routed(top_k_index, n)`, which
+        runs over token and expert pairs where tokens are few, and over the hit experts else. A `while` that counts a
+        time down from 1 in steps of 1 / n becomes `for _ in range(n)`.
+
+    Why:
+        A number of turns that depends on values makes the host wait in every layer, and cannot be captured.
+
+    What it needs:
+        The expert is used for nothing but choosing weights. The time starts at 1, is changed by nothing but the step,
+        and the loop ends half a step before 0.
+
+    Numerics:
+        Reordered: a token's experts are added in the same order, but tokens of one expert are multiplied one by one.
+
+    Known limits:
+        The rounding of up to 4,095 steps in fp32 stays below half a step; more are not proven. Loops over lengths or
+        images that were taken to the host have as many turns as there are images.
+    """
+
+    name = "fixed_count_loops"
+    summary = "Loops over hit experts and over integration steps have a number of turns that the host knows."
+    numerics = Numerics.REORDERED
+    reasons: ClassVar[Mapping[str, str]] = {
+        "per_item": "the loop has one turn an image, clip or sequence, and their number is data",
+        "other_use": "the loop uses the expert's number for something other than choosing weights",
+        "other_loop": "the loop over hit experts has another shape",
+        "not_proven": "the number of turns of the `while` could not be proven",
+        "name_taken": "the file has a name `routed` or `select` of its own",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every loop over hit experts, every `while` of a method, every split by lengths on the host."""
+        for owner, name, method in module.methods():
+            for node in walk(method.body):
+                if isinstance(node, cst.While):
+                    yield Candidate(node, f"{owner.name}.{name}", f"while {module.code(node.test)}")
+                elif (
+                    isinstance(node, cst.For) and isinstance(node.iter, cst.Name) and _hits(node.iter, method, module)
+                ):
+                    yield Candidate(node, f"{owner.name}.{name}", f"for {module.code(node.target)}")
+                elif isinstance(node, cst.Call) and _splits(node):
+                    yield Candidate(node, f"{owner.name}.{name}", " ".join(module.code(node).split()))
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Change the header of the loop, and how its body chooses weights."""
+        owner, name = candidate.where.split(".")
+        method = module.classes[owner].methods[name]
+        if isinstance(candidate.node, cst.Call):
+            return Skip("per_item", candidate.label)
+        if isinstance(candidate.node, cst.While):
+            try:
+                return Found(
+                    (Edit(candidate.node, (_counted(candidate.node, turns(candidate.node, method, module)),)),)
+                )
+            except NotBounded as error:
+                return Skip("not_proven", error.why)
+        if not isinstance(candidate.node, cst.For):
+            raise TypeError("a candidate is a loop or a call")
+        try:
+            loop = expert_loop(candidate.node, method, module)
+        except NotALoop as error:
+            return Skip("other_use" if error.other_use else "other_loop", error.what)
+        if not all(name_is_free(taken, module, method) for taken in ("routed", "select")):
+            return Skip("name_taken")
+        return Found(_edits(loop), ("routed.routed", "routed.select"))
+
+
+def _hits(iterated: cst.Name, method: cst.FunctionDef, module: Module) -> bool:
+    """Whether the method assigns the result of `nonzero` to the name that a loop runs over."""
+    for node in walk(method.body):
+        if isinstance(node, cst.Assign) and module.code(node.targets[0].target) == iterated.value:
+            if ".nonzero(" in module.code(node.value):
+                return True
+    return False
+
+
+def _splits(call: cst.Call) -> bool:
+    named = isinstance(call.func, cst.Attribute) and call.func.attr.value == "split"
+    return named and any(m.matches(argument.value, _PER_ITEM) for argument in call.args)
+
+
+def _counted(loop: cst.While, count: cst.BaseExpression) -> cst.For:
+    ranged = cst.Call(cst.Name("range"), [cst.Arg(count)])
+    return cst.For(cst.Name("_"), ranged, loop.body, leading_lines=loop.leading_lines)
+
+
+def _edits(loop: ExpertLoop) -> tuple[Edit, ...]:
+    """Name pairs in the header and choose weights by `select`; what searched for experts goes, its comments stay."""
+    names = [cst.Element(cst.Name(name)) for name in (loop.expert, loop.position, loop.token)]
+    call = cst.Call(cst.Name("routed"), [cst.Arg(loop.index), cst.Arg(loop.num_experts)])
+    new: dict[int, tuple[cst.CSTNode, ...]] = {
+        id(loop.node.target): (cst.Tuple(names, lpar=[], rpar=[]),),
+        id(loop.node.iter): (call,),
+        **{id(statement): () for statement in loop.opening},
+    }
+    for use in loop.choices:
+        new[id(use)] = (cst.Call(cst.Name("select"), [cst.Arg(use.value), cst.Arg(cst.Name(loop.expert))]),)
+    changed = replace_nodes(loop.node, new)
+    dropped = [node for top in (*loop.search, *loop.opening) for node in walk(top) if isinstance(node, cst.Comment)]
+    lines = [*loop.node.leading_lines, *(cst.EmptyLine(comment=comment) for comment in dropped)]
+    return (
+        *(Edit(statement, ()) for statement in loop.search),
+        Edit(loop.node, (changed.with_changes(leading_lines=lines),)),
+    )

@@ -1,0 +1,155 @@
+"""Tensors that a decode step makes from nothing but shapes and positions are read from buffers made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import libcst as cst
+
+from rewrite.analysis.host_constants import constants, is_number, listed
+from rewrite.analysis.module import ClassInfo, Module, walk
+from rewrite.analysis.replacement import name_is_free, with_call
+from rewrite.analysis.syntax import called_attribute, calls_in, expression, mutated_names, parameters
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+
+class PreallocateBuffers(Transform):
+    """Rotary tables that are computed once, and constants that are made where they are used.
+
+    What it does:
+        `self.rotary_emb(hidden_states, position_ids)` becomes
+        `rotary_rows(self.rotary_emb, hidden_states, position_ids, past_key_values)`. In a decode step it reads the
+        rows of tables that hold every position; everywhere else it calls the module.
+        `torch.tensor(number, device=…)` becomes `torch.full((), number, device=…)`, and `x[..., [-2], :]` becomes
+        `x[..., -2:-1, :]`.
+
+    Why:
+        A rotary module runs eight kernels to make one row of cosines and sines; reading them is one. A number or a
+        list that is copied from the host to the device cannot be part of a captured step.
+
+    What it needs:
+        The module's class is in the file, reads only dtype and device of its first argument, and returns two tables.
+        The function that calls it has the cache.
+
+    Numerics:
+        Exact: the module itself fills the tables, and they are used only if they have the bits it returns.
+
+    Known limits:
+        Frequencies that change with the length of the text (`dynamic`, beyond the original context) have no table.
+        An index in a list that is out of bounds raises, a slice is empty. Modules that return complex numbers, or
+        take positions of several axes, are called as before.
+    """
+
+    name = "preallocate_buffers"
+    summary = "A decode step reads cosines and sines from tables that are computed once."
+    numerics = Numerics.EXACT
+    reasons: ClassVar[Mapping[str, str]] = {
+        "no_cache": "the function that calls the module does not see the cache",
+        "reads_input": "the module reads more of its first argument than dtype and device",
+        "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
+        "other_result": "the module does not return two tables",
+        "not_a_number": "nothing shows that the value put on the device is a number",
+        "written_in_place": "the method writes in place, and a slice is a view where a list makes a copy",
+        "name_taken": "the file has a name `rotary_rows` of its own",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every constant copied to the device, every call of a module of this file that computes cosines and sines."""
+        for owner, name, method in module.methods():
+            for constant in constants(method, module):
+                yield Candidate(constant, f"{owner.name}.{name}", " ".join(module.code(constant).split()))
+            for call in calls_in(method.body):
+                attribute = called_attribute(call)
+                if attribute is not None and _rotary_class(owner, attribute, module) is not None:
+                    yield Candidate(call, f"{owner.name}.{name}", attribute)
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Check module and call, and replace the call."""
+        owner, method = candidate.where.split(".")
+        function = module.classes[owner].methods[method]
+        call = candidate.node
+        if isinstance(call, cst.Subscript):
+            return Skip("written_in_place") if mutated_names(function.body) else _as_slice(call)
+        if isinstance(call, cst.Call) and called_attribute(call) is None:
+            return _filled(call, module.classes[owner], module)
+        if not isinstance(call, cst.Call):
+            raise TypeError("a candidate is a call")
+        rotary = _rotary_class(module.classes[owner], candidate.label, module)
+        if rotary is None or not _returns_two(rotary.methods["forward"]):
+            return Skip("other_result")
+        if not _reads_only_kind(rotary.methods["forward"]):
+            return Skip("reads_input", rotary.name)
+        arguments = _arguments(call, rotary.methods["forward"], module)
+        if arguments is None:
+            return Skip("other_arguments", module.code(call))
+        if "past_key_values" not in parameters(function):
+            return Skip("no_cache")
+        if not name_is_free("rotary_rows", module, function):
+            return Skip("name_taken")
+        all_arguments = [module.code(call.func), *arguments[:2], "past_key_values", *arguments[2:]]
+        old, new = with_call(call, "rotary_rows", all_arguments, module)
+        return Found((Edit(old, (new,)),), ("rotary_rows.rotary_rows",))
+
+
+def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:
+    """Turn `torch.tensor(number, …)` into `torch.full((), number, …)`."""
+    if not is_number(call, owner, module):
+        return Skip("not_a_number", module.code(call.args[0].value))
+    arguments = ["()", *(module.code(argument).rstrip(", ") for argument in call.args)]
+    old, new = with_call(call, "torch.full", arguments, module)
+    return Found((Edit(old, (new,)),))
+
+
+def _as_slice(node: cst.Subscript) -> Found | Skip:
+    """Turn `x[..., [i], :]` into `x[..., i : i + 1, :]`."""
+    found = listed(node)
+    if found is None:
+        raise TypeError("a candidate has a list of one number")
+    element, number = found
+    end = "" if number == -1 else str(number + 1)
+    part = expression(f"x[{number}:{end}]")
+    if not isinstance(part, cst.Subscript):
+        raise TypeError("not a subscript")
+    return Found((Edit(element.slice, (part.slice[0].slice,)),))
+
+
+def _rotary_class(owner: ClassInfo, attribute: str, module: Module) -> ClassInfo | None:
+    """Return the class of `self.<attribute>` if it is in this file and computes cosines and sines of positions."""
+    for value in module.assignments(owner, attribute):
+        info = module.classes.get(module.code(value.func)) if isinstance(value, cst.Call) else None
+        if info is None or "forward" not in info.methods or len(parameters(info.methods["forward"])) < 3:
+            return None
+        code = module.code(info.methods["forward"])
+        if "position" in parameters(info.methods["forward"])[2] and (".cos(" in code or "polar(" in code):
+            return info
+    return None
+
+
+def _returns_two(forward: cst.FunctionDef) -> bool:
+    results = [node.value for node in walk(forward.body) if isinstance(node, cst.Return)]
+    return bool(results) and all(isinstance(value, cst.Tuple) and len(value.elements) == 2 for value in results)
+
+
+def _reads_only_kind(forward: cst.FunctionDef) -> bool:
+    """Whether the function reads only `.dtype` and `.device` of its first argument."""
+    name = parameters(forward)[1]
+    kinds = {
+        id(node.value)
+        for node in walk(forward.body)
+        if isinstance(node, cst.Attribute) and node.attr.value in ("dtype", "device")
+    }
+    return all(id(node) in kinds for node in walk(forward.body) if isinstance(node, cst.Name) and node.value == name)
+
+
+def _arguments(call: cst.Call, forward: cst.FunctionDef, module: Module) -> list[str] | None:
+    """Return the code of tensor, positions and, where given, the layer type; None if the call has anything else."""
+    names = parameters(forward)[1:]
+    if any(argument.star for argument in call.args) or len(call.args) > len(names):
+        return None
+    given = {
+        names[place] if argument.keyword is None else argument.keyword.value: module.code(argument.value)
+        for place, argument in enumerate(call.args)
+    }
+    wanted = [*names[:2], "layer_type"] if "layer_type" in given else names[:2]
+    return [given[name] for name in wanted] if set(given) == set(wanted) else None

@@ -1,0 +1,214 @@
+"""Causal language models that generate against a cache of fixed addresses, and code that can live with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import libcst as cst
+import libcst.matchers as m
+
+from rewrite.analysis.cache_length import Lengths, lengths, sized_argument, sliced, uses
+from rewrite.analysis.module import ClassInfo, Module, walk
+from rewrite.analysis.replacement import name_is_free, with_call
+from rewrite.analysis.syntax import expression, parameters, replace_nodes
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+_OWN_LOOP = ("generate", "_sample", "_prefill", "_prepare_cache_for_generation", "_update_model_kwargs_for_generation")
+_OTHER_INPUTS = ("pixel", "image", "video", "audio", "speech", "input_features", "input_values", "codec", "codes")
+_OTHER_STATES = (
+    "update_conv_state", "update_recurrent_state", "get_linear_cache", "set_linear_cache", "update_indexer",
+    "has_previous_state", "get_conv_state", "key_cache", "recurrent_states",
+)  # fmt: skip
+
+
+class StaticCache(Transform):
+    """Generation without a growing cache.
+
+    What it does:
+        Puts `GraphGeneration` in the place of `GenerationMixin` in the bases of a causal language model. It is a
+        `GenerationMixin` whose decode loop keeps keys and values in buffers of fixed size and replays one captured
+        step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
+        `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
+        `x.index_select(1, torch.arange(n) + past)`, `torch.ones(b, past + n)` →
+        `torch.ones(b, key_length(past_key_values, past, n))`.
+
+    Why:
+        A cache that grows has another address and another shape at every token: no step can be captured, and each
+        concatenation copies the cache.
+
+    What it needs:
+        A class that decodes text with nothing but `past_key_values` for state; ranges and slices whose length does
+        not depend on the cache.
+
+    Numerics:
+        Exact: the same integers, and where the loop cannot run, transformers' own does.
+
+    Known limits:
+        A slice beyond the end of a buffer is shorter than asked for; `index_select` raises there. Encoder-decoder
+        models, models with recurrent or convolutional states, models that take images or sound and classes with a
+        generation loop of their own keep `GenerationMixin`.
+    """
+
+    name = "static_cache"
+    summary = "Generation keeps keys and values in buffers of fixed size and replays a captured step."
+    numerics = Numerics.EXACT
+    reasons: ClassVar[Mapping[str, str]] = {
+        "encoder_decoder": "the model has an encoder, whose keys and values are a second cache",
+        "no_kv_cache": "`forward` takes no `past_key_values`",
+        "other_state": "the file keeps other states than keys and values in its cache",
+        "own_cache": "the file makes a cache of a class of its own",
+        "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
+        "other_inputs": "`forward` takes images or sound beside tokens",
+        "own_loop": "the class has a part of the generation loop of its own",
+        "other_dtype": "the range has a dtype of its own, in which sums may round",
+        "other_range": "the length of the range or slice depends on the cache, or it has a step",
+        "other_subscript": "something beside whole dimensions stands in front of the slice",
+        "host_test": "a branch depends on the number of cached tokens",
+        "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
+        "name_taken": "the file has a name `GraphGeneration` or `key_length` of its own",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every class with `GenerationMixin` in its bases, and every use of a number of cached tokens by the host."""
+        for info in module.classes.values():
+            if _mixin(info, module) is not None:
+                yield Candidate(info.node, info.name)
+        for owner, name, method in module.methods():
+            known = lengths(method, module)
+            for node in uses(method, known, module) if known.caches else ():
+                code = module.code(node.test if isinstance(node, cst.If) else node)
+                yield Candidate(node, f"{owner.name}.{name}", " ".join(code.split()))
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Replace the base, unless the class needs more than keys and values of one sequence; or the expression."""
+        if isinstance(candidate.node, cst.ClassDef):
+            return self._with_mixin(module.classes[candidate.where], module)
+        owner, name = candidate.where.split(".")
+        method = module.classes[owner].methods[name]
+        known = lengths(method, module)
+        if isinstance(candidate.node, cst.If):
+            return Skip("host_test", candidate.label)
+        if isinstance(candidate.node, cst.Subscript):
+            return _selection(candidate.node, known, module)
+        if not isinstance(candidate.node, cst.Call):
+            raise TypeError("a candidate is a class, a call, a subscript or an if")
+        sized = sized_argument(candidate.node, known, module)
+        return (
+            _range(candidate.node, known, module)
+            if sized is None
+            else _size(candidate.node, sized, known, module, method)
+        )
+
+    def _with_mixin(self, info: ClassInfo, module: Module) -> Found | Skip:
+        skip = _skip(info, module)
+        if skip is not None:
+            return skip
+        base = _mixin(info, module)
+        if base is None:
+            raise TypeError(f"{info.name} has no GenerationMixin")
+        return Found((Edit(base, (cst.Name("GraphGeneration"),)),), ("generation.GraphGeneration",))
+
+
+def _mixin(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
+    bases = (base.value for base in info.node.bases)
+    return next((base for base in bases if module.qualified(base).endswith(".GenerationMixin")), None)
+
+
+def _skip(info: ClassInfo, module: Module) -> Skip | None:
+    forward = module.method(info, "forward")
+    names = parameters(forward) if forward is not None else []
+    if any(name in ("decoder_input_ids", "encoder_outputs") for name in names):
+        return Skip("encoder_decoder")
+    if "past_key_values" not in names:
+        return Skip("no_kv_cache")
+    other = next((name for name in names if any(part in name for part in _OTHER_INPUTS)), None)
+    if other is not None:
+        return Skip("other_inputs", other)
+    own = next((name for name in _OWN_LOOP if name in info.methods), None)
+    if own is not None:
+        return Skip("own_loop", own)
+    if (cache := _own_cache(module)) is not None:
+        return Skip("own_cache", cache)
+    attributes = (node.attr.value for node in walk(module.tree) if isinstance(node, cst.Attribute))
+    if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
+        return Skip("other_state", state)
+    if (cut := _cut_by_length(module)) is not None:
+        return Skip("mask_by_length", cut)
+    return None if name_is_free("GraphGeneration", module) else Skip("name_taken")
+
+
+def _cut_by_length(module: Module) -> str | None:
+    """Return the code of a subscript `x[…, keys - queries : keys, …]`."""
+    ends = m.Slice(lower=m.BinaryOperation(left=m.Name(), operator=m.Subtract(), right=m.Name()), upper=m.Name())
+    for node in walk(module.tree):
+        for element in node.slice if isinstance(node, cst.Subscript) else ():
+            part = element.slice
+            if isinstance(part, cst.Slice) and m.matches(part, ends) and part.lower is not None:
+                keys = cst.ensure_type(part.lower, cst.BinaryOperation).left
+                if part.upper is not None and part.upper.deep_equals(keys):
+                    return module.code(node)
+    return None
+
+
+def _own_cache(module: Module) -> str | None:
+    """Return the name of a class of this file that is a cache, or a layer of one."""
+    for info in module.classes.values():
+        if any("cache_utils." in base for base in info.bases):
+            return info.name
+    return None
+
+
+def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:
+    """Turn `torch.arange(past, past + n)` into `torch.arange(n) + past`."""
+    start, end = call.args[0].value, call.args[1].value
+    if not isinstance(start, cst.Name):
+        raise TypeError("a candidate's range starts at a name")
+    count = known.more_than(end, start.value, module)
+    named = {a.keyword.value: module.code(a.value) for a in call.args[2:] if a.keyword is not None}
+    if count is None or len(named) != len(call.args) - 2 or not set(named) <= {"dtype", "device"}:
+        return Skip("other_range", module.code(end))
+    if named.get("dtype", "torch.long") not in ("torch.long", "torch.int64"):
+        return Skip("other_dtype", named["dtype"])
+    arguments = [count, *(f"{name}={value}" for name, value in named.items())]
+    old, new = with_call(call, module.code(call.func), arguments, module, f" + {start.value}")
+    return Found((Edit(old, (new,)),))
+
+
+def _selection(node: cst.Subscript, known: Lengths, module: Module) -> Found | Skip:
+    """Turn `x[:, past : past + n]` into `x.index_select(1, torch.arange(n) + past)`."""
+    found = sliced(node, known)
+    if found is None:
+        raise TypeError("a candidate has a slice that starts at a length")
+    dimension, start, part = found
+    others = [element.slice for place, element in enumerate(node.slice) if place != dimension]
+    whole = all(isinstance(o, cst.Slice) and o.lower is o.upper is o.step is None for o in others)
+    if (
+        not whole
+        or "torch" not in module.imports
+        or (len(node.slice) == 1 and not module.code(node.value).startswith("self."))
+    ):
+        return Skip("other_subscript", module.code(node))
+    count = known.more_than(part.upper, start, module) if part.upper is not None and part.step is None else None
+    if count is None:
+        return Skip("other_range", module.code(node))
+    tensor = module.code(node.value)
+    places = f"torch.arange({count}, device={tensor}.device) + {start}"
+    old, new = with_call(node, f"{tensor}.index_select", [str(dimension), places], module)
+    return Found((Edit(old, (new,)),))
+
+
+def _size(
+    call: cst.Call, sized: tuple[cst.BaseExpression, str, str], known: Lengths, module: Module, method: cst.FunctionDef
+) -> Found | Skip:
+    """Turn the size `past + n` into `key_length(past_key_values, past, n)`."""
+    size, length, more = sized
+    cache = known.caches[length]
+    if cache is None:
+        return Skip("no_cache", length)
+    if not name_is_free("key_length", module, method):
+        return Skip("name_taken")
+    asked = expression(f"key_length({cache}, {length}, {more})")
+    arguments = [module.code(replace_nodes(argument, {id(size): (asked,)})).rstrip(", ") for argument in call.args]
+    old, new = with_call(call, module.code(call.func), arguments, module)
+    return Found((Edit(old, (new,)),), ("key_length.key_length",))
