@@ -1,0 +1,325 @@
+"""The experts of a sparse mixture for a few tokens: two kernels that read only the chosen experts' weights.
+
+N tokens, H hidden_size, E experts, K experts a token, M intermediate size of an expert, e(n, k) the k-th expert of
+token n and p(n, k) its weight:
+
+    gated(n, k) = activation(W_gate[e] x_n) * (W_up[e] x_n)                    [N, K, M]
+    y_n         = Σ_k p(n, k) W_down[e] gated(n, k)  (+ residual_n)            [N, H]
+
+The sum over the experts is taken inside the second kernel, in a fixed order: the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import backend, rows
+from .gated_activation import _REFERENCE as ACTIVATIONS
+from .gated_activation import activation_kind
+from .launch import WAVE, Kernel
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from .gated_activation import _activate
+
+    @triton.jit
+    def _experts_gate_up_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        index_ptr,
+        weight_ptr,
+        out_ptr,
+        x_stride,
+        index_stride,
+        E: tl.constexpr,
+        K: tl.constexpr,
+        H: tl.constexpr,
+        M: tl.constexpr,
+        ACTIVATION: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_H: tl.constexpr,
+    ):
+        """Compute BLOCK_M columns of one token's expert."""
+        slot = tl.program_id(1)
+        token = tl.program_id(2).to(tl.int64)
+        expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
+        expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+        row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        gate_rows = weight_ptr + expert * (2 * M * H) + row[:, None] * H
+        gate = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        for start in tl.range(0, H, BLOCK_H, num_stages=3):
+            col = start + tl.arange(0, BLOCK_H)
+            if H % BLOCK_H == 0 and M % BLOCK_M == 0:
+                x = tl.load(x_ptr + token * x_stride + col).to(tl.float32)[None, :]
+                gate_weight = tl.load(gate_rows + col[None, :])
+                up_weight = tl.load(gate_rows + M * H + col[None, :])
+            else:
+                there = (row < M)[:, None] & (col < H)[None, :]
+                x = tl.load(x_ptr + token * x_stride + col, mask=col < H, other=0.0).to(tl.float32)[None, :]
+                gate_weight = tl.load(gate_rows + col[None, :], mask=there, other=0.0)
+                up_weight = tl.load(gate_rows + M * H + col[None, :], mask=there, other=0.0)
+            gate += gate_weight.to(tl.float32) * x
+            up += up_weight.to(tl.float32) * x
+        gated = _activate(tl.sum(gate, axis=1), ACTIVATION) * tl.sum(up, axis=1)
+        out_row = out_ptr + (token * K + slot) * M
+        tl.store(out_row + row, gated.to(out_ptr.dtype.element_ty), mask=row < M)
+
+    @triton.jit
+    def _experts_down_kernel(  # type: ignore[no-untyped-def]
+        gated_ptr,
+        index_ptr,
+        weights_ptr,
+        weight_ptr,
+        residual_ptr,
+        out_ptr,
+        index_stride,
+        weights_stride,
+        residual_stride,
+        E: tl.constexpr,
+        K: tl.constexpr,
+        H: tl.constexpr,
+        M: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        BLOCK_H: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+    ):
+        """Compute BLOCK_H columns of one token's output over all of its experts."""
+        token = tl.program_id(1).to(tl.int64)
+        row = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+        BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+        total = tl.zeros((BLOCK_H, BLOCK_M), tl.float32)
+        for step in tl.range(0, K * BLOCKS, num_stages=3):
+            slot = step // BLOCKS
+            col = (step % BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
+            expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
+            expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+            share = tl.load(weights_ptr + token * weights_stride + slot).to(tl.float32)
+            gated_row = gated_ptr + (token * K + slot) * M
+            weight_rows = weight_ptr + expert * (H * M) + row[:, None] * M
+            if M % BLOCK_M == 0 and H % BLOCK_H == 0:
+                gated = tl.load(gated_row + col).to(tl.float32)
+                weight = tl.load(weight_rows + col[None, :])
+            else:
+                gated = tl.load(gated_row + col, mask=col < M, other=0.0).to(tl.float32)
+                there = (row < H)[:, None] & (col < M)[None, :]
+                weight = tl.load(weight_rows + col[None, :], mask=there, other=0.0)
+            total += weight.to(tl.float32) * (gated * share)[None, :]
+        out = tl.sum(total, axis=1)
+        if RESIDUAL:
+            out += tl.load(residual_ptr + token * residual_stride + row, mask=row < H, other=0.0).to(tl.float32)
+        tl.store(out_ptr + token * H + row, out.to(out_ptr.dtype.element_ty), mask=row < H)
+
+    experts_gate_up_kernel = Kernel(_experts_gate_up_kernel)
+    experts_down_kernel = Kernel(_experts_down_kernel)
+
+MAX_TOKENS = 16
+"""More tokens than this are sorted by expert instead, which is what the experts' own forward does."""
+
+REASONS = {
+    "observed": "a hook, a wrapped forward or a parametrisation watches the experts",
+    "layout": "the experts' weights are transposed, interleaved, biased, ungated, sharded or normed after",
+    "not_a_plain_parameter": "a weight is a distributed, quantised or otherwise special tensor",
+    "unknown_activation": "the activation is none that the kernel computes, or something observes it",
+    "gradient": "gradients are wanted",
+    "autocast": "autocast chooses the dtype of each product",
+    "many_tokens": "sorting the tokens by expert is faster",
+    "dtype": "the tensors differ in dtype, or have one that the kernel does not take",
+    "device": "the tensors are on different devices",
+}
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    experts: nn.Module,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, plus `residual`.
+
+    Args:
+        hidden_states: `[..., H]`, N tokens.
+        experts: a module with `gate_up_proj` `[E, 2 M, H]`, gates first, `down_proj` `[E, H, M]` and `act_fn`, as
+            transformers' `use_experts_implementation` describes them. It is called where the kernels do not fit.
+        top_k_index: `[N, K]`, integers.
+        top_k_weights: `[N, K]`, in the hidden states' dtype or fp32.
+        residual: shaped as `hidden_states`; None for none.
+
+    Returns:
+        Shaped as `hidden_states`, in its dtype.
+    """
+    activation: Any = getattr(experts, "act_fn", None)
+    kind = None if activation is None else activation_kind(activation)
+    reason = _unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, kind)
+    if reason is None:
+        output: Tensor = _op(
+            hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, residual, kind
+        )
+        return output
+    backend.count_fallback("fused_experts", reason, experts)
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    output = experts(tokens, top_k_index, top_k_weights).view(hidden_states.shape)
+    return output if residual is None else residual + output
+
+
+def _unsafe(
+    hidden_states: Tensor,
+    experts: nn.Module,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor | None,
+    kind: str | None,
+) -> str | None:
+    if backend.observed(experts):
+        return "observed"
+    if not _plain_layout(experts):
+        return "layout"
+    gate_up, down = experts._parameters.get("gate_up_proj"), experts._parameters.get("down_proj")
+    if type(gate_up) is not nn.Parameter or type(down) is not nn.Parameter:
+        return "not_a_plain_parameter"
+    if not (gate_up.is_contiguous() and down.is_contiguous() and gate_up.shape[1] == 2 * down.shape[2]):
+        return "layout"
+    if kind is None:
+        return "unknown_activation"
+    if backend.wants_gradient(hidden_states, top_k_weights, gate_up, down, residual):
+        return "gradient"
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return "autocast"
+    return "many_tokens" if top_k_index.shape[0] > MAX_TOKENS else None
+
+
+def _plain_layout(experts: nn.Module) -> bool:
+    """Return whether the decorator of the experts' class says what the kernels take; older ones say less."""
+    state = experts.__dict__
+    unwanted = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
+    wanted = ("has_gate", "is_concatenated")
+    return all(state.get(name, True) for name in wanted) and not any(state.get(name) for name in unwanted)
+
+
+def _reference(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    count, top_k = index.shape
+    flat = index.reshape(-1)
+    x = tokens.repeat_interleave(top_k, dim=0)
+    gate, up = torch.bmm(gate_up_proj[flat], x.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    gated = ACTIVATIONS[activation](gate) * up
+    down = torch.bmm(down_proj[flat], gated.unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    output = down.view(count, top_k, tokens.shape[-1]).sum(dim=1).to(hidden_states.dtype).view(hidden_states.shape)
+    return output if residual is None else residual + output
+
+
+def _forward(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, activation)
+    if backend.uses_triton(hidden_states):
+        reason = _refusal(hidden_states, index, weights, gate_up_proj, down_proj, residual)
+        if reason is None:
+            return _launch(*arguments)
+        backend.count_fallback("fused_experts", reason)
+    return _reference(*arguments)
+
+
+def _refusal(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+) -> str | None:
+    dtype = hidden_states.dtype
+    same = [gate_up_proj, down_proj] + ([] if residual is None else [residual])
+    if dtype not in rows.KERNEL_DTYPES or weights.dtype not in (dtype, torch.float32):
+        return "dtype"
+    if any(tensor.dtype != dtype for tensor in same):
+        return "dtype"
+    return None if all(tensor.device == hidden_states.device for tensor in (*same, index, weights)) else "device"
+
+
+def _launch(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    tokens, top_k = index.shape
+    if out.numel() == 0:
+        return out
+    experts, hidden_size, intermediate_size = down_proj.shape
+    x, x_stride = rows.flatten(hidden_states)
+    index, index_stride = rows.flatten(index)
+    weights, weights_stride = rows.flatten(weights)
+    added, added_stride = (x, x_stride) if residual is None else rows.flatten(residual)
+    gated = torch.empty(tokens, top_k, intermediate_size, dtype=x.dtype, device=x.device)
+    sizes = (experts, top_k, hidden_size, intermediate_size)
+    with backend.device_guard(x):
+        experts_gate_up_kernel.launch(
+            (-(-intermediate_size // GATE_UP_ROWS), top_k, tokens),
+            GATE_UP_THREADS // WAVE,
+            (x, index, gate_up_proj, gated),
+            (),
+            (x_stride, index_stride),
+            (),
+            (*sizes, activation, GATE_UP_ROWS, GATE_UP_COLS),
+        )
+        experts_down_kernel.launch(
+            (-(-hidden_size // DOWN_ROWS), tokens, 1),
+            DOWN_THREADS // WAVE,
+            (gated, index, weights, down_proj, added, out),
+            (),
+            (index_stride, weights_stride, added_stride),
+            (),
+            (*sizes, residual is not None, DOWN_ROWS, DOWN_COLS),
+        )
+    return out
+
+
+# Of 2 to 32 rows, 128 to 2,048 columns and 2 to 8 warps a program, the fastest for Qwen3-30B-A3B (H100, triton 3.6).
+GATE_UP_ROWS, GATE_UP_COLS, GATE_UP_THREADS = 4, 256, 64
+DOWN_ROWS, DOWN_COLS, DOWN_THREADS = 2, 256, 64
+
+
+def _fake(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+
+
+_op = backend.register(
+    "fused_experts",
+    "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
+    " Tensor? residual, str activation) -> Tensor",
+    _forward,
+    _fake,
+)
