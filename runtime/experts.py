@@ -19,13 +19,20 @@ from torch import Tensor, nn
 from . import backend, rows
 from .gated_activation import _REFERENCE as ACTIVATIONS
 from .gated_activation import activation_kind
-from .launch import WAVE, Kernel
+from .launch import WAVE, Kernel, overlaps
 
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
     from .gated_activation import _activate
+
+    @triton.jit
+    def _load(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load a tile, all of which is there where EVEN."""
+        if EVEN:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=mask, other=0.0)
 
     @triton.jit
     def _experts_gate_up_kernel(  # type: ignore[no-untyped-def]
@@ -40,34 +47,40 @@ if backend.triton_installed():
         H: tl.constexpr,
         M: tl.constexpr,
         ACTIVATION: tl.constexpr,
+        OVERLAP: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_H: tl.constexpr,
     ):
         """Compute BLOCK_M columns of one token's expert."""
+        if OVERLAP:
+            # In this order: once the next kernel runs, what came before this one, the experts' numbers, is there.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        EVEN: tl.constexpr = H % BLOCK_H == 0 and M % BLOCK_M == 0
         slot = tl.program_id(1)
         token = tl.program_id(2).to(tl.int64)
         expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
         expert = tl.minimum(tl.maximum(expert, 0), E - 1)
         row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         gate_rows = weight_ptr + expert * (2 * M * H) + row[:, None] * H
+        up_rows = gate_rows + M * H
         gate = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
         for start in tl.range(0, H, BLOCK_H, num_stages=3):
             col = start + tl.arange(0, BLOCK_H)
-            if H % BLOCK_H == 0 and M % BLOCK_M == 0:
-                x = tl.load(x_ptr + token * x_stride + col).to(tl.float32)[None, :]
-                gate_weight = tl.load(gate_rows + col[None, :])
-                up_weight = tl.load(gate_rows + M * H + col[None, :])
-            else:
-                there = (row < M)[:, None] & (col < H)[None, :]
-                x = tl.load(x_ptr + token * x_stride + col, mask=col < H, other=0.0).to(tl.float32)[None, :]
-                gate_weight = tl.load(gate_rows + col[None, :], mask=there, other=0.0)
-                up_weight = tl.load(gate_rows + M * H + col[None, :], mask=there, other=0.0)
-            gate += gate_weight.to(tl.float32) * x
-            up += up_weight.to(tl.float32) * x
+            there = (row < M)[:, None] & (col < H)[None, :]
+            x = _load(x_ptr + token * x_stride + col, col < H, EVEN).to(tl.float32)[None, :]
+            gate += _load(gate_rows + col[None, :], there, EVEN).to(tl.float32) * x
+            up += _load(up_rows + col[None, :], there, EVEN).to(tl.float32) * x
         gated = _activate(tl.sum(gate, axis=1), ACTIVATION) * tl.sum(up, axis=1)
         out_row = out_ptr + (token * K + slot) * M
         tl.store(out_row + row, gated.to(out_ptr.dtype.element_ty), mask=row < M)
+
+    @triton.jit
+    def _share(gated_row, col, share, mask, M: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load columns of every expert's gated states, times the expert's weight: `[BLOCK_K, 1, BLOCK_M]`."""
+        gated = _load(gated_row + col[None, :], mask[:, None] & (col < M)[None, :], EVEN).to(tl.float32)
+        return (gated * share[:, None])[:, None, :]
 
     @triton.jit
     def _experts_down_kernel(  # type: ignore[no-untyped-def]
@@ -85,31 +98,49 @@ if backend.triton_installed():
         H: tl.constexpr,
         M: tl.constexpr,
         RESIDUAL: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_K: tl.constexpr,
         BLOCK_H: tl.constexpr,
         BLOCK_M: tl.constexpr,
     ):
-        """Compute BLOCK_H columns of one token's output over all of its experts."""
+        """Compute BLOCK_H columns of one token's output, over all of its experts at once.
+
+        The first three blocks of the weights are loaded before the gated states are there; the experts' numbers were
+        when the kernel before this one let it start.
+        """
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        EVEN: tl.constexpr = K == BLOCK_K and H % BLOCK_H == 0 and M % BLOCK_M == 0
         token = tl.program_id(1).to(tl.int64)
         row = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-        BLOCKS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-        total = tl.zeros((BLOCK_H, BLOCK_M), tl.float32)
-        for step in tl.range(0, K * BLOCKS, num_stages=3):
-            slot = step // BLOCKS
-            col = (step % BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
-            expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
-            expert = tl.minimum(tl.maximum(expert, 0), E - 1)
-            share = tl.load(weights_ptr + token * weights_stride + slot).to(tl.float32)
-            gated_row = gated_ptr + (token * K + slot) * M
-            weight_rows = weight_ptr + expert * (H * M) + row[:, None] * M
-            if M % BLOCK_M == 0 and H % BLOCK_H == 0:
-                gated = tl.load(gated_row + col).to(tl.float32)
-                weight = tl.load(weight_rows + col[None, :])
-            else:
-                gated = tl.load(gated_row + col, mask=col < M, other=0.0).to(tl.float32)
-                there = (row < H)[:, None] & (col < M)[None, :]
-                weight = tl.load(weight_rows + col[None, :], mask=there, other=0.0)
-            total += weight.to(tl.float32) * (gated * share)[None, :]
-        out = tl.sum(total, axis=1)
+        slot = tl.arange(0, BLOCK_K)
+        live = slot < K
+        expert = tl.load(index_ptr + token * index_stride + slot, mask=live, other=0).to(tl.int64)
+        expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+        rows = weight_ptr + expert[:, None, None] * (H * M) + row[None, :, None] * M
+        there = live[:, None, None] & (row < H)[None, :, None]
+        col = tl.arange(0, BLOCK_M)
+        weight = _load(rows + col[None, None, :], there & (col < M)[None, None, :], EVEN)
+        if M > BLOCK_M:
+            col_1 = col + BLOCK_M
+            weight_1 = _load(rows + col_1[None, None, :], there & (col_1 < M)[None, None, :], EVEN)
+        if M > 2 * BLOCK_M:
+            col_2 = col + 2 * BLOCK_M
+            weight_2 = _load(rows + col_2[None, None, :], there & (col_2 < M)[None, None, :], EVEN)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        share = tl.load(weights_ptr + token * weights_stride + slot, mask=live, other=0.0).to(tl.float32)
+        gated_row = gated_ptr + (token * K + slot)[:, None] * M
+        total = weight.to(tl.float32) * _share(gated_row, col, share, live, M, EVEN)
+        if M > BLOCK_M:
+            total += weight_1.to(tl.float32) * _share(gated_row, col_1, share, live, M, EVEN)
+        if M > 2 * BLOCK_M:
+            total += weight_2.to(tl.float32) * _share(gated_row, col_2, share, live, M, EVEN)
+        for start in tl.range(3 * BLOCK_M, M, BLOCK_M, num_stages=3):
+            later = start + col
+            weight = _load(rows + later[None, None, :], there & (later < M)[None, None, :], EVEN)
+            total += weight.to(tl.float32) * _share(gated_row, later, share, live, M, EVEN)
+        out = tl.sum(tl.sum(total, axis=2), axis=0)
         if RESIDUAL:
             out += tl.load(residual_ptr + token * residual_stride + row, mask=row < H, other=0.0).to(tl.float32)
         tl.store(out_ptr + token * H + row, out.to(out_ptr.dtype.element_ty), mask=row < H)
@@ -117,6 +148,11 @@ if backend.triton_installed():
     experts_gate_up_kernel = Kernel(_experts_gate_up_kernel)
     experts_down_kernel = Kernel(_experts_down_kernel)
 
+# Of 4 to 32 rows, 128 to 2,048 columns and 2 to 8 warps a program, the fastest for Qwen3-30B-A3B (H100, triton 3.6).
+GATE_UP_TILE = (4, 256, 64)
+"""Rows, columns, threads."""
+DOWN_TILE, DOWN_COLS, DOWN_THREADS = 4096, 256, 128
+"""Weights in one load over all experts, columns of each, threads."""
 MAX_TOKENS = 16
 """More tokens than this are sorted by expert instead, which is what the experts' own forward does."""
 
@@ -277,31 +313,32 @@ def _launch(
     added, added_stride = (x, x_stride) if residual is None else rows.flatten(residual)
     gated = torch.empty(tokens, top_k, intermediate_size, dtype=x.dtype, device=x.device)
     sizes = (experts, top_k, hidden_size, intermediate_size)
+    overlap = overlaps(x)
+    rows_m, cols_h, threads = GATE_UP_TILE
+    block_k = 1 << (top_k - 1).bit_length()
+    block_h = max(1, DOWN_TILE // (block_k * DOWN_COLS))
     with backend.device_guard(x):
         experts_gate_up_kernel.launch(
-            (-(-intermediate_size // GATE_UP_ROWS), top_k, tokens),
-            GATE_UP_THREADS // WAVE,
+            (-(-intermediate_size // rows_m), top_k, tokens),
+            threads // WAVE,
             (x, index, gate_up_proj, gated),
             (),
             (x_stride, index_stride),
             (),
-            (*sizes, activation, GATE_UP_ROWS, GATE_UP_COLS),
+            (*sizes, activation, overlap, rows_m, cols_h),
+            overlap=overlap,
         )
         experts_down_kernel.launch(
-            (-(-hidden_size // DOWN_ROWS), tokens, 1),
+            (-(-hidden_size // block_h), tokens, 1),
             DOWN_THREADS // WAVE,
             (gated, index, weights, down_proj, added, out),
             (),
             (index_stride, weights_stride, added_stride),
             (),
-            (*sizes, residual is not None, DOWN_ROWS, DOWN_COLS),
+            (*sizes, residual is not None, overlap, block_k, block_h, DOWN_COLS),
+            overlap=overlap,
         )
     return out
-
-
-# Of 2 to 32 rows, 128 to 2,048 columns and 2 to 8 warps a program, the fastest for Qwen3-30B-A3B (H100, triton 3.6).
-GATE_UP_ROWS, GATE_UP_COLS, GATE_UP_THREADS = 4, 256, 64
-DOWN_ROWS, DOWN_COLS, DOWN_THREADS = 2, 256, 64
 
 
 def _fake(

@@ -35,8 +35,19 @@ ROTARY = {
     "BLOCK_PASS": 1,
 }
 QWEN3_MOE = {"E": 128, "K": 8, "H": 2048, "M": 768}
-LOGITS = {"E": 128, "H": 2048, "NORM": True, "WEIGHTED": True, "WEIGHT_IN_FP32": False, "BIASED": False, "ROUND": True}
-SELECT = {"E": 128, "K": 8, "BLOCK_E": 128, "CHUNK": 16}
+MIXTRAL = {"E": 8, "K": 2, "H": 4096, "M": 14336}
+DOWN = {"RESIDUAL": True, "OVERLAP": False, "BLOCK_M": 256}
+LOGITS = {
+    "E": 128,
+    "H": 2048,
+    "NORM": True,
+    "WEIGHTED": True,
+    "WEIGHT_IN_FP32": False,
+    "BIASED": False,
+    "ROUND": True,
+    "OVERLAP": False,
+}
+SELECT = {"E": 128, "K": 8, "OVERLAP": False, "BLOCK_E": 128, "CHUNK": 16}
 # module, kernel, constants, threads a program
 KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "rms_norm": ("rms_norm", "rms_norm", NORM | {"H": 4096, "ADD": False, "WEIGHT_IN_FP32": False}, 256),
@@ -80,10 +91,11 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "experts_gate_up": (
         "experts",
         "experts_gate_up",
-        QWEN3_MOE | {"ACTIVATION": "silu", "BLOCK_M": 4, "BLOCK_H": 256},
+        QWEN3_MOE | {"ACTIVATION": "silu", "OVERLAP": False, "BLOCK_M": 4, "BLOCK_H": 256},
         64,
     ),
-    "experts_down": ("experts", "experts_down", QWEN3_MOE | {"RESIDUAL": True, "BLOCK_H": 2, "BLOCK_M": 256}, 64),
+    "experts_down": ("experts", "experts_down", QWEN3_MOE | DOWN | {"BLOCK_K": 8, "BLOCK_H": 2}, 128),
+    "experts_down, wide": ("experts", "experts_down", MIXTRAL | DOWN | {"BLOCK_K": 2, "BLOCK_H": 8}, 128),
     "rotary, half table": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True, "HALF_TABLE": True}, 128),
 }
 
