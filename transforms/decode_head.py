@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.module import ClassInfo, Module, names_in
+import libcst as cst
+
+from rewrite.analysis.module import ClassInfo, Module, names_in, self_assignments
 from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.spelling import Term
-from rewrite.analysis.step import is_linear
+from rewrite.analysis.step import LINEAR
 from rewrite.analysis.syntax import called_attribute, calls_in, expression, single_argument
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -44,7 +45,7 @@ class DecodeHead(Transform):
     def candidates(self, module: Module) -> Iterable[Candidate]:
         """Every call of something made for the vocabulary, in the `forward` of a model that generates."""
         for info in module.classes.values():
-            if "forward" not in info.methods or not _generates(info):
+            if not {"forward", "__init__"} <= {*info.methods} or not _generates(info):
                 continue
             for call in calls_in(info.methods["forward"].body):
                 attribute = called_attribute(call)
@@ -59,7 +60,7 @@ class DecodeHead(Transform):
         argument = single_argument(call)
         if argument is None:
             return Skip("other_call")
-        if not is_linear(Term("attribute", (), candidate.label), owner, module):
+        if not _is_linear(owner, candidate.label, module):
             return Skip("not_linear")
         if not name_is_free("linear", module, forward):
             return Skip("name_taken")
@@ -75,3 +76,9 @@ def _is_head(info: ClassInfo, attribute: str, module: Module) -> bool:
     values = module.assignments(info, attribute)
     heads = [v for v in values if any(module.qualified(c.func).endswith("Linear") for c in calls_in(v))]
     return bool(heads) and any("vocab_size" in name for name in names_in(heads))
+
+
+def _is_linear(info: ClassInfo, attribute: str, module: Module) -> bool:
+    """Whether `__init__` makes the head a plain one; `set_output_embeddings` may put in another of its kind."""
+    values = [value for name, value in self_assignments(info.methods["__init__"]) if name == attribute]
+    return bool(values) and all(isinstance(v, cst.Call) and module.qualified(v.func) in LINEAR for v in values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import libcst as cst
@@ -25,11 +26,11 @@ from rewrite.analysis.mlp_step import mlp_method
 from rewrite.analysis.module import ClassInfo, Module
 from rewrite.analysis.norms import runtime_norm
 from rewrite.analysis.replacement import is_docstring, line, name_is_free
-from rewrite.analysis.residual import norm_classes
+from rewrite.analysis.residual import choices, norm_classes
 from rewrite.analysis.spelling import Term
-from rewrite.analysis.step import CACHE, NotWritable
+from rewrite.analysis.step import CACHE, CACHES, NotWritable
 from rewrite.analysis.syntax import called_attribute, calls_in, parameters
-from rewrite.analysis.windows import models_of, windows_agree
+from rewrite.analysis.windows import agreed_window, models_of
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -80,7 +81,7 @@ class DecodeLayers(Transform):
         """Every class that another one builds and whose `forward` takes hidden states and a cache."""
         for info in module.classes.values():
             forward = info.methods.get("forward")
-            if forward is None or not {"hidden_states", CACHE} <= {*parameters(forward)}:
+            if forward is None or not {*CACHES} & {*parameters(forward)}:
                 continue
             if models_of(info, module) and not is_decoded(info) and _calls_attention(info):
                 yield Candidate(info.node, info.name)
@@ -106,7 +107,7 @@ class DecodeLayers(Transform):
 def _calls_attention(info: ClassInfo) -> bool:
     """Whether the cache is passed on to an attribute."""
     calls = (call for call in calls_in(info.methods["forward"].body) if called_attribute(call) is not None)
-    return any(m.matches(argument.value, m.Name(CACHE)) for call in calls for argument in call.args)
+    return any(m.matches(argument.value, m.OneOf(*map(m.Name, CACHES))) for call in calls for argument in call.args)
 
 
 def _methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
@@ -120,8 +121,10 @@ def _methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
         attribute = call.args[0].value
         for owner in _classes(info, attribute, module):
             step = attention_step(owner, module)
-            if not windows_agree(step.window, owner, models_of(info, module), module):
+            window = agreed_window(step.window, step.layer_idx, owner, models_of(info, module), module)
+            if window is None:
                 raise NoStep("window_differs", owner.name)
+            step = replace(step, window=window)
             methods += [] if _has_decode(owner, ATTENTION_PARAMETERS) else [step.method(module)]
             norms += [n for attr in step.norms for n in _norms(owner, attr, module)]
             inputs[call] = attention_input(call, parameters(owner.methods["forward"]))
@@ -145,7 +148,7 @@ def _classes(info: ClassInfo, attribute: str, module: Module) -> list[ClassInfo]
     Raises:
         NoStep: if it may be something else.
     """
-    values = module.assignments(info, attribute)
+    values = [choice for value in module.assignments(info, attribute) for choice in choices(value)]
     names = [module.qualified(value.func) if isinstance(value, cst.Call) else "" for value in values]
     if not names or not all(name in module.classes for name in names):
         raise NoStep("other_layer", f"{attribute} is not of one class of the file")

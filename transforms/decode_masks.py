@@ -75,8 +75,12 @@ class DecodeMasks(Transform):
 
 def _unless_decoding(call: cst.CSTNode, module: Module) -> cst.IfExp:
     """Return the call behind the test; in parentheses where the line would become too long for one."""
-    text, line = f"None if decodes({CACHE}) else call", module.code(module.statement(call))
-    long = "\n" not in line and module.indentation(call) + len(line) + len(text) - len("call") > LINE_LENGTH
+    text = f"None if decodes({CACHE}) else call"
+    above = module.parent(call)
+    line = above if isinstance(above, cst.DictElement) else module.statement(call)
+    indent = module.indentation(call) + (4 if line is above else 0)
+    length = indent + len(module.code(line)) + len(text) - len("call,")
+    long = "\n" not in module.code(line) and length > LINE_LENGTH
     test = expression(f"(\n    {text}\n)" if long else text)
     if not isinstance(test, cst.IfExp) or not isinstance(call, cst.Call):
         raise TypeError("not a conditional expression of a call")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import libcst as cst
 
 from rewrite.analysis.computation import NotComputable
 from rewrite.analysis.methods import Method
 from rewrite.analysis.module import ClassInfo, Module
 from rewrite.analysis.norms import runtime_norm
-from rewrite.analysis.replacement import call_statement
+from rewrite.analysis.replacement import call_statement, line
 from rewrite.analysis.spelling import NONE, Term, constant
 from rewrite.analysis.step import CACHE, computed_in_step, is_built_from, is_linear, keyword, source
 
@@ -50,7 +52,9 @@ class Turned:
     """Heads after rotation."""
 
     heads: Heads
-    tables: tuple[Term, Term] | None
+    turns: bool
+    halves: bool = False
+    """Whether only the first half of each table is read."""
     options: tuple[str, ...] = ()
     turned_if: Term | None = None
 
@@ -70,11 +74,8 @@ class AttentionStep:
     """The call of the attention function."""
     output: Term
     """The last projection."""
-
-    @property
-    def window(self) -> Term:
-        """The window that the attention function is given; None's term for none."""
-        return keyword(self.call, "sliding_window") or NONE
+    window: Term
+    """The window that the attention function is given; None's term for none."""
 
     @property
     def norms(self) -> list[str]:
@@ -86,32 +87,41 @@ class AttentionStep:
         forward = self.info.methods["forward"]
         layer_idx, projections = source(self.layer_idx, module), [source(p, module) for p in self.projections]
         packed = ", ".join(projections) + ("," if len(projections) == 1 else "")
+        before, positions = self._positions(module)
         query = call_statement(
             "query = ",
             "qkv_step",
-            ["hidden_states", f"({packed})", self._positions(module), CACHE, layer_idx, *self._options(module)],
+            ["hidden_states", f"({packed})", positions, CACHE, layer_idx, *self._options(module)],
             module,
         )
+        window = self.window
+        if window.op == "select" and window.args[0].op == "eq":
+            before.append(line(f"is_sliding = {source(window.args[0], module)}", module))
+            window = Term("select", (Term("parameter", (), "is_sliding"), *window.args[1:]))
         attended = call_statement(
-            "attn_output = ", "decode_attention", ["query", CACHE, layer_idx, *self._attention(module)], module
+            "attn_output = ", "decode_attention", ["query", CACHE, layer_idx, *self._attention(window, module)], module
         )
         last = call_statement(
             "return ", "linear", ["attn_output", source(self.output, module), "residual=residual"], module
         )
         uses = ("qkv_step.qkv_step", "decode_attention.decode_attention", "linear.linear")
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
-        return Method(forward, "decode", PARAMETERS, text, (query, attended, last), uses)
+        return Method(forward, "decode", PARAMETERS, text, (*before, query, attended, last), uses)
 
-    def _positions(self, module: Module) -> str:
-        if self.query.tables is None:
-            return "None"
-        cos, sin = self.query.tables
-        if cos == Term("index", (POSITIONS, constant(0))):
-            tables = "position_embeddings"
-        else:
-            tables = f"({source(cos, module)}, {source(sin, module)})"
+    def _positions(self, module: Module) -> tuple[list[cst.SimpleStatementLine], str]:
+        """Return the statements before, and the argument, that hand over cosines and sines."""
+        if not self.query.turns:
+            return [], "None"
+        before: list[cst.SimpleStatementLine] = []
+        tables = "position_embeddings"
+        if self.query.halves:
+            before = [
+                line("cos, sin = position_embeddings", module),
+                line("halves = (cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2])", module),
+            ]
+            tables = "halves"
         test = self.query.turned_if
-        return tables if test is None else f"{tables} if {source(test, module)} else None"
+        return before, tables if test is None else f"{tables} if {source(test, module)} else None"
 
     def _options(self, module: Module) -> list[str]:
         options = [f"head_dim={source(self.head_dim, module)}"]
@@ -125,9 +135,13 @@ class AttentionStep:
                 options.append(f"{name}={source(norm, module)}{condition}")
         return [*options, *self.query.options]
 
-    def _attention(self, module: Module) -> list[str]:
-        names = {"scaling": "scaling", "sliding_window": "sliding_window", "softcap": "softcap", "s_aux": "sinks"}
-        given = [(ours, keyword(self.call, theirs)) for theirs, ours in names.items()]
+    def _attention(self, window: Term, module: Module) -> list[str]:
+        given = [
+            ("scaling", keyword(self.call, "scaling")),
+            ("sliding_window", window),
+            ("softcap", keyword(self.call, "softcap")),
+            ("sinks", keyword(self.call, "s_aux")),
+        ]
         return [f"{name}={source(value, module)}" for name, value in given if value is not None and value != NONE]
 
 
@@ -168,9 +182,11 @@ def _read(term: Term, info: ClassInfo, module: Module) -> AttentionStep:
     for argument in call.args[6:]:
         if argument.op == "keyword" and argument.value not in _KEYWORDS:
             raise NoStep("attention_argument", argument.value)
+    window = keyword(call, "sliding_window") or NONE
     step = AttentionStep(
-        info, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call, output.args[0]
-    )
+        info, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
+        output.args[0], window,
+    )  # fmt: skip
     step.method(module)
     return step
 
@@ -200,10 +216,10 @@ def _turned(term: Term, info: ClassInfo, module: Module) -> Turned:
         test, yes, no = term.args
         turned = _turned(yes, info, module) if _rotation_of(yes) else None
         if turned is not None and turned.turned_if is None and turned.heads == _heads(no, info, module):
-            return Turned(turned.heads, turned.tables, turned.options, test)
+            return replace(turned, turned_if=test)
     rotation = _rotation_of(term)
     if rotation is None:
-        return Turned(_heads(term, info, module), None)
+        return Turned(_heads(term, info, module), False)
     call, number, partial = rotation
     count = 2 if call.op == "rotary" else 1
     tensor, (cos, sin) = call.args[number], call.args[count : count + 2]
@@ -213,7 +229,10 @@ def _turned(term: Term, info: ClassInfo, module: Module) -> Turned:
     unsqueeze_dim = plain[0] if plain else keyword(call, "unsqueeze_dim") or constant(1)
     if unsqueeze_dim != constant(1):
         raise NoStep("other_rotation", "heads are not the second dimension")
-    return Turned(_heads(tensor, info, module), (_table(cos, 0), _table(sin, 1)), _options(call))
+    halves = [_is_half(table, number) for number, table in enumerate((cos, sin))]
+    if halves[0] != halves[1]:
+        raise NoStep("other_rotation", "one table is halved")
+    return Turned(_heads(tensor, info, module), True, halves[0], _options(call))
 
 
 def _options(call: Term) -> tuple[str, ...]:
@@ -223,11 +242,15 @@ def _options(call: Term) -> tuple[str, ...]:
     return tuple(f"{name}=True" for name in ("interleaved", "half_table", "in_fp32", "keep_dtype") if name in names)
 
 
-def _table(term: Term, number: int) -> Term:
+def _is_half(table: Term, number: int) -> bool:
+    """Whether a table is the first half of the given one; all of it else."""
     given = Term("index", (POSITIONS, constant(number)))
-    if term != given:
+    if table == given:
+        return False
+    size = Term("floordiv", (Term("index", (Term("shape", (given,)), constant(-1))), constant(2)))
+    if table != Term("index", (given, _EVERY, Term("slice", (NONE, size, NONE)))):
         raise NoStep("other_rotation", "the tables are not those of `position_embeddings`")
-    return term
+    return True
 
 
 def _rotation_of(term: Term) -> tuple[Term, int, Term | None] | None:
@@ -329,7 +352,7 @@ def _has_weight(norm: Term, info: ClassInfo, module: Module) -> bool:
 
 
 def _check_alike(query: Turned, key: Turned, values: Heads) -> None:
-    if (query.tables, query.options, query.turned_if) != (key.tables, key.options, key.turned_if):
+    if replace(query, heads=values) != replace(key, heads=values):
         raise NoStep("other_rotation", "queries and keys are turned in two ways")
     if len({query.heads.head_dim, key.heads.head_dim, values.head_dim}) != 1:
         raise NoStep("other_heads", "keys and values have two sizes")

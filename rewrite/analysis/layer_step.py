@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 
 import libcst as cst
 
@@ -116,6 +117,7 @@ class LayerText:
         """
         if output.op == "select":
             return (self._choice(output),)
+        output = self._ordered(output)
         steps = self._steps(output)
         names: dict[Term, str] = {HIDDEN: "hidden_states"}
         for number, step in enumerate(steps):
@@ -141,6 +143,15 @@ class LayerText:
         return statement.with_changes(
             body=block.with_changes(body=branches[0]), orelse=cst.Else(body=block.with_changes(body=branches[1]))
         )
+
+    def _ordered(self, output: Term) -> Term:
+        """Return the sum with the results of blocks last, so that each block adds to what was there before it."""
+        parts = list(_addends(output))
+        if len(parts) < 3:
+            return output
+        blocks = [part for part in parts if self._alone(part) is not None]
+        first, *rest = [*(part for part in parts if part not in blocks), *blocks]
+        return reduce(lambda total, part: Term("add", (total, part)), rest, first)
 
     def _steps(self, output: Term) -> list[Term]:
         """Return the terms that get a statement of their own, in the order of evaluation; `output` is the last."""
@@ -236,6 +247,14 @@ class LayerText:
         while wanted in taken:
             wanted += "_"
         return wanted
+
+
+def _addends(term: Term) -> Iterator[Term]:
+    if term.op == "add":
+        for side in term.args:
+            yield from _addends(side)
+    else:
+        yield term
 
 
 def _renamed(term: Term, names: Mapping[Term, Term]) -> Term:

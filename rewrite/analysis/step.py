@@ -20,8 +20,10 @@ from rewrite.analysis.syntax import parameters
 MAX_DEPTH = 4
 CACHE = "past_key_values"
 """What transformers calls the cache wherever it is passed on."""
+CACHES = (CACHE, "past_key_value", "layer_past")
+"""That, and what files call it that are older than the name."""
 _DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
-_LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
+LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
 _COMPLAINS = m.SimpleStatementLine(
     body=[
         m.Raise()
@@ -73,6 +75,8 @@ class Step(Run):
         if isinstance(node, cst.BooleanOperation):
             name = "and" if isinstance(node.operator, cst.And) else "or"
             return Term(name, tuple(self.expression(side, environment) for side in (node.left, node.right)))
+        if isinstance(node, cst.Dict):
+            return Term("mapping", (), self.module.code(node))
         if isinstance(node, cst.IfExp):
             known = _outcome(self.expression(node.test, environment))
             if known is not None:
@@ -123,7 +127,7 @@ def is_built_from(attribute: str, classes: tuple[str, ...], owner: ClassInfo, mo
 
 def is_linear(term: Term, owner: ClassInfo, module: Module) -> bool:
     """Whether `term` is an attribute that holds a plain `nn.Linear`."""
-    return term.op == "attribute" and is_built_from(term.value, _LINEAR, owner, module)
+    return term.op == "attribute" and is_built_from(term.value, LINEAR, owner, module)
 
 
 def keyword(call: Term, name: str) -> Term | None:
@@ -154,8 +158,12 @@ class NotWritable(NotComputable):
     """A term that has no source over the attributes of `self`."""
 
 
-_INFIX = {"add": "+", "mul": "*", "div": "/", "pow": "**", "eq": "==", "ne": "!=", "is": "is", "isnot": "is not",
-          "and": "and", "or": "or", "floordiv": "//"}  # fmt: skip
+_INFIX = {
+    "or": ("or", 1), "and": ("and", 2), "eq": ("==", 4), "ne": ("!=", 4), "is": ("is", 4), "isnot": ("is not", 4),
+    "add": ("+", 5), "mul": ("*", 6), "div": ("/", 6), "floordiv": ("//", 6), "pow": ("**", 8),
+}  # fmt: skip
+"""How operations are written, and how closely they bind."""
+_PREFIX = {"not": ("not ", 3), "neg": ("-", 7)}
 
 
 def source(term: Term, module: Module) -> str:
@@ -169,22 +177,29 @@ def source(term: Term, module: Module) -> str:
     if term.op == "name":
         return _local_name(term.value, module)
     if term.op in _INFIX:
+        sign, closeness = _INFIX[term.op]
         left, right = _readable(term)
-        return f"{_grouped(left, module)} {_INFIX[term.op]} {_grouped(right, module)}"
-    if term.op in ("neg", "not"):
-        return f"{'-' if term.op == 'neg' else 'not '}{_grouped(term.args[0], module)}"
+        return f"{_within(left, closeness, module)} {sign} {_within(right, closeness + 1, module)}"
+    if term.op in _PREFIX:
+        sign, closeness = _PREFIX[term.op]
+        return f"{sign}{_within(term.args[0], closeness, module)}"
     if term.op == "select":
-        test, yes, no = (_grouped(part, module, ("select",)) for part in term.args)
+        test, yes, no = (_within(part, 1, module) for part in term.args)
         return f"{yes} if {test} else {no}"
     if term.op == "getattr":
         return f"getattr({', '.join(source(argument, module) for argument in term.args)})"
     if term.op == "call" and len(term.args) == 2 and term.args[0].op == "attribute":
         return f"self.{term.args[0].value}({source(term.args[1], module)})"
+    if term.op in ("shape", "dtype"):
+        return f"{_within(term.args[0], 9, module)}.{term.op}"
     if term.op.startswith(".") and len(term.args) == 1:
-        return f"{_grouped(term.args[0], module)}{term.op}"
-    if term.op == "index" and len(term.args) == 2 and term.args[1].op == "constant":
-        return f"{_grouped(term.args[0], module)}[{term.args[1].value}]"
+        return f"{_within(term.args[0], 9, module)}{term.op}"
+    if term.op == "index" and len(term.args) == 2 and term.args[1].op in ("constant", *_READ):
+        return f"{_within(term.args[0], 9, module)}[{source(term.args[1], module)}]"
     raise NotWritable(str(term)[:60])
+
+
+_READ = ("attribute", "parameter")
 
 
 def _readable(term: Term) -> tuple[Term, Term]:
@@ -197,9 +212,10 @@ def _readable(term: Term) -> tuple[Term, Term]:
     return (right, left) if swap else (left, right)
 
 
-def _grouped(term: Term, module: Module, kinds: tuple[str, ...] = (*_INFIX, "select", "neg", "not")) -> str:
-    text = source(term, module)
-    return f"({text})" if term.op in kinds else text
+def _within(term: Term, closeness: int, module: Module) -> str:
+    """Return the source of an operand, in parentheses where it binds less closely than `closeness`."""
+    own = {**_INFIX, **_PREFIX}.get(term.op, ("", 0 if term.op == "select" else 9))[1]
+    return f"({source(term, module)})" if own < closeness else source(term, module)
 
 
 def _local_name(name: str, module: Module) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import libcst as cst
+import libcst.matchers as m
 
 from rewrite.analysis.computation import NotComputable, Run, subterms
 from rewrite.analysis.module import ClassInfo, Module, names_in, walk
@@ -23,10 +24,39 @@ _WINDOWS = (
 _NEVER, _ALWAYS, _BY_TYPE = "never", "where the config has one", "by the layer's type"
 
 
-def windows_agree(window: Term, attention: ClassInfo, models: list[ClassInfo], module: Module) -> bool:
-    """Whether the window that attention is given is the one in the masks of every model that has the layer."""
-    kind = _told(window, attention, module)
-    return kind is not None and bool(models) and all(_masked(model, module) == kind for model in models)
+def agreed_window(
+    told: Term, layer_idx: Term, attention: ClassInfo, models: list[ClassInfo], module: Module
+) -> Term | None:
+    """Return the window in the masks of every model that has the layer; None where it is not known.
+
+    Args:
+        told: what the attention function is given.
+        layer_idx: the layer's number, over attributes of the attention.
+        attention: the class of the attention.
+        models: those that build the layer.
+        module: their file.
+    """
+    masked = {_masked(model, module) for model in models}
+    if len(masked) != 1 or (kind := masked.pop()) is None:
+        return None
+    if kind == _told(told, attention, module):
+        return told
+    if kind == _BY_TYPE and "config" in attention.assigned and all(_reads_type(model, module) for model in models):
+        config = Term("attribute", (), "config")
+        layer_type = Term("index", (Term(".layer_types", (config,)), layer_idx))
+        test = Term("eq", (layer_type, Term("constant", (), '"sliding_attention"')))
+        return Term("select", (test, Term(".sliding_window", (config,)), NONE))
+    return None
+
+
+def _reads_type(model: ClassInfo, module: Module) -> bool:
+    """Whether the loop over the layers takes each one's mask by `config.layer_types` at its number."""
+    for loop in walk(model.methods["forward"].body):
+        if isinstance(loop, cst.For) and m.matches(loop.iter, m.Call(func=m.Name("enumerate"))):
+            number = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else loop.target
+            wanted = f"attention_mask=causal_mask_mapping[self.config.layer_types[{module.code(number)}]]"
+            return any(module.code(a).rstrip(", ") == wanted for a in walk(loop) if isinstance(a, cst.Arg))
+    return False
 
 
 def models_of(layer: ClassInfo, module: Module) -> list[ClassInfo]:
