@@ -1,0 +1,269 @@
+"""A decoder layer in a decode step: its `forward` as a sequence of blocks, each with its norm and residual."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+
+import libcst as cst
+
+from rewrite.analysis.attention_step import NoStep
+from rewrite.analysis.computation import NotComputable
+from rewrite.analysis.module import ClassInfo, Module
+from rewrite.analysis.replacement import line
+from rewrite.analysis.residual import norm_classes
+from rewrite.analysis.spelling import Term, constant
+from rewrite.analysis.step import CACHE, computed_in_step, source
+from rewrite.analysis.syntax import LINE_LENGTH, parameters
+
+HIDDEN = Term("parameter", (), "hidden_states")
+PARAMETERS = ("hidden_states", "position_embeddings", CACHE)
+_IGNORED = {"attention_mask", "position_ids", "use_cache", "output_attentions", "cache_position", "causal_mask"}
+"""What a layer passes to attention and a step does without: the cache knows the positions and what is valid."""
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What a layer returns in a decode step."""
+
+    forward: cst.FunctionDef
+    output: Term
+    returns: str
+    """How `forward` returns it: `{}`, or `({},)` for a tuple."""
+
+
+def layer_step(info: ClassInfo, module: Module) -> LayerStep:
+    """Return what the layer computes, blocks as calls `block(self.<attribute>, input)`.
+
+    Raises:
+        NoStep: if its `forward` is not readable.
+    """
+    forward = info.methods["forward"]
+    if not {*PARAMETERS} <= {*parameters(forward)}:
+        raise NoStep("other_layer", "it takes no hidden_states, position_embeddings and past_key_values")
+    try:
+        term = computed_in_step(forward, module, info)
+    except NotComputable as error:
+        raise NoStep("other_layer", error.what) from error
+    if term.op != "tuple":
+        return LayerStep(forward, term, "{}")
+    if len(term.args) == 1:
+        return LayerStep(forward, term.args[0], "({},)")
+    raise NoStep("other_layer", "it returns more than hidden states")
+
+
+def is_decoded(info: ClassInfo) -> bool:
+    """Whether a layer has the `decode` of this step."""
+    method = info.methods.get("decode")
+    return method is not None and parameters(method)[1:] == [*PARAMETERS]
+
+
+def attention_calls(term: Term) -> Iterator[Term]:
+    """Yield every call below `term` of an attribute that is given the cache, each once."""
+    seen: set[Term] = set()
+    stack = [term]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "call" and current.args[0].op == "attribute":
+            if any(_argument(a) == Term("parameter", (), CACHE) for a in current.args[1:]):
+                yield current
+        stack.extend(current.args)
+
+
+def _argument(term: Term) -> Term:
+    return term.args[0] if term.op == "keyword" else term
+
+
+def attention_input(call: Term, takes: list[str]) -> Term:
+    """Return the hidden states that the call of an attention with parameters `takes` passes.
+
+    Raises:
+        NoStep: if the step's attention would not get what the call passes.
+    """
+    given = {argument.value: argument.args[0] for argument in call.args[1:] if argument.op == "keyword"}
+    plain = [argument for argument in call.args[1:] if argument.op != "keyword"]
+    given |= dict(zip([name for name in takes if name != "self"], plain, strict=False))
+    for name in ("position_embeddings", CACHE):
+        if given.pop(name, None) != Term("parameter", (), name):
+            raise NoStep("other_layer", f"attention is given another {name}")
+    hidden = given.pop("hidden_states", None)
+    if hidden is None or (unknown := {*given} - _IGNORED):
+        raise NoStep("other_layer", f"attention is given {', '.join(sorted(unknown)) if hidden else 'other input'}")
+    return hidden
+
+
+@dataclass
+class LayerText:
+    """Writes a layer's output as statements."""
+
+    info: ClassInfo
+    module: Module
+    blocks: Mapping[str, tuple[str, ...]]
+    """The attributes whose `decode` may be called, and what it takes after `residual`."""
+    inputs: Mapping[Term, Term]
+    """The hidden states that each call of attention passes."""
+    lines: list[cst.SimpleStatementLine] = field(default_factory=list)
+
+    def write(self, output: Term) -> tuple[cst.BaseStatement, ...]:
+        """Return the body of `decode`.
+
+        Raises:
+            NotWritable: if something in it has no source.
+        """
+        if output.op == "select":
+            return (self._choice(output),)
+        output = self._ordered(output)
+        steps = self._steps(output)
+        names: dict[Term, str] = {HIDDEN: "hidden_states"}
+        for number, step in enumerate(steps):
+            later = {t for s in steps[number + 1 :] for t in self._reads(s, steps)}
+            text = self._text(step, steps, names)
+            if number == len(steps) - 1:
+                self.lines.append(self._line("return ", text))
+                break
+            name = self._name(step, {names[t] for t in later if t in names})
+            self.lines.append(self._line(f"{name} = ", text))
+            names = {t: n for t, n in names.items() if n != name} | {step: name}
+        return tuple(self.lines)
+
+    def _choice(self, output: Term) -> cst.If:
+        test, yes, no = output.args
+        branches = [LayerText(self.info, self.module, self.blocks, self.inputs).write(part) for part in (yes, no)]
+        statement = cst.parse_statement(
+            f"if {source(test, self.module)}:\n    pass\n", config=self.module.tree.config_for_parsing
+        )
+        if not isinstance(statement, cst.If):
+            raise TypeError("not a condition")
+        block = statement.body
+        return statement.with_changes(
+            body=block.with_changes(body=branches[0]), orelse=cst.Else(body=block.with_changes(body=branches[1]))
+        )
+
+    def _ordered(self, output: Term) -> Term:
+        """Return the sum with the results of blocks last, so that each block adds to what was there before it."""
+        parts = list(_addends(output))
+        if len(parts) < 3:
+            return output
+        blocks = [part for part in parts if self._alone(part) is not None]
+        first, *rest = [*(part for part in parts if part not in blocks), *blocks]
+        return reduce(lambda total, part: Term("add", (total, part)), rest, first)
+
+    def _steps(self, output: Term) -> list[Term]:
+        """Return the terms that get a statement of their own, in the order of evaluation; `output` is the last."""
+        uses: Counter[Term] = Counter()
+        order: list[Term] = []
+        seen: set[Term] = set()
+
+        def visit(term: Term) -> None:
+            uses[term] += 1
+            if term in seen:
+                return
+            seen.add(term)
+            for part in self._parts(term):
+                visit(part)
+            order.append(term)
+
+        visit(output)
+        own = (t for t in order if t.args and (uses[t] > 1 or self._fused(t) is not None) and t != output)
+        return [*own, output]
+
+    def _parts(self, term: Term) -> list[Term]:
+        """Return the terms that the statement of `term` reads, the residual of a fused block first."""
+        fused = self._fused(term)
+        if fused is not None:
+            _, _, hidden, residual = fused
+            return [part for part in (hidden, residual) if part is not None]
+        if term in self.inputs or (term.op == "index" and term.args[0] in self.inputs):
+            raise NoStep("other_layer", "the attention's other results are read")
+        return [a for a in term.args if a.op not in ("constant", "name", "attribute")]
+
+    def _reads(self, step: Term, steps: list[Term]) -> set[Term]:
+        """Return the named terms that the statement of `step` reads."""
+        found: set[Term] = set()
+        stack = self._parts(step)
+        while stack:
+            term = stack.pop()
+            if term in steps or term == HIDDEN:
+                found.add(term)
+            else:
+                stack.extend(self._parts(term))
+        return found
+
+    def _fused(self, term: Term) -> tuple[str, str, Term, Term | None] | None:
+        """Read `residual + block(norm(hidden))`: the attribute, the norm's or None, hidden states and residual."""
+        if term.op == "add":
+            for block, rest in (term.args, term.args[::-1]):
+                if (alone := self._alone(block)) is not None and HIDDEN in _leaves(rest):
+                    return (*alone, rest)
+        alone = self._alone(term)
+        return None if alone is None else (*alone, None)
+
+    def _alone(self, term: Term) -> tuple[str, str, Term] | None:
+        call = term.args[0] if term.op == "index" and term.args[1:] == (constant(0),) else term
+        if call.op != "call" or call.args[0].value not in self.blocks:
+            return None
+        hidden = self.inputs.get(call) or (call.args[1] if len(call.args) == 2 else None)
+        if hidden is None:
+            return None
+        if hidden.op == "call" and len(hidden.args) == 2 and hidden.args[0].op == "attribute":
+            if norm_classes(self.info, hidden.args[0].value, self.module):
+                return call.args[0].value, f"self.{hidden.args[0].value}", hidden.args[1]
+        return call.args[0].value, "None", hidden
+
+    def _text(self, step: Term, steps: list[Term], names: Mapping[Term, str]) -> str:
+        fused = self._fused(step)
+        if fused is None:
+            replaced = {t: Term("parameter", (), names[t]) for t in names}
+            return self._expression(step, replaced)
+        block, norm, hidden, residual = fused
+        replaced = {t: Term("parameter", (), names[t]) for t in names}
+        arguments = [
+            self._expression(hidden, replaced),
+            norm,
+            "None" if residual is None else self._expression(residual, replaced),
+            *self.blocks[block],
+        ]
+        return f"self.{block}.decode({', '.join(arguments)})"
+
+    def _expression(self, term: Term, names: Mapping[Term, Term]) -> str:
+        return source(_renamed(term, names), self.module)
+
+    def _line(self, target: str, text: str) -> cst.SimpleStatementLine:
+        if 8 + len(target) + len(text) > LINE_LENGTH and text.endswith(")"):
+            start, arguments = text[:-1].split("(", 1)
+            text = f"{start}(\n    {arguments}\n)"
+        return line(f"{target}{text}", self.module)
+
+    def _name(self, step: Term, taken: set[str]) -> str:
+        if "hidden_states" not in taken:
+            return "hidden_states"
+        fused = self._fused(step)
+        wanted = "residual" if fused is None or fused[3] is not None else f"{fused[0].removeprefix('self_')}_output"
+        while wanted in taken:
+            wanted += "_"
+        return wanted
+
+
+def _addends(term: Term) -> Iterator[Term]:
+    if term.op == "add":
+        for side in term.args:
+            yield from _addends(side)
+    else:
+        yield term
+
+
+def _renamed(term: Term, names: Mapping[Term, Term]) -> Term:
+    if term in names:
+        return names[term]
+    return Term(term.op, tuple(_renamed(a, names) for a in term.args), term.value) if term.args else term
+
+
+def _leaves(term: Term) -> set[Term]:
+    if not term.args:
+        return {term}
+    return set().union(*(_leaves(argument) for argument in term.args))
