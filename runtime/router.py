@@ -368,7 +368,7 @@ def _launch(
             (logits, correction, weights, index),
             (),
             (),
-            (rule.eps, rule.scaling),
+            (float(rule.eps), float(rule.scaling)),
             (
                 experts,
                 rule.top_k,
