@@ -97,17 +97,18 @@ def rule(gate: Any) -> RoutingRule:
 
 
 def ours(layer: Layer, x: Tensor) -> Tensor:
+    layer.block.experts.config._experts_implementation = "grouped_mm"
     hidden_states, weights, index = router(x, layer.block.gate, norm=layer.norm)
     return fused_experts(hidden_states, layer.block.experts, index, weights, residual=x)
 
 
 def kernels(layer: Layer, x: Tensor) -> Tensor:
     """Run our kernels for any number of tokens."""
-    default, experts.MAX_TOKENS = experts.MAX_TOKENS, 1 << 30
+    default, experts.sorting_is_faster = experts.sorting_is_faster, lambda *_: False
     try:
         return ours(layer, x)
     finally:
-        experts.MAX_TOKENS = default
+        experts.sorting_is_faster = default
 
 
 def original(implementation: str) -> Callable[[Layer, Tensor], Tensor]:

@@ -95,6 +95,23 @@ if backend.triton_installed():
         return keys
 
     @triton.jit
+    def _ahead(  # type: ignore[no-untyped-def]
+        logits_row,
+        correction_ptr,
+        rival,
+        expert,
+        keys,
+        E: tl.constexpr,
+        SIGMOID: tl.constexpr,
+        CORRECTED: tl.constexpr,
+    ):
+        """Return which rivals go before which experts: 0 or 1, `[experts, rivals]`."""
+        others = _keys(logits_row, correction_ptr, rival, E, SIGMOID, CORRECTED)
+        better = others[None, :] > keys[:, None]
+        equal = (others[None, :] == keys[:, None]) & (rival[None, :] < expert[:, None])
+        return (better | equal).to(tl.int32)
+
+    @triton.jit
     def _select_experts_kernel(  # type: ignore[no-untyped-def]
         logits_ptr,
         correction_ptr,
@@ -120,12 +137,14 @@ if backend.triton_installed():
         expert = tl.arange(0, BLOCK_E)
         keys = _keys(logits_row, correction_ptr, expert, E, SIGMOID, CORRECTED)
         ahead = tl.zeros((BLOCK_E, CHUNK), tl.int32)
-        for start in range(0, BLOCK_E, CHUNK):
-            rival = start + tl.arange(0, CHUNK)
-            others = _keys(logits_row, correction_ptr, rival, E, SIGMOID, CORRECTED)
-            better = others[None, :] > keys[:, None]
-            equal = (others[None, :] == keys[:, None]) & (rival[None, :] < expert[:, None])
-            ahead += (better | equal).to(tl.int32)
+        if BLOCK_E <= 256:  # all rivals are loaded at once
+            for start in tl.static_range(0, BLOCK_E, CHUNK):
+                rival = start + tl.arange(0, CHUNK)
+                ahead += _ahead(logits_row, correction_ptr, rival, expert, keys, E, SIGMOID, CORRECTED)
+        else:
+            for start in range(0, BLOCK_E, CHUNK):
+                rival = start + tl.arange(0, CHUNK)
+                ahead += _ahead(logits_row, correction_ptr, rival, expert, keys, E, SIGMOID, CORRECTED)
         rank = tl.sum(ahead, axis=1)
         chosen = rank < K
         logits = tl.load(logits_row + expert, mask=expert < E, other=float("-inf"))

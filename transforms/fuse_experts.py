@@ -11,20 +11,21 @@ from rewrite.analysis.computation import NotComputable
 from rewrite.analysis.methods import Method
 from rewrite.analysis.mixture import Mixture, classes_of, experts_attributes, layout_of, mixture
 from rewrite.analysis.mlp_step import PARAMETERS, mlp_method
-from rewrite.analysis.module import ClassInfo, Module
+from rewrite.analysis.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.replacement import call_statement, line, name_is_free
 from rewrite.analysis.routing import routing_rule
-from rewrite.analysis.syntax import called_attribute, calls_in
-from rewrite.transform import Candidate, Found, Numerics, Skip, Transform
+from rewrite.analysis.syntax import called_attribute, calls_in, expression
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
 class FuseExperts(Transform):
     """A sparse mixture of experts computes one new token with four kernels.
 
     What it does:
-        Gives a block of router and experts a method `decode(hidden_states, norm, residual)`, which a decoder layer
-        calls in a decode step: norm, router and choice of the experts are two kernels, the chosen experts two more.
-        Routers get a method `rule` that says what they compute.
+        Calls of experts become `fused_experts(hidden_states, self.experts, index, weights)`: two kernels for a few
+        tokens, the experts themselves for many. A block of router and experts also gets a method
+        `decode(hidden_states, norm, residual)`, which a decoder layer calls in a decode step: norm, router and choice
+        of the experts are two kernels more. Routers get a method `rule` that says what they compute.
 
     Why:
         transformers sorts the tokens by expert and multiplies group by group, or copies the chosen experts' weights,
@@ -40,8 +41,9 @@ class FuseExperts(Transform):
         rounded as the original rounds them.
 
     Known limits:
-        Only in evaluation: jitter of the router's input is left out. More than 16 tokens, transposed, interleaved,
-        quantised or sharded experts, hooks and gradients call the modules as they stand.
+        `decode` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for Qwen3-30B-A3B,
+        from 4 for Mixtral 8x7B), the CPU, transposed, interleaved, quantised or sharded experts, hooks and gradients
+        call the modules as they stand.
     """
 
     name = "fuse_experts"
@@ -50,6 +52,7 @@ class FuseExperts(Transform):
     after = ("fuse_gate_up", "fuse_gated_activation")
     reasons: ClassVar[Mapping[str, str]] = {
         "experts_layout": "the experts' weights are transposed, interleaved, biased, ungated or normed after",
+        "other_call": "the experts are called with something else than hidden states, index and weights",
         "own_gate": "the experts' class has a gate of its own",
         "other_block": "the block does something else than to route, compute experts and add",
         "router_not_in_file": "the router is no class of the file",
@@ -58,28 +61,64 @@ class FuseExperts(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every class that holds decorated experts, and every class of a router of such a block."""
+        """Every call of decorated experts, every class that makes one, and every class of a router of such a block."""
         routers: dict[str, ClassInfo] = {}
         for info in module.classes.values():
-            if _is_block(info, module):
+            if _reads_experts(info, module) and "decode" not in info.methods:
                 yield Candidate(info.node, info.name)
+            for attribute, call in _calls(info, module):
+                yield Candidate(call, f"{info.name}.forward", attribute)
             routers |= {router.name: router for router in _routers(info, module)}
         for name, router in routers.items():
             if "rule" not in router.methods and "forward" in router.methods:
                 yield Candidate(router.methods["forward"], f"{name}.forward", "rule")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
-        """Read a block, or a router."""
-        if candidate.label == "rule":
-            return _router(module.classes[candidate.where.split(".")[0]], module)
-        return _block(module.classes[candidate.where], module)
+        """Read a block, a call of experts or a router."""
+        info = module.classes[candidate.where.split(".")[0]]
+        if isinstance(candidate.node, cst.Call):
+            return _call(candidate.node, candidate.label, info, module)
+        return _router(info, module) if candidate.label == "rule" else _block(info, module)
 
 
-def _is_block(info: ClassInfo, module: Module) -> bool:
-    if "forward" not in info.methods or "decode" in info.methods:
+def _reads_experts(info: ClassInfo, module: Module) -> bool:
+    """Whether the `forward` of a class reads an attribute that holds experts, which it calls or hands over."""
+    if "forward" not in info.methods or not (attributes := experts_attributes(info, module)):
         return False
-    called = {called_attribute(call) for call in calls_in(info.methods["forward"].body)}
-    return any(attribute in called for attribute in experts_attributes(info, module))
+    return any(self_attribute(node) in attributes for node in walk(info.methods["forward"].body))
+
+
+def _calls(info: ClassInfo, module: Module) -> list[tuple[str, cst.Call]]:
+    """Return the calls of experts in the `forward` of a class, with the attributes that hold them."""
+    if "forward" not in info.methods or not (attributes := experts_attributes(info, module)):
+        return []
+    calls = [(called_attribute(call), call) for call in calls_in(info.methods["forward"].body)]
+    return [(attribute, call) for attribute, call in calls if attribute is not None and attribute in attributes]
+
+
+def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Found | Skip:
+    if (unusual := _unusual(info, attribute, module)) is not None:
+        return unusual
+    if len(call.args) != 3 or any(argument.keyword is not None or argument.star for argument in call.args):
+        return Skip("other_call", module.code(call))
+    if not name_is_free("fused_experts", module, info.methods["forward"]):
+        return Skip("name_taken")
+    first, *rest = (module.code(argument.value) for argument in call.args)
+    fused = expression(f"fused_experts({', '.join([first, f'self.{attribute}', *rest])})")
+    return Found((Edit(call, (fused,)),), ("experts.fused_experts",))
+
+
+def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
+    """Say what the kernels do not take about the experts that an attribute holds."""
+    holders = classes_of(info, attribute, module)
+    if holders is None:
+        return Skip("experts_layout", f"{attribute} may be of a class of another file")
+    for experts in holders:
+        if (unusual := layout_of(experts, module)) is not None:
+            return Skip("experts_layout", unusual)
+        if module.method(experts, "_apply_gate") is not None:
+            return Skip("own_gate", experts.name)
+    return None
 
 
 def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
@@ -111,14 +150,8 @@ def _block(info: ClassInfo, module: Module) -> Found | Skip:
         found = mixture(info, module)
     except NotComputable as error:
         return Skip("other_block", error.what)
-    holders = classes_of(info, found.experts, module)
-    if holders is None:
-        return Skip("experts_layout", f"{found.experts} may be of a class of another file")
-    for experts in holders:
-        if (unusual := layout_of(experts, module)) is not None:
-            return Skip("experts_layout", unusual)
-        if module.method(experts, "_apply_gate") is not None:
-            return Skip("own_gate", experts.name)
+    if (unusual := _unusual(info, found.experts, module)) is not None:
+        return unusual
     routers = classes_of(info, found.router, module)
     if routers is None:
         return Skip("router_not_in_file", found.router)

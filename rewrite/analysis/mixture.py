@@ -80,10 +80,14 @@ def mixture(info: ClassInfo, module: Module) -> Mixture:
     routed, shared = (total, None)
     if total.op == "add" and len(total.args) == 2:
         sides = [_bare(side) for side in total.args]
-        routed, shared = sides if _is_call(sides[0], 4) else sides[::-1]
-    if not _is_call(routed, 4) or routed.args[0].value not in experts_attributes(info, module):
+        routed, shared = sides if _is_routed(sides[0]) else sides[::-1]
+    if not _is_routed(routed):
         raise OtherBlock("it returns something else than the experts' sum")
     experts, x, index, weights = routed.args
+    if routed.op == "fused_experts":
+        experts, x = x, experts
+    if experts.value not in experts_attributes(info, module):
+        raise OtherBlock("it returns something else than the experts' sum")
     call = index.args[0] if index.args else index
     if (index, weights) != (Term("index", (call, constant(2))), Term("index", (call, constant(1)))):
         raise OtherBlock("the experts are given something else than the router's weights and index")
@@ -111,6 +115,12 @@ def _shared(term: Term | None, hidden: Term) -> tuple[str | None, str | None]:
 
 def _reads_hidden(term: Term, hidden: Term) -> bool:
     return _is_call(term, 2) and _bare(term.args[1]) == hidden
+
+
+def _is_routed(term: Term) -> bool:
+    """Whether `term` may call experts, as the file does or as the rewriter has put it."""
+    fused = term.op == "fused_experts" and len(term.args) == 4 and term.args[1].op == "attribute"
+    return fused or _is_call(term, 4)
 
 
 def _is_call(term: Term, length: int) -> bool:

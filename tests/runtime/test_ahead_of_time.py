@@ -36,7 +36,7 @@ ROTARY = {
 }
 QWEN3_MOE = {"E": 128, "K": 8, "H": 2048, "M": 768}
 MIXTRAL = {"E": 8, "K": 2, "H": 4096, "M": 14336}
-DOWN = {"RESIDUAL": True, "OVERLAP": False, "BLOCK_M": 256}
+DOWN = {"RESIDUAL": True, "OVERLAP": False, "BLOCK_H": 4}
 LOGITS = {
     "E": 128,
     "H": 2048,
@@ -91,11 +91,11 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "experts_gate_up": (
         "experts",
         "experts_gate_up",
-        QWEN3_MOE | {"ACTIVATION": "silu", "OVERLAP": False, "BLOCK_M": 4, "BLOCK_H": 256},
-        64,
+        QWEN3_MOE | {"ACTIVATION": "silu", "OVERLAP": False, "BLOCK_M": 4, "BLOCK_H": 1024},
+        128,
     ),
-    "experts_down": ("experts", "experts_down", QWEN3_MOE | DOWN | {"BLOCK_K": 8, "BLOCK_H": 2}, 128),
-    "experts_down, wide": ("experts", "experts_down", MIXTRAL | DOWN | {"BLOCK_K": 2, "BLOCK_H": 8}, 128),
+    "experts_down": ("experts", "experts_down", QWEN3_MOE | DOWN | {"BLOCK_K": 8, "BLOCK_M": 128}, 128),
+    "experts_down, wide": ("experts", "experts_down", MIXTRAL | DOWN | {"BLOCK_K": 2, "BLOCK_M": 512}, 128),
     "rotary, half table": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True, "HALF_TABLE": True}, 128),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mixture import Gate, Norm
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -44,6 +45,15 @@ def test_experts_of_transformers_need_no_fallback() -> None:
 
 def test_many_tokens_are_sorted_by_expert() -> None:
     check_experts("many_tokens", *mixture(experts.MAX_TOKENS + 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "top_k", "few", "many"), [((128, 2048, 768), 8, 16, 32), ((8, 4096, 14336), 2, 2, 4)], ids=str
+)
+def test_sorting_starts_where_it_was_measured_to_pay(shape: tuple[int, ...], top_k: int, few: int, many: int) -> None:
+    down = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+    assert not any(experts.sorting_is_faster(tokens, top_k, down) for tokens in range(1, few + 1))
+    assert all(experts.sorting_is_faster(tokens, top_k, down) for tokens in range(many, 513))
 
 
 def test_a_hook_on_the_experts_is_called() -> None:
@@ -87,6 +97,13 @@ def test_another_layout_is_left_to_the_module(name: str) -> None:
     x, module, index, weights = mixture()
     setattr(module, name, True)
     check_experts("layout", x, module, index, weights)
+
+
+def test_kernels_asked_for_by_name_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, module, index, weights = mixture()
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "sonicmoe", batched_mm_experts_forward)
+    module.config._experts_implementation = "sonicmoe"
+    check_experts("other_implementation", x, module, index, weights)
 
 
 def check_router(reason: str, gate: Any, x: Tensor) -> None:
