@@ -13,7 +13,7 @@ from rewrite.analysis.module import ClassInfo, Module, walk
 from rewrite.analysis.replacement import name_is_free
 from rewrite.analysis.step import CACHE
 from rewrite.analysis.syntax import LINE_LENGTH, calls_in, expression, parameters, single_assignments
-from rewrite.analysis.windows import mask_functions
+from rewrite.analysis.windows import mask_functions, stacked_in
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _MASK = "attention_mask"
@@ -88,12 +88,8 @@ def _unless_decoding(call: cst.CSTNode, module: Module) -> cst.IfExp:
 
 
 def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
-    """Return the classes that `info` builds and whose `forward` takes a mask and a cache."""
-    if "__init__" not in info.methods:
-        return []
-    built = {module.qualified(call.func) for call in calls_in(info.methods["__init__"].body)}
-    taking = (module.classes[name] for name in sorted(built) if name in module.classes)
-    return [layer for layer in taking if _takes_both(layer)]
+    """Return the layers that `info` stacks and whose `forward` takes a mask and a cache."""
+    return [layer for layer in module.classes.values() if _takes_both(layer) and info in stacked_in(layer, module)]
 
 
 def _takes_both(info: ClassInfo) -> bool:
