@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -277,12 +277,12 @@ def _whole(rotated: Term, passed: Term) -> Term:
     raise NoStep("other_rotation", "the passed part is not the rest of the rotated one")
 
 
+Reader = Callable[[Term, ClassInfo, Module], Heads]
+
+
 def _heads(term: Term, info: ClassInfo, module: Module) -> Heads:
-    if term.op == "select":
-        test, yes, no = term.args
-        normed, plain = _heads(yes, info, module), _heads(no, info, module)
-        if normed.norm is not None and normed.normed_if is None and plain == _without_norm(normed):
-            return Heads(normed.projected, normed.head_dim, normed.norm, test)
+    if term.op == "select" and (heads := _normed_if(term, _heads, info, module)) is not None:
+        return heads
     norm = _norm_of(term, info, module)
     if norm is not None:
         return _with_norm(_heads(term.args[1], info, module), norm)
@@ -291,11 +291,22 @@ def _heads(term: Term, info: ClassInfo, module: Module) -> Heads:
     raise NoStep("other_heads", str(term)[:60])
 
 
+def _normed_if(term: Term, read: Reader, info: ClassInfo, module: Module) -> Heads | None:
+    """Read heads that are normalised under a condition."""
+    test, yes, no = term.args
+    normed, plain = read(yes, info, module), read(no, info, module)
+    if normed.norm is not None and normed.normed_if is None and plain == _without_norm(normed):
+        return replace(normed, normed_if=test)
+    return None
+
+
 def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     """Read `view(projection(x), (…, -1, head_dim))`, normalised before or after."""
     norm = _norm_of(term, info, module, any_class=True)
     if norm is not None:
         return _with_norm(_split(term.args[1], info, module), norm)
+    if term.op == "select" and (heads := _normed_if(term, _split, info, module)) is not None:
+        return heads
     if term.op not in ("view", "reshape"):
         raise NoStep("other_heads", str(term)[:60])
     sizes = term.args[1].args if len(term.args) == 2 and term.args[1].op == "tuple" else term.args[1:]
