@@ -136,9 +136,10 @@ def _methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
         blocks[attribute] = ()
     norms += [n for attribute in info.assigned for n in _norms(info, attribute, module)]
     methods += _prologues(norms, module)
-    body = LayerText(info, module, blocks, inputs).write(layer.output)
+    writer = LayerText(info, module, blocks, inputs)
+    body = writer.write(layer.output)
     text = "Returns the layer's output for one token a row, against a preallocated cache."
-    methods.append(Method(layer.forward, "decode", PARAMETERS, text, body, ()))
+    methods.append(Method(layer.forward, "decode", PARAMETERS, text, body, tuple(sorted(writer.uses))))
     return list({(id(method.after), method.name): method for method in methods}.values()), layer
 
 

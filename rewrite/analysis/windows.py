@@ -54,7 +54,16 @@ def _reads_type(model: ClassInfo, module: Module) -> bool:
             number = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else loop.target
             wanted = f"attention_mask=causal_mask_mapping[self.config.layer_types[{module.code(number)}]]"
             return any(module.code(a).rstrip(", ") == wanted for a in walk(loop) if isinstance(a, cst.Arg))
+        if isinstance(loop, cst.For) and isinstance(loop.target, cst.Name):
+            wanted = f"attention_mask=causal_mask_mapping[{loop.target.value}.attention_type]"
+            if any(module.code(a).rstrip(", ") == wanted for a in walk(loop) if isinstance(a, cst.Arg)):
+                return all(_has_type(layer, module) for layer, names in module.stacks.items() if model.name in names)
     return False
+
+
+def _has_type(layer: str, module: Module) -> bool:
+    types = module.classes[layer].assigned.get("attention_type", [])
+    return [module.code(value) for value in types] == ["config.layer_types[layer_idx]"]
 
 
 def stacked_in(layer: ClassInfo, module: Module) -> list[ClassInfo]:
