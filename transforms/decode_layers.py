@@ -30,7 +30,7 @@ from rewrite.analysis.residual import choices, norm_classes
 from rewrite.analysis.spelling import Term
 from rewrite.analysis.step import CACHE, CACHES, NotWritable
 from rewrite.analysis.syntax import called_attribute, calls_in, parameters
-from rewrite.analysis.windows import agreed_window, models_of
+from rewrite.analysis.windows import agreed_window, stacked_in
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -78,12 +78,12 @@ class DecodeLayers(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every class that another one builds and whose `forward` takes hidden states and a cache."""
+        """Every class that another one stacks and whose `forward` takes a cache and passes it on."""
         for info in module.classes.values():
             forward = info.methods.get("forward")
             if forward is None or not {*CACHES} & {*parameters(forward)}:
                 continue
-            if models_of(info, module) and not is_decoded(info) and _calls_attention(info):
+            if stacked_in(info, module) and not is_decoded(info) and _calls_attention(info):
                 yield Candidate(info.node, info.name)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -121,7 +121,7 @@ def _methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
         attribute = call.args[0].value
         for owner in _classes(info, attribute, module):
             step = attention_step(owner, module)
-            window = agreed_window(step.window, step.layer_idx, owner, models_of(info, module), module)
+            window = agreed_window(step.window, step.layer_idx, owner, stacked_in(info, module), module)
             if window is None:
                 raise NoStep("window_differs", owner.name)
             step = replace(step, window=window)
@@ -136,9 +136,10 @@ def _methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
         blocks[attribute] = ()
     norms += [n for attribute in info.assigned for n in _norms(info, attribute, module)]
     methods += _prologues(norms, module)
-    body = LayerText(info, module, blocks, inputs).write(layer.output)
+    writer = LayerText(info, module, blocks, inputs)
+    body = writer.write(layer.output)
     text = "Returns the layer's output for one token a row, against a preallocated cache."
-    methods.append(Method(layer.forward, "decode", PARAMETERS, text, body, ()))
+    methods.append(Method(layer.forward, "decode", PARAMETERS, text, body, tuple(sorted(writer.uses))))
     return list({(id(method.after), method.name): method for method in methods}.values()), layer
 
 

@@ -13,7 +13,7 @@ from rewrite.analysis.module import ClassInfo, Module, walk
 from rewrite.analysis.replacement import name_is_free
 from rewrite.analysis.step import CACHE
 from rewrite.analysis.syntax import LINE_LENGTH, calls_in, expression, parameters, single_assignments
-from rewrite.analysis.windows import mask_functions
+from rewrite.analysis.windows import mask_functions, stacked_in
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _MASK = "attention_mask"
@@ -88,12 +88,8 @@ def _unless_decoding(call: cst.CSTNode, module: Module) -> cst.IfExp:
 
 
 def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
-    """Return the classes that `info` builds and whose `forward` takes a mask and a cache."""
-    if "__init__" not in info.methods:
-        return []
-    built = {module.qualified(call.func) for call in calls_in(info.methods["__init__"].body)}
-    taking = (module.classes[name] for name in sorted(built) if name in module.classes)
-    return [layer for layer in taking if _takes_both(layer)]
+    """Return the layers that `info` stacks and whose `forward` takes a mask and a cache."""
+    return [layer for layer in module.classes.values() if _takes_both(layer) and info in stacked_in(layer, module)]
 
 
 def _takes_both(info: ClassInfo) -> bool:
@@ -122,6 +118,7 @@ def _chooses(value: cst.BaseExpression, made: set[str]) -> bool:
 def _other_reader(call: cst.CSTNode, forward: cst.FunctionDef, module: Module) -> str | None:
     """Return the source of what reads the mask besides arguments called `attention_mask`, if there is such a thing."""
     names = _names_of(call, module)
+    names |= {made for name in names for made in _made_by(name, forward, module)}
     if not names:
         return module.code(module.statement(call)).splitlines()[0]
     for use in walk(forward.body):
@@ -136,18 +133,33 @@ def _names_of(call: cst.CSTNode, module: Module) -> set[str]:
     small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
     if not isinstance(small, cst.Assign) or len(small.targets) != 1:
         return set()
-    target = small.targets[0].target
-    holder = target.value if isinstance(target, cst.Subscript) else target
+    holder = _holder(small)
     whole = small.value is call or (isinstance(small.value, cst.Dict) and _is_value(call, small.value))
     return {holder.value} if whole and isinstance(holder, cst.Name) else set()
 
 
 def _is_value(call: cst.CSTNode, mapping: cst.Dict) -> bool:
-    return any(isinstance(e, cst.DictElement) and _unconditional(e.value) is call for e in mapping.elements)
+    """Whether the call, or a function that does nothing else, is one of the mapping's values."""
+    values = (element.value for element in mapping.elements if isinstance(element, cst.DictElement))
+    return any(call is (value.body if isinstance(value, cst.Lambda) else value) for value in values)
 
 
-def _unconditional(value: cst.BaseExpression) -> cst.BaseExpression:
-    return value.orelse if isinstance(value, cst.IfExp) else value
+def _made_by(name: str, forward: cst.FunctionDef, module: Module) -> set[str]:
+    """Return the locals that hold what the functions in the mapping `name` make."""
+    made = {
+        holder.value
+        for call in calls_in(forward.body)
+        if m.matches(call.func, m.Subscript(value=m.Name(name)))
+        and isinstance(small := getattr(module.statement(call), "body", [None])[0], cst.Assign)
+        and isinstance(holder := _holder(small), cst.Name)
+    }
+    return made
+
+
+def _holder(small: cst.Assign) -> cst.BaseExpression:
+    """Return what an assignment gives a value to: the local, or the mapping that gets an item."""
+    target = small.targets[0].target
+    return target.value if isinstance(target, cst.Subscript) else target
 
 
 def _is_passed_on(use: cst.Name, module: Module) -> bool:
@@ -158,6 +170,8 @@ def _is_passed_on(use: cst.Name, module: Module) -> bool:
         top, above = above, module.parent(above)
     if isinstance(above, cst.AssignTarget):
         return True
+    if isinstance(above, cst.Call) and above.func is top:
+        return isinstance(top, cst.Subscript)
     if isinstance(above, cst.NamedExpr):
         return above.target is top and m.matches(above.value, m.Name(_MASK))
     if isinstance(above, cst.Arg):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
+import libcst.matchers as m
 
 from rewrite.analysis.computation import NotComputable
 from rewrite.analysis.methods import Method
@@ -139,10 +140,24 @@ class AttentionStep:
         given = [
             ("scaling", keyword(self.call, "scaling")),
             ("sliding_window", window),
-            ("softcap", keyword(self.call, "softcap")),
-            ("sinks", keyword(self.call, "s_aux")),
+            ("softcap", self._unless_sdpa("softcap", module)),
+            ("sinks", self._unless_sdpa("s_aux", module)),
         ]
         return [f"{name}={source(value, module)}" for name, value in given if value is not None and value != NONE]
+
+    def _unless_sdpa(self, name: str, module: Module) -> Term | None:
+        """Return an argument that torch's attention function leaves out, where a model may use that."""
+        value, chosen = keyword(self.call, name), _implementation(self.call.args[0])
+        if value is None or value == NONE or chosen is None or _refuses_sdpa(module):
+            return value
+        return Term("select", (Term("ne", (chosen, Term("constant", (), '"sdpa"'))), value, NONE))
+
+
+def _refuses_sdpa(module: Module) -> bool:
+    """Whether models of the file never use torch's attention function."""
+    refusal = m.Assign(targets=[m.AssignTarget(m.Name("_supports_sdpa"))], value=m.Name("False"))
+    lines = (line for info in module.classes.values() for line in info.node.body.body)
+    return any(m.matches(line, m.SimpleStatementLine(body=[refusal])) for line in lines)
 
 
 def attention_step(info: ClassInfo, module: Module) -> AttentionStep:
@@ -196,19 +211,20 @@ def _attention_call(term: Term) -> Term:
     while term.op in ("contiguous", "reshape", "view", "flatten"):
         term = term.args[0]
     call = term.args[0] if term.op == "index" and term.args[1:] == (constant(0),) else term
-    if call.op != "call" or len(call.args) < 6 or not _is_interface(call.args[0]):
+    if call.op != "call" or len(call.args) < 6 or _implementation(call.args[0]) is None:
         raise NoStep("other_attention", "what is projected is not the result of an attention function")
     return call
 
 
-def _is_interface(term: Term) -> bool:
+def _implementation(term: Term) -> Term | None:
+    """Return the name by which `term` is chosen among transformers' attention functions, None if it is not."""
     if term.op == "native_gqa":
         term = term.args[0]
     if term.op == "select":
-        return any(map(_is_interface, term.args[1:]))
-    if term.op == "index":
-        return term.args[0].op == "name" and term.args[0].value.endswith(".ALL_ATTENTION_FUNCTIONS")
-    return term.op.endswith(".ALL_ATTENTION_FUNCTIONS.get_interface")
+        return next((found for choice in term.args[1:] if (found := _implementation(choice)) is not None), None)
+    if term.op == "index" and term.args[0].op == "name" and term.args[0].value.endswith(".ALL_ATTENTION_FUNCTIONS"):
+        return term.args[1]
+    return term.args[0] if term.op.endswith(".ALL_ATTENTION_FUNCTIONS.get_interface") and term.args else None
 
 
 def _turned(term: Term, info: ClassInfo, module: Module) -> Turned:
@@ -277,12 +293,12 @@ def _whole(rotated: Term, passed: Term) -> Term:
     raise NoStep("other_rotation", "the passed part is not the rest of the rotated one")
 
 
+Reader = Callable[[Term, ClassInfo, Module], Heads]
+
+
 def _heads(term: Term, info: ClassInfo, module: Module) -> Heads:
-    if term.op == "select":
-        test, yes, no = term.args
-        normed, plain = _heads(yes, info, module), _heads(no, info, module)
-        if normed.norm is not None and normed.normed_if is None and plain == _without_norm(normed):
-            return Heads(normed.projected, normed.head_dim, normed.norm, test)
+    if term.op == "select" and (heads := _normed_if(term, _heads, info, module)) is not None:
+        return heads
     norm = _norm_of(term, info, module)
     if norm is not None:
         return _with_norm(_heads(term.args[1], info, module), norm)
@@ -291,11 +307,22 @@ def _heads(term: Term, info: ClassInfo, module: Module) -> Heads:
     raise NoStep("other_heads", str(term)[:60])
 
 
+def _normed_if(term: Term, read: Reader, info: ClassInfo, module: Module) -> Heads | None:
+    """Read heads that are normalised under a condition."""
+    test, yes, no = term.args
+    normed, plain = read(yes, info, module), read(no, info, module)
+    if normed.norm is not None and normed.normed_if is None and plain == _without_norm(normed):
+        return replace(normed, normed_if=test)
+    return None
+
+
 def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     """Read `view(projection(x), (…, -1, head_dim))`, normalised before or after."""
     norm = _norm_of(term, info, module, any_class=True)
     if norm is not None:
         return _with_norm(_split(term.args[1], info, module), norm)
+    if term.op == "select" and (heads := _normed_if(term, _split, info, module)) is not None:
+        return heads
     if term.op not in ("view", "reshape"):
         raise NoStep("other_heads", str(term)[:60])
     sizes = term.args[1].args if len(term.args) == 2 and term.args[1].op == "tuple" else term.args[1:]

@@ -13,7 +13,7 @@ from rewrite.analysis.attention_step import NoStep
 from rewrite.analysis.computation import NotComputable
 from rewrite.analysis.module import ClassInfo, Module
 from rewrite.analysis.replacement import line
-from rewrite.analysis.residual import norm_classes
+from rewrite.analysis.residual import is_fused, norm_classes
 from rewrite.analysis.spelling import Term, constant
 from rewrite.analysis.step import CACHE, computed_in_step, source
 from rewrite.analysis.syntax import LINE_LENGTH, parameters
@@ -108,6 +108,8 @@ class LayerText:
     inputs: Mapping[Term, Term]
     """The hidden states that each call of attention passes."""
     lines: list[cst.SimpleStatementLine] = field(default_factory=list)
+    uses: set[str] = field(default_factory=set)
+    """What the statements call of the runtime."""
 
     def write(self, output: Term) -> tuple[cst.BaseStatement, ...]:
         """Return the body of `decode`.
@@ -122,6 +124,11 @@ class LayerText:
         names: dict[Term, str] = {HIDDEN: "hidden_states"}
         for number, step in enumerate(steps):
             later = {t for s in steps[number + 1 :] for t in self._reads(s, steps)}
+            if (normed := self._normed(step, output)) is not None:
+                name = self._name(step, {names[t] for t in later if t in names})
+                self.lines.append(self._line(f"normed, {name} = ", self._add_norm(step, normed, names)))
+                names = {t: n for t, n in names.items() if n != name} | {step: name, normed: "normed"}
+                continue
             text = self._text(step, steps, names)
             if number == len(steps) - 1:
                 self.lines.append(self._line("return ", text))
@@ -133,7 +140,10 @@ class LayerText:
 
     def _choice(self, output: Term) -> cst.If:
         test, yes, no = output.args
-        branches = [LayerText(self.info, self.module, self.blocks, self.inputs).write(part) for part in (yes, no)]
+        branches = [
+            LayerText(self.info, self.module, self.blocks, self.inputs, uses=self.uses).write(part)
+            for part in (yes, no)
+        ]
         statement = cst.parse_statement(
             f"if {source(test, self.module)}:\n    pass\n", config=self.module.tree.config_for_parsing
         )
@@ -144,6 +154,31 @@ class LayerText:
             body=block.with_changes(body=branches[0]), orelse=cst.Else(body=block.with_changes(body=branches[1]))
         )
 
+    def _normed(self, step: Term, output: Term) -> Term | None:
+        """Return the norm of a sum that a module reads which is called as it stands."""
+        if step.op != "add" or step == output or self._fused(step) is not None:
+            return None
+        return next((t for t in self._order(output)[0] if self._is_norm(t) and t.args[1] == step), None)
+
+    def _is_norm(self, term: Term) -> bool:
+        """Whether `term` is the call of a norm that is fused with the add before it."""
+        if term.op != "call" or len(term.args) != 2 or term.args[0].op != "attribute":
+            return False
+        names = norm_classes(self.info, term.args[0].value, self.module)
+        return bool(names) and all(name is not None and self._adds(name) for name in names)
+
+    def _adds(self, name: str) -> bool:
+        info = self.module.classes.get(name)
+        return info is None or ("add_forward" in info.methods and is_fused(name, self.module))
+
+    def _add_norm(self, step: Term, normed: Term, names: Mapping[Term, str]) -> str:
+        """Return the call that adds and normalises, the residual behind what is added to it."""
+        self.uses.add("add_norm.add_norm")
+        replaced = {t: Term("parameter", (), names[t]) for t in names}
+        residual, added = sorted(step.args, key=lambda side: side not in names)
+        sides = f"{self._expression(added, replaced)}, {self._expression(residual, replaced)}"
+        return f"add_norm({sides}, self.{normed.args[0].value})"
+
     def _ordered(self, output: Term) -> Term:
         """Return the sum with the results of blocks last, so that each block adds to what was there before it."""
         parts = list(_addends(output))
@@ -153,8 +188,8 @@ class LayerText:
         first, *rest = [*(part for part in parts if part not in blocks), *blocks]
         return reduce(lambda total, part: Term("add", (total, part)), rest, first)
 
-    def _steps(self, output: Term) -> list[Term]:
-        """Return the terms that get a statement of their own, in the order of evaluation; `output` is the last."""
+    def _order(self, output: Term) -> tuple[list[Term], Counter[Term]]:
+        """Return the terms that are evaluated, in order, and how often each is read."""
         uses: Counter[Term] = Counter()
         order: list[Term] = []
         seen: set[Term] = set()
@@ -169,6 +204,11 @@ class LayerText:
             order.append(term)
 
         visit(output)
+        return order, uses
+
+    def _steps(self, output: Term) -> list[Term]:
+        """Return the terms that get a statement of their own, in the order of evaluation; `output` is the last."""
+        order, uses = self._order(output)
         own = (t for t in order if t.args and (uses[t] > 1 or self._fused(t) is not None) and t != output)
         return [*own, output]
 

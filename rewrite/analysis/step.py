@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.computation import Bindings, NotComputable, Run
+from rewrite.analysis.computation import Bindings, NotComputable, Run, subterms
 from rewrite.analysis.module import ClassInfo, Module, self_attribute
 from rewrite.analysis.spelling import NONE, Term, make
 from rewrite.analysis.syntax import parameters
@@ -24,6 +24,7 @@ CACHES = (CACHE, "past_key_value", "layer_past")
 """That, and what files call it that are older than the name."""
 _DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
 LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
+_IN_PLACE = {cst.AddAssign: "add", cst.MultiplyAssign: "mul", cst.DivideAssign: "div"}
 _COMPLAINS = m.SimpleStatementLine(
     body=[
         m.Raise()
@@ -66,10 +67,24 @@ class Step(Run):
         return None if statement.orelse is None else self.block(statement.orelse.body.body, environment)
 
     def small(self, small: cst.BaseSmallStatement, environment: Bindings) -> None:
-        """Execute one simple statement; a bare annotation does nothing."""
+        """Execute one simple statement; `x += y` is `x = x + y` where nothing shares x."""
         if isinstance(small, cst.AnnAssign) and small.value is None:
             return
+        if isinstance(small, cst.AugAssign) and isinstance(small.target, cst.Name):
+            environment[small.target.value] = self.augmented(small, environment)
+            return
         super().small(small, environment)
+
+    def augmented(self, small: cst.AugAssign, environment: Bindings) -> Term:
+        """Return what the target of `x += y` is afterwards, unless another local may share the tensor."""
+        value, added = self.expression(small.target, environment), self.expression(small.value, environment)
+        operation = _IN_PLACE.get(type(small.operator))
+        if operation == "add" and value.op == added.op == "tuple":
+            return Term("tuple", (*value.args, *added.args))
+        holders = [name for name, term in environment.items() if any(inner == value for inner in subterms(term))]
+        if operation is None or value.op == "parameter" or len(holders) > 1:
+            raise NotComputable("an operation in place")
+        return make(operation, value, added)
 
     def _expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         if isinstance(node, cst.BooleanOperation):
@@ -137,7 +152,7 @@ def keyword(call: Term, name: str) -> Term | None:
 
 def _outcome(test: Term) -> bool | None:
     """Return what a step decides a test to be, None for one that it does not decide."""
-    if test.op == "attribute" and test.value == "training":
+    if test in (Term("attribute", (), "training"), Term("parameter", (), "output_attentions")):
         return False
     if test.op == "parameter" and test.value == "use_cache":
         return True

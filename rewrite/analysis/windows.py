@@ -5,15 +5,13 @@ A decode step makes no mask, so both have to say the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.computation import NotComputable, Run, subterms
 from rewrite.analysis.module import ClassInfo, Module, names_in, walk
 from rewrite.analysis.spelling import NONE, Term
-from rewrite.analysis.syntax import calls_in, parameters, single_assignments
+from rewrite.analysis.syntax import parameters, single_assignments
 
 FULL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
 _CONFIG = Term("parameter", (), "config")
@@ -56,17 +54,21 @@ def _reads_type(model: ClassInfo, module: Module) -> bool:
             number = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else loop.target
             wanted = f"attention_mask=causal_mask_mapping[self.config.layer_types[{module.code(number)}]]"
             return any(module.code(a).rstrip(", ") == wanted for a in walk(loop) if isinstance(a, cst.Arg))
+        if isinstance(loop, cst.For) and isinstance(loop.target, cst.Name):
+            wanted = f"attention_mask=causal_mask_mapping[{loop.target.value}.attention_type]"
+            if any(module.code(a).rstrip(", ") == wanted for a in walk(loop) if isinstance(a, cst.Arg)):
+                return all(_has_type(layer, module) for layer, names in module.stacks.items() if model.name in names)
     return False
 
 
-def models_of(layer: ClassInfo, module: Module) -> list[ClassInfo]:
-    """Return the classes that build a layer of this class in their `__init__`."""
-    found = (info for info in module.classes.values() if info is not layer and "__init__" in info.methods)
-    return [info for info in found if any(module.qualified(c.func) == layer.name for c in _builds(info))]
+def _has_type(layer: str, module: Module) -> bool:
+    types = module.classes[layer].assigned.get("attention_type", [])
+    return [module.code(value) for value in types] == ["config.layer_types[layer_idx]"]
 
 
-def _builds(info: ClassInfo) -> Iterator[cst.Call]:
-    return calls_in(info.methods["__init__"].body)
+def stacked_in(layer: ClassInfo, module: Module) -> list[ClassInfo]:
+    """Return the classes whose `__init__` builds several layers of this class."""
+    return [module.classes[name] for name in module.stacks.get(layer.name, ())]
 
 
 def mask_functions(function: cst.FunctionDef) -> set[str]:
