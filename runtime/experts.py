@@ -206,16 +206,22 @@ def fused_experts(
     if reason is not None:
         backend.count_fallback("fused_experts", reason, experts)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    output = _called(experts, tokens, top_k_index, top_k_weights).view(hidden_states.shape)
+    output = _called(experts, tokens, top_k_index, top_k_weights, reason).view(hidden_states.shape)
     return output if residual is None else residual + output
 
 
-def _called(experts: nn.Module, tokens: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Call the experts; while a graph is captured, in a form that does not ask the host which experts were hit."""
-    config = getattr(experts, "config", None)
-    eager = getattr(config, "_experts_implementation", None) in (None, "eager")
-    if eager and config is not None and tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-        if not backend.observed(experts):
+def _called(
+    experts: nn.Module, tokens: Tensor, top_k_index: Tensor, top_k_weights: Tensor, reason: str | None
+) -> Tensor:
+    """Call the experts, sorted by expert where that was found to be faster or nothing may be asked of the host.
+
+    `generate()` sets `batched_mm` for decoding, which copies an expert for each token that takes it, and the eager
+    loop asks the host which experts were hit: no graph can hold it.
+    """
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if tokens.is_cuda and tokens.dtype == torch.bfloat16 and not backend.observed(experts):
+        capturing = torch.cuda.is_current_stream_capturing()
+        if (implementation == "eager" and capturing) or (implementation == "batched_mm" and reason == "many_tokens"):
             return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, tokens, top_k_index, top_k_weights)
     return experts(tokens, top_k_index, top_k_weights)
 

@@ -266,7 +266,8 @@ def _rule(gate: nn.Module) -> RoutingRule | str:
 def _unsafe(hidden_states: Tensor, rule: RoutingRule, prologue: Prologue | None) -> str | None:
     if type(rule.weight) is not nn.Parameter:
         return "not_a_plain_parameter"
-    if backend.wants_gradient(hidden_states, rule.weight):
+    norm_weight = None if prologue is None else prologue.weight
+    if backend.wants_gradient(hidden_states, rule.weight, rule.bias, rule.correction_bias, norm_weight):
         return "gradient"
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast"

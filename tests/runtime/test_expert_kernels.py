@@ -13,6 +13,8 @@ from layouts import LAYOUTS
 from mixture import EPS, Gate, Norm
 from tolerances import assert_as_exact_as
 from torch import Tensor
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rewrite.runtime import backend, experts, router
 
@@ -226,3 +228,29 @@ def test_inside_a_cuda_graph(device: torch.device) -> None:
         graph.replay()
         assert torch.equal(out, block())
     assert not backend.fallbacks()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a device")
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("tokens", [1, 48, 100])
+def test_experts_of_transformers_inside_a_graph(device: torch.device, implementation: str, tokens: int) -> None:
+    config = Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4)
+    config._experts_implementation = implementation
+    with device:
+        module = Qwen3MoeExperts(config).bfloat16().requires_grad_(False)
+    x, index, weights, gate_up, down, residual = mixture(device, torch.bfloat16, tokens, 16, 4, 256, 128)
+    module.gate_up_proj.copy_(gate_up)
+    module.down_proj.copy_(down)
+
+    def block() -> Tensor:
+        return experts.fused_experts(x, module, index, weights, residual=residual)
+
+    block()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = block()
+    x.normal_()
+    graph.replay()
+    reference = residual + module(x, index, weights)
+    wanted = residual.double() + exact.experts(x, index, weights, gate_up, down, "silu")
+    assert_as_exact_as(reference, out, wanted, torch.finfo(torch.bfloat16).eps)
