@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.attention_step import PARAMETERS as ATTENTION_PARAMETERS
-from rewrite.analysis.attention_step import NoStep, attention_step
-from rewrite.analysis.layer_step import (
-    PARAMETERS,
-    LayerStep,
-    LayerText,
-    attention_calls,
-    attention_input,
-    is_decoded,
-    layer_step,
-)
-from rewrite.analysis.methods import Method
-from rewrite.analysis.mlp_step import PARAMETERS as BLOCK_PARAMETERS
-from rewrite.analysis.mlp_step import mlp_method
+from rewrite.analysis.layer_methods import layer_methods
+from rewrite.analysis.layer_step import PARAMETERS, LayerStep, is_decoded
 from rewrite.analysis.module import ClassInfo, Module
-from rewrite.analysis.norms import runtime_norm
-from rewrite.analysis.replacement import is_docstring, line, name_is_free
-from rewrite.analysis.residual import choices, norm_classes
-from rewrite.analysis.spelling import Term
-from rewrite.analysis.step import CACHE, CACHES, NotWritable
+from rewrite.analysis.replacement import is_docstring, name_is_free
+from rewrite.analysis.step import CACHE, CACHES, NoStep, NotWritable
 from rewrite.analysis.syntax import called_attribute, calls_in, parameters
-from rewrite.analysis.windows import agreed_window, stacked_in
+from rewrite.analysis.windows import stacked_in
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -90,7 +74,7 @@ class DecodeLayers(Transform):
         """Read the layer and its attention, then write the methods."""
         info = module.classes[candidate.where]
         try:
-            methods, layer = _methods(info, module)
+            methods, layer = layer_methods(info, module)
         except NoStep as refusal:
             return Skip(refusal.reason, refusal.detail)
         except NotWritable as error:
@@ -108,87 +92,6 @@ def _calls_attention(info: ClassInfo) -> bool:
     """Whether the cache is passed on to an attribute."""
     calls = (call for call in calls_in(info.methods["forward"].body) if called_attribute(call) is not None)
     return any(m.matches(argument.value, m.OneOf(*map(m.Name, CACHES))) for call in calls for argument in call.args)
-
-
-def _methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
-    """Return the methods that the layer and its parts get, and what the layer computes."""
-    layer = layer_step(info, module)
-    methods: list[Method] = []
-    blocks: dict[str, tuple[str, ...]] = {}
-    inputs: dict[Term, Term] = {}
-    norms: list[ClassInfo] = []
-    for call in attention_calls(layer.output):
-        attribute = call.args[0].value
-        for owner in _classes(info, attribute, module):
-            step = attention_step(owner, module)
-            window = agreed_window(step.window, step.layer_idx, owner, stacked_in(info, module), module)
-            if window is None:
-                raise NoStep("window_differs", owner.name)
-            step = replace(step, window=window)
-            methods += [] if _has_decode(owner, ATTENTION_PARAMETERS) else [step.method(module)]
-            norms += [n for attr in step.norms for n in _norms(owner, attr, module)]
-            inputs[call] = attention_input(call, parameters(owner.methods["forward"]))
-        blocks[attribute] = ("position_embeddings", CACHE)
-    if not inputs:
-        raise NoStep("other_layer", "nothing is given the cache")
-    for attribute, found in _blocks(info, module):
-        methods += found
-        blocks[attribute] = ()
-    norms += [n for attribute in info.assigned for n in _norms(info, attribute, module)]
-    methods += _prologues(norms, module)
-    writer = LayerText(info, module, blocks, inputs)
-    body = writer.write(layer.output)
-    text = "Returns the layer's output for one token a row, against a preallocated cache."
-    methods.append(Method(layer.forward, "decode", PARAMETERS, text, body, tuple(sorted(writer.uses))))
-    return list({(id(method.after), method.name): method for method in methods}.values()), layer
-
-
-def _classes(info: ClassInfo, attribute: str, module: Module) -> list[ClassInfo]:
-    """Return the classes of the file that the attribute may be of.
-
-    Raises:
-        NoStep: if it may be something else.
-    """
-    values = [choice for value in module.assignments(info, attribute) for choice in choices(value)]
-    names = [module.qualified(value.func) if isinstance(value, cst.Call) else "" for value in values]
-    if not names or not all(name in module.classes for name in names):
-        raise NoStep("other_layer", f"{attribute} is not of one class of the file")
-    return [module.classes[name] for name in names]
-
-
-def _has_decode(info: ClassInfo, wanted: tuple[str, ...]) -> bool:
-    method = info.methods.get("decode")
-    return method is not None and parameters(method)[1:] == [*wanted]
-
-
-def _blocks(info: ClassInfo, module: Module) -> Iterable[tuple[str, list[Method]]]:
-    """Yield the attributes all of whose classes have, or get, `decode(hidden_states, norm, residual)`."""
-    for attribute in info.assigned:
-        try:
-            classes = _classes(info, attribute, module)
-        except NoStep:
-            continue
-        found = [None if _has_decode(c, BLOCK_PARAMETERS) else mlp_method(c, module) for c in classes]
-        if all(f is not None or _has_decode(c, BLOCK_PARAMETERS) for f, c in zip(found, classes, strict=True)):
-            yield attribute, [method for method in found if method is not None]
-
-
-def _norms(info: ClassInfo, attribute: str, module: Module) -> list[ClassInfo]:
-    names = norm_classes(info, attribute, module)
-    return [module.classes[name] for name in names if name in module.classes]
-
-
-def _prologues(norms: list[ClassInfo], module: Module) -> Iterable[Method]:
-    """Yield the method of every norm class that calls the runtime's `rms_norm` and has none yet."""
-    for info in norms:
-        found = runtime_norm(info, module)
-        if found is None or found[1].function != "rms_norm" or module.method(info, "prologue") is not None:
-            continue
-        forward, call = found
-        after = info.methods.get("add_forward", forward)
-        statement = line(f"return Prologue({', '.join(call.arguments)})", module)
-        text = "Returns this norm as the first stage of a product's kernel."
-        yield Method(after, "prologue", (), text, (statement,), ("prologue.Prologue",))
 
 
 def _guarded(layer: LayerStep, module: Module) -> cst.FunctionDef:

@@ -35,6 +35,15 @@ _COMPLAINS = m.SimpleStatementLine(
 )
 
 
+class NoStep(Exception):
+    """A class is not of the form that a decode step has operators for."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
 def computed_in_step(function: cst.FunctionDef, module: Module, owner: ClassInfo) -> Term:
     """Return what a method of `owner` returns in a decode step, over its parameters and the attributes of `self`.
 
