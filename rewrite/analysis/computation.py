@@ -10,7 +10,7 @@ result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import libcst as cst
@@ -53,27 +53,30 @@ def body(function: cst.FunctionDef, module: Module, owner: ClassInfo | None = No
     environment = {name: Term("parameter", (), name) for name in params}
     if owner is not None:
         environment.pop("self", None)
-    return _Run(module, owner, MAX_DEPTH).function(function, environment)
+    return Run(module, owner, MAX_DEPTH).function(function, environment)
 
 
 @dataclass
-class _Run:
-    """One symbolic execution."""
+class Run:
+    """One symbolic execution; the methods are what a subclass may read otherwise."""
 
     module: Module
     owner: ClassInfo | None
     depth: int
 
     def function(self, function: cst.FunctionDef, environment: Bindings) -> Term:
+        """Return what the function returns where its parameters are bound as in `environment`."""
         result = self.block(function.body.body, environment)
         if result is None:
             raise NotComputable("no return")
         return result
 
     def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
+        """Execute statements; return what the first `return` among them returns, None if there is none."""
         for statement in statements:
             if isinstance(statement, cst.If):
-                self.branch(statement, environment)
+                if (returned := self.branch(statement, environment)) is not None:
+                    return returned
                 continue
             if not isinstance(statement, cst.SimpleStatementLine):
                 raise NotComputable(_kind(statement))
@@ -83,12 +86,13 @@ class _Run:
                 self.small(small, environment)
         return None
 
-    def branch(self, statement: cst.If, environment: Bindings) -> None:
+    def branch(self, statement: cst.If, environment: Bindings) -> Term | None:
+        """Execute a conditional statement: a local that both ways bind differently becomes a `select`."""
         test = self.expression(statement.test, environment)
         yes, no = dict(environment), dict(environment)
         returned = self.block(statement.body.body, yes)
         if isinstance(statement.orelse, cst.If):
-            self.branch(statement.orelse, no)
+            returned = returned or self.branch(statement.orelse, no)
         elif statement.orelse is not None:
             returned = returned or self.block(statement.orelse.body.body, no)
         if returned is not None:
@@ -98,8 +102,10 @@ class _Run:
                 environment.pop(name, None)
             elif yes[name] != no[name]:
                 environment[name] = make("select", test, yes[name], no[name])
+        return None
 
     def small(self, small: cst.BaseSmallStatement, environment: Bindings) -> None:
+        """Execute one simple statement."""
         if isinstance(small, cst.Expr) and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString)):
             return
         if isinstance(small, cst.Assign):
@@ -112,6 +118,7 @@ class _Run:
             raise NotComputable(_kind(small))
 
     def bind(self, target: cst.BaseExpression, value: Term, environment: Bindings) -> None:
+        """Give the targets of an assignment their values."""
         if isinstance(target, cst.Name):
             environment[target.value] = value
         elif isinstance(target, (cst.Tuple, cst.List)):
@@ -123,6 +130,7 @@ class _Run:
             raise NotComputable("an assignment to an attribute or item")
 
     def expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
+        """Return the term of an expression."""
         term = self._expression(node, environment)
         if term.size > MAX_SIZE:
             raise NotComputable("too large")
@@ -149,7 +157,7 @@ class _Run:
             items = [self.slice(element.slice, environment) for element in node.slice]
             return make("index", self.expression(node.value, environment), *items)
         if isinstance(node, (cst.Tuple, cst.List)):
-            return make("tuple", *(self.expression(element.value, environment) for element in node.elements))
+            return make("tuple", *(self.element(element, environment) for element in node.elements))
         if isinstance(node, cst.IfExp):
             parts = (self.expression(part, environment) for part in (node.test, node.body, node.orelse))
             return make("select", *parts)
@@ -160,9 +168,11 @@ class _Run:
         raise NotComputable(_kind(node))
 
     def named(self, node: cst.BaseExpression) -> Term:
+        """Return the leaf of a name that no local has."""
         return Term("name", (), self.module.qualified(node))
 
     def attribute(self, node: cst.Attribute, environment: Bindings) -> Term:
+        """Return the term of `a.b`."""
         if self.owner is not None and (name := self_attribute(node)) is not None:
             return Term("attribute", (), name)
         root: cst.BaseExpression = node
@@ -172,7 +182,18 @@ class _Run:
             return self.named(node)
         return make(f".{node.attr.value}", self.expression(node.value, environment))
 
+    def element(self, node: cst.Arg | cst.BaseElement, environment: Bindings) -> Term:
+        """Return the term of an argument or of an element of a tuple."""
+        if isinstance(node, cst.StarredElement) or (isinstance(node, cst.Arg) and node.star):
+            raise NotComputable("a starred element")
+        return self.expression(node.value, environment)
+
+    def starred_keywords(self, node: cst.Call) -> None:
+        """Say what becomes of the `**` arguments of a call."""
+        raise NotComputable("a starred argument")
+
     def slice(self, node: cst.BaseSlice, environment: Bindings) -> Term:
+        """Return the term of an index or slice."""
         if isinstance(node, cst.Index):
             return self.expression(node.value, environment)
         if not isinstance(node, cst.Slice):
@@ -181,9 +202,10 @@ class _Run:
         return make("slice", *ends)
 
     def call(self, node: cst.Call, environment: Bindings) -> Term:
-        if any(argument.star for argument in node.args):
-            raise NotComputable("a starred argument")
-        plain = [self.expression(a.value, environment) for a in node.args if a.keyword is None]
+        """Return the term of a call, following helpers of the class and the file."""
+        plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
+        if any(argument.star == "**" for argument in node.args):
+            self.starred_keywords(node)
         keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}
         method = self_attribute(node.func)
         if self.owner is not None and method is not None:
@@ -205,6 +227,7 @@ class _Run:
         return operation("call", [function, *plain], keywords)
 
     def follow(self, helper: cst.FunctionDef, plain: Sequence[Term], keywords: Mapping[str, Term]) -> Term:
+        """Return what a helper returns for these arguments."""
         if self.depth == 0:
             raise NotComputable("helpers nested too deeply")
         params = [*helper.params.posonly_params, *helper.params.params]
@@ -217,7 +240,7 @@ class _Run:
                     raise NotComputable("a missing argument")
                 given[param.name.value] = self.expression(param.default, {})
         given.pop("self", None)
-        return _Run(self.module, self.owner, self.depth - 1).function(helper, given)
+        return replace(self, depth=self.depth - 1).function(helper, given)
 
 
 def operation(name: str, plain: Sequence[Term], keywords: Mapping[str, Term]) -> Term:

@@ -111,6 +111,27 @@ class Module:
                 counts[node.name.value] -= 1
         return dict(counts)
 
+    @cached_property
+    def stacks(self) -> dict[str, list[str]]:
+        """By class, the names of the other classes whose `__init__` builds several of it, in source order."""
+        found: dict[str, list[str]] = {}
+        for info in self.classes.values():
+            init = info.methods.get("__init__")
+            for name in dict.fromkeys(self._repeated(init.body) if init is not None else ()):
+                if name in self.classes and name != info.name:
+                    found.setdefault(name, []).append(info.name)
+        return found
+
+    def _repeated(self, top: cst.CSTNode) -> Iterator[str]:
+        """Yield the qualified names of what loops and comprehensions below `top` call."""
+        stack: list[tuple[cst.CSTNode, bool]] = [(top, False)]
+        while stack:
+            node, repeated = stack.pop()
+            repeated = repeated or isinstance(node, (cst.BaseComp, cst.For))
+            if repeated and isinstance(node, cst.Call):
+                yield self.qualified(node.func)
+            stack.extend((part, repeated) for part in reversed(list(parts(node))))
+
     def _adopt(self) -> None:
         stack: list[cst.CSTNode] = [self.tree]
         while stack:

@@ -66,9 +66,7 @@ def norm_classes(info: ClassInfo, attribute: str, module: Module) -> list[str | 
 
     A norm is `torch.nn.LayerNorm`, written out, or the name of a norm class of the file.
     """
-    found = [
-        _norm_class(choice, module) for value in module.assignments(info, attribute) for choice in _choices(value)
-    ]
+    found = [_norm_class(choice, module) for value in module.assignments(info, attribute) for choice in choices(value)]
     return found if any(name is not None for name in found) else []
 
 
@@ -159,10 +157,11 @@ def _copy_of(statement: cst.CSTNode, name: str) -> str | None:
     return target.value if isinstance(target, cst.Name) and small.value.value == name else None
 
 
-def _choices(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+def choices(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    """Yield the values other than None that a conditional expression may have."""
     if isinstance(value, cst.IfExp):
-        yield from _choices(value.body)
-        yield from _choices(value.orelse)
+        yield from choices(value.body)
+        yield from choices(value.orelse)
     elif not (isinstance(value, cst.Name) and value.value == "None"):
         yield value
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +30,16 @@ def device() -> Iterator[torch.device]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill every tensor that an operator allocates with NaN, so that an element left unwritten shows."""
-    empty, empty_like, empty_strided = torch.empty, torch.empty_like, torch.empty_strided
-    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(torch.nan))
-    monkeypatch.setattr(
-        torch, "empty_strided", lambda *args, **options: empty_strided(*args, **options).fill_(torch.nan)
-    )
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(torch.nan))
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _filled(getattr(torch, name)))
+
+
+def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: Any, **options: Any) -> torch.Tensor:
+        tensor = allocate(*args, **options)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+    return poisoned
 
 
 @pytest.fixture(autouse=True)

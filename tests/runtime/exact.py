@@ -49,3 +49,40 @@ def rotary(
         out[..., to_a] = x[..., a] * cos[..., table_a] - x[..., b] * sin[..., table_a]
         out[..., to_b] = x[..., b] * cos[..., table_b] + x[..., a] * sin[..., table_b]
     return out
+
+
+def router(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    scores: str,
+    normalize: bool,
+    eps: float = 0.0,
+    scaling: float = 1.0,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weights `[N, K]` of experts that were chosen, token by token."""
+    logits = x.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    exp = (logits - logits.amax(-1, keepdim=True)).exp()
+    values = 1.0 / (1.0 + (-logits).exp()) if scores == "sigmoid" else exp / exp.sum(-1, keepdim=True)
+    chosen = values.gather(-1, index)
+    if normalize:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + eps)
+    return chosen * scaling
+
+
+def experts(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, kind: str
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, one expert at a time."""
+    x, gate_up, down, weights = x.double(), gate_up.double(), down.double(), weights.double()
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for slot in range(index.shape[1]):
+            expert = int(index[token, slot])
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out[token] += weights[token, slot] * (down[expert] @ gated_activation(gate, up, kind))
+    return out

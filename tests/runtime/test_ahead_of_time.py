@@ -34,6 +34,20 @@ ROTARY = {
     "BLOCK_PAIRS": 64,
     "BLOCK_PASS": 1,
 }
+QWEN3_MOE = {"E": 128, "K": 8, "H": 2048, "M": 768}
+MIXTRAL = {"E": 8, "K": 2, "H": 4096, "M": 14336}
+DOWN = {"RESIDUAL": True, "OVERLAP": False, "BLOCK_H": 4}
+LOGITS = {
+    "E": 128,
+    "H": 2048,
+    "NORM": True,
+    "WEIGHTED": True,
+    "WEIGHT_IN_FP32": False,
+    "BIASED": False,
+    "ROUND": True,
+    "OVERLAP": False,
+}
+SELECT = {"E": 128, "K": 8, "OVERLAP": False, "BLOCK_E": 128, "CHUNK": 16}
 # module, kernel, constants, threads a program
 KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "rms_norm": ("rms_norm", "rms_norm", NORM | {"H": 4096, "ADD": False, "WEIGHT_IN_FP32": False}, 256),
@@ -61,6 +75,28 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "rotary, some columns": ("rotary", "rotary", ROTARY | {"R": 96, "BLOCK_PASS": 32}, 128),
     "rotary, interleaved": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True}, 128),
     "rotary_rows": ("rotary_rows", "rotary_rows", {"R": 128, "BLOCK_COLS": 128}, 64),
+    "router_logits": ("router", "router_logits", LOGITS | {"BLOCK_E": 2, "BLOCK_H": 2048}, 128),
+    "router_logits, wide": ("router", "router_logits", LOGITS | {"H": 7168, "BLOCK_E": 2, "BLOCK_H": 8192}, 256),
+    "select_experts": (
+        "router",
+        "select_experts",
+        SELECT | {"SIGMOID": False, "CORRECTED": False, "NORMALIZE": True},
+        128,
+    ),
+    "select_experts, corrected": (
+        "router",
+        "select_experts",
+        SELECT | {"SIGMOID": True, "CORRECTED": True, "NORMALIZE": True},
+        128,
+    ),
+    "experts_gate_up": (
+        "experts",
+        "experts_gate_up",
+        QWEN3_MOE | {"ACTIVATION": "silu", "OVERLAP": False, "BLOCK_M": 4, "BLOCK_H": 1024},
+        128,
+    ),
+    "experts_down": ("experts", "experts_down", QWEN3_MOE | DOWN | {"BLOCK_K": 8, "BLOCK_M": 128}, 128),
+    "experts_down, wide": ("experts", "experts_down", MIXTRAL | DOWN | {"BLOCK_K": 2, "BLOCK_M": 512}, 128),
     "rotary, half table": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True, "HALF_TABLE": True}, 128),
 }
 
@@ -76,9 +112,9 @@ def compiled(kernel: Any, constants: dict[str, Any], threads: int, target: tuple
         if name in constants:
             signature[name], values[(position,)] = "constexpr", constants[name]
         elif name.endswith("_ptr"):
-            signature[name] = "*bf16"
+            signature[name] = {"index_ptr": "*i64", "logits_ptr": "*fp32"}.get(name, "*bf16")
         else:
-            signature[name] = "fp32" if name in ("eps", "offset") else "i32"
+            signature[name] = "fp32" if name in ("eps", "offset", "scaling") else "i32"
         if name.endswith("_ptr") or "stride" in name or name == "intermediate_size":
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
@@ -95,9 +131,11 @@ def test_compiles_without_spills_and_with_wide_loads(name: str, target: str) -> 
         loads = re.findall(r"ld\.global(?:\.\w+)*", assembly["ptx"])
         assert loads
         wide = [load for load in loads if re.search(r"v[24]\.b32|b64", load)]
+        wide += re.findall(r"cp\.async\.cg", assembly["ptx"])  # a pipelined loop's loads, 16 bytes each
     else:
         loads = re.findall(r"(?:global|buffer)_load_\w+", assembly["amdgcn"])
         assert re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly["amdgcn"]) == ["0"]
         wide = [load for load in loads if re.search(r"dwordx[24]", load)]
-    # A rotary program of 8 heads has 4 elements a thread; on wave 64 the two halves of a head are loaded apart.
-    assert wide or name.startswith("rotary")
+    # A rotary program of 8 heads has 4 elements a thread; on wave 64 the two halves of a head are loaded apart. A
+    # router's scores are one a thread.
+    assert wide or name.startswith(("rotary", "select"))

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from layouts import LAYOUTS
+from mixture import Gate, Norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rewrite.runtime import experts, router
 from rewrite.runtime.add_layer_norm import add_layer_norm
 from rewrite.runtime.add_norm import add_norm
 from rewrite.runtime.add_rms_norm import add_rms_norm
@@ -19,6 +21,8 @@ from rewrite.runtime.rms_norm import rms_norm
 from rewrite.runtime.rotary import rotary, rotary_single
 
 NORM = torch.nn.LayerNorm(16).requires_grad_(False)
+GATE, RMS_NORM = Gate(torch.randn(8, 16).bfloat16(), 2), Norm(torch.ones(16).bfloat16())
+EXPERTS = torch.randn(8, 12, 16).bfloat16(), torch.randn(8, 16, 6).bfloat16()
 OPERATORS: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda x, w: rms_norm(x, w[0, 0, 0], 1e-5),
     "rms_norm in fp32": lambda x, w: rms_norm(x, w[0, 0, 0].float(), 1e-5, weight_in_fp32=True),
@@ -29,6 +33,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "add_norm": lambda x, y: add_norm(x.float(), y, NORM),
     "gated_activation": lambda x, y: gated_activation(x, y, torch.nn.functional.silu),
     "gated_activation of a module": lambda x, y: gated_activation(x, y, torch.nn.GELU(approximate="tanh")),
+    "router": lambda x, y: router.router(x, GATE)[1],
+    "router after a norm": lambda x, y: router.router(x + y, GATE, norm=RMS_NORM)[:2],
     "rotary": lambda x, y: rotary(x, y, x[:, 0], y[:, 0]),
     "rotary of some columns": lambda x, y: rotary(x, y[:, :1], x[:, 0, :, :8].float(), y[:, 0, :, :8].float(), 1),
     "rotary heads last": lambda x, y: rotary(x, y, x[:, :, 0], y[:, :, 0], 2, interleaved=True, in_fp32=True),
@@ -41,7 +47,14 @@ def outputs(result: Any) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-@operators
+FORWARD_ONLY: dict[str, Callable[..., Any]] = {
+    "fused_experts": lambda x, y: experts._op(
+        x[0, 0], torch.arange(10).view(5, 2) % 8, y[0, 0, :, :2], *EXPERTS, y[0, 0], "silu"
+    ),
+}
+
+
+@pytest.mark.parametrize("function", (OPERATORS | FORWARD_ONLY).values(), ids=(OPERATORS | FORWARD_ONLY).keys())
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_fake_has_the_strides_of_the_result(
     function: Callable[..., Any], layout: Callable[[torch.Tensor], torch.Tensor]

@@ -13,10 +13,10 @@ import pytest
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter() -> None:
-    tests = Path(__file__).with_name("test_kernels.py")
-    others = f"{tests.with_name('test_rotary_rows.py')}::test_kernel_gathers_rows"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests), others]
+    folder = Path(__file__).parent
+    tests = [*sorted(map(str, folder.glob("test_*kernels.py"))), f"{folder / 'test_rotary_rows.py'}::test_kernel_gathers_rows"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=tests.parents[2], capture_output=True, text=True, check=False)
+    run = subprocess.run(command, env=environment, cwd=folder.parents[1], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert " passed" in run.stdout

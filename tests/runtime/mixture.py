@@ -1,0 +1,44 @@
+"""The parts of a sparse mixture of experts, as a rewritten modeling file has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewrite.runtime.prologue import Prologue
+from rewrite.runtime.rms_norm import rms_norm
+from rewrite.runtime.router import RoutingRule, select_experts
+
+EPS = 1e-6
+
+
+class Norm(nn.Module):
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, EPS)
+
+    def prologue(self) -> Prologue:
+        return Prologue(self.weight, EPS)
+
+
+class Gate(nn.Module):
+    def __init__(self, weight: Tensor, top_k: int, bias: bool = False, correction_bias: bool = False, **rule: Any):
+        super().__init__()
+        count = weight.shape[0]
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = torch.randn(count).to(weight) if bias else None
+        self.correction_bias = 0.3 * torch.randn(count, device=weight.device) if correction_bias else None
+        self.described = {"top_k": top_k, **rule}
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden_states, self.weight, self.bias)
+        return logits, *select_experts(logits, self.rule(), hidden_states.dtype)
+
+    def rule(self) -> RoutingRule:
+        biases = {"bias": self.bias, "correction_bias": self.correction_bias}
+        return RoutingRule(weight=self.weight, **biases, **self.described)

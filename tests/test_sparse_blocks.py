@@ -1,0 +1,132 @@
+"""Sparse blocks of the installed transformers: `decode(x, norm, residual)` is `residual + block(norm(x))`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rewrite.build import build
+from rewrite.lock import Options
+from rewrite.package import assemble
+from rewrite.source import resolve
+from rewrite.transforms import select
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
+GROUPS = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeSparseMoeBlock", {"num_experts": 8, "norm_topk_prob": True}),
+    "qwen2_moe": ("Qwen2MoeSparseMoeBlock", {"num_experts": 8, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("MixtralSparseMoeBlock", {"num_local_experts": 8}),
+    "olmoe": ("OlmoeSparseMoeBlock", {"num_experts": 8}),
+    "glm4_moe": ("Glm4MoeMoE", GROUPS),
+    "deepseek_v3": ("DeepseekV3MoE", GROUPS),
+}
+
+
+class Norm(torch.nn.Module):
+    def forward(self, hidden_states: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.fixture(scope="module")
+def rewritten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """Import the package of a model, written once."""
+    folder = tmp_path_factory.mktemp("sparse")
+    sys.path.insert(0, str(folder))
+
+    def written(model: str) -> Any:
+        name = f"sparse_{model}"
+        if name not in sys.modules:
+            transforms = select()
+            files = assemble(build(resolve(model), transforms), transforms, Options((), ()), folder / name).files
+            for path, content in files.items():
+                (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name / path).write_bytes(content)
+            importlib.import_module(name)
+        return importlib.import_module(f"{name}.modeling_{model}")
+
+    yield written
+    sys.path.remove(str(folder))
+    for name in [name for name in sys.modules if name.startswith("sparse_")]:
+        del sys.modules[name]
+
+
+def blocks(module: Any, model: str, **extra: Any) -> tuple[Any, Any]:
+    """Return the original's block and ours with the same weights, in fp64."""
+    name, sizes = BLOCKS[model]
+    config = transformers.AutoConfig.for_model(model, **{**SMALL, **sizes, **extra})
+    config._experts_implementation = "eager"
+    original = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    theirs, ours = (getattr(m, name)(config).double().eval().requires_grad_(False) for m in (original, module))
+    torch.manual_seed(0)
+    for tensor in (*theirs.parameters(), *theirs.buffers()):
+        tensor.copy_(0.5 * torch.randn(tensor.shape))
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def inputs() -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    return torch.randn(2, 5, 1, SMALL["hidden_size"], dtype=torch.float64).unbind(0)
+
+
+@pytest.mark.parametrize("model", BLOCKS)
+def test_decode_is_the_block_after_the_norm_and_before_the_residual(
+    rewritten: Callable[[str], Any], model: str
+) -> None:
+    module = rewritten(model)
+    backend = importlib.import_module(f"sparse_{model}.runtime.backend")
+    theirs, ours = blocks(module, model)
+    x, residual = inputs()
+    norm = Norm()
+    backend.reset_fallbacks()
+    got = ours.decode(x, norm, residual)
+    assert norm.calls == 1
+    assert not {operator for operator, _ in backend.fallbacks()} & {"router", "fused_experts"}
+    torch.testing.assert_close(got, residual + theirs(norm(x)), rtol=1e-10, atol=1e-10)
+    wrong = ours.decode(x, norm, torch.zeros_like(residual))
+    assert not torch.allclose(wrong, residual + theirs(norm(x)))
+
+
+@pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3"])
+def test_experts_in_several_groups_are_the_routers_own_business(rewritten: Callable[[str], Any], model: str) -> None:
+    module = rewritten(model)
+    backend = importlib.import_module(f"sparse_{model}.runtime.backend")
+    theirs, ours = blocks(module, model, n_group=4, topk_group=2)
+    x, residual = inputs()
+    backend.reset_fallbacks()
+    got = ours.decode(x, Norm(), residual)
+    assert backend.fallbacks()[("router", "grouped_choice")] == 1
+    torch.testing.assert_close(got, residual + theirs(Norm()(x)), rtol=1e-10, atol=1e-10)
+
+
+def test_hooks_on_the_router_and_the_experts_are_called(rewritten: Callable[[str], Any]) -> None:
+    module = rewritten("qwen3_moe")
+    backend = importlib.import_module("sparse_qwen3_moe.runtime.backend")
+    theirs, ours = blocks(module, "qwen3_moe")
+    x, residual = inputs()
+    seen: list[str] = []
+    ours.gate.register_forward_hook(lambda *_: seen.append("router"))
+    ours.experts.register_forward_hook(lambda *_: seen.append("experts"))
+    backend.reset_fallbacks()
+    got = ours.decode(x, Norm(), residual)
+    assert seen == ["router", "experts"]
+    assert {("router", "observed"), ("fused_experts", "observed")} <= set(backend.fallbacks())
+    torch.testing.assert_close(got, residual + theirs(Norm()(x)), rtol=1e-10, atol=1e-10)

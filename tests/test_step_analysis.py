@@ -1,0 +1,81 @@
+"""What a method computes in a decode step, on small classes."""
+
+from __future__ import annotations
+
+import libcst as cst
+import pytest
+
+from rewrite.analysis.computation import NotComputable
+from rewrite.analysis.module import Module
+from rewrite.analysis.step import NotWritable, computed_in_step, source
+
+CLASS = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        self.proj = nn.Linear(8, 8)
+        self.drop = nn.Dropout(config.dropout)
+        self.scale = config.scale
+
+    def forward(self, x, y=None, past_key_values=None, use_cache=False):
+{body}
+"""
+
+
+def computed(body):
+    lines = "".join(f"        {line}\n" for line in body.splitlines())
+    module = Module(cst.parse_module(CLASS.format(body=lines)))
+    info = module.classes["Block"]
+    return computed_in_step(info.methods["forward"], module, info), module
+
+
+def written(body):
+    term, module = computed(body)
+    return source(term, module)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return self.drop(self.proj(x))", "self.proj(x)"),
+        ("return nn.functional.dropout(x, p=0.1, training=self.training)", "x"),
+        ("if past_key_values is not None:\n    x = self.proj(x)\nreturn x", "self.proj(x)"),
+        ("if past_key_values is None or not use_cache:\n    return x\nreturn self.proj(x)", "self.proj(x)"),
+        ("if self.training:\n    x = y\nelse:\n    x = self.proj(x)\nreturn x", "self.proj(x)"),
+        ("if y is None:\n    raise ValueError()\nreturn x", "x"),
+        ("x = self.proj(x)\nx *= self.scale\nreturn x", "self.proj(x) * self.scale"),
+        ("return (x + y) * self.scale", "(x + y) * self.scale"),
+        ("return x + y * self.scale", "x + y * self.scale"),
+        ("return x if self.a is None or self.b and not self.c else y",) * 2,
+        ("return x if (self.a or self.b) and self.c else y",) * 2,
+        ("return x - (y - x)", "x + -(y + -x)"),
+    ],
+)  # fmt: skip
+def test_what_is_written(body, expected):
+    assert written(body) == expected.removeprefix("return ")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "residual = self.proj(x)\nh = residual\nh += y\nreturn residual + h",
+        "h = self.proj(x)\npart = h[..., :4]\nh *= 2\nreturn part + h",
+        "x += y\nreturn x",
+        "x[0] = 1\nreturn x",
+        "x.mul_(2)\nreturn x",
+        "if self.scale > 1:\n    return x\nreturn y",
+        "for layer in self.layers:\n    x = layer(x)\nreturn x",
+        "return [part for part in x]",
+    ],
+)
+def test_what_has_no_canonical_form(body):
+    with pytest.raises(NotComputable):
+        computed(body)
+
+
+def test_a_local_of_the_caller_has_no_source():
+    with pytest.raises(NotWritable):
+        written("return torch.relu(x).sum(-1)")

@@ -1,0 +1,110 @@
+"""Decoder layers get a method for one new token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import libcst as cst
+import libcst.matchers as m
+
+from rewrite.analysis.layer_methods import layer_methods
+from rewrite.analysis.layer_step import PARAMETERS, LayerStep, is_decoded
+from rewrite.analysis.module import ClassInfo, Module
+from rewrite.analysis.replacement import is_docstring, name_is_free
+from rewrite.analysis.step import CACHE, CACHES, NoStep, NotWritable
+from rewrite.analysis.syntax import called_attribute, calls_in, parameters
+from rewrite.analysis.windows import stacked_in
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+
+class DecodeLayers(Transform):
+    """Decoder layers compute one new token with few kernels.
+
+    What it does:
+        Gives a decoder layer, its attention and its MLP a method `decode`, and its norms a method `prologue`. The
+        layer's `forward` calls `decode` while a decode step against a `PreallocatedCache` runs. There, a norm is the
+        first stage of the product that reads it, a residual the last of the one that is added to it, and query and
+        key norms, rotary embedding and cache write are one kernel.
+
+    Why:
+        For one token a layer's time is reading its weights; every further kernel adds a launch and a trip to memory.
+
+    What it needs:
+        Attention of the usual form: projections, norms and rotation of queries and keys, cache, attention function,
+        output projection, with a mask that is causal or has the window that the attention function is told. Blocks of
+        another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
+
+    Numerics:
+        Reordered: sums may be taken in another order, and what stays inside a kernel is not rounded.
+
+    Known limits:
+        Only in evaluation: dropout is left out. What a layer returns besides hidden states is not computed.
+    """
+
+    name = "decode_layers"
+    summary = "Decoder layers get a method for one new token, with norms and residuals inside the products."
+    numerics = Numerics.REORDERED
+    after = (
+        "fuse_add_norm", "fuse_experts", "fuse_gate_up", "fuse_gated_activation", "fuse_layer_norm", "fuse_qkv",
+        "fuse_rms_norm", "fuse_rope", "native_gqa",
+    )  # fmt: skip
+    reasons: ClassVar[Mapping[str, str]] = {
+        "other_layer": "the layer does something that a step has no form for",
+        "other_attention": "attention does something that a step has no form for",
+        "other_projection": "queries, keys and values are not three products or one of them in this order",
+        "other_heads": "heads are split or normalised in another way",
+        "other_rotation": "queries and keys are rotated in another way",
+        "not_linear": "a projection is not built as a plain nn.Linear",
+        "attention_argument": "the attention function is given an argument that a step does not have",
+        "window_differs": "the mask's window is not surely the one that the attention function is told",
+        "name_taken": "the file has a name of its own that the new code would call",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every class that another one stacks and whose `forward` takes a cache and passes it on."""
+        for info in module.classes.values():
+            forward = info.methods.get("forward")
+            if forward is None or not {*CACHES} & {*parameters(forward)}:
+                continue
+            if stacked_in(info, module) and not is_decoded(info) and _calls_attention(info):
+                yield Candidate(info.node, info.name)
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Read the layer and its attention, then write the methods."""
+        info = module.classes[candidate.where]
+        try:
+            methods, layer = layer_methods(info, module)
+        except NoStep as refusal:
+            return Skip(refusal.reason, refusal.detail)
+        except NotWritable as error:
+            return Skip("other_layer", error.what)
+        uses = {use for method in methods for use in method.uses} | {"cache.decodes"}
+        forwards = [method.after for method in methods]
+        if not all(name_is_free(use.split(".")[1], module, *forwards) for use in uses):
+            return Skip("name_taken")
+        edits = [method.edit(module) for method in methods if method.after is not layer.forward]
+        own = next(method for method in methods if method.after is layer.forward)
+        return Found((*edits, Edit(layer.forward, (_guarded(layer, module), own.node(module)))), tuple(sorted(uses)))
+
+
+def _calls_attention(info: ClassInfo) -> bool:
+    """Whether the cache is passed on to an attribute."""
+    calls = (call for call in calls_in(info.methods["forward"].body) if called_attribute(call) is not None)
+    return any(m.matches(argument.value, m.OneOf(*map(m.Name, CACHES))) for call in calls for argument in call.args)
+
+
+def _guarded(layer: LayerStep, module: Module) -> cst.FunctionDef:
+    """Return the layer's `forward` with the way to `decode` before its first statement."""
+    block = layer.forward.body
+    statements = list(block.body)
+    place = 1 if is_docstring(statements[0]) else 0
+    returned = layer.returns.format(f"self.decode({', '.join(PARAMETERS)})")
+    guard = cst.parse_statement(
+        f"if decodes({CACHE}):\n    return {returned}\n", config=module.tree.config_for_parsing
+    )
+    first = statements[place]
+    if not getattr(first, "leading_lines", ()):
+        statements[place] = first.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+    new = [*statements[:place], guard, *statements[place:]]
+    return layer.forward.with_changes(body=block.with_changes(body=new))

@@ -1,0 +1,181 @@
+"""Models make no attention mask for a step whose layers need none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import libcst as cst
+import libcst.matchers as m
+
+from rewrite.analysis.layer_step import is_decoded
+from rewrite.analysis.module import ClassInfo, Module, walk
+from rewrite.analysis.replacement import name_is_free
+from rewrite.analysis.step import CACHE
+from rewrite.analysis.syntax import LINE_LENGTH, calls_in, expression, parameters, single_assignments
+from rewrite.analysis.windows import mask_functions, stacked_in
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+_MASK = "attention_mask"
+
+
+class DecodeMasks(Transform):
+    """Make no mask in a decode step.
+
+    What it does:
+        Turns `create_causal_mask(…)` into `None if decodes(past_key_values) else create_causal_mask(…)`.
+
+    Why:
+        A mask of one row costs a dozen kernels a token; the step's attention reads the valid slots of its cache.
+
+    What it needs:
+        Every class that the model builds and that takes a mask has the `decode` of decode_layers, and nothing but
+        their calls reads the mask.
+
+    Numerics:
+        Exact: the step does not read it.
+
+    Known limits:
+        Only masks made by transformers' functions in the model's own `forward`.
+    """
+
+    name = "decode_masks"
+    summary = "No attention mask is made in a step whose layers need none."
+    numerics = Numerics.EXACT
+    after = ("decode_layers",)
+    reasons: ClassVar[Mapping[str, str]] = {
+        "layer_without_decode": "a layer that takes the mask has no method for one new token",
+        "mask_read": "the mask is read by more than the calls of layers",
+        "name_taken": "the file has a name `decodes` of its own",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every call of a mask function in the `forward` of a class that builds layers which take a cache."""
+        for info in module.classes.values():
+            forward = info.methods.get("forward")
+            if forward is None or CACHE not in parameters(forward) or not _masked(info, module):
+                continue
+            for number, call in enumerate(_mask_calls(forward, module)):
+                label = module.code(call.func) + (f" #{number + 1}" if number else "")
+                yield Candidate(call, f"{info.name}.forward", label)
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Check who reads the mask, then put the test before the call."""
+        info = module.classes[candidate.where.split(".")[0]]
+        forward, call = info.methods["forward"], candidate.node
+        missing = [layer.name for layer in _masked(info, module) if not is_decoded(layer)]
+        if missing:
+            return Skip("layer_without_decode", ", ".join(missing))
+        if (reader := _other_reader(call, forward, module)) is not None:
+            return Skip("mask_read", reader)
+        if not name_is_free("decodes", module, forward):
+            return Skip("name_taken")
+        return Found((Edit(call, (_unless_decoding(call, module),)),), ("cache.decodes",))
+
+
+def _unless_decoding(call: cst.CSTNode, module: Module) -> cst.IfExp:
+    """Return the call behind the test; in parentheses where the line would become too long for one."""
+    text = f"None if decodes({CACHE}) else call"
+    above = module.parent(call)
+    line = above if isinstance(above, cst.DictElement) else module.statement(call)
+    indent = module.indentation(call) + (4 if line is above else 0)
+    length = indent + len(module.code(line)) + len(text) - len("call,")
+    long = "\n" not in module.code(line) and length > LINE_LENGTH
+    test = expression(f"(\n    {text}\n)" if long else text)
+    if not isinstance(test, cst.IfExp) or not isinstance(call, cst.Call):
+        raise TypeError("not a conditional expression of a call")
+    return test.with_changes(orelse=call)
+
+
+def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
+    """Return the layers that `info` stacks and whose `forward` takes a mask and a cache."""
+    return [layer for layer in module.classes.values() if _takes_both(layer) and info in stacked_in(layer, module)]
+
+
+def _takes_both(info: ClassInfo) -> bool:
+    forward = info.methods.get("forward")
+    return forward is not None and {_MASK, CACHE} <= {*parameters(forward)}
+
+
+def _mask_calls(forward: cst.FunctionDef, module: Module) -> Iterable[cst.Call]:
+    """Yield the calls that make masks, those left out that a step does not make any more."""
+    made = mask_functions(forward)
+    chosen = {name for name, value in single_assignments(forward).items() if _chooses(value, made)}
+    for call in calls_in(forward.body):
+        if isinstance(call.func, cst.Name) and call.func.value in made | chosen:
+            above = module.parent(call)
+            if not (isinstance(above, cst.IfExp) and m.matches(above.test, m.Call(func=m.Name("decodes")))):
+                yield call
+
+
+def _chooses(value: cst.BaseExpression, made: set[str]) -> bool:
+    """Whether a value is one of the mask functions, chosen by a test."""
+    if isinstance(value, cst.IfExp):
+        return _chooses(value.body, made) and _chooses(value.orelse, made)
+    return isinstance(value, cst.Name) and value.value in made
+
+
+def _other_reader(call: cst.CSTNode, forward: cst.FunctionDef, module: Module) -> str | None:
+    """Return the source of what reads the mask besides arguments called `attention_mask`, if there is such a thing."""
+    names = _names_of(call, module)
+    names |= {made for name in names for made in _made_by(name, forward, module)}
+    if not names:
+        return module.code(module.statement(call)).splitlines()[0]
+    for use in walk(forward.body):
+        if isinstance(use, cst.Name) and use.value in names and not _is_passed_on(use, module):
+            return module.code(module.statement(use)).splitlines()[0]
+    return None
+
+
+def _names_of(call: cst.CSTNode, module: Module) -> set[str]:
+    """Return the local that holds the mask, or the mapping that it is put in."""
+    statement = module.statement(call)
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+        return set()
+    holder = _holder(small)
+    whole = small.value is call or (isinstance(small.value, cst.Dict) and _is_value(call, small.value))
+    return {holder.value} if whole and isinstance(holder, cst.Name) else set()
+
+
+def _is_value(call: cst.CSTNode, mapping: cst.Dict) -> bool:
+    """Whether the call, or a function that does nothing else, is one of the mapping's values."""
+    values = (element.value for element in mapping.elements if isinstance(element, cst.DictElement))
+    return any(call is (value.body if isinstance(value, cst.Lambda) else value) for value in values)
+
+
+def _made_by(name: str, forward: cst.FunctionDef, module: Module) -> set[str]:
+    """Return the locals that hold what the functions in the mapping `name` make."""
+    made = {
+        holder.value
+        for call in calls_in(forward.body)
+        if m.matches(call.func, m.Subscript(value=m.Name(name)))
+        and isinstance(small := getattr(module.statement(call), "body", [None])[0], cst.Assign)
+        and isinstance(holder := _holder(small), cst.Name)
+    }
+    return made
+
+
+def _holder(small: cst.Assign) -> cst.BaseExpression:
+    """Return what an assignment gives a value to: the local, or the mapping that gets an item."""
+    target = small.targets[0].target
+    return target.value if isinstance(target, cst.Subscript) else target
+
+
+def _is_passed_on(use: cst.Name, module: Module) -> bool:
+    """Whether `use` is a target, an argument `attention_mask`, or the test whether the caller gave the mask."""
+    top: cst.CSTNode = use
+    above = module.parent(top)
+    while isinstance(above, (cst.Subscript, cst.IfExp)):
+        top, above = above, module.parent(above)
+    if isinstance(above, cst.AssignTarget):
+        return True
+    if isinstance(above, cst.Call) and above.func is top:
+        return isinstance(top, cst.Subscript)
+    if isinstance(above, cst.NamedExpr):
+        return above.target is top and m.matches(above.value, m.Name(_MASK))
+    if isinstance(above, cst.Arg):
+        call = module.parent(above)
+        given = above.keyword is not None and above.keyword.value == _MASK
+        return given or m.matches(call, m.Call(func=m.Name("isinstance")))
+    return False

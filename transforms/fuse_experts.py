@@ -1,0 +1,210 @@
+"""Sparse blocks get a method for one new token a row, and their routers say what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import libcst as cst
+
+from rewrite.analysis.computation import NotComputable
+from rewrite.analysis.methods import Method
+from rewrite.analysis.mixture import Mixture, classes_of, experts_attributes, layout_of, mixture
+from rewrite.analysis.mlp_step import PARAMETERS, mlp_method
+from rewrite.analysis.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.replacement import call_statement, line, name_is_free
+from rewrite.analysis.routing import routing_rule
+from rewrite.analysis.syntax import called_attribute, calls_in, expression
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+
+class FuseExperts(Transform):
+    """A sparse mixture of experts computes one new token with four kernels.
+
+    What it does:
+        Calls of experts become `fused_experts(hidden_states, self.experts, index, weights)`: two kernels for a few
+        tokens, the experts themselves for many. A block of router and experts also gets a method
+        `decode(hidden_states, norm, residual)`, which a decoder layer calls in a decode step: norm, router and choice
+        of the experts are two kernels more. Routers get a method `rule` that says what they compute.
+
+    Why:
+        transformers sorts the tokens by expert and multiplies group by group, or copies the chosen experts' weights,
+        in some forty kernels. For one token the time is that of reading the chosen weights, once.
+
+    What it needs:
+        Experts that `use_experts_implementation` decorates, with gates above ups and no biases; a router that takes a
+        softmax or sigmoid of one product and the largest of the scores. Any other router is called as it stands, and
+        its choice goes to the same kernels. Experts that all tokens share are added.
+
+    Numerics:
+        Reordered: sums are taken in another order and what stays inside a kernel is not rounded. The logits are
+        rounded as the original rounds them.
+
+    Known limits:
+        `decode` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for Qwen3-30B-A3B,
+        from 4 for Mixtral 8x7B), the CPU, transposed, interleaved, quantised or sharded experts, hooks and gradients
+        call the modules as they stand.
+    """
+
+    name = "fuse_experts"
+    summary = "Sparse blocks get a method for one new token: router and experts in four kernels."
+    numerics = Numerics.REORDERED
+    after = ("fuse_gate_up", "fuse_gated_activation")
+    reasons: ClassVar[Mapping[str, str]] = {
+        "experts_layout": "the experts' weights are transposed, interleaved, biased, ungated or normed after",
+        "other_call": "the experts are called with something else than hidden states, index and weights",
+        "own_gate": "the experts' class has a gate of its own",
+        "other_block": "the block does something else than to route, compute experts and add",
+        "router_not_in_file": "the router is no class of the file",
+        "other_router": "the router computes something else than a softmax or sigmoid and its largest; it is called",
+        "name_taken": "the file has a name of its own that the new code would call",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every call of decorated experts, every class that makes one, and every class of a router of such a block."""
+        routers: dict[str, ClassInfo] = {}
+        for info in module.classes.values():
+            if _reads_experts(info, module) and "decode" not in info.methods:
+                yield Candidate(info.node, info.name)
+            for attribute, call in _calls(info, module):
+                yield Candidate(call, f"{info.name}.forward", attribute)
+            routers |= {router.name: router for router in _routers(info, module)}
+        for name, router in routers.items():
+            if "rule" not in router.methods and "forward" in router.methods:
+                yield Candidate(router.methods["forward"], f"{name}.forward", "rule")
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Read a block, a call of experts or a router."""
+        info = module.classes[candidate.where.split(".")[0]]
+        if isinstance(candidate.node, cst.Call):
+            return _call(candidate.node, candidate.label, info, module)
+        return _router(info, module) if candidate.label == "rule" else _block(info, module)
+
+
+def _reads_experts(info: ClassInfo, module: Module) -> bool:
+    """Whether the `forward` of a class reads an attribute that holds experts, which it calls or hands over."""
+    if "forward" not in info.methods or not (attributes := experts_attributes(info, module)):
+        return False
+    return any(self_attribute(node) in attributes for node in walk(info.methods["forward"].body))
+
+
+def _calls(info: ClassInfo, module: Module) -> list[tuple[str, cst.Call]]:
+    """Return the calls of experts in the `forward` of a class, with the attributes that hold them."""
+    if "forward" not in info.methods or not (attributes := experts_attributes(info, module)):
+        return []
+    calls = [(called_attribute(call), call) for call in calls_in(info.methods["forward"].body)]
+    return [(attribute, call) for attribute, call in calls if attribute is not None and attribute in attributes]
+
+
+def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Found | Skip:
+    if (unusual := _unusual(info, attribute, module)) is not None:
+        return unusual
+    if len(call.args) != 3 or any(argument.keyword is not None or argument.star for argument in call.args):
+        return Skip("other_call", module.code(call))
+    if not name_is_free("fused_experts", module, info.methods["forward"]):
+        return Skip("name_taken")
+    first, *rest = (module.code(argument.value) for argument in call.args)
+    fused = expression(f"fused_experts({', '.join([first, f'self.{attribute}', *rest])})")
+    return Found((Edit(call, (fused,)),), ("experts.fused_experts",))
+
+
+def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
+    """Say what the kernels do not take about the experts that an attribute holds."""
+    holders = classes_of(info, attribute, module)
+    if holders is None:
+        return Skip("experts_layout", f"{attribute} may be of a class of another file")
+    for experts in holders:
+        if (unusual := layout_of(experts, module)) is not None:
+            return Skip("experts_layout", unusual)
+        if module.method(experts, "_apply_gate") is not None:
+            return Skip("own_gate", experts.name)
+    return None
+
+
+def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
+    """Return the classes of the router of a block that has its method."""
+    if "decode" not in info.methods or not experts_attributes(info, module):
+        return []
+    try:
+        return classes_of(info, mixture(info, module).router, module) or []
+    except NotComputable:
+        return []
+
+
+def _router(info: ClassInfo, module: Module) -> Found | Skip:
+    try:
+        given = routing_rule(info, module)
+    except NotComputable as error:
+        return Skip("other_router", error.what)
+    forward = info.methods["forward"]
+    if not name_is_free("RoutingRule", module, forward):
+        return Skip("name_taken")
+    statement = call_statement("return ", "RoutingRule", list(given), module)
+    uses = ("router.RoutingRule",)
+    method = Method(forward, "rule", (), "Returns what this router computes.", (statement,), uses)
+    return Found((method.edit(module),), uses)
+
+
+def _block(info: ClassInfo, module: Module) -> Found | Skip:
+    try:
+        found = mixture(info, module)
+    except NotComputable as error:
+        return Skip("other_block", error.what)
+    if (unusual := _unusual(info, found.experts, module)) is not None:
+        return unusual
+    routers = classes_of(info, found.router, module)
+    if routers is None:
+        return Skip("router_not_in_file", found.router)
+    if not found.flat and not all(_has_rule(router, module) for router in routers):
+        return Skip("other_block", "the router is given the batch as it stands")
+    shared = _shared_method(info, found, module)
+    method = _method(info, found, shared is not None, module)
+    uses = {*method.uses, *(() if shared is None else shared.uses)}
+    if not all(name_is_free(use.split(".")[1], module, info.methods["forward"]) for use in uses):
+        return Skip("name_taken")
+    edits = [method.edit(module)]
+    if shared is not None and not _has_decode(info, found, module):
+        edits.append(shared.edit(module))
+    return Found(tuple(edits), tuple(sorted(uses)))
+
+
+def _has_rule(router: ClassInfo, module: Module) -> bool:
+    try:
+        routing_rule(router, module)
+    except NotComputable:
+        return False
+    return True
+
+
+def _shared_method(info: ClassInfo, found: Mixture, module: Module) -> Method | None:
+    """Return the method for one token of the experts that all tokens share, where they are the usual products."""
+    classes = None if found.shared is None else classes_of(info, found.shared, module)
+    return mlp_method(classes[0], module) if classes is not None and len(classes) == 1 else None
+
+
+def _has_decode(info: ClassInfo, found: Mixture, module: Module) -> bool:
+    return found.shared is not None and "decode" in (classes_of(info, found.shared, module) or [info])[0].methods
+
+
+def _added(found: Mixture, shared_has_step: bool) -> list[str]:
+    """Return statements that add what the experts that all tokens share return to the residual."""
+    shared, gate = f"self.{found.shared}", f"self.{found.shared_gate}(hidden_states).sigmoid()"
+    if found.shared_gate is None:
+        stepped = f"residual = {shared}.decode(hidden_states, None, residual)"
+        return [stepped if shared_has_step else f"residual = residual + {shared}(hidden_states)"]
+    output = f"{shared}.decode(hidden_states, None, None)" if shared_has_step else f"{shared}(hidden_states)"
+    return [f"shared_output = {output}", f"residual = residual + {gate} * shared_output"]
+
+
+def _method(info: ClassInfo, found: Mixture, shared_has_step: bool, module: Module) -> Method:
+    target = "hidden_states, top_k_weights, top_k_index = "
+    statements: list[cst.BaseStatement] = [
+        call_statement(target, "router", ["hidden_states", f"self.{found.router}", "norm=norm"], module)
+    ]
+    if found.shared is not None:
+        statements += [line(text, module) for text in _added(found, shared_has_step)]
+    arguments = ["hidden_states", f"self.{found.experts}", "top_k_index", "top_k_weights", "residual=residual"]
+    statements.append(call_statement("return ", "fused_experts", arguments, module))
+    uses = ("experts.fused_experts", "router.router")
+    text = "Returns `residual + self(norm(hidden_states))` for one token a row."
+    return Method(info.methods["forward"], "decode", PARAMETERS, text, tuple(statements), uses)
