@@ -82,6 +82,8 @@ class Step(Run):
         if isinstance(small, cst.AugAssign) and isinstance(small.target, cst.Name):
             environment[small.target.value] = self.augmented(small, environment)
             return
+        if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
+            raise NotComputable(f"a call for its effect: {self.module.code(small.value.func)}")
         super().small(small, environment)
 
     def augmented(self, small: cst.AugAssign, environment: Bindings) -> Term:

@@ -39,6 +39,8 @@ def agreed_window(
         return None
     if kind == _told(told, attention, module):
         return told
+    if kind == _ALWAYS and _told(told, attention, module) == _NEVER and "config" in attention.assigned:
+        return Term(".sliding_window", (Term("attribute", (), "config"),))
     if kind == _BY_TYPE and "config" in attention.assigned and all(_reads_type(model, module) for model in models):
         config = Term("attribute", (), "config")
         layer_type = Term("index", (Term(".layer_types", (config,)), layer_idx))
