@@ -4,10 +4,10 @@
     python bench/decode.py measure PACKAGES [--only 1b,8b] [--seconds 480] [--results bench/results]
     python bench/decode.py render [--check]                 # writes the tables of docs/performance.md from the JSON
 
-`measure` needs torch and transformers only. A shape's results are in `decode-<shape>-<card>.json` from its first figure
-on and grow as it runs, so a run that is killed has lost nothing that it printed. For every shape first comes what runs
-at once, then what has to be compiled; the seconds are shared out between the shapes, and what does not fit is recorded
-as not run.
+`measure` needs torch and transformers only. A shape's results are in `decode-<shape>-<card>.json` from its first
+figure on and grow as it runs, so a run that is killed has lost nothing that it printed. For every shape first comes
+what runs at once, then what has to be compiled; the seconds are shared out between the shapes, and what does not fit
+is recorded as not run.
 """
 
 from __future__ import annotations

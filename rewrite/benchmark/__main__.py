@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def plan_of(given: argparse.Namespace) -> Plan:
     """The plan that the options describe."""
-    names = ("package", "original", "weights", "device", "dtype", "compiled_cells", "prefill", "new_tokens", "seconds")
-    names += ("budget", "parity_rows", "parity_tokens", "seed")
+    names = ["package", "original", "weights", "device", "dtype", "compiled_cells", "prefill", "new_tokens", "seconds"]
+    names += ["budget", "parity_rows", "parity_tokens", "seed"]
     return Plan(
         **{name: getattr(given, name) for name in names},
         shape=None if given.weights else given.shape,

@@ -71,7 +71,9 @@ def measure(plan: Plan, side: str, cell: Cell) -> dict[str, Any]:
         model = models.from_checkpoint(model_class, plan.weights, plan.dtype, plan.device)
     else:
         assert plan.shape is not None
-        model = models.build(model_class, config_for(subject.original.config_class, plan.shape), plan.dtype, plan.device)
+        model = models.build(
+            model_class, config_for(subject.original.config_class, plan.shape), plan.dtype, plan.device
+        )
     vocab = int(model.config.get_text_config().vocab_size)
     prompt = torch.randint(vocab, (cell.batch, cell.context), device=plan.device)
     gpu = plan.device != "cpu"

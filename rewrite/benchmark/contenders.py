@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .parity import keeping
 from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP
 
 if TYPE_CHECKING:
@@ -60,13 +61,13 @@ class CompiledStep:
         from transformers import StaticCache
 
         self.name, self.short, self.steps = STEP, 16, steps
-        self.model = model
+        self.model, self.keep = model, keeping(model, 1)
         self.cache = StaticCache(config=model.config, max_cache_len=capacity)
         self.step = _compiled(self._step, mode="reduce-overhead")
 
     def _step(self, token: Tensor, position: Tensor) -> Tensor:
         logits = self.model(
-            input_ids=token, position_ids=position, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            input_ids=token, position_ids=position, past_key_values=self.cache, use_cache=True, **self.keep
         ).logits
         following: Tensor = logits[:, -1].argmax(-1, keepdim=True)
         return following
@@ -76,7 +77,7 @@ class CompiledStep:
         import torch
 
         self.cache.reset()
-        logits = self.model(input_ids=prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits = self.model(input_ids=prompt, past_key_values=self.cache, use_cache=True, **self.keep).logits
         tokens = [logits[:, -1].argmax(-1, keepdim=True)]
         position = torch.full_like(tokens[0], prompt.shape[1])
         for _ in range(new - 1):
@@ -122,11 +123,21 @@ def liger_installed() -> bool:
 
 
 def liger(subject: Subject, donor: Any, new_tokens: int) -> Contender:
-    """The original with Liger's kernels, applied by Liger to an instance (and to the module that everyone shares)."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # type: ignore[import-not-found]
+    """The original with Liger's kernels, applied by Liger to an instance.
 
-    from .models import sharing
+    Liger also changes the module of transformers that everyone shares, which the original beside it must not see: what
+    it changes there is moved to a copy of the module that this model's class is made in.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    model = sharing(subject.original, donor)
+    from .models import private_copy, sharing
+
+    copied = private_copy(subject.module)
+    model = sharing(getattr(copied, subject.original.__name__), donor)
+    before = dict(vars(subject.module))
     _apply_liger_kernel_to_instance(model=model)
+    for name, value in list(vars(subject.module).items()):
+        if name not in before or before[name] is not value:
+            setattr(copied, name, value)
+            setattr(subject.module, name, before.get(name))
     return Generating(LIGER, model, 2, min(new_tokens, SLOW_STEPS))

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from . import timing
+from .parity import keeping
 from .plan import ORIGINAL, OURS, Plan
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def measure(plan: Plan, ours: Any, theirs: Any, prompts: Callable[[int], Tensor]
 
 
 def _forward(model: Any) -> Callable[[Tensor], Any]:
-    return lambda ids: model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
+    keep = keeping(model, 1)
+    return lambda ids: model(input_ids=ids, use_cache=True, **keep).logits
 
 
 def _timer(device: str, forward: Callable[[Tensor], Any], prompts: Callable[[int], Tensor]) -> Callable[[int], float]:

@@ -48,7 +48,6 @@ class _Run:
     subject: Subject = field(init=False)
     ours: Any = None
     theirs: Any = None
-    truths: dict[Cell, parity.Truth] = field(default_factory=dict)
 
     @property
     def gpu(self) -> bool:
@@ -65,6 +64,7 @@ class _Run:
             if self.gpu:
                 self.progress("memory bandwidth")
                 self.record["bandwidth"] = limits.bandwidths(plan.device)
+                torch.cuda.empty_cache()
             self._cold(ORIGINAL, OURS)
             self._build()
             for cell in plan.cells:
@@ -184,9 +184,7 @@ class _Run:
             del side
             _release(self.plan.device)
 
-    def _time(
-        self, cell: Cell, entry: dict[str, Any], sides: list[Contender], profiled: str | None = None
-    ) -> None:
+    def _time(self, cell: Cell, entry: dict[str, Any], sides: list[Contender], profiled: str | None = None) -> None:
         """Warm the sides up, time them in turn, and add their figures to the cell's entry."""
         warm, prompt = [], self._prompts(cell.batch, cell.context, 2)
         for side in sides:
@@ -210,10 +208,8 @@ class _Run:
         judge(entry, self.gpu)
         self._keep()
 
-    def _timer(
-        self, cell: Cell, side: Contender, slopes: list[float], shorts: list[float]
-    ) -> Callable[[int], float]:
-        """One round of a side: a short and a long generation from a new prompt; notes ms per token and the short's ms."""
+    def _timer(self, cell: Cell, side: Contender, slopes: list[float], shorts: list[float]) -> Callable[[int], float]:
+        """One round of a side: a short and a long generation from a new prompt; notes ms a token and of the short."""
 
         def timed(number: int) -> float:
             prompt = self._prompts(cell.batch, cell.context, 100 + number)

@@ -58,7 +58,9 @@ def decode(cell: Mapping[str, Any], record: Mapping[str, Any]) -> Table:
         notes.append(f"limit: {gigabytes} in {limit['weights_ms']:.3g} ms, with the cache {limit['ms']:.3g} ms")
     generated = f"{record['new_tokens']} tokens"
     headings = ("", "ms/token", "of limit", "kernels", generated, "rewritten is")
-    return Table(f"decode, batch {cell['batch']}, {cell['context']} tokens before", headings, tuple(rows), tuple(notes))
+    return Table(
+        f"decode, batch {cell['batch']}, {cell['context']} tokens before", headings, tuple(rows), tuple(notes)
+    )
 
 
 def _decode_row(name: str, figures: Mapping[str, Any], cell: Mapping[str, Any]) -> tuple[str, ...]:
@@ -127,8 +129,11 @@ def text(record: Mapping[str, Any]) -> str:
 def plain_rows(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Aligned columns, the first to the left and the others to the right."""
     widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
-    pad = lambda row: [f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths))]
-    return ["  ".join(pad(row)).rstrip() for row in (headings, *rows)]
+    lines = []
+    for row in (headings, *rows):
+        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([f"{row[0]:<{widths[0]}}", *cells[1:]]).rstrip())
+    return lines
 
 
 def _wrapped(note: str) -> list[str]:

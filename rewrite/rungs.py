@@ -1,0 +1,57 @@
+"""Prepares the ladder: one package for each transform, with all that come before it in the registry's order."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rewrite.build import build
+from rewrite.errors import NothingToRewrite
+from rewrite.lock import Options
+from rewrite.package import assemble
+from rewrite.source import Source
+from rewrite.transform import Transform
+
+MANIFEST = "ladder.json"
+
+
+def prepare(
+    source: Source, transforms: list[Transform], folder: Path, progress: Callable[[str], None] = lambda message: None
+) -> list[dict[str, Any]]:
+    """Write a package for each rung and the manifest into `folder`, and return the rungs.
+
+    A transform that rewrites nothing in this file is no rung.
+
+    Raises:
+        NothingToRewrite: if no transform matched anything.
+    """
+    rungs: list[dict[str, Any]] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for count, transform in enumerate(transforms, start=1):
+        progress(transform.name)
+        below = transforms[:count]
+        try:
+            built = build(source, below)
+        except NothingToRewrite:
+            continue
+        report = next(r for r in built.rewritten.transforms if r.name == transform.name)
+        if not report.rewritten:
+            continue
+        names = tuple(t.name for t in below)
+        package = folder / f"rung_{len(rungs) + 1:02}"
+        files = assemble(built, below, Options(only=names), package).files
+        shutil.rmtree(package, ignore_errors=True)
+        for name, data in files.items():
+            path = package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        entry = {"package": package.name, "transforms": names, "sites": len(report.rewritten)}
+        rungs.append({"name": f"+ {transform.name}", "summary": transform.summary, **entry})
+    if not rungs:
+        raise NothingToRewrite(source.path, [])
+    manifest = {"source": source.path.name, "rungs": rungs}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return rungs
