@@ -29,7 +29,7 @@ class Contender(Protocol):
     short: int
     steps: int
 
-    def generate(self, prompt: Tensor, new: int) -> Tensor:
+    def generate(self, prompt: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
         """Greedy tokens `[B, new]` that follow `prompt` `[B, L]`."""
         ...
 
@@ -41,11 +41,11 @@ class Generating:
         self.name, self.model, self.short, self.steps = name, model, short, steps
         self.arguments = arguments
 
-    def generate(self, prompt: Tensor, new: int) -> Tensor:
+    def generate(self, prompt: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
         """Greedy tokens `[B, new]` that follow `prompt` `[B, L]`."""
         import torch
 
-        mask = torch.ones_like(prompt)
+        mask = torch.ones_like(prompt) if mask is None else mask
         settings = {"max_new_tokens": new, "do_sample": False, "use_cache": True, **self.arguments}
         tokens: Tensor = self.model.generate(prompt, attention_mask=mask, **settings)[:, prompt.shape[1] :]
         return tokens
@@ -54,7 +54,8 @@ class Generating:
 class CompiledStep:
     """A loop of one's own around the original: a static cache and `torch.compile(mode="reduce-overhead")` of a step.
 
-    The step ends with the argmax, so what a token costs is one graph and the few calls that start it.
+    The step ends with the argmax, so what a token costs is one graph and the few calls that start it. It takes no
+    padding.
     """
 
     def __init__(self, model: Any, batch: int, capacity: int, steps: int):
@@ -72,7 +73,7 @@ class CompiledStep:
         following: Tensor = logits[:, -1].argmax(-1, keepdim=True)
         return following
 
-    def generate(self, prompt: Tensor, new: int) -> Tensor:
+    def generate(self, prompt: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
         """Greedy tokens `[B, new]` that follow `prompt` `[B, L]`."""
         import torch
 

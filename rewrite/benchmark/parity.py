@@ -63,28 +63,33 @@ class Parity:
 
 @dataclass(frozen=True)
 class Truth:
-    """What the original generates: `tokens` `[R, n]`, and its rounding on them."""
+    """What the original generates: `tokens` `[R, n]`, and its rounding on them; `mask` where prompts are padded."""
 
     prompts: Tensor
+    mask: Tensor | None
     tokens: Tensor
     noise: float
     noise_rms: float
     different: int
 
 
-def truth(model: Any, prompts: Tensor, new: int, rows_at_once: int = 16) -> Truth:
-    """Let the original generate `new` tokens after `prompts` `[R, L]`, and measure its noise."""
+def truth(model: Any, prompts: Tensor, new: int, mask: Tensor | None = None, rows_at_once: int = 16) -> Truth:
+    """Let the original generate `new` tokens after `prompts` `[R, L]`, and measure its noise.
+
+    A `mask` `[R, L]` says which prompts are padded on the left. The tokens are fed at once without the padding.
+    """
     import torch
 
     found, movements, different = [], [], 0
+    real = torch.ones_like(prompts) if mask is None else mask
     with torch.no_grad():
-        for rows in prompts.split(rows_at_once):
+        for rows, valid in zip(prompts.split(rows_at_once), real.split(rows_at_once), strict=True):
             settings = {"max_new_tokens": new, "do_sample": False, "return_dict_in_generate": True}
-            output = model.generate(rows, attention_mask=torch.ones_like(rows), output_logits=True, **settings)
+            output = model.generate(rows, attention_mask=valid, output_logits=True, **settings)
             tokens = output.sequences[:, rows.shape[1] :]
             steps = output.logits
             del output
-            for row, at_once in _forced(model, rows, tokens):
+            for row, at_once in _forced(model, rows, tokens, valid):
                 stepped = torch.stack([step[row] for step in steps]).float()
                 best = stepped.topk(2).indices
                 leading = stepped.gather(1, best) - at_once.gather(1, best)
@@ -93,7 +98,7 @@ def truth(model: Any, prompts: Tensor, new: int, rows_at_once: int = 16) -> Trut
             found.append(tokens)
     noise = torch.cat(movements).double()
     rms = float(noise.square().mean().sqrt())
-    return Truth(prompts, torch.cat(found), float(noise.max()), rms, different)
+    return Truth(prompts, mask, torch.cat(found), float(noise.max()), rms, different)
 
 
 def compare(model: Any, expected: Truth, given: Tensor) -> Parity:
@@ -105,7 +110,7 @@ def compare(model: Any, expected: Truth, given: Tensor) -> Parity:
         return Parity(False, rows, tokens, expected.noise, expected.noise_rms, float("inf"), -1, -1, -1, ())
     deficits = []
     with torch.no_grad():
-        for row, logits in _forced(model, expected.prompts, given):
+        for row, logits in _forced(model, expected.prompts, given, expected.mask):
             chosen = logits.gather(1, given[row][:, None])[:, 0]
             deficits.append(logits.amax(-1) - chosen)
     deficit = torch.stack(deficits).double()
@@ -126,12 +131,13 @@ def compare(model: Any, expected: Truth, given: Tensor) -> Parity:
     )
 
 
-def generated(side: Contender, prompts: Tensor, new: int, batch: int) -> Tensor:
+def generated(side: Contender, prompts: Tensor, new: int, batch: int, mask: Tensor | None = None) -> Tensor:
     """Tokens `[R, new]` of a side that takes `batch` rows at once."""
     import torch
 
+    masks = [None] * len(prompts.split(batch)) if mask is None else mask.split(batch)
     with torch.no_grad():
-        return torch.cat([side.generate(rows, new) for rows in prompts.split(batch)])
+        return torch.cat([side.generate(rows, new, m) for rows, m in zip(prompts.split(batch), masks, strict=True)])
 
 
 def first_differences(expected: Tensor, given: Tensor) -> Sequence[int]:
@@ -140,13 +146,14 @@ def first_differences(expected: Tensor, given: Tensor) -> Sequence[int]:
     return [int(row.int().argmax()) if bool(row.any()) else -1 for row in different]
 
 
-def _forced(model: Any, prompts: Tensor, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _forced(model: Any, prompts: Tensor, tokens: Tensor, mask: Tensor | None) -> Iterator[tuple[int, Tensor]]:
     """For each row, the fp32 logits `[n, V]` that `tokens` `[R, n]` are chosen from when everything is fed at once."""
     import torch
 
     new = tokens.shape[1]
     for row in range(prompts.shape[0]):
-        full = torch.cat([prompts[row], tokens[row]])[None, :-1]
+        prompt = prompts[row] if mask is None else prompts[row][mask[row].bool()]
+        full = torch.cat([prompt, tokens[row]])[None, :-1]
         yield row, model(input_ids=full, use_cache=False, **keeping(model, new)).logits[0, -new:].float()
 
 
