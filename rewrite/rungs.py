@@ -1,4 +1,8 @@
-"""Prepares the ladder: one package for each transform, with all that come before it in the registry's order."""
+"""Prepares the ladder: one package for each transform, with all that stand below it.
+
+The order is the registry's, by stage: what a graph needs stands on the operators, what is faster inside a graph stands
+on the graph.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from rewrite.errors import NothingToRewrite
 from rewrite.lock import Options
 from rewrite.package import assemble
 from rewrite.source import Source
-from rewrite.transform import Transform
+from rewrite.transform import Stage, Transform
 
 MANIFEST = "ladder.json"
 
@@ -30,9 +34,10 @@ def prepare(
     """
     rungs: list[dict[str, Any]] = []
     folder.mkdir(parents=True, exist_ok=True)
-    for count, transform in enumerate(transforms, start=1):
+    climbing = sorted(transforms, key=lambda transform: list(Stage).index(transform.stage))
+    for count, transform in enumerate(climbing, start=1):
         progress(transform.name)
-        below = transforms[:count]
+        below = [other for other in transforms if other in climbing[:count]]
         try:
             built = build(source, below)
         except NothingToRewrite:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from . import cold, contenders, limits, parity, prefill, profiling, timing
+from . import cold, contenders, limits, overhead, parity, prefill, profiling, timing
 from .models import Subject, build, from_checkpoint, load, sharing
 from .plan import COMPILED, LIGER, ORIGINAL, OURS, SCHEMA, STATIC, STEP, Cell, Plan
 from .presets import config_for
@@ -229,6 +229,10 @@ class _Run:
                 self.progress(f"{cell}: kernels of {side.name}")
                 found = self._tried(entry, side.name, lambda: profiling.kernels(side, prompt))  # noqa: B023
                 entry["sides"][side.name]["profile"] = found
+        ours = contenders.rewritten(self.ours, new, self.plan.device)
+        found = self._tried(entry, OURS, lambda: overhead.measure(self.subject, self.ours, ours, prompt))
+        if found is not None:
+            entry["loop"] = found
         self._keep()
 
     def _prefill(self, compiled: bool) -> None:

@@ -52,6 +52,10 @@ def decode(cell: Mapping[str, Any], record: Mapping[str, Any]) -> Table:
     if "parity" in cell:
         outcome = "agree" if cell["parity"]["passed"] else "DO NOT AGREE"
         notes.append(f"tokens {outcome}: {cell['parity']['summary']}")
+    if "loop" in cell:
+        loop = cell["loop"]
+        added = f"{loop['overhead']:+.1%} ({loop['overhead_low']:+.1%} to {loop['overhead_high']:+.1%})"
+        notes.append(f"loop: a bare replay of the graph takes {loop['replay_ms']:.3f} ms, generate() adds {added}")
     if "ms" in cell["limit"]:
         limit = cell["limit"]
         gigabytes = f"{limit['weight_bytes'] / 1e9:.2f} GB of weights"
