@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .models import Subject
 
 ROUNDS = 7
+ROUNDING = 256
+"""As in `runtime/graph_store.py`: capacities are multiples of this."""
 
 
-def replays(subject: Subject, model: Any, prompt: Tensor, steps: int) -> Callable[[int], float] | None:
+def replays(subject: Subject, model: Any, prompt: Tensor, steps: int, room: int) -> Callable[[int], float] | None:
     """A function that replays a greedy step `steps` times after `prompt` and returns ms a replay.
 
-    None where the package decodes without a graph: it has no such file, or the model's step is not captured.
+    The cache has as many slots as `generate()` gives one for `room` more tokens. None where the package decodes without a graph: it has no such file, or the model's step is not captured.
     """
     package = subject.rewritten.__module__.rpartition(".")[0]
     try:
@@ -29,7 +31,7 @@ def replays(subject: Subject, model: Any, prompt: Tensor, steps: int) -> Callabl
     except ModuleNotFoundError:
         return None
     rows, length = prompt.shape
-    graph = graphs.DecodeGraph(model, rows, length + steps + 1)
+    graph = graphs.DecodeGraph(model, rows, -(-(length + room) // ROUNDING) * ROUNDING)
     if not graph.captures:
         return None
     tokens = graph.prefill(prompt).argmax(-1)
@@ -51,7 +53,7 @@ def replays(subject: Subject, model: Any, prompt: Tensor, steps: int) -> Callabl
 def measure(subject: Subject, model: Any, side: Any, prompt: Tensor) -> dict[str, float] | None:
     """ms of a bare replay and of a token of `generate()`, taken in turn, and what the loop adds."""
     device = str(prompt.device)
-    bare = replays(subject, model, prompt, side.steps)
+    bare = replays(subject, model, prompt, side.steps, side.short + side.steps)
     if bare is None:
         return None
 
