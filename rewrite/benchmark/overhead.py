@@ -22,7 +22,8 @@ ROUNDING = 256
 def replays(subject: Subject, model: Any, prompt: Tensor, steps: int, room: int) -> Callable[[int], float] | None:
     """A function that replays a greedy step `steps` times after `prompt` and returns ms a replay.
 
-    The cache has as many slots as `generate()` gives one for `room` more tokens. None where the package decodes without a graph: it has no such file, or the model's step is not captured.
+    The cache has as many slots as `generate()` gives one for `room` more tokens. None where the package decodes
+    without a graph: it has no such file, or the model's step is not captured.
     """
     package = subject.rewritten.__module__.rpartition(".")[0]
     try:
