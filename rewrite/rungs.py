@@ -15,7 +15,7 @@ from typing import Any
 from rewrite.build import build
 from rewrite.errors import NothingToRewrite
 from rewrite.lock import Options
-from rewrite.package import assemble
+from rewrite.package import Package, assemble
 from rewrite.source import Source
 from rewrite.transform import Stage, Transform
 
@@ -47,12 +47,8 @@ def prepare(
             continue
         names = tuple(t.name for t in below)
         package = folder / f"rung_{len(rungs) + 1:02}"
-        files = assemble(built, below, Options(only=names), package).files
         shutil.rmtree(package, ignore_errors=True)
-        for name, data in files.items():
-            path = package / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        write(assemble(built, below, Options(only=names), package), package)
         entry = {"package": package.name, "transforms": names, "sites": len(report.rewritten)}
         rungs.append({"name": f"+ {transform.name}", "summary": transform.summary, **entry})
     if not rungs:
@@ -60,3 +56,11 @@ def prepare(
     manifest = {"source": source.path.name, "rungs": rungs}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return rungs
+
+
+def write(package: Package, folder: Path) -> None:
+    """Write a package as it is, for a measurement: unlike the main command, without checks and swap."""
+    for name, data in package.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
