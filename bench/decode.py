@@ -1,7 +1,9 @@
 """The measurements behind the decoding tables of docs/performance.md: three shapes, each in a process of its own.
 
-    python bench/decode.py prepare PACKAGES                 # needs libcst; writes PACKAGES/llama, PACKAGES/qwen3_moe
+    python bench/decode.py prepare PACKAGES                 # needs libcst; writes PACKAGES/{llama,qwen3_moe,ladder}
     python bench/decode.py measure PACKAGES [--only 1b,8b] [--seconds 480] [--results bench/results]
+    python -m rewrite.benchmark.ladder PACKAGES/ladder --json bench/results/ladder-1b-h100.json
+    python bench/generation.py PACKAGES/llama --json bench/results/generation-1b-h100.json
     python bench/decode.py render [--check]                 # writes the tables of docs/performance.md from the JSON
 
 `measure` needs torch and transformers only. A shape's results are in `decode-<shape>-<card>.json` from its first
@@ -51,6 +53,8 @@ def prepare(folder: Path) -> None:
     for package in sorted({job.package for job in JOBS.values()}):
         command = [sys.executable, "-m", "rewrite.cli", package, "--out", str(folder / package), "--no-verify"]
         subprocess.run([*command, "--diff", "none", "--force"], check=True, env=environment())
+    ladder = [sys.executable, "-m", "rewrite.cli", "bench", "llama", "--ladder-prepare", str(folder / "ladder")]
+    subprocess.run(ladder, check=True, env=environment())
 
 
 def measure(folder: Path, results: Path, only: list[str], seconds: float, more: list[str]) -> int:
@@ -96,13 +100,18 @@ def render(check: bool) -> int:
     sys.path.insert(0, str(ROOT))
     from rewrite.benchmark import pages
 
-    records = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("decode-*.json"))]
+    found = {
+        kind: [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob(f"{kind}-*.json"))]
+        for kind in ("decode", "ladder", "generation")
+    }
     order = list(JOBS)
-    records.sort(key=lambda record: order.index(record["shape"]))
+    for records in found.values():
+        records.sort(key=lambda record: order.index(record["shape"]))
     before = PAGE.read_text("utf-8")
     head, _, rest = before.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    after = f"{head}{BEGIN}\n{pages.decoding(records)}\n{END}{tail}"
+    tables = pages.decoding(found["decode"], found["ladder"], found["generation"])
+    after = f"{head}{BEGIN}\n{tables}\n{END}{tail}"
     if check:
         return int(before != after)
     PAGE.write_text(after, "utf-8")
