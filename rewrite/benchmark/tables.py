@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +124,7 @@ def _gib(size: float | None) -> str:
 
 def text(record: Mapping[str, Any]) -> str:
     """Everything as plain text."""
-    lines = [f"{label:<11}{value}" for label, value in head(record)]
+    lines = [line for label, value in head(record) for line in _wrapped(value, f"{label:<11}", " " * 11)]
     for table in tables(record):
         lines += ["", table.title, *plain_rows(table.headings, table.rows)]
         lines += [line for note in table.notes for line in _wrapped(note)]
@@ -140,10 +141,8 @@ def plain_rows(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     return lines
 
 
-def _wrapped(note: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(note, 80, initial_indent="  ", subsequent_indent="    ")
+def _wrapped(note: str, first: str = "  ", rest: str = "    ") -> list[str]:
+    return textwrap.wrap(note, 80, initial_indent=first, subsequent_indent=rest)
 
 
 def exit_code(record: Mapping[str, Any]) -> int:
