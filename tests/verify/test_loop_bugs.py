@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rewrite.verify import Options, verify
 
@@ -43,6 +44,7 @@ def test_a_bug_in_the_loop_is_caught(bug: Bug, package: Path, tmp_path: Path) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("bug", CAPTURED, ids=lambda bug: bug.id)
 def test_a_bug_in_what_is_captured_is_caught(bug: Bug, package: Path, tmp_path: Path) -> None:
     assert_caught(bug, package, tmp_path, replace(CHECKED, device="cuda"))
