@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .checks import CheckRun
-from .compare import Mismatch, NotRun, Observations, near_exact
+from .compare import Mismatch, NotRun, near_exact
 from .configs import Variant
 from .inputs import Batch, prompt
 from .verdict import Figure
@@ -96,7 +96,7 @@ def fused(model: Any) -> bool:
     return any(callable(getattr(module, "decode", None)) for module in model.modules())
 
 
-def loop_pair(bench: Workbench, variant: Variant, dtype: str, name: str) -> Pair:
+def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:
     """A new pair whose rewritten model takes its loop on this device too."""
     pair = bench.fresh(variant, bench.implementations()[0], dtype)
     if bench.options.device == "cpu":
@@ -114,7 +114,7 @@ def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figu
     """Several batch sizes and lengths one after another on one model, each with left padding."""
     from .generation import _noise, generate, near_tie
 
-    pair = loop_pair(bench, variant, dtype, "greedy")
+    pair = loop_pair(bench, variant, dtype)
     package = Package.of(bench.subject.rewritten)
     batches = [_batch(bench, variant, rows, length, f"greedy {rows}") for rows, length in ((1, 9), (3, 14), (8, 24))]
     settings = {"do_sample": False, "disable_compile": True}
@@ -135,13 +135,12 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """The logits of every step by hand in fp64, against the original's forward, with poison in every unused slot."""
     import torch
 
-    pair = loop_pair(bench, variant, "float64", "stepwise")
+    pair = loop_pair(bench, variant, "float64")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 3, 14, "stepwise")
     feed = _batch(bench, variant, 3, NEW, "stepwise tokens").input_ids
     expected = on_original(_forced, bench, pair.original, batch, feed)
-    found: dict[str, Tensor] = {}
-    graph = None
+    found: list[Tensor] = []
     try:
         with torch.no_grad():
             graph = package.graph.DecodeGraph(pair.rewritten, 3, 14 + NEW + 5)
@@ -149,27 +148,19 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
             graph.cache.fused = fused(pair.rewritten)
             for step in range(NEW):
                 _poison(graph, poison_for(pair.rewritten))
-                found[f"step {step}"] = graph.step(feed[:, step]).clone()
+                found.append(graph.step(feed[:, step]).clone())
     except package.graph.UnknownCache as error:
         raise NotRun(str(error)) from error
     except package.graph.StepDiffers as error:
         if fused(pair.rewritten):
             raise Mismatch(str(error)) from error
         raise NotRun(str(error)) from error
-    return near_exact(_finite_rows(expected), {name: found[name][_rows(value)] for name, value in expected.items()})
+    finite = expected.isfinite().flatten(1).all(1)  # eager attention in fp64 gives NaN for rows with padding
+    return near_exact({"logits": expected[finite]}, {"logits": torch.stack(found, 1)[finite]})
 
 
-def _rows(expected: Tensor) -> Tensor:
-    """Rows in which the original is finite: eager attention in fp64 gives NaN for padding."""
-    return expected.isfinite().flatten(1).all(1)
-
-
-def _finite_rows(expected: Observations) -> dict[str, Tensor]:
-    return {name: value[_rows(value)] for name, value in expected.items()}
-
-
-def _forced(bench: Workbench, model: Any, batch: Batch, feed: Tensor) -> dict[str, Tensor]:
-    """The original's logits after each of the tokens `[B, n]` that follow a prompt, all fed at once."""
+def _forced(bench: Workbench, model: Any, batch: Batch, feed: Tensor) -> Tensor:
+    """The original's logits `[B, n, V]` after each of the tokens `[B, n]` that follow a prompt, all fed at once."""
     import torch
 
     real = batch.mask if batch.mask is not None else torch.ones_like(batch.input_ids)
@@ -177,8 +168,8 @@ def _forced(bench: Workbench, model: Any, batch: Batch, feed: Tensor) -> dict[st
     arguments = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if bench.subject.accepts("position_ids") else {}
     with torch.no_grad():
         logits = model(input_ids=torch.cat([batch.input_ids, feed], 1), attention_mask=mask, **arguments).logits
-    length = batch.input_ids.shape[1]
-    return {f"step {step}": logits[:, length + step] for step in range(feed.shape[1])}
+    found: Tensor = logits[:, -feed.shape[1] :]
+    return found
 
 
 def poison_for(model: Any) -> float:
@@ -187,12 +178,12 @@ def poison_for(model: Any) -> float:
 
 
 def _poison(graph: Any, value: float) -> None:
-    """Fill the slots behind what the host has ordered, and those of the padding, of every layer."""
+    """Fill the slots that no ordered step has written, and those of the padding, of every layer."""
     cache = graph.cache
     starts = cache.starts.tolist()
     for layer in cache.attention_layers:
         for buffer in (layer.keys, layer.values):
-            buffer[:, :, cache.length + 1 :] = value
+            buffer[:, :, cache.length :] = value
             for row, start in enumerate(starts):
                 buffer[row, :, :start] = value
 
@@ -201,7 +192,7 @@ def _sampled(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """The same draws; where logits differ by rounding, a draw at the edge of two tokens may rightly differ."""
     from .generation import generate
 
-    pair = loop_pair(bench, variant, "float32", "sampled")
+    pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 8, 12, "sampled")
     settings = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
@@ -221,7 +212,7 @@ def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
     from .generation import _Sink, generate
 
-    pair = loop_pair(bench, variant, "float32", "ended")
+    pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 1, 10, "ended")
     free = on_original(generate, pair.original, batch, NEW, 0, do_sample=False)
@@ -240,7 +231,7 @@ def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
 def _reused(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A text, another one of another shape, and the first again; each as a new model gives it."""
-    pair = loop_pair(bench, variant, "float32", "reused")
+    pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batches = [_batch(bench, variant, rows, length, f"reused {rows}") for rows, length in ((2, 11), (4, 30), (1, 7))]
     counts = 0
@@ -253,7 +244,7 @@ def _reused(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
 def _two_models(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """Two models of one class with different weights, in turn."""
-    pairs = [loop_pair(bench, variant, "float32", f"model {number}") for number in range(2)]
+    pairs = [loop_pair(bench, variant, "float32") for number in range(2)]
     for model in (pairs[1].original, pairs[1].rewritten):
         _change(model)
     package = Package.of(bench.subject.rewritten)
@@ -266,7 +257,7 @@ def _two_models(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
 
 def _changed_weights(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """New values in the same memory, then the same values in new memory: neither may leave an old one in use."""
-    pair = loop_pair(bench, variant, "float32", "changed")
+    pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 2, 11, "changed")
     for change in (None, _change, _move):
@@ -300,7 +291,7 @@ def _move(model: Any) -> None:
 
 def _poisoned(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """Poison the slots of a running `generate()` that are not in use, whenever tokens arrive."""
-    pair = loop_pair(bench, variant, "float32", "poisoned")
+    pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 3, 14, "poisoned")
 
