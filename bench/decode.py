@@ -1,15 +1,15 @@
 """The measurements behind the decoding tables of docs/performance.md: three shapes, each in a process of its own.
 
     python bench/decode.py prepare PACKAGES                 # needs libcst; writes PACKAGES/{llama,qwen3_moe,ladder}
-    python bench/decode.py measure PACKAGES [--only 1b,8b] [--seconds 480] [--results bench/results]
+    python bench/decode.py measure PACKAGES [--only 1b,8b] [--for 480] [--results bench/results] [OPTION …]
     python -m rewrite.benchmark.ladder PACKAGES/ladder --json bench/results/ladder-1b-h100.json
     python bench/generation.py PACKAGES/llama --json bench/results/generation-1b-h100.json
     python bench/decode.py render [--check]                 # writes the tables of docs/performance.md from the JSON
 
-`measure` needs torch and transformers only. A shape's results are in `decode-<shape>-<card>.json` from its first
-figure on and grow as it runs, so a run that is killed has lost nothing that it printed. For every shape first comes
-what runs at once, then what has to be compiled; the seconds are shared out between the shapes, and what does not fit
-is recorded as not run.
+`measure` needs torch and transformers only; options that it does not know go to `python -m rewrite.benchmark`. A
+shape's results are in `decode-<shape>-<card>.json` from its first figure on and grow as it runs, so a run that is
+killed has lost nothing that it printed. For every shape first comes what runs at once, then what has to be compiled;
+the seconds are shared out between the shapes, and what does not fit is recorded as not run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def measure(folder: Path, results: Path, only: list[str], seconds: float, more: 
         out = results / f"decode-{name}-{card()}.json"
         command = [sys.executable, "-m", "rewrite.benchmark", str(folder / job.package), "--shape", name]
         command += ["--cells", job.cells, "--compiled-cells", job.compiled, "--prefill", job.prefill]
-        command += ["--budget", f"{budget:.0f}", "--json", str(out), *job.more, *more]
+        command += ["--budget", f"{budget:.0f}", "--json", str(out), "--seconds", "4", "--rounds", "4,20"]
+        command += [*job.more, *more]
         print(f"\n== {name}: {' '.join(command[1:])}", flush=True)
         try:
             code = subprocess.run(command, env=environment(), timeout=left + 60).returncode
@@ -126,19 +127,19 @@ def main() -> int:
     measuring = commands.add_parser("measure")
     measuring.add_argument("packages", type=Path)
     measuring.add_argument("--only", default=",".join(JOBS))
-    measuring.add_argument("--seconds", type=float, default=480, help="for all shapes together")
+    measuring.add_argument("--for", dest="duration", type=float, default=480, help="seconds for all shapes together")
     measuring.add_argument("--results", type=Path, default=RESULTS)
-    measuring.add_argument("more", nargs=argparse.REMAINDER, help="after --: options of python -m rewrite.benchmark")
     rendering = commands.add_parser("render")
     rendering.add_argument("--check", action="store_true", help="write nothing; 1 if the page is not up to date")
-    given = parser.parse_args()
+    given, more = parser.parse_known_args()  # what measure does not know goes to python -m rewrite.benchmark
+    if more and given.command != "measure":
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     if given.command == "prepare":
         prepare(given.packages)
         return 0
     if given.command == "render":
         return render(given.check)
-    more = [word for word in given.more if word != "--"]
-    return measure(given.packages, given.results, given.only.split(","), given.seconds, more)
+    return measure(given.packages, given.results, given.only.split(","), given.duration, more)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..verify.loop import SWITCH
 from .parity import keeping
 from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP
 
@@ -97,8 +98,8 @@ def _compiled(function: Callable[..., Any], **arguments: Any) -> Callable[..., A
 
 
 def rewritten(model: Any, new_tokens: int, device: str) -> Contender:
-    """Ours. Both generations are long, so a loop that replays in chunks has no rest in the slope."""
-    if device == "cpu":
+    """Ours. Where it decodes through a graph both generations are long, so that a rest of a chunk is no matter."""
+    if device == "cpu" or not hasattr(model, SWITCH):
         return Generating(OURS, model, 2, min(new_tokens, SLOW_STEPS))
     return Generating(OURS, model, 64, new_tokens)
 

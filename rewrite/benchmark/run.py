@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -342,9 +343,13 @@ def _version(distribution: str) -> str | None:
 def _release(device: str) -> None:
     import torch
 
-    gc.collect()
     if device != "cpu":
         torch._dynamo.reset()
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is not None:  # the graphs of compiled code keep their memory otherwise
+            trees.reset_cudagraph_trees()
+    gc.collect()
+    if device != "cpu":
         torch.cuda.empty_cache()
 
 
