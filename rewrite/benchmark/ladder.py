@@ -151,7 +151,7 @@ def table(record: Mapping[str, Any]) -> Table:
         rows.append((rung["name"], str(rung["sites"]), ms, kernels, said, tokens))
     cell = record["cell"]
     title = f"ladder, batch {cell['batch']}, {cell['context']} tokens before"
-    headings = ("", "sites", "ms/token", "kernels", "against the original", "tokens")
+    headings = ("", "sites", "ms/token", "kernels", "speed-up", "tokens")
     return Table(title, headings, tuple(rows))
 
 
