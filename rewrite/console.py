@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -61,6 +62,29 @@ class Screen:
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         self.output.print(table)
+
+    def figures(
+        self, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]
+    ) -> None:
+        """Print a table of measurements, its first column to the left and the others to the right, and notes below."""
+        if not self.said.is_terminal:
+            widths = [max(cell_len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
+            self._plain(self.said, f"\n{title}")
+            for row in (headings, *rows):
+                cells = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+                self._plain(self.said, "  ".join([f"{row[0]:<{widths[0]}}", *cells]).rstrip())
+            for note in notes:
+                self._plain(self.said, f"  {note}")
+            return
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(cell, style="bold" if row[0] == "rewritten" else "") for cell in row))
+        self.said.print()
+        self.said.print(table)
+        for note in notes:
+            self.said.print(Padding(Text(note, style="dim"), (0, 0, 0, 2)))
 
     def show_diff(self, before: str, after: str, path: str, style: str) -> None:
         """Print the difference in one of `diff.STYLES`."""

@@ -28,6 +28,17 @@ class Numerics(enum.Enum):
     """Another, close result; only on request."""
 
 
+class Stage(enum.Enum):
+    """What a transform speeds up; the ladder of `rewrite bench` climbs in this order."""
+
+    OPERATOR = "operator"
+    """Operators, in any forward."""
+    GRAPH = "graph"
+    """The loop: what lets a decode step be captured in a graph."""
+    STEP = "step"
+    """The step inside that graph."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A place that looks like a transform's business."""
@@ -89,6 +100,7 @@ class Transform(ABC):
     after: ClassVar[tuple[str, ...]] = ()
     """Names of the transforms whose output this one reads."""
     on_request: ClassVar[bool] = False
+    stage: ClassVar[Stage] = Stage.OPERATOR
 
     @abstractmethod
     def candidates(self, module: Module) -> Iterable[Candidate]:

@@ -1,43 +1,216 @@
-"""`rewrite bench DIR`: latency of a package and its original, interleaved."""
+"""`rewrite bench DIR|MODEL`: how fast a package is against its original, with parity and the memory limit."""
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import DTYPES, FOLDER, json_option
+from rewrite.commands.options import DTYPES, FOLDER, complete_models, json_option
+
+if TYPE_CHECKING:
+    from rewrite.benchmark import Plan
+    from rewrite.benchmark.tables import Table
+    from rewrite.console import Screen
+    from rewrite.source import Source
+
+SHAPES = ("tiny", "1b", "8b", "30b-a3b")
+SIDES = ("original", "static", "step", "liger", "ours")
+
+
+def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Return the numbers in `128,512`."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise click.BadParameter(f"'{value}' should be numbers with commas between them, like 128,512", ctx, param)
+    return tuple(int(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is measured: a package, and its original."""
+
+    package: Path
+    source: Source
 
 
 @click.command(short_help="Measure a package against its original.")
-@click.argument("folder", type=FOLDER)
+@click.argument("target", metavar="DIR|MODEL", shell_complete=complete_models)
+@click.option(
+    "--shape", type=click.Choice(SHAPES), help="Sizes, with random weights. Default: 1b on a GPU, else tiny."
+)
+@click.option("--weights", type=FOLDER, metavar="DIR", help="A checkpoint instead of a shape.")
+@click.option("--batch", callback=_numbers, default="1", metavar="N,…", help="Rows.  [default: 1]")
+@click.option(
+    "--context", callback=_numbers, default=None, metavar="N,…", help="Tokens before decoding. [default: 512]"
+)
+@click.option("--new-tokens", type=click.IntRange(8), default=128, metavar="N", help="Tokens decoded a repeat.")
+@click.option(
+    "--prefill", callback=_numbers, default=None, metavar="N,…", help="Prompt lengths.  [default: 128,512,2048]"
+)
+@click.option("--side", "sides", type=click.Choice(SIDES), multiple=True, help="Measure only this side; repeatable.")
+@click.option("--seconds", type=float, default=8.0, show_default=True, help="Time for the repeats of one batch shape.")
 @click.option("--device", metavar="DEVICE", help="Measure on this device: cpu, cuda, cuda:1.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Measure in this precision.")
-@click.option("--shape", type=click.Choice(("tiny", "1b", "8b")), help="Size of the model measured.")
+@click.option(
+    "--dtype", type=click.Choice((*DTYPES, "float32")), help="Precision. Default: bfloat16, on a CPU float32."
+)
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
+@click.option("--ladder", is_flag=True, help="Measure one transform more at a time instead.")
+@click.option(
+    "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
+)
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
 @json_option
-def bench(
-    folder: Path,
-    device: str | None,
-    dtype: str | None,
-    shape: str | None,
-    given: Path | None,
-    trust_remote_code: bool,
-    json_path: Path | None,
-) -> int:
-    """Measure the package in FOLDER against the file that it was made from; slower is a failure."""
-    from rewrite import judge, original, report
-    from rewrite.console import Screen
-    from rewrite.lock import read_lock
+def bench(target: str, ladder: bool, ladder_prepare: Path | None, **options: Any) -> int:
+    """Measure prefill, decode and generate() of a package, its original, and the original compiled.
 
+    DIR is a package, or what --ladder-prepare wrote; a MODEL is rewritten for the measurement. All sides are timed in
+    turn; a ratio comes with its 95% interval. The exit code is 1 if the package is slower than its original as it
+    stands, or if its tokens are not the original's.
+    """
+    from rewrite import judge
+    from rewrite.console import Screen
+
+    screen = Screen(quiet_output=str(options["json_path"]) == "-")
+    if ladder_prepare is not None:
+        return _prepare(screen, _source(target, options), ladder_prepare)
     judge.require_libraries("measuring")
-    source = original.find(folder, read_lock(folder), given)
-    judge.require_trust(source, trust_remote_code)
-    screen = Screen(quiet_output=str(json_path) == "-")
-    request = judge.Request(device, dtype, shape=shape, gates=judge.LATENCY_ONLY)
+    if options["png"] is not None:
+        from rewrite.benchmark.chart import require_matplotlib
+
+        require_matplotlib()
+    if ladder:
+        return _ladder(screen, target, options)
+    with _package(target, options) as found:
+        return _bench(screen, _plan(found.package, str(found.source.path), options), options)
+
+
+def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
+    from rewrite import report
+    from rewrite.benchmark import chart, run, tables
+    from rewrite.benchmark.plan import plain, write_json
+
+    json_path = options["json_path"]
+    keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
     with screen.working("measuring") as progress:
-        verdict = judge.judge(source.path, folder, request, progress)
-    screen.said.print(judge.rendered(verdict), markup=False, soft_wrap=True)
-    report.write(json_path, verdict.to_json())
-    return 0 if verdict.passed else 1
+        record = run.measure(plan, keep, progress)
+    for label, text in tables.head(record):
+        screen.line(label, text)
+    for table in tables.tables(record):
+        _show(screen, table)
+    report.write(json_path, plain(record))
+    if options["png"] is not None:
+        chart.draw(record, options["png"])
+    return tables.exit_code(record)
+
+
+def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
+    from rewrite import report
+    from rewrite.benchmark import ladder
+    from rewrite.benchmark.plan import plain, write_json
+
+    with contextlib.ExitStack() as stack:
+        folder, original = Path(target), None
+        if not (folder / ladder.MANIFEST).is_file():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "ladder"
+            source = _source(target, options)
+            _prepare(screen, source, folder)
+            original = str(source.path)
+        json_path = options["json_path"]
+        keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
+        with screen.working("climbing") as progress:
+            record = ladder.measure(folder, _plan(folder, original, options), keep, progress)
+    _show(screen, ladder.table(record))
+    report.write(json_path, plain(record))
+    return ladder.exit_code(record)
+
+
+def _prepare(screen: Screen, source: Source, folder: Path) -> int:
+    from rewrite.rungs import prepare
+    from rewrite.transforms import select
+
+    with screen.working("rewriting") as progress:
+        rungs = prepare(source, select(), folder, progress)
+    screen.line("ladder", f"{len(rungs)} packages in {folder}")
+    return 0
+
+
+def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Plan:
+    from rewrite.benchmark import Plan
+    from rewrite.benchmark.plan import cells
+    from rewrite.verify.device import usable_device
+
+    device = usable_device(options["device"])
+    on_cpu = device == "cpu"
+    contexts = options["context"] or ((64,) if on_cpu else (512,))
+    weights = options["weights"]
+    return Plan(
+        package,
+        original,
+        shape=None if weights else options["shape"] or ("tiny" if on_cpu else "1b"),
+        weights=str(weights) if weights else None,
+        device=device,
+        dtype=options["dtype"] or ("float32" if on_cpu else "bfloat16"),
+        cells=cells(options["batch"], contexts),
+        prefill=options["prefill"] or ((64,) if on_cpu else (128, 512, 2048)),
+        sides=tuple(dict.fromkeys((*options["sides"], "original", "ours"))) if options["sides"] else SIDES,
+        new_tokens=options["new_tokens"],
+        seconds=min(options["seconds"], 2.0) if on_cpu else options["seconds"],
+        parity_tokens=16 if on_cpu else 64,
+    )
+
+
+@contextlib.contextmanager
+def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
+    """The package in a folder; one made for the time of the measurement where a model is named."""
+    from rewrite.build import build
+    from rewrite.lock import Options
+    from rewrite.package import assemble
+    from rewrite.rungs import write
+    from rewrite.transforms import select
+
+    source = _source(target, options)
+    if _is_package(target):
+        yield Target(Path(target), source)
+        return
+    transforms = select()
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "measured"
+        write(assemble(build(source, transforms), transforms, Options(), package), package)
+        yield Target(package, source)
+
+
+def _source(target: str, options: Mapping[str, Any]) -> Source:
+    """The original of a package, or the file of a model."""
+    from rewrite import judge, original
+    from rewrite.lock import read_lock
+    from rewrite.source import resolve
+
+    if _is_package(target):
+        source = original.find(Path(target), read_lock(Path(target)), options["given"])
+    else:
+        source = resolve(target, options["trust_remote_code"])
+    judge.require_trust(source, options["trust_remote_code"])
+    return source
+
+
+def _is_package(target: str) -> bool:
+    """Whether a folder is meant that is no checkpoint; `read_lock` says what is wrong with it."""
+    folder = Path(target)
+    return folder.is_dir() and not (folder / "config.json").is_file()
+
+
+def _is_file(path: Path | None) -> bool:
+    return path is not None and str(path) != "-"
+
+
+def _show(screen: Screen, table: Table) -> None:
+    screen.figures(table.title, table.headings, table.rows, table.notes)

@@ -72,15 +72,6 @@ def memory_bandwidth(device: str) -> float:
     return values.numel() * values.element_size() / best
 
 
-def parameter_bytes(model: Any) -> int:
-    """Bytes of the parameters that every decode step reads: all but the input embedding, unless it is tied."""
-    table = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is table
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return total if tied else total - table.numel() * table.element_size()
-
-
 def kernels_per_token(run: Callable[[Any, int], Any], model: Any) -> float:
     """GPU kernels between a 9-token and a 25-token generation, over the 16 tokens."""
     return (_kernels(run, model, 25) - _kernels(run, model, 9)) / 16

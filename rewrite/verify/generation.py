@@ -11,6 +11,7 @@ from .checks import CheckRun
 from .compare import Mismatch, NotRun
 from .configs import Variant
 from .inputs import Batch, prompt
+from .loop import loop_checks
 from .tolerances import bound
 from .verdict import Figure
 from .workbench import Workbench, on_original
@@ -35,7 +36,7 @@ def size(bench: Workbench) -> tuple[int, int]:
 
 
 def generation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
-    """Greedy with dynamic and static cache, with an end token, sampled, and with beams."""
+    """Greedy with dynamic and static cache, with an end token, in a package's own loop, sampled, and with beams."""
     dtypes = ["float32"] if bench.options.quick else ["float32", bench.options.dtype]
     for dtype in dtypes:
         for cache in ("dynamic", "static"):
@@ -44,6 +45,7 @@ def generation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
                 partial(_greedy, bench, variant, dtype, cache),
             )
     yield CheckRun("greedy, one prompt, an end token", lambda: _ended(bench, variant))
+    yield from loop_checks(bench, bench.variants[:1] if bench.options.quick else bench.variants)
     if not bench.options.quick:
         for name, arguments in WAYS.items():
             yield CheckRun(name, partial(_same, bench, variant, name, arguments))

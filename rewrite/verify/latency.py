@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ..benchmark.limits import weight_bytes
 from .checks import CheckRun
 from .compare import Mismatch, NotRun
 from .configs import Variant
-from .device import kernels_per_token, memory_bandwidth, parameter_bytes, peak_memory, stopwatch
+from .device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
 from .inputs import tokens
 from .shapes import shaped_variant
 from .tolerances import bound
@@ -22,6 +23,8 @@ from .verdict import Figure
 from .workbench import Pair, Workbench, on_original
 
 RESAMPLES = 2000
+SHORT = 8
+"""Tokens of the generation whose time is taken off."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,14 @@ class _Stage:
         return self._judged("prefill", samples)
 
     def decode(self) -> Mapping[str, Figure]:
-        """Time per new token: a long generation less a one-token one, over the tokens between."""
+        """Time per new token of `generate()`: a long generation less a short one, over the tokens between.
+
+        Both are long enough for a package's own decode loop, which leaves a single token to the original's.
+        """
         if not hasattr(self.pair().original, "generate"):
             raise NotRun("the class does not generate")
-        long = self._interleaved(lambda model, ids: greedy(model, ids, self.plan.new + 1))
-        short = self._interleaved(lambda model, ids: greedy(model, ids, 1))
+        long = self._interleaved(lambda model, ids: greedy(model, ids, self.plan.new + SHORT))
+        short = self._interleaved(lambda model, ids: greedy(model, ids, SHORT))
         first = median(short.original), median(short.rewritten)
         per_token = Samples(
             [max(value - first[0], 1e-6) / self.plan.new for value in long.original],
@@ -184,7 +190,7 @@ class _Stage:
             raise NotRun("decode was not measured")
         pair = self.pair()
         bandwidth = memory_bandwidth(self.device)
-        limit_ms = parameter_bytes(pair.original) / bandwidth * 1e3
+        limit_ms = weight_bytes(pair.original) / bandwidth * 1e3
         run = lambda model, new: greedy(model, self._ids(0), new)
         return {
             "bandwidth GB/s": bandwidth / 1e9,

@@ -92,8 +92,6 @@ def test_verify_keeps_the_verdict_on_the_files_as_they_are(
     judged[0] = False
     assert rewrite("verify", package).code == 1
     assert rewrite("verify", "modeling_tiny.py", package).code == 1
-    assert rewrite("bench", package).code == 1
-    assert judged[-1][2].gates == ("latency",)
 
 
 @pytest.mark.slow

@@ -1,0 +1,145 @@
+"""The sides of a measurement. Each decodes greedily; how it does that is its own business.
+
+Every one generates exactly the tokens asked for. A decode time is the slope between a short and a long generation, so
+what happens once per call (prefill, recording a graph anew) is in neither side's figure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..verify.loop import SWITCH
+from .parity import keeping
+from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .models import Subject
+
+SLOW_STEPS = 16
+"""Tokens that an eager side decodes in a repeat: 10 to 80 ms each, so 16 are long enough to time."""
+
+
+class Contender(Protocol):
+    """A side: its name, the tokens its short generation has, how many more its long one has."""
+
+    name: str
+    short: int
+    steps: int
+
+    def generate(self, prompt: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
+        """Greedy tokens `[B, new]` that follow `prompt` `[B, L]`."""
+        ...
+
+
+class Generating:
+    """A model's own `generate()`, with more arguments."""
+
+    def __init__(self, name: str, model: Any, short: int, steps: int, **arguments: Any):
+        self.name, self.model, self.short, self.steps = name, model, short, steps
+        self.arguments = arguments
+
+    def generate(self, prompt: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
+        """Greedy tokens `[B, new]` that follow `prompt` `[B, L]`."""
+        import torch
+
+        mask = torch.ones_like(prompt) if mask is None else mask
+        settings = {"max_new_tokens": new, "do_sample": False, "use_cache": True, **self.arguments}
+        tokens: Tensor = self.model.generate(prompt, attention_mask=mask, **settings)[:, prompt.shape[1] :]
+        return tokens
+
+
+class CompiledStep:
+    """A loop of one's own around the original: a static cache and `torch.compile(mode="reduce-overhead")` of a step.
+
+    The step ends with the argmax, so what a token costs is one graph and the few calls that start it. It takes no
+    padding.
+    """
+
+    def __init__(self, model: Any, batch: int, capacity: int, steps: int):
+        from transformers import StaticCache
+
+        self.name, self.short, self.steps = STEP, 16, steps
+        self.model, self.keep = model, keeping(model, 1)
+        self.cache = StaticCache(config=model.config, max_cache_len=capacity)
+        self.step = _compiled(self._step, mode="reduce-overhead")
+
+    def _step(self, token: Tensor, position: Tensor) -> Tensor:
+        logits = self.model(
+            input_ids=token, position_ids=position, past_key_values=self.cache, use_cache=True, **self.keep
+        ).logits
+        following: Tensor = logits[:, -1].argmax(-1, keepdim=True)
+        return following
+
+    def generate(self, prompt: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
+        """Greedy tokens `[B, new]` that follow `prompt` `[B, L]`."""
+        import torch
+
+        self.cache.reset()
+        logits = self.model(input_ids=prompt, past_key_values=self.cache, use_cache=True, **self.keep).logits
+        tokens = [logits[:, -1].argmax(-1, keepdim=True)]
+        position = torch.full_like(tokens[0], prompt.shape[1])
+        for _ in range(new - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            tokens.append(self.step(tokens[-1], position).clone())
+            position = position + 1
+        return torch.cat(tokens, 1)
+
+
+def _compiled(function: Callable[..., Any], **arguments: Any) -> Callable[..., Any]:
+    import torch
+
+    torch._dynamo.reset()  # each cell is compiled for its own shapes: none inherits dynamic ones from the last
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False, **arguments)
+    return compiled
+
+
+def rewritten(model: Any, new_tokens: int, device: str) -> Contender:
+    """Ours. Where it decodes through a graph both generations are long, so that a rest of a chunk is no matter."""
+    if device == "cpu" or not hasattr(model, SWITCH):
+        return Generating(OURS, model, 2, min(new_tokens, SLOW_STEPS))
+    return Generating(OURS, model, 64, new_tokens)
+
+
+def original(model: Any, new_tokens: int) -> Contender:
+    """The original as it is, with its growing cache."""
+    return Generating(ORIGINAL, model, 2, min(new_tokens, SLOW_STEPS))
+
+
+def static(model: Any, new_tokens: int) -> Contender:
+    """The original with a static cache, which transformers compiles by itself on a GPU."""
+    import torch
+
+    torch._dynamo.reset()
+    model.__dict__.pop("_compiled_call", None)
+    model.__dict__.pop("_previous_max_cache_length", None)
+    return Generating(STATIC, model, 16, min(new_tokens, 64), cache_implementation="static")
+
+
+def liger_installed() -> bool:
+    """Whether Liger's kernels can be imported here."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def liger(subject: Subject, donor: Any, new_tokens: int) -> Contender:
+    """The original with Liger's kernels, applied by Liger to an instance.
+
+    Liger also changes the module of transformers that everyone shares, which the original beside it must not see: what
+    it changes there is moved to a copy of the module that this model's class is made in.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    from .models import private_copy, sharing
+
+    copied = private_copy(subject.module)
+    model = sharing(getattr(copied, subject.original.__name__), donor)
+    before = dict(vars(subject.module))
+    _apply_liger_kernel_to_instance(model=model)
+    for name, value in list(vars(subject.module).items()):
+        if name not in before or before[name] is not value:
+            setattr(copied, name, value)
+            setattr(subject.module, name, before.get(name))
+    return Generating(LIGER, model, 2, min(new_tokens, SLOW_STEPS))

@@ -1,0 +1,76 @@
+"""What the loop costs: a token of `generate()` against a bare replay of the graph that it replays."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from . import timing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .models import Subject
+
+ROUNDS = 7
+ROUNDING = 256
+"""As in `runtime/graph_store.py`: capacities are multiples of this."""
+
+
+def replays(subject: Subject, model: Any, prompt: Tensor, steps: int, room: int) -> Callable[[int], float] | None:
+    """A function that replays a greedy step `steps` times after `prompt` and returns ms a replay.
+
+    The cache has as many slots as `generate()` gives one for `room` more tokens. None where the package decodes
+    without a graph: it has no such file, or the model's step is not captured.
+    """
+    package = subject.rewritten.__module__.rpartition(".")[0]
+    try:
+        graphs = importlib.import_module(f"{package}.runtime.graph")
+        sampling = importlib.import_module(f"{package}.runtime.sampling").Sampling([], False, None, None)
+    except ModuleNotFoundError:
+        return None
+    rows, length = prompt.shape
+    graph = graphs.DecodeGraph(model, rows, -(-(length + room) // ROUNDING) * ROUNDING)
+    if not graph.captures:
+        return None
+    tokens = graph.prefill(prompt).argmax(-1)
+    program = graph.program(sampling)
+    position_ids = prompt.new_full((rows, 1), length)
+
+    def run() -> None:
+        for _ in range(steps):
+            program.replay()
+
+    def timed(number: int) -> float:
+        graph.begin(position_ids, None)
+        graph.state.input_ids.copy_(tokens[:, None])
+        return timing.wall_ms(str(prompt.device), run) / steps
+
+    return timed
+
+
+def measure(subject: Subject, model: Any, side: Any, prompt: Tensor) -> dict[str, float] | None:
+    """ms of a bare replay and of a token of `generate()`, taken in turn, and what the loop adds."""
+    device = str(prompt.device)
+    bare = replays(subject, model, prompt, side.steps, side.short + side.steps)
+    if bare is None:
+        return None
+
+    def token(number: int) -> float:
+        short = timing.wall_ms(device, lambda: side.generate(prompt, side.short))
+        long = timing.wall_ms(device, lambda: side.generate(prompt, side.short + side.steps))
+        return (long - short) / float(side.steps)
+
+    for warm in (bare, token):
+        warm(0)
+    times = timing.interleaved({"bare": bare, "token": token}, (ROUNDS, ROUNDS), 0.0)
+    ratio = timing.ratio(times["token"], times["bare"])
+    return {
+        "replay_ms": median(times["bare"]),
+        "token_ms": median(times["token"]),
+        "overhead": ratio["value"] - 1,
+        "overhead_low": ratio["low"] - 1,
+        "overhead_high": ratio["high"] - 1,
+    }

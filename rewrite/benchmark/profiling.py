@@ -1,0 +1,52 @@
+"""What runs on the GPU for one token: kernels, counted and timed by CUPTI, in graphs too."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .contenders import Contender
+
+TOP = 16
+
+
+def kernels(side: Contender, prompt: Tensor) -> dict[str, Any]:
+    """Kernels per token, GPU ms per token and the largest kernels, from the difference of two generations.
+
+    Copies and fills are no kernels; a graph's replay is counted kernel by kernel.
+    """
+    steps = min(side.steps, 64)
+    long, short = (_census(side, prompt, side.short + more) for more in (steps, 0))
+    counts, times = _difference(long[0], short[0], steps), _difference(long[1], short[1], steps)
+    largest = sorted(times, key=lambda name: -times[name])[:TOP]
+    return {
+        "kernels_per_token": sum(counts.values()),
+        "gpu_ms_per_token": sum(times.values()) / 1e3,
+        "largest": [{"name": name[:120], "per_token": counts.get(name, 0.0), "us": times[name]} for name in largest],
+    }
+
+
+def _difference(long: Mapping[str, float], short: Mapping[str, float], steps: int) -> dict[str, float]:
+    """Per token; what is missing in one is 0."""
+    return {name: (long[name] - short[name]) / steps for name in {**long, **short} if long[name] != short[name]}
+
+
+def _census(side: Contender, prompt: Tensor, new: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """How often each kernel ran in a generation, and for how many µs in all."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    counts: defaultdict[str, float] = defaultdict(float)
+    times: defaultdict[str, float] = defaultdict(float)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        side.generate(prompt, new)
+        torch.cuda.synchronize()
+    for event in profiler.events():
+        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
+            counts[event.name] += 1
+            times[event.name] += event.time_range.elapsed_us()
+    return counts, times

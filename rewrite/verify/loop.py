@@ -1,0 +1,340 @@
+"""Gate 4, the decode loop of a rewritten package: one step in a graph, replayed, against the original's own loop.
+
+On a GPU `generate()` takes the loop by itself; on a CPU it is asked to, and the step runs as plain calls. A check asks
+the package what ran: where its loop does not take a call, the check is not run and says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .checks import CheckRun
+from .compare import Mismatch, NotRun, near_exact
+from .configs import Variant
+from .inputs import Batch, prompt
+from .verdict import Figure
+from .workbench import Pair, Workbench, on_original
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SWITCH = "_step_without_graph"
+"""Set on a model, it makes the loop run on any device, its step as plain calls."""
+NEW, LONGER = 16, 40
+FINITE_POISON = 1e3
+"""Where ordinary attention reads whole buffers it multiplies what it masks by zero, and NaN would show there too."""
+
+
+def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]:
+    """The checks of a package that has a decode loop; none for one that has not."""
+    if not hasattr(bench.subject.rewritten, SWITCH):
+        return
+    dtypes = ["float32"] if bench.options.quick else ["float32", bench.options.dtype]
+    for variant in variants:
+        for dtype in dtypes:
+            yield CheckRun(f"decode loop, greedy, {dtype}, {variant.name}", partial(_greedy, bench, variant, dtype))
+        yield CheckRun(
+            f"decode loop, step by step, unused slots poisoned, {variant.name}", partial(_stepwise, bench, variant)
+        )
+    for name, run in (
+        ("sampling with a fixed seed", _sampled),
+        ("an end token, and a streamer", _ended),
+        ("reused, with other shapes between", _reused),
+        ("unused slots poisoned while it runs", _poisoned),
+        ("two models in turn", _two_models),
+        ("weights changed between two calls", _changed_weights),
+    ):
+        yield CheckRun(f"decode loop, {name}", partial(run, bench, variants[0]))
+
+
+@dataclass(frozen=True)
+class Package:
+    """The parts of a package's runtime that say what ran."""
+
+    backend: Any
+    graph: Any
+    store: Any
+
+    @classmethod
+    def of(cls, model_class: Any) -> Package:
+        """The runtime that the class's loop comes from.
+
+        Raises:
+            NotRun: it is no runtime that this verifier knows.
+        """
+        origin = next(base.__module__ for base in model_class.__mro__ if SWITCH in vars(base))
+        folder = origin.rpartition(".")[0]
+        try:
+            return cls(*(importlib.import_module(f"{folder}.{name}") for name in ("backend", "graph", "graph_store")))
+        except ModuleNotFoundError as error:
+            raise NotRun(f"the package's loop is not one that can be asked what ran: {error}") from error
+
+    @contextlib.contextmanager
+    def taken(self, model: Any) -> Iterator[None]:
+        """Run a block in which every `generate()` has to take the loop.
+
+        Raises:
+            NotRun: one did not; the message says why.
+            Mismatch: the package refused its own fused step, because that computes something else.
+        """
+        self.backend.reset_fallbacks()
+        yield
+        reasons = sorted({reason for operator, reason in self.backend.fallbacks() if operator == "generate"})
+        if "step_differs" in reasons and fused(model):
+            raise Mismatch("the fused decode step computes something else than the model's ordinary step")
+        if reasons:
+            raise NotRun(f"the original's loop ran: {', '.join(reasons)}")
+
+
+def fused(model: Any) -> bool:
+    """Whether layers of a model have a method of their own for one token."""
+    return any(callable(getattr(module, "decode", None)) for module in model.modules())
+
+
+def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:
+    """A new pair whose rewritten model takes its loop on this device too."""
+    pair = bench.fresh(variant, bench.implementations()[0], dtype)
+    if bench.options.device == "cpu":
+        setattr(pair.rewritten, SWITCH, True)
+    return pair
+
+
+def _batch(bench: Workbench, variant: Variant, rows: int, length: int, name: str) -> Batch:
+    padded = "left" if rows > 1 and bench.subject.accepts("attention_mask") else "none"
+    seed = bench.seed_for("loop", name)
+    return prompt(seed, variant.vocab_size, rows, length, padded, bench.options.device)  # type: ignore[arg-type]
+
+
+def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figure]:
+    """Several batch sizes and lengths one after another on one model, each with left padding."""
+    from .generation import _noise, generate, near_tie
+
+    pair = loop_pair(bench, variant, dtype)
+    package = Package.of(bench.subject.rewritten)
+    batches = [_batch(bench, variant, rows, length, f"greedy {rows}") for rows, length in ((1, 9), (3, 14), (8, 24))]
+    settings = {"do_sample": False, "disable_compile": True}
+    originals = [on_original(generate, pair.original, batch, LONGER, 0, **settings) for batch in batches]
+    # One row is too few to know the noise by, above all where a rounding sends a token to another expert.
+    noise = max(on_original(_noise, bench, variant, dtype, *both) for both in zip(batches, originals, strict=True))
+    figures: dict[str, Figure] = {}
+    for batch, original in zip(batches, originals, strict=True):
+        with package.taken(pair.rewritten):
+            rewritten = generate(pair.rewritten, batch, LONGER, 0, do_sample=False)
+        found = near_tie(original, rewritten, noise)
+        diverged = int(figures.get("rows that diverge", 0)) + int(found["rows that diverge"])
+        figures = {**found, "rows": sum(len(one.input_ids) for one in batches), "rows that diverge": diverged}
+    return figures
+
+
+def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """The logits of every step by hand in fp64, against the original's forward, with poison in every unused slot."""
+    import torch
+
+    pair = loop_pair(bench, variant, "float64")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 3, 14, "stepwise")
+    feed = _batch(bench, variant, 3, NEW, "stepwise tokens").input_ids
+    expected = on_original(_forced, bench, pair.original, batch, feed)
+    found: list[Tensor] = []
+    try:
+        with torch.no_grad():
+            graph = package.graph.DecodeGraph(pair.rewritten, 3, 14 + NEW + 5)
+            graph.prefill(batch.input_ids, batch.mask)
+            graph.cache.fused = fused(pair.rewritten)
+            for step in range(NEW):
+                _poison(graph, poison_for(pair.rewritten))
+                found.append(graph.step(feed[:, step]).clone())
+    except package.graph.UnknownCache as error:
+        raise NotRun(str(error)) from error
+    except package.graph.StepDiffers as error:
+        if fused(pair.rewritten):
+            raise Mismatch(str(error)) from error
+        raise NotRun(str(error)) from error
+    finite = expected.isfinite().flatten(1).all(1)  # eager attention in fp64 gives NaN for rows with padding
+    return near_exact({"logits": expected[finite]}, {"logits": torch.stack(found, 1)[finite]})
+
+
+def _forced(bench: Workbench, model: Any, batch: Batch, feed: Tensor) -> Tensor:
+    """The original's logits `[B, n, V]` after each of the tokens `[B, n]` that follow a prompt, all fed at once."""
+    import torch
+
+    real = batch.mask if batch.mask is not None else torch.ones_like(batch.input_ids)
+    mask = torch.cat([real, torch.ones_like(feed)], 1)
+    arguments = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if bench.subject.accepts("position_ids") else {}
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([batch.input_ids, feed], 1), attention_mask=mask, **arguments).logits
+    found: Tensor = logits[:, -feed.shape[1] :]
+    return found
+
+
+def poison_for(model: Any) -> float:
+    """What may stand in slots that no step may read."""
+    return float("nan") if fused(model) else FINITE_POISON
+
+
+def _poison(graph: Any, value: float) -> None:
+    """Fill the slots that no ordered step has written, and those of the padding, of every layer."""
+    cache = graph.cache
+    starts = cache.starts.tolist()
+    for layer in cache.attention_layers:
+        for buffer in (layer.keys, layer.values):
+            buffer[:, :, cache.length :] = value
+            for row, start in enumerate(starts):
+                buffer[row, :, :start] = value
+
+
+def _sampled(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """The same draws; where logits differ by rounding, a draw at the edge of two tokens may rightly differ."""
+    from .generation import generate
+
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 8, 12, "sampled")
+    settings = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
+    original = on_original(generate, pair.original, batch, NEW, 11, **settings)
+    with package.taken(pair.rewritten):
+        rewritten = generate(pair.rewritten, batch, NEW, 11, **settings)
+    same = int((original.tokens == rewritten.tokens).all(1).sum())
+    figures: dict[str, Figure] = {"rows": 8, "rows that are the same": same}
+    if same < 6:
+        raise Mismatch(f"{8 - same} of 8 sampled rows differ", figures)
+    return figures
+
+
+def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """A row that ends by itself, and a streamer that gets every token of it."""
+    import torch
+
+    from .generation import _Sink, generate
+
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 1, 10, "ended")
+    free = on_original(generate, pair.original, batch, NEW, 0, do_sample=False)
+    end = int(free.tokens[0, 9])
+    sinks = _Sink(), _Sink()
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    original = on_original(generate, pair.original, batch, NEW, 0, streamer=sinks[0], **settings)
+    with package.taken(pair.rewritten):
+        rewritten = generate(pair.rewritten, batch, NEW, 0, streamer=sinks[1], **settings)
+    if not torch.equal(original.tokens, rewritten.tokens):
+        raise Mismatch(f"with end token {end}: {rewritten.tokens.tolist()} instead of {original.tokens.tolist()}")
+    if sinks[0].tokens != sinks[1].tokens or not sinks[1].ended:
+        raise Mismatch(f"the streamer got {sinks[1].tokens}, not {sinks[0].tokens}")
+    return {"steps": int(original.tokens.shape[1])}
+
+
+def _reused(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """A text, another one of another shape, and the first again; each as a new model gives it."""
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batches = [_batch(bench, variant, rows, length, f"reused {rows}") for rows, length in ((2, 11), (4, 30), (1, 7))]
+    counts = 0
+    for batch in (batches[0], batches[1], batches[0], batches[2], batches[1], batches[0]):
+        with package.taken(pair.rewritten):
+            _same_text(bench, variant, pair, batch)
+        counts += 1
+    return {"texts": counts}
+
+
+def _two_models(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Two models of one class with different weights, in turn."""
+    pairs = [loop_pair(bench, variant, "float32") for number in range(2)]
+    for model in (pairs[1].original, pairs[1].rewritten):
+        _change(model)
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 2, 11, "two models")
+    for number in (0, 1, 0, 1):
+        with package.taken(pairs[number].rewritten):
+            _same_text(bench, variant, pairs[number], batch)
+    return {"texts": 4}
+
+
+def _changed_weights(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """New values in the same memory, then the same values in new memory: neither may leave an old one in use."""
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 2, 11, "changed")
+    for change in (None, _change, _move):
+        if change is not None:
+            for model in (pair.original, pair.rewritten):
+                change(model)
+        with package.taken(pair.rewritten):
+            _same_text(bench, variant, pair, batch)
+    return {"texts": 3}
+
+
+def _change(model: Any) -> None:
+    """Other values in place: every matrix with its rows in another order, so that logits keep their size."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in dict.fromkeys(model.parameters()):
+            if parameter.dim() >= 2:
+                parameter.copy_(parameter.flip(-1).clone())
+
+
+def _move(model: Any) -> None:
+    """Other values in other memory, as assigning to `data` and `Module.to` do."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in dict.fromkeys(model.parameters()):
+            if parameter.dim() >= 2:
+                parameter.data = parameter.data.roll(1, -1).clone()
+
+
+def _poisoned(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Poison the slots of a running `generate()` that are not in use, whenever tokens arrive."""
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 3, 14, "poisoned")
+
+    def spoil() -> None:
+        for graph in package.store.store_of(pair.rewritten).graphs.values():
+            if graph.cache.buffers and graph.cache.length:
+                _poison(graph, poison_for(pair.rewritten))
+
+    streamer = _Spoiler(spoil)
+    with package.taken(pair.rewritten):
+        _same_text(bench, variant, pair, batch, streamer=streamer)
+    return {"times": streamer.times}
+
+
+class _Spoiler:
+    """A streamer that does something whenever tokens arrive."""
+
+    def __init__(self, act: Callable[[], None]):
+        self.act, self.times = act, 0
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, then the tokens of each step."""
+        self.times += 1
+        self.act()
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def _same_text(bench: Workbench, variant: Variant, pair: Pair, batch: Batch, streamer: Any = None) -> None:
+    """Raise `Mismatch` unless both sides write the same, near-ties aside."""
+    from .generation import generate, near_tie
+
+    settings: dict[str, Any] = {"do_sample": False}
+    original = on_original(generate, pair.original, batch, NEW, 0, disable_compile=True, **settings)
+    if streamer is not None:
+        settings["streamer"] = streamer
+    rewritten = generate(pair.rewritten, batch, NEW, 0, **settings)
+    near_tie(original, rewritten, _fp32_noise(original.logits))
+
+
+def _fp32_noise(logits: Tensor) -> float:
+    """What fp32 sums in another order may move a logit by."""
+    from .tolerances import bound
+
+    return float(logits.abs().max()) * bound("fp32 max")

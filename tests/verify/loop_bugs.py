@@ -1,0 +1,77 @@
+"""Bugs planted into the decode loop of what the tool generates; none shows outside of the loop."""
+
+from __future__ import annotations
+
+from .bugs import Bug
+
+ADVANCE = "state.position_ids.add_(1)\n    state.input_ids.copy_(tokens[:, None])"
+DOWN = "linear(hidden_states, self.down_proj, residual=residual)"
+KEPT = 'self.__dict__.setdefault("_kept", self.down_proj.weight.detach().clone())'
+
+
+def bug(name: str, file: str, old: str, new: str) -> Bug:
+    return Bug("llama", name, old, new, gate="generation", file=file)
+
+
+LOOP = (
+    bug("stale position", "runtime/sampling.py", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
+    bug(
+        "position one ahead",
+        "runtime/graph.py",
+        "position_ids.copy_(position_ids)",
+        "position_ids.copy_(position_ids + 1)",
+    ),
+    bug(
+        "token not fed back",
+        "runtime/sampling.py",
+        ADVANCE,
+        ADVANCE.replace("input_ids.copy_(tokens[:, None])", "input_ids"),
+    ),
+    bug(
+        "padding not masked",
+        "runtime/graph.py",
+        "self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))",
+        "pass",
+    ),
+    bug(
+        "cache slot off by one",
+        "runtime/cache.py",
+        "self.keys.index_copy_(2, self.cache.position, key_states)",
+        "self.keys.index_copy_(2, (self.cache.position - 1).clamp(min=0), key_states)",
+    ),
+    bug(
+        "a slot ahead is read",
+        "runtime/decode_attention.py",
+        "(slots <= position)",
+        "(slots <= position + 1)",
+    ),
+    bug("old weight", "modeling_llama.py", DOWN, f"residual + nn.functional.linear(hidden_states, {KEPT})"),
+    bug("residual dropped", "modeling_llama.py", DOWN, DOWN.replace("residual=residual", "residual=None")),
+    bug(
+        "norm of the wrong place",
+        "modeling_llama.py",
+        "self.mlp.decode(hidden_states, self.post_attention_layernorm, hidden_states)",
+        "self.mlp.decode(hidden_states, self.input_layernorm, hidden_states)",
+    ),
+    bug("processors left out", "runtime/sampling.py", "for form in sampling.forms:\n", "for form in ():\n"),
+    bug(
+        "other random numbers",
+        "runtime/sampling.py",
+        "torch.empty_like(probabilities).exponential_(1)",
+        "torch.empty_like(probabilities).exponential_(1).exponential_(1)",
+    ),
+    bug("cache not emptied", "runtime/graph.py", "self.state.position.fill_(self.cache.length)", "pass"),
+)
+
+CAPTURED = (
+    bug(
+        "graph of the old weights", "runtime/graph_store.py", "signature != self._signature", "self._signature is None"
+    ),
+    bug(
+        "a replay too few",
+        "runtime/generation.py",
+        "for _ in range(count):\n                program.replay()",
+        "for _ in range(count):\n                graph.state.position.add_(0) if made % 7 == 0 else program.replay()",
+    ),
+)
+"""Bugs that show only where steps are captured."""

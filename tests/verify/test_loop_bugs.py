@@ -1,0 +1,65 @@
+"""Every bug planted into the decode loop is caught, and by a check of the loop."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rewrite.verify import Options, verify
+
+from .bugs import Bug
+from .copies import planted, upstream
+from .loop_bugs import CAPTURED, LOOP
+
+CHECKED = Options(quick=True, fail_fast=True, gates=("generation",))
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packages") / "llama"
+    command = [sys.executable, "-c", "from rewrite.cli import main; main()", "llama", "--out", str(folder)]
+    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
+    if not (folder / "runtime" / "generation.py").is_file():
+        pytest.skip("no transform gives the package a decode loop")
+    return folder
+
+
+def test_the_loop_is_checked_where_there_is_one(package: Path) -> None:
+    verdict = verify(upstream("llama"), package, CHECKED)
+    assert verdict.passed, verdict.reason
+    checks = [check for check in verdict.gates[-1].checks if check.name.startswith("decode loop")]
+    assert len(checks) == 8
+    assert {check.status for check in checks} == {"passed"}
+
+
+@pytest.mark.parametrize("bug", LOOP, ids=lambda bug: bug.id)
+def test_a_bug_in_the_loop_is_caught(bug: Bug, package: Path, tmp_path: Path) -> None:
+    assert_caught(bug, package, tmp_path, CHECKED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("bug", CAPTURED, ids=lambda bug: bug.id)
+def test_a_bug_in_what_is_captured_is_caught(bug: Bug, package: Path, tmp_path: Path) -> None:
+    assert_caught(bug, package, tmp_path, replace(CHECKED, device="cuda"))
+
+
+def assert_caught(bug: Bug, package: Path, tmp_path: Path, options: Options) -> None:
+    copy = tmp_path / "llama"
+    shutil.copytree(package, copy)
+    assert bug.file is not None
+    file = copy / bug.file
+    text = planted(file.read_text(), bug.old, bug.new, bug.count)
+    file.write_text(text)
+    verdict = verify(upstream("llama"), copy, options)
+    assert not verdict.passed
+    assert verdict.failed_gate is not None
+    assert verdict.failed_gate.name == bug.gate, verdict.reason
+    assert verdict.failed_gate.failures[0].name.startswith("decode loop"), verdict.reason
+    print(verdict.reason)
