@@ -41,6 +41,11 @@ class GraphGeneration(GenerationMixin):
     _step_without_graph = False
     """Take this loop on any device with the step as plain calls; for tests, where there is no GPU."""
 
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Return True: transformers asks whether a base is called GenerationMixin."""
+        return True
+
     def _sample(
         self,
         input_ids: Tensor,

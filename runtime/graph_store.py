@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from . import backend, explain
+from . import backend
+from .explain import reporters
 from .graph import DecodeGraph
 
 GRAPHS_KEPT = 4
@@ -155,4 +156,4 @@ def _describe(model: nn.Module) -> list[str]:
     ]
 
 
-explain.reporters.append(_describe)
+reporters.append(_describe)

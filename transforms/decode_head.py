@@ -11,7 +11,7 @@ from rewrite.analysis.module import ClassInfo, Module, names_in, self_assignment
 from rewrite.analysis.replacement import name_is_free
 from rewrite.analysis.step import LINEAR
 from rewrite.analysis.syntax import called_attribute, calls_in, expression, single_argument
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
 class DecodeHead(Transform):
@@ -36,6 +36,7 @@ class DecodeHead(Transform):
     name = "decode_head"
     summary = "The product with the vocabulary reads its weight at the speed of memory for few rows."
     numerics = Numerics.REORDERED
+    stage = Stage.STEP
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the head is not built as a plain nn.Linear",
         "other_call": "the head is called with other arguments",

@@ -15,7 +15,7 @@ from rewrite.analysis.replacement import is_docstring, name_is_free
 from rewrite.analysis.step import CACHE, CACHES, NoStep, NotWritable
 from rewrite.analysis.syntax import called_attribute, calls_in, parameters
 from rewrite.analysis.windows import stacked_in
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
 class DecodeLayers(Transform):
@@ -45,6 +45,7 @@ class DecodeLayers(Transform):
     name = "decode_layers"
     summary = "Decoder layers get a method for one new token, with norms and residuals inside the products."
     numerics = Numerics.REORDERED
+    stage = Stage.STEP
     after = (
         "fuse_add_norm", "fuse_experts", "fuse_gate_up", "fuse_gated_activation", "fuse_layer_norm", "fuse_qkv",
         "fuse_rms_norm", "fuse_rope", "native_gqa",

@@ -14,7 +14,7 @@ from rewrite.analysis.replacement import name_is_free
 from rewrite.analysis.step import CACHE
 from rewrite.analysis.syntax import LINE_LENGTH, calls_in, expression, parameters, single_assignments
 from rewrite.analysis.windows import mask_functions, stacked_in
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _MASK = "attention_mask"
 
@@ -42,6 +42,7 @@ class DecodeMasks(Transform):
     name = "decode_masks"
     summary = "No attention mask is made in a step whose layers need none."
     numerics = Numerics.EXACT
+    stage = Stage.STEP
     after = ("decode_layers",)
     reasons: ClassVar[Mapping[str, str]] = {
         "layer_without_decode": "a layer that takes the mask has no method for one new token",

@@ -13,7 +13,7 @@ from rewrite.analysis.integration_loop import NotBounded, turns
 from rewrite.analysis.module import Module, walk
 from rewrite.analysis.replacement import name_is_free
 from rewrite.analysis.syntax import replace_nodes
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _PER_ITEM = m.Call(func=m.Attribute(attr=m.Name("tolist")), args=[])
 
@@ -44,6 +44,7 @@ class FixedCountLoops(Transform):
     name = "fixed_count_loops"
     summary = "Loops over hit experts and over integration steps have a number of turns that the host knows."
     numerics = Numerics.REORDERED
+    stage = Stage.GRAPH
     reasons: ClassVar[Mapping[str, str]] = {
         "per_item": "the loop has one turn an image, clip or sequence, and their number is data",
         "other_use": "the loop uses the expert's number for something other than choosing weights",

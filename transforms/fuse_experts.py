@@ -15,7 +15,7 @@ from rewrite.analysis.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.replacement import call_statement, line, name_is_free
 from rewrite.analysis.routing import routing_rule
 from rewrite.analysis.syntax import called_attribute, calls_in, expression
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
 class FuseExperts(Transform):
@@ -49,6 +49,7 @@ class FuseExperts(Transform):
     name = "fuse_experts"
     summary = "Sparse blocks get a method for one new token: router and experts in four kernels."
     numerics = Numerics.REORDERED
+    stage = Stage.STEP
     after = ("fuse_gate_up", "fuse_gated_activation")
     reasons: ClassVar[Mapping[str, str]] = {
         "experts_layout": "the experts' weights are transposed, interleaved, biased, ungated or normed after",

@@ -11,7 +11,7 @@ from rewrite.analysis.host_constants import constants, is_number, listed
 from rewrite.analysis.module import ClassInfo, Module, walk
 from rewrite.analysis.replacement import name_is_free, with_call
 from rewrite.analysis.syntax import called_attribute, calls_in, expression, mutated_names, parameters
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
 class PreallocateBuffers(Transform):
@@ -44,6 +44,7 @@ class PreallocateBuffers(Transform):
     name = "preallocate_buffers"
     summary = "A decode step reads cosines and sines from tables that are computed once."
     numerics = Numerics.EXACT
+    stage = Stage.GRAPH
     reasons: ClassVar[Mapping[str, str]] = {
         "no_cache": "the function that calls the module does not see the cache",
         "reads_input": "the module reads more of its first argument than dtype and device",

@@ -12,7 +12,7 @@ from rewrite.analysis.cache_length import Lengths, lengths, sized_argument, slic
 from rewrite.analysis.module import ClassInfo, Module, walk
 from rewrite.analysis.replacement import name_is_free, with_call
 from rewrite.analysis.syntax import expression, parameters, replace_nodes
-from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _OWN_LOOP = ("generate", "_sample", "_prefill", "_prepare_cache_for_generation", "_update_model_kwargs_for_generation")
 _OTHER_INPUTS = ("pixel", "image", "video", "audio", "speech", "input_features", "input_values", "codec", "codes")
@@ -53,6 +53,7 @@ class StaticCache(Transform):
     name = "static_cache"
     summary = "Generation keeps keys and values in buffers of fixed size and replays a captured step."
     numerics = Numerics.EXACT
+    stage = Stage.GRAPH
     reasons: ClassVar[Mapping[str, str]] = {
         "encoder_decoder": "the model has an encoder, whose keys and values are a second cache",
         "no_kv_cache": "`forward` takes no `past_key_values`",

@@ -14,7 +14,10 @@ import pytest
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_under_the_interpreter() -> None:
     folder = Path(__file__).parent
-    tests = [*sorted(map(str, folder.glob("test_*kernels.py"))), f"{folder / 'test_rotary_rows.py'}::test_kernel_gathers_rows"]
+    tests = [
+        *sorted(map(str, folder.glob("test_*kernels.py"))),
+        f"{folder / 'test_rotary_rows.py'}::test_kernel_gathers_rows",
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, cwd=folder.parents[1], capture_output=True, text=True, check=False)
