@@ -124,6 +124,7 @@ class PreallocatedCache(Cache):
             """The slot that the running step writes, which is the number of tokens before it."""
             self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """The first slot of each row that is no left padding."""
+        self._arrived: Tensor | None = None
         super().__init__(layers=[PreallocatedLayer(self) for _ in range(layer_count)])
 
     @property
@@ -135,6 +136,13 @@ class PreallocatedCache(Cache):
     def length(self) -> int:
         """Number of valid slots, as far as the host knows."""
         return self.layers[0].length
+
+    def arrived(self, count: int) -> Tensor:
+        """Return `count` int32 zeros in which the programs of an attention kernel count themselves, one by one."""
+        if self._arrived is None or self._arrived.numel() < count:
+            with torch.inference_mode(False):
+                self._arrived = torch.zeros(count, dtype=torch.int32, device=self.position.device)
+        return self._arrived
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -7,12 +7,27 @@ bits, and the constants. On ROCm Triton also specialises on the size of each ten
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 WAVE = 64 if torch.version.hip else 32
 _REMEMBERS = torch.version.hip is None
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether a kernel may start before the one before it has ended (programmatic dependent launch).
+
+    Only inside a captured graph, where nothing but the graph's own kernels writes: what is loaded before the wait
+    (weights, older cache slots) was there when the graph was launched. NVIDIA cards from compute capability 9.
+    """
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing() and _has_dependent_launch(tensor.get_device())
+
+
+@functools.cache
+def _has_dependent_launch(device: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
@@ -40,10 +55,13 @@ class Kernel:
         strides: tuple[int, ...],
         floats: tuple[float, ...],
         constants: tuple[object, ...],
+        *,
+        overlap: bool = False,
     ) -> None:
-        """Run the kernel on the current device and stream."""
+        """Run the kernel on the current device and stream, with `overlap` as a programmatic dependent launch."""
         key = (
             num_warps,
+            overlap,
             constants,
             tensors[0].get_device(),
             *[tensor.dtype for tensor in tensors],
@@ -54,6 +72,9 @@ class Kernel:
         if variant is not None:
             variant[grid](*tensors, *counts, *strides, *floats, *constants)
             return
-        variant = self.jit_function[grid](*tensors, *counts, *strides, *floats, *constants, num_warps=num_warps)
+        options = {"launch_pdl": True} if overlap else {}
+        variant = self.jit_function[grid](
+            *tensors, *counts, *strides, *floats, *constants, num_warps=num_warps, **options
+        )
         if _REMEMBERS and variant is not None:  # the interpreter returns None
             self._variants[key] = variant
