@@ -148,6 +148,7 @@ class PreallocatedCache(Cache):
             """The slot that the running step writes, which is the number of tokens before it."""
             self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """The first slot of each row that is no left padding."""
+        self._arrived: list[Tensor] = []
         empty = empty_layers or {}
         super().__init__(layers=[empty.get(index) or PreallocatedLayer(self) for index in range(layer_count)])
 
@@ -165,6 +166,13 @@ class PreallocatedCache(Cache):
     def length(self) -> int:
         """Number of valid slots, as far as the host knows."""
         return self.attention_layers[0].length
+
+    def arrived(self, count: int) -> Tensor:
+        """Return `count` int32 zeros in which the programs of an attention kernel count themselves, one by one."""
+        if not self._arrived or self._arrived[-1].numel() < count:  # graphs keep the addresses of the smaller ones
+            with torch.inference_mode(False):
+                self._arrived.append(torch.zeros(max(count, 4096), dtype=torch.int32, device=self.position.device))
+        return self._arrived[-1]
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Attention of one new token a row to the valid slots of a preallocated cache.
+"""Attention of one new token a row to the valid slots of a preallocated cache (split-KV, as in Flash-Decoding, 2023).
 
 B rows, H query heads, Hk key/value heads, G = H / Hk, S capacity, D and Dv head_dim of keys and values, p the position
 of the token, W the window:
@@ -6,14 +6,193 @@ of the token, W the window:
     row b reads slots s with starts[b] <= s <= p and, with a window, p - W < s
     scores = q kᵀ * scaling, then softcap * tanh(scores / softcap)
     weights = softmax over the slots, and over the sink logit of the head where there is one
+
+A program takes some query heads of one key/value head and one part of the row's valid slots, so that time follows the
+tokens there are and not the capacity; the last program of a head to finish adds up the parts. Slots that hold nothing
+valid are never read.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from . import backend
 from .cache import PreallocatedCache
+from .launch import Kernel, overlaps
+from .rows import KERNEL_DTYPES
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _tile(ptr, slot, keep, column, D: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load rows `slot` of one head's keys or values, zeros where not `keep`."""
+        return tl.load(ptr + slot.to(tl.int64)[:, None] * D + column, mask=keep[:, None] & (column < D), other=0.0)
+
+    @triton.jit
+    def _scores(  # type: ignore[no-untyped-def]
+        query, keys, seen, scaling, softcap, SOFTCAP: tl.constexpr, DOT: tl.constexpr
+    ):
+        """Return `[heads, slots]` scores, -1e30 where not `seen`."""
+        if DOT:
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        else:
+            scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
+        scores *= scaling
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+        return tl.where(seen[None, :], scores, -1e30)
+
+    @triton.jit
+    def _weighted(weights, values, DOT: tl.constexpr):  # type: ignore[no-untyped-def]
+        if DOT:
+            return tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        return tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
+
+    @triton.jit
+    def _decode_attention_kernel(  # type: ignore[no-untyped-def]
+        query_ptr,
+        keys_ptr,
+        values_ptr,
+        position_ptr,
+        starts_ptr,
+        sinks_ptr,
+        top_ptr,
+        sum_ptr,
+        part_ptr,
+        arrived_ptr,
+        out_ptr,
+        capacity,
+        window,
+        scaling,
+        softcap,
+        H: tl.constexpr,
+        HK: tl.constexpr,
+        D: tl.constexpr,
+        DV: tl.constexpr,
+        WINDOW: tl.constexpr,
+        SOFTCAP: tl.constexpr,
+        SINKS: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        HEADS: tl.constexpr,
+        BLOCK_HEADS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_DV: tl.constexpr,
+        BLOCK_SLOTS: tl.constexpr,
+        SPLITS: tl.constexpr,
+        DOT: tl.constexpr,
+    ):
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        row = tl.program_id(0)
+        first_head = tl.program_id(1) * HEADS
+        part = tl.program_id(2)
+        position = tl.load(position_ptr)
+        low = tl.load(starts_ptr + row)
+        if WINDOW:
+            low = tl.maximum(low, position + 1 - window)
+        count = (position + 1 - low).to(tl.int32)
+        share = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_SLOTS) * BLOCK_SLOTS
+        active = tl.cdiv(count, share)
+        if part >= active:
+            return
+        begin = low + part * share
+        end = tl.minimum(begin + share, position + 1)
+        kv_head = (row * HK + first_head // (H // HK)).to(tl.int64)
+        keys_ptr += kv_head * capacity * D
+        values_ptr += kv_head * capacity * DV
+        column = tl.arange(0, BLOCK_D)[None, :]
+        value_column = tl.arange(0, BLOCK_DV)[None, :]
+        slot = begin + tl.arange(0, BLOCK_SLOTS)
+        # All slots but the newest were written by earlier steps, before this graph was launched.
+        old = (slot < end) & (slot < position)
+        keys = _tile(keys_ptr, slot, old, column, D)
+        values = _tile(values_ptr, slot, old, value_column, DV)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        head = first_head + tl.arange(0, BLOCK_HEADS)
+        live = tl.arange(0, BLOCK_HEADS) < HEADS
+        query_row = query_ptr + (row * H + head).to(tl.int64)[:, None] * D
+        query = tl.load(query_row + column, mask=live[:, None] & (column < D), other=0.0)
+        newest = (slot < end) & (slot == position)
+        keys = tl.where(newest[:, None], _tile(keys_ptr, slot, newest, column, D), keys)
+        values = tl.where(newest[:, None], _tile(values_ptr, slot, newest, value_column, DV), values)
+        scores = _scores(query, keys, slot < end, scaling, softcap, SOFTCAP, DOT)
+        top = tl.max(scores, 1)
+        weights = tl.exp(scores - top[:, None])
+        total = tl.sum(weights, 1)
+        mixed = _weighted(weights, values, DOT)
+        for at in range(begin + BLOCK_SLOTS, end, BLOCK_SLOTS):
+            slot = at + tl.arange(0, BLOCK_SLOTS)
+            keys = _tile(keys_ptr, slot, slot < end, column, D)
+            values = _tile(values_ptr, slot, slot < end, value_column, DV)
+            scores = _scores(query, keys, slot < end, scaling, softcap, SOFTCAP, DOT)
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            shrink = tl.exp(top - higher)
+            total = total * shrink + tl.sum(weights, 1)
+            mixed = mixed * shrink[:, None] + _weighted(weights, values, DOT)
+            top = higher
+        out_row = (row * H + head).to(tl.int64)
+        if active == 1:
+            if SINKS:
+                sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
+                higher = tl.maximum(top, sink)
+                total = total * tl.exp(top - higher) + tl.exp(sink - higher)
+                mixed = mixed * tl.exp(top - higher)[:, None]
+            y = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] * DV + value_column, y, mask=live[:, None] & (value_column < DV))
+            return
+        at = out_row * SPLITS + part
+        tl.store(top_ptr + at, top, mask=live)
+        tl.store(sum_ptr + at, total, mask=live)
+        tl.store(part_ptr + at[:, None] * DV + value_column, mixed, mask=live[:, None] & (value_column < DV))
+        tl.debug_barrier()
+        arrived = arrived_ptr + row * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") != active - 1:
+            return
+        tl.store(arrived, 0)
+        number = tl.arange(0, SPLITS)
+        there = number < active
+        columns = tl.arange(0, BLOCK_DV)
+        for index in tl.static_range(HEADS):
+            at = (row * H + first_head + index).to(tl.int64) * SPLITS + number
+            tops = tl.load(top_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+            sums = tl.load(sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+            keep = there[:, None] & (value_column < DV)
+            parts = tl.load(part_ptr + at[:, None] * DV + value_column, mask=keep, other=0.0, cache_modifier=".cg")
+            highest = tl.max(tops, 0)
+            if SINKS:
+                sink = tl.load(sinks_ptr + first_head + index).to(tl.float32)
+                highest = tl.maximum(highest, sink)
+            scale = tl.exp(tops - highest)
+            whole = tl.sum(sums * scale, 0)
+            if SINKS:
+                whole += tl.exp(sink - highest)
+            y = tl.sum(parts * scale[:, None], 0) / whole
+            out = out_ptr + (row * H + first_head + index).to(tl.int64) * DV
+            tl.store(out + columns, y.to(out_ptr.dtype.element_ty), mask=columns < DV)
+
+    decode_attention_kernel = Kernel(_decode_attention_kernel)
+
+
+class Split(NamedTuple):
+    """How the work is divided."""
+
+    heads: int
+    """Query heads of a program, of one key/value head."""
+    splits: int
+    """Most parts of a row."""
+    slots: int
+    """Slots of a tile."""
+    dot: bool
+    """Whether the tensor cores multiply; they want 16 rows, of which `heads` are used."""
+    num_warps: int
 
 
 def decode_attention(
@@ -41,10 +220,81 @@ def decode_attention(
         `[B, 1, H Dv]`.
     """
     layer = past_key_values.layers[layer_idx]
-    return _reference(
-        query, layer.keys, layer.values, past_key_values.position, past_key_values.starts, scaling,
-        sliding_window, softcap, sinks,
-    )  # fmt: skip
+    keys, values = layer.keys, layer.values
+    position, starts = past_key_values.position, past_key_values.starts
+    if (
+        query.dtype in KERNEL_DTYPES
+        and keys.dtype == values.dtype == query.dtype
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and max(keys.shape[3], values.shape[3]) <= 256
+        and backend.nothing_watches(query)
+        and not backend.wants_gradient(query)
+        and backend.uses_triton(query)
+    ):
+        split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
+        arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
+        return launch(query, keys, values, position, starts, arrived, scaling, sliding_window, softcap, sinks, split)
+    return _reference(query, keys, values, position, starts, scaling, sliding_window, softcap, sinks)
+
+
+@functools.cache
+def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
+    """Return how to divide the work."""
+    group = heads // kv_heads
+    slots = 64 if head_dim <= 128 else 32
+    wanted = max(1, 256 // (batch * kv_heads))
+    splits = min(64, 1 << (max(1, min(wanted, -(-capacity // slots))) - 1).bit_length())
+    return Split(group, splits, slots, True, 4)
+
+
+def launch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    starts: Tensor,
+    arrived: Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    split: Split,
+) -> Tensor:
+    """Run the kernel with a division of the work; `rewrite tune` times it through this.
+
+    `arrived` is `[B H]` int32 zeros, and zeros again afterwards.
+    """
+    batch, heads, _, head_dim = query.shape
+    kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    out = query.new_empty(batch, 1, heads * value_dim)
+    top, total = query.new_empty((2, batch * heads * split.splits), dtype=torch.float32)
+    parts = query.new_empty(batch * heads * split.splits * value_dim, dtype=torch.float32)
+    overlap = overlaps(query)
+    with backend.device_guard(query):
+        decode_attention_kernel.launch(
+            (batch, heads // split.heads, split.splits),
+            split.num_warps,
+            (
+                query.contiguous(), keys, values, position, starts, query if sinks is None else sinks, top, total,
+                parts, arrived, out,
+            ),
+            (capacity, sliding_window or 0),
+            (),
+            (scaling, softcap or 1.0),
+            (
+                heads, kv_heads, head_dim, value_dim, sliding_window is not None, softcap is not None,
+                sinks is not None, overlap, split.heads,
+                max(16, _power(split.heads)) if split.dot else _power(split.heads), _power(head_dim),
+                _power(value_dim), split.slots, split.splits, split.dot,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+    return out
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _reference(

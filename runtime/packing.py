@@ -59,6 +59,20 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     return output.split_with_sizes([weight.size(0) for weight in weights], -1)
 
 
+def packed_parameters(input: Tensor, projections: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | str:
+    """Return the weight `[ΣO_i, I]` and bias `[ΣO_i]` of projections of `input` as one, or why they are not one.
+
+    For kernels that read weights themselves; also for a single projection. The reason is a key of `REASONS`.
+    """
+    if (reason := _unsafe(input, projections)) is not None:
+        return reason
+    weights = [_parameter(projection, "weight") for projection in projections]
+    biases = [projection._parameters["bias"] for projection in projections]
+    if (reason := _pack_all(weights, biases)) is not None:
+        return reason
+    return _packed_weight(weights), _packed_bias(weights, biases)
+
+
 def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) -> tuple[Tensor, ...]:
     backend.count_fallback("packed_linear", reason, projections[0])
     return tuple(projection(input) for projection in projections)
@@ -92,9 +106,12 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _one_product(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    return F.linear(input, _packed_weight(weights), _packed_bias(weights, biases))
+
+
+def _packed_weight(weights: Sequence[Tensor]) -> Tensor:
     columns = weights[0].size(1)
-    weight = weights[0].as_strided((sum([weight.size(0) for weight in weights]), columns), (columns, 1))
-    return F.linear(input, weight, _packed_bias(weights, biases))
+    return weights[0].as_strided((sum([weight.size(0) for weight in weights]), columns), (columns, 1))
 
 
 def _packed_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
