@@ -1,0 +1,156 @@
+"""The kernels of a decode step against fp64, with the plain form's own error as the yardstick."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import INTERPRETED, KERNEL_DTYPES
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
+from rewrite.runtime import backend
+from rewrite.runtime.cache import PreallocatedCache
+from rewrite.runtime.decode_attention import Split, _reference, decode_attention, launch
+from rewrite.runtime.linear import gated_linear, linear
+from rewrite.runtime.prologue import Prologue
+from rewrite.runtime.qkv_step import qkv_step
+from rewrite.runtime.rms_norm import rms_norm
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+
+
+class Norm(nn.Module):
+    """An RMSNorm as `fuse_rms_norm` and `decode_layers` leave it."""
+
+    def __init__(self, size: int, offset: float = 0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5, requires_grad=False)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, 1e-5, offset=self.offset)
+
+    def prologue(self) -> Prologue:
+        return Prologue(self.weight, 1e-5, offset=self.offset)
+
+
+def projection(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    made = nn.Linear(inputs, outputs, bias=bias).requires_grad_(False)
+    made.weight.data.normal_(0, inputs**-0.5)
+    return made
+
+
+def exactly(run: Any, *modules: nn.Module) -> Tensor:
+    """Run the plain form in fp64 and bring the modules back."""
+    dtype = next(modules[0].parameters()).dtype
+    for module in modules:
+        module.double()
+    with backend.use_backend("reference"):
+        result: Tensor = run(torch.float64)
+    for module in modules:
+        module.to(dtype)
+    return result
+
+
+@dtypes
+@pytest.mark.parametrize(("inputs", "outputs", "bias", "offset"), [(64, 48, True, 0.0), (130, 7, False, 1.0)])
+def test_one_row(
+    inputs: int, outputs: int, bias: bool, offset: float, dtype: torch.dtype, device: torch.device, poisoned: None
+) -> None:
+    norm, one, two = Norm(inputs, offset), projection(inputs, outputs, bias), projection(inputs, outputs, bias)
+    for module in (norm, one, two):
+        module.to(device, dtype)
+    x = torch.randn(1, 1, inputs, device=device).to(dtype)
+    residual = torch.randn(1, 1, outputs, device=device).to(dtype)
+    forms = [
+        lambda kind: linear(x.to(kind), one, norm=norm, residual=residual.to(kind)),
+        lambda kind: gated_linear(x.to(kind), (one, two), nn.functional.silu, norm=norm),
+    ]
+    for form in forms:
+        got = form(dtype)
+        assert not backend.fallbacks()
+        with backend.use_backend("reference"):
+            plain = form(dtype)
+        assert_as_exact_as(plain, got, exactly(form, norm, one, two), torch.finfo(dtype).eps)
+
+
+@dtypes
+@pytest.mark.parametrize("q_norm", [False, True])
+@pytest.mark.parametrize(("columns", "interleaved"), [(16, False), (8, False), (16, True), (0, False)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_query_and_cache_write(
+    batch: int, columns: int, interleaved: bool, q_norm: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    heads, kv_heads, head_dim, hidden = 4, 2, 16, 64
+    modules: list[nn.Module] = [projection(hidden, count * head_dim, True) for count in (heads, kv_heads, kv_heads)]
+    norms = [Norm(hidden), Norm(head_dim), Norm(head_dim)]
+    for module in (*modules, *norms):
+        module.to(device, dtype)
+    x = torch.randn(batch, 1, hidden, device=device).to(dtype)
+    angle = torch.rand(batch, 1, max(columns, 2), device=device)
+
+    def run(kind: torch.dtype) -> Tensor:
+        cache = PreallocatedCache(1, batch, 32, device)
+        cache.layers[0].allocate(kv_heads, head_dim, head_dim, kind, device)
+        cache.position.fill_(5)
+        tables = (angle.cos().to(dtype).to(kind), angle.sin().to(dtype).to(kind)) if columns else None
+        with cache.step():
+            query = qkv_step(
+                x.to(kind), modules, tables, cache, 0, head_dim=head_dim, norm=norms[0],
+                q_norm=norms[1] if q_norm else None, k_norm=norms[2] if q_norm else None, interleaved=interleaved,
+            )  # fmt: skip
+        layer = cache.layers[0]
+        assert not layer.keys[:, :, :5].any()
+        assert not layer.values[:, :, 6:].any()
+        written = [layer.keys[:, :, 5].flatten(1), layer.values[:, :, 5].flatten(1)]
+        return torch.cat([query.flatten(1), *written], dim=1)
+
+    got = run(dtype)
+    assert not backend.fallbacks()
+    with backend.use_backend("reference"):
+        plain = run(dtype)
+    assert_as_exact_as(plain, got, exactly(run, *modules, *norms), torch.finfo(dtype).eps)
+
+
+@dtypes
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("position", [0, 70])
+def test_attention(
+    position: int, options: dict[str, Any], dtype: torch.dtype, device: torch.device, poisoned: None
+) -> None:
+    batch, heads, kv_heads, head_dim, capacity = 2, 6, 2, 24, 96
+    cache = PreallocatedCache(1, batch, capacity, device)
+    cache.layers[0].allocate(kv_heads, head_dim, head_dim, dtype, device)
+    cache.position.fill_(position)
+    cache.starts.copy_(torch.tensor([0, position // 2]))
+    layer = cache.layers[0]
+    layer.keys.normal_()
+    layer.values.normal_()
+    query = torch.randn(batch, heads, 1, head_dim, device=device).to(dtype)
+    given = dict(options)
+    if "sinks" in given:
+        given["sinks"] = torch.randn(heads, device=device).to(dtype)
+    window, softcap, sinks = (given.get(name) for name in ("sliding_window", "softcap", "sinks"))
+
+    def plain(kind: torch.dtype) -> Tensor:
+        tensors = [t.to(kind) for t in (query, layer.keys, layer.values)]
+        return _reference(
+            *tensors, cache.position, cache.starts, 0.2, window, softcap, None if sinks is None else sinks.to(kind)
+        )
+
+    wanted, exact = plain(dtype), plain(torch.float64)
+    layer.keys[:, :, position + 1 :] = torch.nan
+    layer.values[:, :, position + 1 :] = torch.nan
+    with cache.step():
+        got = decode_attention(query, cache, 0, scaling=0.2, **given)
+    assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
+    assert not cache.arrived(1).any()
+    for split in (Split(3, 4, 16, True, 1), Split(1, 8, 16, False, 1), Split(3, 1, 32, True, 1)):
+        got = launch(
+            query, layer.keys, layer.values, cache.position, cache.starts, cache.arrived(1), 0.2, window, softcap,
+            sinks, split,
+        )  # fmt: skip
+        assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
