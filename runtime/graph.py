@@ -25,7 +25,8 @@ from transformers.cache_utils import DynamicCache
 
 from .cache import CacheFull, PreallocatedCache, preallocated_like
 from .capture import CAPTURING, capture
-from .sampling import Sampling, StepState, advance, select
+from .greedy import choose
+from .sampling import Sampling, StepState
 
 PROGRAMS_KEPT = 8
 """Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
@@ -96,8 +97,7 @@ class Program:
             graph.state.position.add_(1)
             graph.state.position_ids.add_(1)
             return
-        tokens, self.logits, self.scores = select(logits, graph.state, self.sampling)
-        advance(tokens, graph.state, self.sampling)
+        self.logits, self.scores = choose(logits, graph.state, self.sampling)
 
 
 class DecodeGraph:

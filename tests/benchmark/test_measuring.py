@@ -211,6 +211,12 @@ def test_a_measurement_is_complete(record: dict[str, Any]) -> None:
 def test_tables_fit_80_columns(record: dict[str, Any]) -> None:
     assert max(map(len, tables.text(record).splitlines())) <= 80
     assert "rewritten" in pages.decoding([record])
+    slow = json.loads(json.dumps(record))
+    for figures in slow["cells"][0]["sides"].values():
+        figures["decode_ms"] *= 1e4
+        if "ours" in figures:
+            figures["ours"] = {name: value * 1e3 for name, value in figures["ours"].items()}
+    assert max(map(len, tables.text(slow).splitlines())) <= 80
 
 
 def test_wrong_tokens_are_no_success(record: dict[str, Any]) -> None:

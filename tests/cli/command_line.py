@@ -15,6 +15,11 @@ class Outcome:
     out: str
     err: str
 
+    @property
+    def said(self) -> list[str]:
+        """The lines of stderr, less those that show progress, which a slow machine gets more of."""
+        return [line for line in self.err.splitlines() if "…" not in line]
+
 
 class CommandLine:
     """Runs `rewrite` in this process and returns what it printed."""

@@ -102,8 +102,8 @@ def test_a_place_that_cannot_be_written(here: Path, rewrite: CommandLine) -> Non
     for out in ("file/out", "/proc/out"):
         failed = rewrite(*ARGUMENTS, "--out", out)
         assert failed.code in (1, 2)
-        assert failed.err.startswith("error: ")
-        assert len(failed.err.splitlines()) <= 2
+        assert failed.said[0].startswith("error: ")
+        assert len(failed.said) <= 2
 
 
 def test_a_full_disk_leaves_the_old_folder(

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from rewrite.runtime import backend
 from rewrite.runtime.cache import PreallocatedCache
 from rewrite.runtime.decode_attention import Split, _reference, decode_attention, launch
+from rewrite.runtime.greedy import choose
 from rewrite.runtime.linear import gated_linear, linear
 from rewrite.runtime.prologue import Prologue
 from rewrite.runtime.qkv_step import qkv_step
 from rewrite.runtime.rms_norm import rms_norm
+from rewrite.runtime.sampling import Sampling, StepState
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -154,3 +156,24 @@ def test_attention(
             sinks, split,
         )  # fmt: skip
         assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
+
+
+@dtypes
+@pytest.mark.parametrize("ends", [0, 2])
+def test_greedy_choice(ends: int, dtype: torch.dtype, device: torch.device, poisoned: None) -> None:
+    rows, vocabulary, capacity = 3, 5000, 8
+    logits = torch.randn(rows, vocabulary, device=device).round(decimals=1).to(dtype)
+    logits[2, 4100] = torch.nan
+    best = logits.argmax(-1)
+    eos, pad = best[1:].clone(), torch.tensor([7], device=device)
+    sampling = Sampling([], False, eos if ends else None, pad if ends else None)
+    state, wanted = (StepState(rows, capacity, torch.full((1,), 3, device=device)) for _ in range(2))
+    for each in (state, wanted):
+        each.finished[2] = True
+    choose(logits, state, sampling)
+    with backend.use_backend("reference"):
+        choose(logits, wanted, sampling)
+    for name, tensor in vars(wanted).items():
+        assert torch.equal(getattr(state, name), tensor), name
+    assert state.input_ids[0] == best[0]
+    assert state.finished.tolist() == ([False, True, True] if ends else [False, False, True])

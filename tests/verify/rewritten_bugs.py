@@ -37,8 +37,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "packed weights stale",
-        "F.linear(input, weight, _packed_bias",
-        "F.linear(input, weights[0].__dict__.setdefault('_kept', weight.detach().clone()), _packed_bias",
+        "F.linear(input, _packed_weight(weights), ",
+        "F.linear(input, weights[0].__dict__.setdefault('_kept', _packed_weight(weights).detach().clone()), ",
         file="runtime/packing.py",
     ),
     Bug(
@@ -67,8 +67,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "bias dropped",
-        "return F.linear(input, weight, _packed_bias(weights, biases))",
-        "return F.linear(input, weight)",
+        "F.linear(input, _packed_weight(weights), _packed_bias(weights, biases))",
+        "F.linear(input, _packed_weight(weights))",
         file="runtime/packing.py",
     ),
     Bug("qwen3", "query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),
