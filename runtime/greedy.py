@@ -1,7 +1,7 @@
 """The end of a greedy decode step in two kernels: the most probable token, and what the next step needs to know.
 
-B rows, V vocabulary, S capacity, E number of end-of-sequence ids. Of equal logits the first one is taken, and no number
-(NaN) counts as the largest, as in `torch.argmax`.
+B rows, V vocabulary, S capacity, E number of end-of-sequence ids. Of equal logits the first one is taken; NaN counts
+as the largest, as in `torch.argmax`.
 """
 
 from __future__ import annotations
