@@ -35,6 +35,10 @@ if backend.triton_installed():
         return tl.load(ptr + slot.to(tl.int64)[:, None] * D + column, mask=keep[:, None] & (column < D), other=0.0)
 
     @triton.jit
+    def _capped(scores, softcap):  # type: ignore[no-untyped-def]
+        return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+
+    @triton.jit
     def _scores(  # type: ignore[no-untyped-def]
         query, keys, seen, scaling, softcap, SOFTCAP: tl.constexpr, DOT: tl.constexpr
     ):
@@ -45,7 +49,7 @@ if backend.triton_installed():
             scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
         scores *= scaling
         if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            scores = _capped(scores, softcap)
         return tl.where(seen[None, :], scores, -1e30)
 
     @triton.jit
@@ -53,6 +57,13 @@ if backend.triton_installed():
         if DOT:
             return tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         return tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
+
+    @triton.jit
+    def _sum_of_parts(part_ptr, part, held, scale, column, DV: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return `[heads, columns]`: the rows `part` of `[heads, parts]`, each times its scale, added up."""
+        at = part[:, :, None] * DV + column[:, None, :]
+        keep = held[:, :, None] & (column < DV)[:, None, :]
+        return tl.sum(tl.load(part_ptr + at, mask=keep, other=0.0, cache_modifier=".cg") * scale[:, :, None], 1)
 
     @triton.jit
     def _decode_attention_kernel(  # type: ignore[no-untyped-def]
@@ -80,11 +91,13 @@ if backend.triton_installed():
         SINKS: tl.constexpr,
         OVERLAP: tl.constexpr,
         HEADS: tl.constexpr,
+        HEADS_HELD: tl.constexpr,
         BLOCK_HEADS: tl.constexpr,
         BLOCK_D: tl.constexpr,
         BLOCK_DV: tl.constexpr,
         BLOCK_SLOTS: tl.constexpr,
         SPLITS: tl.constexpr,
+        PARTS: tl.constexpr,
         DOT: tl.constexpr,
     ):
         if OVERLAP:
@@ -108,30 +121,36 @@ if backend.triton_installed():
         values_ptr += kv_head * capacity * DV
         column = tl.arange(0, BLOCK_D)[None, :]
         value_column = tl.arange(0, BLOCK_DV)[None, :]
-        slot = begin + tl.arange(0, BLOCK_SLOTS)
         # All slots but the newest were written by earlier steps, before this graph was launched.
-        old = (slot < end) & (slot < position)
-        keys = _tile(keys_ptr, slot, old, column, D)
-        values = _tile(values_ptr, slot, old, value_column, DV)
+        older = tl.minimum(end, position)
+        slot = begin + tl.arange(0, BLOCK_SLOTS)
+        keys = _tile(keys_ptr, slot, slot < older, column, D)
+        values = _tile(values_ptr, slot, slot < older, value_column, DV)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         head = first_head + tl.arange(0, BLOCK_HEADS)
         live = tl.arange(0, BLOCK_HEADS) < HEADS
         query_row = query_ptr + (row * H + head).to(tl.int64)[:, None] * D
         query = tl.load(query_row + column, mask=live[:, None] & (column < D), other=0.0)
-        newest = (slot < end) & (slot == position)
-        keys = tl.where(newest[:, None], _tile(keys_ptr, slot, newest, column, D), keys)
-        values = tl.where(newest[:, None], _tile(values_ptr, slot, newest, value_column, DV), values)
-        scores = _scores(query, keys, slot < end, scaling, softcap, SOFTCAP, DOT)
-        top = tl.max(scores, 1)
+        # The newest slot belongs to the last part; elsewhere it weighs nothing.
+        newest = end > position
+        key = tl.load(keys_ptr + position * D + column, mask=newest & (column < D), other=0.0)
+        value = tl.load(values_ptr + position * DV + value_column, mask=newest & (value_column < DV), other=0.0)
+        scores = _scores(query, keys, slot < older, scaling, softcap, SOFTCAP, DOT)
+        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scaling
+        if SOFTCAP:
+            score = _capped(score, softcap)
+        score = tl.where(newest, score, -1e30)
+        top = tl.maximum(tl.max(scores, 1), score)
         weights = tl.exp(scores - top[:, None])
-        total = tl.sum(weights, 1)
-        mixed = _weighted(weights, values, DOT)
-        for at in range(begin + BLOCK_SLOTS, end, BLOCK_SLOTS):
+        weight = tl.exp(score - top)
+        total = tl.sum(weights, 1) + weight
+        mixed = _weighted(weights, values, DOT) + weight[:, None] * value.to(tl.float32)
+        for at in range(begin + BLOCK_SLOTS, older, BLOCK_SLOTS):
             slot = at + tl.arange(0, BLOCK_SLOTS)
-            keys = _tile(keys_ptr, slot, slot < end, column, D)
-            values = _tile(values_ptr, slot, slot < end, value_column, DV)
-            scores = _scores(query, keys, slot < end, scaling, softcap, SOFTCAP, DOT)
+            keys = _tile(keys_ptr, slot, slot < older, column, D)
+            values = _tile(values_ptr, slot, slot < older, value_column, DV)
+            scores = _scores(query, keys, slot < older, scaling, softcap, SOFTCAP, DOT)
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
             shrink = tl.exp(top - higher)
@@ -157,26 +176,33 @@ if backend.triton_installed():
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") != active - 1:
             return
         tl.store(arrived, 0)
-        number = tl.arange(0, SPLITS)
-        there = number < active
-        columns = tl.arange(0, BLOCK_DV)
-        for index in tl.static_range(HEADS):
-            at = (row * H + first_head + index).to(tl.int64) * SPLITS + number
-            tops = tl.load(top_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
-            sums = tl.load(sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-            keep = there[:, None] & (value_column < DV)
-            parts = tl.load(part_ptr + at[:, None] * DV + value_column, mask=keep, other=0.0, cache_modifier=".cg")
-            highest = tl.max(tops, 0)
-            if SINKS:
-                sink = tl.load(sinks_ptr + first_head + index).to(tl.float32)
-                highest = tl.maximum(highest, sink)
-            scale = tl.exp(tops - highest)
-            whole = tl.sum(sums * scale, 0)
-            if SINKS:
-                whole += tl.exp(sink - highest)
-            y = tl.sum(parts * scale[:, None], 0) / whole
-            out = out_ptr + (row * H + first_head + index).to(tl.int64) * DV
-            tl.store(out + columns, y.to(out_ptr.dtype.element_ty), mask=columns < DV)
+        index = tl.arange(0, HEADS_HELD)
+        number = tl.arange(0, SPLITS)[None, :]
+        there = (index < HEADS)[:, None] & (number < active)
+        out_row = (row * H + first_head + index).to(tl.int64)
+        at = out_row[:, None] * SPLITS + number
+        tops = tl.load(top_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+        sums = tl.load(sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        highest = tl.max(tops, 1)
+        if SINKS:
+            sink = tl.load(sinks_ptr + first_head + index, mask=index < HEADS, other=0.0).to(tl.float32)
+            highest = tl.maximum(highest, sink)
+        whole = tl.sum(sums * tl.exp(tops - highest[:, None]), 1)
+        if SINKS:
+            whole += tl.exp(sink - highest)
+        y = tl.zeros([HEADS_HELD, BLOCK_DV], tl.float32)
+        for first in tl.static_range(0, SPLITS, PARTS):
+            if first < active:
+                some = first + tl.arange(0, PARTS)[None, :]
+                held = (index < HEADS)[:, None] & (some < active)
+                rows = out_row[:, None] * SPLITS + some
+                scale = tl.exp(
+                    tl.load(top_ptr + rows, mask=held, other=-1e30, cache_modifier=".cg") - highest[:, None]
+                )
+                y += _sum_of_parts(part_ptr, rows, held, scale, value_column, DV)
+        y = (y / whole[:, None]).to(out_ptr.dtype.element_ty)
+        keep = (index < HEADS)[:, None] & (value_column < DV)
+        tl.store(out_ptr + out_row[:, None] * DV + value_column, y, mask=keep)
 
     decode_attention_kernel = Kernel(_decode_attention_kernel)
 
@@ -240,12 +266,17 @@ def decode_attention(
 
 @functools.cache
 def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
-    """Return how to divide the work."""
+    """Return how to divide the work.
+
+    With few slots a program is one warp, which waits for no other, and every key and value is loaded before the query
+    is there; with many it is four that stream (H100, 512 to 32,768 slots).
+    """
     group = heads // kv_heads
-    slots = 64 if head_dim <= 128 else 32
     wanted = max(1, 256 // (batch * kv_heads))
-    splits = min(64, 1 << (max(1, min(wanted, -(-capacity // slots))) - 1).bit_length())
-    return Split(group, splits, slots, True, 4)
+    splits = min(64, 1 << (max(1, min(wanted, -(-capacity // 64))) - 1).bit_length())
+    if head_dim <= 64 and capacity <= 64 * splits:
+        return Split(group, splits, 32, True, 1)
+    return Split(group, splits, 64 if head_dim <= 128 else 32, True, 4)
 
 
 def launch(
@@ -270,6 +301,9 @@ def launch(
     out = query.new_empty(batch, 1, heads * value_dim)
     top, total = query.new_empty((2, batch * heads * split.splits), dtype=torch.float32)
     parts = query.new_empty(batch * heads * split.splits * value_dim, dtype=torch.float32)
+    # Of the parts, the last program to finish holds at most 4,096 numbers a warp at a time.
+    held = _power(split.heads) * _power(value_dim)
+    parts_at_once = max(1, min(split.splits, 4096 * split.num_warps // held))
     overlap = overlaps(query)
     with backend.device_guard(query):
         decode_attention_kernel.launch(
@@ -284,9 +318,9 @@ def launch(
             (scaling, softcap or 1.0),
             (
                 heads, kv_heads, head_dim, value_dim, sliding_window is not None, softcap is not None,
-                sinks is not None, overlap, split.heads,
+                sinks is not None, overlap, split.heads, _power(split.heads),
                 max(16, _power(split.heads)) if split.dot else _power(split.heads), _power(head_dim),
-                _power(value_dim), split.slots, split.splits, split.dot,
+                _power(value_dim), split.slots, split.splits, parts_at_once, split.dot,
             ),
             overlap=overlap,
         )  # fmt: skip
