@@ -159,8 +159,10 @@ def linear(
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, (projection,))
         if isinstance(parameters, tuple) and _fits(input, parameters, residual):
-            return _linear(input, *parameters, prologue, residual)
-        if isinstance(parameters, str):
+            product = _linear(input, *parameters, prologue, residual)
+            if product is not None:
+                return product
+        elif isinstance(parameters, str):
             backend.count_fallback("linear", parameters, projection)
         norm = norm if prologue is not None else None
     output: Tensor = projection(input if norm is None else norm(input))
@@ -190,8 +192,10 @@ def gated_linear(
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
-            return _gated(input, *parameters, kind, prologue)
-        if isinstance(parameters, str):
+            product = _gated(input, *parameters, kind, prologue)
+            if product is not None:
+                return product
+        elif isinstance(parameters, str):
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
     if norm is not None:
@@ -230,10 +234,14 @@ def _fits(input: Tensor, parameters: tuple[Tensor, Tensor | None], residual: Ten
 
 def _linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Prologue | None, residual: Tensor | None
-) -> Tensor:
+) -> Tensor | None:
+    """Run the kernel; None where torch's own operators are to run instead."""
     rows, cols = weight.shape
+    shape = tile_for("linear", rows, cols, weight)
+    if shape is None:
+        return None
     out = input.new_empty((*input.shape[:-1], rows))
-    launch_linear(input, weight, bias, prologue, residual, out, tile_for("linear", rows, cols, weight))
+    launch_linear(input, weight, bias, prologue, residual, out, shape)
     return out
 
 
@@ -246,7 +254,7 @@ def launch_linear(
     out: Tensor,
     shape: Tile,
 ) -> None:
-    """Run the kernel of `linear` with a tile; `rewrite tune` times it through this."""
+    """Run the kernel of `linear` with a tile."""
     block_rows, block_cols, num_warps = shape
     rows, cols = weight.shape
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
@@ -267,10 +275,14 @@ def launch_linear(
         )  # fmt: skip
 
 
-def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor:
+def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor | None:
+    """Run the kernel; None where torch's own operators are to run instead."""
     rows, cols = weight.shape[0] // 2, weight.shape[1]
+    shape = tile_for("gated", rows, cols, weight)
+    if shape is None:
+        return None
     out = input.new_empty((*input.shape[:-1], rows))
-    launch_gated(input, weight, bias, kind, prologue, out, tile_for("gated", rows, cols, weight))
+    launch_gated(input, weight, bias, kind, prologue, out, shape)
     return out
 
 
@@ -283,7 +295,7 @@ def launch_gated(
     out: Tensor,
     shape: Tile,
 ) -> None:
-    """Run the kernel of `gated_linear` with a tile; `rewrite tune` times it through this."""
+    """Run the kernel of `gated_linear` with a tile."""
     block_rows, block_cols, num_warps = shape
     rows, cols = weight.shape[0] // 2, weight.shape[1]
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
@@ -310,8 +322,8 @@ def norm_arguments(prologue: Prologue | None, input: Tensor) -> tuple[Tensor, fl
     return prologue.weight, prologue.eps, prologue.offset, True
 
 
-def tile_for(kind: str, rows: int, cols: int, weight: Tensor) -> Tile:
-    """Return the tile for a weight: `tiles.tile` on its device."""
+def tile_for(kind: str, rows: int, cols: int, weight: Tensor) -> Tile | None:
+    """Return the tile for a weight: `tiles.tile` on its device; None for torch's own operators."""
     return tile(kind, rows, cols, weight.element_size(), weight.get_device() if weight.is_cuda else None)
 
 

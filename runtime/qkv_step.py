@@ -158,10 +158,11 @@ def qkv_step(
             weight, bias = parameters
             if one_row and q_norm is None and k_norm is None:
                 tile = tile_for("qkv", head_dim // 2, x.shape[-1], weight)
-                return launch_qkv(
-                    x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
-                )
-            packed = _product(x, weight, bias, prologue, one_row)
+                if tile is not None:
+                    return launch_qkv(
+                        x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
+                    )
+            packed = _product(x, weight, bias, norm, prologue, one_row)
             return _norm_rope_cache(
                 packed, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm
             )
@@ -214,12 +215,16 @@ def _kernels_take(
     return backend.uses_triton(hidden_states)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, prologue: Prologue | None, one_row: bool) -> Tensor:
-    if not one_row:
-        return F.linear(x, weight, bias)
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.Module | None, prologue: Prologue | None, one_row: bool
+) -> Tensor:
+    """Multiply; `prologue` is what of `norm` is still to be done."""
     rows, cols = weight.shape
+    shape = tile_for("linear", rows, cols, weight) if one_row else None
+    if shape is None:
+        return F.linear(x if prologue is None or norm is None else norm(x), weight, bias)
     out = x.new_empty((*x.shape[:-1], rows))
-    launch_linear(x, weight, bias, prologue, None, out, tile_for("linear", rows, cols, weight))
+    launch_linear(x, weight, bias, prologue, None, out, shape)
     return out
 
 
@@ -261,7 +266,7 @@ def launch_qkv(
     rotation: Rotation | None,
     shape: Tile,
 ) -> Tensor:
-    """Run the one kernel with a tile; `rewrite tune` times it through this. Returns the query `[1, H, 1, D]`."""
+    """Run the one kernel with a tile. Returns the query `[1, H, 1, D]`."""
     block_rows, block_cols, num_warps = shape
     _, kv_heads, capacity, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads

@@ -10,7 +10,9 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime import backend
+from rewrite.runtime import backend, tiles
+from rewrite.runtime import linear as linear_module
+from rewrite.runtime import qkv_step as qkv_module
 from rewrite.runtime.cache import PreallocatedCache
 from rewrite.runtime.decode_attention import Split, _reference, decode_attention, launch
 from rewrite.runtime.greedy import choose
@@ -77,6 +79,40 @@ def test_one_row(
         with backend.use_backend("reference"):
             plain = form(dtype)
         assert_as_exact_as(plain, got, exactly(form, norm, one, two), torch.finfo(dtype).eps)
+
+
+def test_torch_s_own_products_run_where_the_table_says_so(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, heads, kv_heads, head_dim = 64, 4, 2, 16
+    norm, one, two = (m.to(device) for m in (Norm(hidden), *(projection(hidden, hidden, True) for _ in range(2))))
+    qkv = [projection(hidden, count * head_dim, False).to(device) for count in (heads, kv_heads, kv_heads)]
+    x = torch.randn(1, 1, hidden, device=device)
+
+    def run() -> list[Tensor]:
+        cache = PreallocatedCache(1, 1, 32, device)
+        cache.layers[0].allocate(kv_heads, head_dim, head_dim, x.dtype, device)
+        with cache.step():
+            query = qkv_step(x, qkv, None, cache, 0, head_dim=head_dim, norm=norm)
+        products = [linear(x, one, norm=norm, residual=x), gated_linear(x, (one, two), nn.functional.silu, norm=norm)]
+        return [query, cache.layers[0].keys, *products]
+
+    heard: list[str] = []
+    tiles.listen(lambda name, entry: heard.append(name))
+    fused = run()
+    names = dict.fromkeys(heard)
+    assert [name.split()[0] for name in names] == ["qkv", "linear", "gated"]
+    tiles.try_out(dict.fromkeys((*names, tiles.key("linear", 128, hidden, 4))))
+    kernels = [linear_module.linear_kernel, linear_module.gated_kernel, qkv_module.qkv_kernel]
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: pytest.fail("a kernel ran"))
+    try:
+        plain = run()
+    finally:
+        tiles.listen(None)
+        tiles.try_out({})
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @dtypes
