@@ -91,10 +91,13 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
 
 
 def _skinny_rule(kind: str, rows: int, cols: int, element_size: int) -> Tile:
-    """Return 16 rows where that is what gives every multiprocessor a program, else 32; a row of 256 bytes a load."""
-    block_rows = 16 if rows <= 4096 or kind == "skinny_gated" else 32
-    block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
-    return block_rows, block_cols, 128 // WAVE
+    """Return a tile of about 8 KiB of weight, of which `STAGES` are in flight; not measured yet.
+
+    16 rows where more of them would leave multiprocessors without a program.
+    """
+    block_rows = 32 if kind == "skinny_linear" and rows > 8192 else 16
+    block_cols = (512 if kind == "skinny_linear" and block_rows == 16 else 256) // element_size
+    return block_rows, max(16, min(block_cols, 1 << (cols - 1).bit_length())), 128 // WAVE
 
 
 @functools.cache
