@@ -38,6 +38,7 @@ COMMANDS = {
     "models": "List the model types of the installed transformers.",
     "sync": "Make a package anew and merge your edits.",
     "transforms": "List the transforms.",
+    "tune": "Find the fastest tiles of a package for this GPU.",
     "verify": "Verify a package, or any two modeling files.",
 }
 

@@ -74,6 +74,20 @@ class DeviceNotUsable(UsageError):
         super().__init__(f"device '{device}' cannot be used: {why}")
 
 
+class NeedsGpu(UsageError):
+    """Something is to be tuned where it cannot run."""
+
+    def __init__(self, why: str):
+        super().__init__(f"tuning measures kernels on a GPU, and {why}: run it where the model will run.")
+
+
+class NothingToTune(UsageError):
+    """A package has no decode step whose kernels have tables."""
+
+    def __init__(self, what: str, why: str):
+        super().__init__(f"{what} cannot be tuned: {why}.")
+
+
 class MissingProgram(UsageError):
     """A program that the request needs is not installed."""
 

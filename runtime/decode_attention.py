@@ -24,6 +24,7 @@ from . import backend
 from .cache import PreallocatedCache
 from .launch import Kernel, overlaps
 from .rows import KERNEL_DTYPES
+from .tiles import attention_key, entry
 
 if backend.triton_installed():
     import triton
@@ -264,12 +265,23 @@ def decode_attention(
     return _reference(query, keys, values, position, starts, scaling, sliding_window, softcap, sinks)
 
 
-@functools.cache
 def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
-    """Return how to divide the work.
+    """Return how to divide the work: as it was measured, else by a rule."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    name = attention_key(batch, kv_heads, heads // kv_heads, head_dim, capacity)
+    found = entry(name, device, lambda: _rule(batch, heads, kv_heads, capacity, head_dim))
+    if found is None or len(found) != len(Split._fields):  # measured with another version of this file
+        return _rule(batch, heads, kv_heads, capacity, head_dim)
+    heads, splits, slots, dot, num_warps = found
+    return Split(heads, splits, slots, bool(dot), num_warps)
+
+
+@functools.cache
+def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
+    """Return a division that was not measured.
 
     With few slots a program is one warp, which waits for no other, and every key and value is loaded before the query
-    is there; with many it is four that stream (H100, 512 to 32,768 slots).
+    is there; with many it is four that stream (H100).
     """
     group = heads // kv_heads
     wanted = max(1, 256 // (batch * kv_heads))

@@ -238,17 +238,26 @@ class DecodeGraph:
         key = None if sampling is None else sampling.key
         program = self._programs.get(key)
         if program is None:
-            if self.captures and not self._programs:
-                self.pool = torch.cuda.graph_pool_handle()
-            before = self.state.copy()
-            with self._as_for_decoding():
-                program = self._programs[key] = Program(self, sampling)
-            self.state.restore(before)
+            program = self._programs[key] = self.captured(sampling)
             while len(self._programs) > PROGRAMS_KEPT:
                 self._programs.popitem(last=False)
         elif program.sampling is not None and sampling is not None:
             program.sampling.load(sampling)
         self._programs.move_to_end(key)
+        return program
+
+    def captured(self, sampling: Sampling | None) -> Program:
+        """Return a new graph that only the caller keeps; `rewrite tune` compares several.
+
+        Raises:
+            CaptureFailed: if the step, or this sampling, cannot be captured.
+        """
+        if self.captures and not self._programs:
+            self.pool = torch.cuda.graph_pool_handle()
+        before = self.state.copy()
+        with self._as_for_decoding():
+            program = Program(self, sampling)
+        self.state.restore(before)
         return program
 
     def prove(self, tokens: Tensor) -> None:

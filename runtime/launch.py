@@ -8,6 +8,7 @@ bits, and the constants. On ROCm Triton also specialises on the size of each ten
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
     return blocks, min(row_count, 32768), -(-row_count // 32768)
 
 
+_collector: Callable[[tuple[object, ...], Callable[[], object]], None] | None = None
+
+
+def collect(collector: Callable[[tuple[object, ...], Callable[[], object]], None] | None) -> None:
+    """Launch nothing: tell `collector` of every variant, by a key, and how to compile it; None to launch again.
+
+    So `rewrite tune` compiles what it is going to measure in several threads.
+    """
+    global _collector
+    _collector = collector
+
+
 class Kernel:
     """A kernel whose signature is pointers, counts (not specialised), strides, floats, constants, in this order."""
 
@@ -68,6 +81,12 @@ class Kernel:
             *[tensor.data_ptr() % 16 == 0 for tensor in tensors],
             *[stride if stride < 2 else (stride % 16 == 0, stride >> 31) for stride in strides],
         )
+        if _collector is not None:
+            pdl = {"launch_pdl": True} if overlap else {}
+            arguments = (*tensors, *counts, *strides, *floats, *constants)
+            warm_up = functools.partial(self.jit_function.warmup, *arguments, grid=grid, num_warps=num_warps, **pdl)
+            _collector((self, *key), warm_up)
+            return
         variant = self._variants.get(key)
         if variant is not None:
             variant[grid](*tensors, *counts, *strides, *floats, *constants)

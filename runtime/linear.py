@@ -1,4 +1,4 @@
-"""Products of one row with large weights, with what stands before and after them in the same kernel.
+"""Products of few rows with large weights, with what stands before and after them in the same kernel.
 
 I in_features, O out_features, N rows (the product of the leading shape):
 
@@ -8,7 +8,8 @@ I in_features, O out_features, N rows (the product of the leading shape):
 For one row the time is that of reading the weight, and every launch beside it costs more than the work it does. So one
 kernel holds the RMSNorm (each program sums the squares of the whole row, which is in the L2 cache), the product, the
 activation and the residual, in fp32 throughout. Inside a graph it starts before the kernel before it has ended, loads
-its first weights, and only then waits for its input. For more rows than one the parts run one after the other.
+its first weights, and only then waits for its input. 2 to 16 rows have kernels of their own (`skinny`); for more, and
+where `tiles` says that torch's own product is faster, the parts run one after the other.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from . import backend, packing
 from .gated_activation import activation_kind, gated_activation
 from .launch import Kernel, overlaps
-from .prologue import Prologue, prologue_of
+from .prologue import Prologue, norm_arguments, prologue_of
 from .rows import KERNEL_DTYPES
+from .skinny import MOST_ROWS, launch_skinny_gated, launch_skinny_linear, takes_norm
 from .tiles import Tile, tile
 
 if backend.triton_installed():
@@ -155,12 +157,14 @@ def linear(
     Returns:
         `[N, O]`.
     """
-    if takes_one_row(input):
+    if takes_few_rows(input):
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, (projection,))
         if isinstance(parameters, tuple) and _fits(input, parameters, residual):
-            return _linear(input, *parameters, prologue, residual)
-        if isinstance(parameters, str):
+            product = few_rows(input, *parameters, prologue, residual)
+            if product is not None:
+                return product
+        elif isinstance(parameters, str):
             backend.count_fallback("linear", parameters, projection)
         norm = norm if prologue is not None else None
     output: Tensor = projection(input if norm is None else norm(input))
@@ -186,12 +190,14 @@ def gated_linear(
         `[N, O]`.
     """
     kind = activation_kind(activation)
-    if kind is not None and takes_one_row(input):
+    if kind is not None and takes_few_rows(input):
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
-            return _gated(input, *parameters, kind, prologue)
-        if isinstance(parameters, str):
+            product = _gated(input, *parameters, kind, prologue)
+            if product is not None:
+                return product
+        elif isinstance(parameters, str):
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
     if norm is not None:
@@ -203,10 +209,10 @@ def gated_linear(
     return gated_activation(gate, up, activation)
 
 
-def takes_one_row(input: Tensor) -> bool:
-    """Return whether `input` is one row that a kernel of a decode step reads: nobody traces it or wants gradients."""
+def takes_few_rows(input: Tensor) -> bool:
+    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients."""
     return (
-        input.numel() == input.shape[-1] > 0
+        0 < input.numel() <= MOST_ROWS * input.shape[-1]
         and input.dtype in KERNEL_DTYPES
         and backend.nothing_watches(input)
         and not backend.wants_gradient(input)
@@ -214,26 +220,39 @@ def takes_one_row(input: Tensor) -> bool:
     )
 
 
+def is_one_row(input: Tensor) -> bool:
+    """Return whether `input` is a single row, for which the kernels are those of this file."""
+    return input.numel() == input.shape[-1]
+
+
 def before(input: Tensor, norm: nn.Module | None) -> tuple[Tensor, Prologue | None]:
     """Return the input of a kernel and the norm it computes itself; a norm that it cannot compute is called here."""
     if norm is None:
         return input, None
-    prologue = prologue_of(norm)
+    prologue = prologue_of(norm) if is_one_row(input) or takes_norm(input) else None
     return (norm(input), None) if prologue is None else (input, prologue)
 
 
 def _fits(input: Tensor, parameters: tuple[Tensor, Tensor | None], residual: Tensor | None) -> bool:
     weight, bias = parameters
     same = all(t is None or (t.dtype in KERNEL_DTYPES and t.device == input.device) for t in (weight, bias, residual))
-    return same and weight.dtype == input.dtype and weight.shape[1] == input.shape[-1]
+    rows = input.numel() // input.shape[-1]
+    of_product = residual is None or residual.numel() == rows * weight.shape[0]
+    return same and of_product and weight.dtype == input.dtype and weight.shape[1] == input.shape[-1]
 
 
-def _linear(
+def few_rows(
     input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Prologue | None, residual: Tensor | None
-) -> Tensor:
+) -> Tensor | None:
+    """Return the product by a kernel; None where torch's own operators are to run instead."""
     rows, cols = weight.shape
+    one_row = is_one_row(input)
+    shape = tile_for("linear" if one_row else "skinny_linear", rows, cols, weight)
+    if shape is None:
+        return None
     out = input.new_empty((*input.shape[:-1], rows))
-    launch_linear(input, weight, bias, prologue, residual, out, tile_for("linear", rows, cols, weight))
+    launch = launch_linear if one_row else launch_skinny_linear
+    launch(input, weight, bias, prologue, residual, out, shape)
     return out
 
 
@@ -246,7 +265,7 @@ def launch_linear(
     out: Tensor,
     shape: Tile,
 ) -> None:
-    """Run the kernel of `linear` with a tile; `rewrite tune` times it through this."""
+    """Run the kernel of `linear` with a tile."""
     block_rows, block_cols, num_warps = shape
     rows, cols = weight.shape
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
@@ -267,10 +286,16 @@ def launch_linear(
         )  # fmt: skip
 
 
-def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor:
+def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor | None:
+    """Return the gated product by a kernel; None where torch's own operators are to run instead."""
     rows, cols = weight.shape[0] // 2, weight.shape[1]
+    one_row = is_one_row(input)
+    shape = tile_for("gated" if one_row else "skinny_gated", rows, cols, weight)
+    if shape is None:
+        return None
     out = input.new_empty((*input.shape[:-1], rows))
-    launch_gated(input, weight, bias, kind, prologue, out, tile_for("gated", rows, cols, weight))
+    launch = launch_gated if one_row else launch_skinny_gated
+    launch(input, weight, bias, kind, prologue, out, shape)
     return out
 
 
@@ -283,7 +308,7 @@ def launch_gated(
     out: Tensor,
     shape: Tile,
 ) -> None:
-    """Run the kernel of `gated_linear` with a tile; `rewrite tune` times it through this."""
+    """Run the kernel of `gated_linear` with a tile."""
     block_rows, block_cols, num_warps = shape
     rows, cols = weight.shape[0] // 2, weight.shape[1]
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
@@ -303,15 +328,8 @@ def launch_gated(
         )  # fmt: skip
 
 
-def norm_arguments(prologue: Prologue | None, input: Tensor) -> tuple[Tensor, float, float, bool]:
-    """Return the norm's weight (any tensor where it has none), eps, offset, and whether it has a weight."""
-    if prologue is None or prologue.weight is None:
-        return input, 0.0 if prologue is None else prologue.eps, 0.0, False
-    return prologue.weight, prologue.eps, prologue.offset, True
-
-
-def tile_for(kind: str, rows: int, cols: int, weight: Tensor) -> Tile:
-    """Return the tile for a weight: `tiles.tile` on its device."""
+def tile_for(kind: str, rows: int, cols: int, weight: Tensor) -> Tile | None:
+    """Return the tile for a weight: `tiles.tile` on its device; None for torch's own operators."""
     return tile(kind, rows, cols, weight.element_size(), weight.get_device() if weight.is_cuda else None)
 
 

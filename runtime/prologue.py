@@ -26,3 +26,10 @@ def prologue_of(norm: nn.Module) -> Prologue | None:
     """Return what a kernel needs to compute `norm` itself, or None if the module has to be called."""
     describe = getattr(type(norm), "prologue", None)
     return None if describe is None or backend.observed(norm) else describe(norm)
+
+
+def norm_arguments(prologue: Prologue | None, input: Tensor) -> tuple[Tensor, float, float, bool]:
+    """Return the norm's weight (any tensor where it has none), eps, offset, and whether it has a weight."""
+    if prologue is None or prologue.weight is None:
+        return input, 0.0 if prologue is None else prologue.eps, 0.0, False
+    return prologue.weight, prologue.eps, prologue.offset, True

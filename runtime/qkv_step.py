@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from . import backend, packing
 from .cache import PreallocatedCache
 from .launch import Kernel, overlaps
-from .linear import before, launch_linear, norm_arguments, takes_one_row, tile_for
-from .prologue import Prologue, prologue_of
+from .linear import before, few_rows, is_one_row, takes_few_rows, tile_for
+from .prologue import Prologue, norm_arguments, prologue_of
 from .rope_cache import Rotation, rope_cache, writable
 from .rotary import rotary
 from .rows import KERNEL_DTYPES
@@ -148,22 +148,25 @@ def qkv_step(
     """
     layer = past_key_values.layers[layer_idx]
     rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
-    one_row = takes_one_row(hidden_states)
     if _kernels_take(hidden_states, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
-        x, prologue = before(hidden_states, norm if one_row else None)
-        if norm is not None and not one_row:
+        few = takes_few_rows(hidden_states)
+        x, prologue = before(hidden_states, norm if few else None)
+        if norm is not None and not few:
             x = norm(x)
         parameters = packing.packed_parameters(x, projections)
         if isinstance(parameters, tuple) and parameters[0].dtype == x.dtype:
             weight, bias = parameters
-            if one_row and q_norm is None and k_norm is None:
+            if few and is_one_row(x) and q_norm is None and k_norm is None:
                 tile = tile_for("qkv", head_dim // 2, x.shape[-1], weight)
-                return launch_qkv(
-                    x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
-                )
-            packed = _product(x, weight, bias, prologue, one_row)
+                if tile is not None:
+                    return launch_qkv(
+                        x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
+                    )
+            product = few_rows(x, weight, bias, prologue, None) if few else None
+            if product is None:
+                product = F.linear(x if prologue is None or norm is None else norm(x), weight, bias)
             return _norm_rope_cache(
-                packed, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm
+                product, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm
             )
         if isinstance(parameters, str):
             backend.count_fallback("qkv_step", parameters, projections[0])
@@ -214,15 +217,6 @@ def _kernels_take(
     return backend.uses_triton(hidden_states)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, prologue: Prologue | None, one_row: bool) -> Tensor:
-    if not one_row:
-        return F.linear(x, weight, bias)
-    rows, cols = weight.shape
-    out = x.new_empty((*x.shape[:-1], rows))
-    launch_linear(x, weight, bias, prologue, None, out, tile_for("linear", rows, cols, weight))
-    return out
-
-
 def _norm_rope_cache(
     packed: Tensor,
     keys: Tensor,
@@ -261,7 +255,7 @@ def launch_qkv(
     rotation: Rotation | None,
     shape: Tile,
 ) -> Tensor:
-    """Run the one kernel with a tile; `rewrite tune` times it through this. Returns the query `[1, H, 1, D]`."""
+    """Run the one kernel with a tile. Returns the query `[1, H, 1, D]`."""
     block_rows, block_cols, num_warps = shape
     _, kv_heads, capacity, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads

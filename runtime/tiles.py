@@ -1,14 +1,24 @@
-"""Which tile a kernel of a decode step takes: measured where it was, else a rule.
+"""Which form a kernel of a decode step takes: measured where it was, else a rule.
 
-A tile is `(BLOCK_ROWS, BLOCK_COLS, num_warps)`: output rows of a program, columns of the weight in one load, warps.
-`MEASURED` holds what `rewrite tune` found on a chip; a file `tuned.json` beside the package's modeling file, which
-`rewrite tune DIR` writes, is read before it.
+An entry of the tables is one of
+
+    BLOCK_ROWS, BLOCK_COLS, num_warps      a tile: output rows of a program, columns of the weight in one load, warps
+    the fields of `decode_attention.Split`
+    None (`null`)                          torch's own product, with norm, activation and residual as operators
+
+`MEASURED` holds what `rewrite tune` found, by chip and key. `tuned.json` beside the package's modeling file, which
+`rewrite tune DIR` writes, has the same form and goes first:
+
+    {"NVIDIA H100 80GB HBM3": {"linear 2048x8192x2": [4, 2048, 8], "gated 8192x2048x2": null, …}, …}
+
+A chip's name is `torch.cuda.get_device_properties(device).name`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,38 +26,59 @@ import torch
 from .launch import WAVE
 
 Tile = tuple[int, int, int]
+Entry = tuple[int, ...] | None
 
 TUNED = Path(__file__).parent.parent / "tuned.json"
 
-MEASURED: dict[str, dict[str, Tile]] = {}
+MEASURED: dict[str, dict[str, Entry]] = {}
+
+_tried: dict[str, Entry] = {}
+_listener: Callable[[str, Entry], None] | None = None
 
 
 def key(kind: str, rows: int, cols: int, element_size: int) -> str:
-    """Return the table's name for a product of `kind` with a weight `[rows, cols]`."""
+    """Return the tables' name for a product of `kind` with a weight `[rows, cols]`."""
     return f"{kind} {rows}x{cols}x{element_size}"
 
 
-@functools.cache
-def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None) -> Tile:
-    """Return the tile for a product of one input row with a weight `[rows, cols]`.
+def attention_key(batch: int, kv_heads: int, group: int, head_dim: int, capacity: int) -> str:
+    """Return the tables' name for attention to a cache whose capacity is rounded up to a power of two."""
+    return f"attention {batch}x{kv_heads}x{group}x{head_dim} {1 << (capacity - 1).bit_length()}"
+
+
+def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None) -> Tile | None:
+    """Return the tile for a product of few input rows with a weight `[rows, cols]`; None for torch's own product.
 
     Args:
-        kind: `linear`, `gated` (a program takes `BLOCK_ROWS` rows of each half) or `qkv` (rows are pairs of columns).
+        kind: of one row `linear`, `gated` (a program takes `BLOCK_ROWS` rows of each half) or `qkv` (rows are pairs of
+            columns); of 2 to 16 rows `skinny_linear` or `skinny_gated`.
         rows: of the output, in the kind's units.
         cols: of the weight.
         element_size: of the weight, in bytes.
         device: index of the CUDA device; None for the interpreter.
     """
-    found = _table(device).get(key(kind, rows, cols, element_size))
-    return found if found is not None else rule(kind, rows, cols)
+    found = entry(key(kind, rows, cols, element_size), device, lambda: rule(kind, rows, cols, element_size))
+    return None if found is None else (found[0], found[1], found[2])
 
 
-def rule(kind: str, rows: int, cols: int) -> Tile:
+def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entry:
+    """Return what the tables have under a name; `otherwise()` where that was not measured."""
+    table = _tried if name in _tried else _table(device)
+    found = table[name] if name in table else otherwise()
+    if _listener is not None:
+        _listener(name, found)
+    return found
+
+
+@functools.cache
+def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
     """Return a tile for a shape that was not measured.
 
-    About 64 elements a thread, in one load where the columns allow: within 4% of the best of 40 tiles at every shape
-    of a 1B Llama (H100, triton 3.6).
+    For one row about 64 elements a thread, in one load where the columns allow: within 4% of the best of 40 tiles at
+    every shape of a 1B Llama (H100, triton 3.6).
     """
+    if kind.startswith("skinny"):
+        return _skinny_rule(kind, rows, cols, element_size)
     halves = 1 if kind == "linear" else 2
     block_cols = min(4096 if halves == 1 else 1024, 1 << (cols - 1).bit_length())
     if cols % block_cols:  # a block that divides the columns needs no mask
@@ -59,19 +90,40 @@ def rule(kind: str, rows: int, cols: int) -> Tile:
     return block_rows, block_cols, threads // WAVE
 
 
+def _skinny_rule(kind: str, rows: int, cols: int, element_size: int) -> Tile:
+    """Return a tile of about 8 KiB of weight, of which `STAGES` are in flight; not measured yet.
+
+    16 rows where more of them would leave multiprocessors without a program.
+    """
+    block_rows = 32 if kind == "skinny_linear" and rows > 8192 else 16
+    block_cols = (512 if kind == "skinny_linear" and block_rows == 16 else 256) // element_size
+    return block_rows, max(16, min(block_cols, 1 << (cols - 1).bit_length())), 128 // WAVE
+
+
 @functools.cache
-def _table(device: int | None) -> dict[str, Tile]:
+def _table(device: int | None) -> dict[str, Entry]:
     if device is None:
         return {}
     chip = torch.cuda.get_device_properties(device).name
     table = dict(MEASURED.get(chip, {}))
     if TUNED.is_file():
         measured = json.loads(TUNED.read_text(encoding="utf-8")).get(chip, {})
-        table.update({name: (int(t[0]), int(t[1]), int(t[2])) for name, t in measured.items()})
+        table.update({name: None if found is None else tuple(map(int, found)) for name, found in measured.items()})
     return table
 
 
 def forget() -> None:
     """Read the tables anew at the next call, after `tuned.json` has changed."""
     _table.cache_clear()
-    tile.cache_clear()
+
+
+def try_out(entries: Mapping[str, Entry]) -> None:
+    """Put entries before all tables, in place of those tried out before; `rewrite tune` measures them so."""
+    global _tried
+    _tried = dict(entries)
+
+
+def listen(listener: Callable[[str, Entry], None] | None) -> None:
+    """Tell `listener` of every name that is asked for and what it got; None for nobody."""
+    global _listener
+    _listener = listener

@@ -23,7 +23,7 @@ SHAPES = ("tiny", "1b", "8b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
 
 
-def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     """Return the numbers in `128,512`."""
     if value is None:
         return None
@@ -47,13 +47,13 @@ class Target:
     "--shape", type=click.Choice(SHAPES), help="Sizes, with random weights. Default: 1b on a GPU, else tiny."
 )
 @click.option("--weights", type=FOLDER, metavar="DIR", help="A checkpoint instead of a shape.")
-@click.option("--batch", callback=_numbers, default="1", metavar="N,…", help="Rows.  [default: 1]")
+@click.option("--batch", callback=numbers, default="1", metavar="N,…", help="Rows.  [default: 1]")
 @click.option(
-    "--context", callback=_numbers, default=None, metavar="N,…", help="Tokens before decoding. [default: 512]"
+    "--context", callback=numbers, default=None, metavar="N,…", help="Tokens before decoding. [default: 512]"
 )
 @click.option("--new-tokens", type=click.IntRange(8), default=128, metavar="N", help="Tokens decoded a repeat.")
 @click.option(
-    "--prefill", callback=_numbers, default=None, metavar="N,…", help="Prompt lengths.  [default: 128,512,2048]"
+    "--prefill", callback=numbers, default=None, metavar="N,…", help="Prompt lengths.  [default: 128,512,2048]"
 )
 @click.option("--side", "sides", type=click.Choice(SIDES), multiple=True, help="Measure only this side; repeatable.")
 @click.option("--seconds", type=float, default=8.0, show_default=True, help="Time for the repeats of one batch shape.")

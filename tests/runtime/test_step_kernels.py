@@ -10,7 +10,9 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime import backend
+from rewrite.runtime import backend, tiles
+from rewrite.runtime import linear as linear_module
+from rewrite.runtime import qkv_step as qkv_module
 from rewrite.runtime.cache import PreallocatedCache
 from rewrite.runtime.decode_attention import Split, _reference, decode_attention, launch
 from rewrite.runtime.greedy import choose
@@ -19,6 +21,7 @@ from rewrite.runtime.prologue import Prologue
 from rewrite.runtime.qkv_step import qkv_step
 from rewrite.runtime.rms_norm import rms_norm
 from rewrite.runtime.sampling import Sampling, StepState
+from rewrite.runtime.skinny import launch_skinny_gated, launch_skinny_linear, takes_norm
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -58,25 +61,97 @@ def exactly(run: Any, *modules: nn.Module) -> Tensor:
 
 
 @dtypes
-@pytest.mark.parametrize(("inputs", "outputs", "bias", "offset"), [(64, 48, True, 0.0), (130, 7, False, 1.0)])
-def test_one_row(
-    inputs: int, outputs: int, bias: bool, offset: float, dtype: torch.dtype, device: torch.device, poisoned: None
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+@pytest.mark.parametrize(("inputs", "outputs", "bias", "offset"), [(64, 48, True, 0.0), (290, 7, False, 1.0)])
+def test_few_rows(
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    offset: float,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    poisoned: None,
 ) -> None:
     norm, one, two = Norm(inputs, offset), projection(inputs, outputs, bias), projection(inputs, outputs, bias)
     for module in (norm, one, two):
         module.to(device, dtype)
-    x = torch.randn(1, 1, inputs, device=device).to(dtype)
-    residual = torch.randn(1, 1, outputs, device=device).to(dtype)
+    x = torch.randn(rows, 1, inputs, device=device).to(dtype)
+    x[-1] *= 50.0  # a row with a norm of its own
+    residual = torch.randn(rows, 1, outputs, device=device).to(dtype)
     forms = [
         lambda kind: linear(x.to(kind), one, norm=norm, residual=residual.to(kind)),
         lambda kind: gated_linear(x.to(kind), (one, two), nn.functional.silu, norm=norm),
     ]
+    heard: list[str] = []
     for form in forms:
+        tiles.listen(lambda name, entry: heard.append(name.split()[0]))
         got = form(dtype)
+        tiles.listen(None)
         assert not backend.fallbacks()
         with backend.use_backend("reference"):
             plain = form(dtype)
         assert_as_exact_as(plain, got, exactly(form, norm, one, two), torch.finfo(dtype).eps)
+    kernels = {1: ["linear", "gated"], 17: []}
+    assert heard == kernels.get(rows, ["skinny_linear", "skinny_gated"])
+
+
+@dtypes
+@pytest.mark.parametrize("tile", [(16, 32, 1), (32, 64, 4), (64, 256, 8)], ids=str)
+def test_tiles_of_skinny_products(tile: tiles.Tile, dtype: torch.dtype, device: torch.device, poisoned: None) -> None:
+    inputs, outputs, rows = 192, 56, 5
+    norm = Norm(inputs).to(device, dtype)
+    prologue = norm.prologue() if takes_norm(torch.empty(0, dtype=dtype)) else None
+    weight = (torch.randn(2 * outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    y, gated = torch.empty(rows, 2 * outputs, device=device, dtype=dtype), x.new_empty(rows, outputs).fill_(torch.nan)
+    launch_skinny_linear(x, weight, None, prologue, None, y, tile)
+    launch_skinny_gated(x, weight, None, "silu", prologue, gated, tile)
+
+    def plain(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        normed = x.to(kind)
+        if prologue is not None:
+            normed = rms_norm(normed, norm.weight.to(kind), 1e-5)
+        product = normed @ weight.to(kind).T
+        return product, nn.functional.silu(product[:, :outputs]) * product[:, outputs:]
+
+    with backend.use_backend("reference"):
+        for ours, wanted, exact in zip((y, gated), plain(dtype), plain(torch.float64), strict=True):
+            assert_as_exact_as(wanted, ours, exact, torch.finfo(dtype).eps)
+
+
+def test_torch_s_own_products_run_where_the_table_says_so(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, heads, kv_heads, head_dim = 64, 4, 2, 16
+    norm, one, two = (m.to(device) for m in (Norm(hidden), *(projection(hidden, hidden, True) for _ in range(2))))
+    qkv = [projection(hidden, count * head_dim, False).to(device) for count in (heads, kv_heads, kv_heads)]
+    x = torch.randn(1, 1, hidden, device=device)
+
+    def run() -> list[Tensor]:
+        cache = PreallocatedCache(1, 1, 32, device)
+        cache.layers[0].allocate(kv_heads, head_dim, head_dim, x.dtype, device)
+        with cache.step():
+            query = qkv_step(x, qkv, None, cache, 0, head_dim=head_dim, norm=norm)
+        products = [linear(x, one, norm=norm, residual=x), gated_linear(x, (one, two), nn.functional.silu, norm=norm)]
+        return [query, cache.layers[0].keys, *products]
+
+    heard: list[str] = []
+    tiles.listen(lambda name, entry: heard.append(name))
+    fused = run()
+    names = dict.fromkeys(heard)
+    assert [name.split()[0] for name in names] == ["qkv", "linear", "gated"]
+    tiles.try_out(dict.fromkeys((*names, tiles.key("linear", 128, hidden, 4))))
+    kernels = [linear_module.linear_kernel, linear_module.gated_kernel, qkv_module.qkv_kernel]
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: pytest.fail("a kernel ran"))
+    try:
+        plain = run()
+    finally:
+        tiles.listen(None)
+        tiles.try_out({})
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @dtypes

@@ -1,0 +1,77 @@
+"""What is worth trying for a name in the tables of `runtime/tiles.py`: at most 16 entries each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+Entry = tuple[int, ...] | None
+
+MOST = 15
+SHARED_BYTES = 96 * 1024
+STAGES = 4
+"""As in `runtime/skinny.py`: tiles in flight of a skinny product."""
+
+
+def candidates(name: str, current: Entry) -> list[Entry]:
+    """Return entries for a name, without `current`, the likeliest first."""
+    kind, shape, *_ = name.split()
+    if kind == "attention":
+        found: Iterable[Entry] = splits(current)
+    else:
+        rows, cols, element_size = map(int, shape.split("x"))
+        tiles = skinny(kind, rows, cols, element_size) if kind.startswith("skinny") else one_row(kind, rows, cols)
+        found = [None, *tiles[: MOST - 1]]
+    return [entry for entry in dict.fromkeys(found) if entry != current]
+
+
+def one_row(kind: str, rows: int, cols: int) -> list[tuple[int, int, int]]:
+    """Tiles for one input row, by how near they are to 64 elements a thread and 8192 elements a program."""
+    halves = 1 if kind == "linear" else 2
+    longest = 1 << (cols - 1).bit_length()
+    lengths = [n for n in (512, 1024, 2048, 4096) if n <= longest]
+    whole = [n for n in lengths if cols % n == 0]
+    tiles = []
+    for block_rows, block_cols, warps in itertools.product((1, 2, 4, 8), whole or lengths or [longest], (2, 4, 8, 16)):
+        size = block_rows * block_cols * halves
+        if rows % block_rows == 0 and 8 <= size // (32 * warps) <= 128:
+            tiles.append((block_rows, block_cols, warps))
+
+    def distance(tile: tuple[int, int, int]) -> float:
+        size = tile[0] * tile[1] * halves
+        return abs(math.log2(size / (32 * tile[2]) / 64)) + 0.7 * abs(math.log2(size / 8192))
+
+    return sorted(tiles, key=distance)
+
+
+def skinny(kind: str, rows: int, cols: int, element_size: int) -> list[tuple[int, int, int]]:
+    """Tiles for 2 to 16 input rows, whose stages fit into shared memory twice, by how near they are to 16 KiB."""
+    halves = 2 if kind == "skinny_gated" else 1
+    longest = max(16, 1 << (cols - 1).bit_length())
+    tiles = []
+    for block_rows, block_cols, warps in itertools.product((16, 32, 64), (64, 128, 256, 512), (2, 4, 8)):
+        size = block_rows * halves * block_cols * element_size
+        fits = STAGES * (size + 16 * block_cols * element_size) <= SHARED_BYTES
+        if fits and block_cols <= longest and block_rows * halves >= 8 * warps // 2 and block_rows <= max(16, rows):
+            tiles.append((block_rows, block_cols, warps))
+    return sorted(tiles, key=lambda tile: abs(math.log2(tile[0] * halves * tile[1] * element_size / 16384)))
+
+
+def splits(current: Entry) -> list[Entry]:
+    """Divisions of attention around the one in use, whose fields are heads, splits, slots, dot, num_warps."""
+    assert current is not None
+    heads, parts, slots, dot, warps = current
+    tried = [
+        (n, s, w)
+        for n in (parts // 4, parts // 2, parts, parts * 2, parts * 4)
+        for s in (slots // 4, slots // 2, slots, slots * 2)
+        for w in (1, 2, 4, 8)
+        if 1 <= n <= 64 and 16 <= s <= 128
+    ]
+
+    def distance(form: tuple[int, int, int]) -> float:
+        return sum(abs(math.log2(new / old)) for new, old in zip(form, (parts, slots, warps), strict=True))
+
+    nearest = sorted(tried, key=distance)[:MOST]
+    return [(heads, n, s, dot, w) for n, s, w in nearest]

@@ -1,0 +1,74 @@
+"""What was found: a table for people, `tuned.json` for the package, a Python literal for `runtime/tiles.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ..benchmark.plan import write_json
+from .candidates import Entry
+from .search import Change
+
+FILE = "tuned.json"
+HEADINGS = ("kind, shape", "n", "before", "after", "step, ms", "gain us")
+
+
+def rows(changes: Sequence[Change]) -> list[tuple[str, ...]]:
+    """A row of text for each name: calls in a step, entries, ms of the whole step, microseconds that a call gained.
+
+    A kernel's own time is not shown: kernels overlap, and one that starts early seems to take longer.
+    """
+    return [
+        (
+            change.name,
+            str(change.calls),
+            shown(change.before),
+            "=" if change.after == change.before else shown(change.after),
+            f"{change.step_before:.4g}" + (f" {change.step_after:.4g}" if change.after != change.before else ""),
+            f"{change.saved:.2f}" if change.after != change.before else "",
+        )
+        for change in changes
+    ]
+
+
+def shown(entry: Entry) -> str:
+    """`4/2048/8`, or `plain`."""
+    return "plain" if entry is None else "/".join(str(int(part)) for part in entry)
+
+
+def text(title: str, changes: Sequence[Change]) -> str:
+    """The table, at most 80 columns wide."""
+    lines = [HEADINGS, *rows(changes)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    cells = [
+        " ".join([f"{line[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    return "\n".join([title, *(line.rstrip() for line in cells)])
+
+
+def write(package: Path, chip: str, changes: Sequence[Change]) -> Path:
+    """Put what was found beside the modeling file; what the file says of other names and chips stays."""
+    path = package / FILE
+    content: dict[str, dict[str, Entry]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = content.get(chip, {}) | {change.name: plain(change.after) for change in changes}
+    content[chip] = dict(sorted(found.items()))
+    write_json(path, dict(sorted(content.items())))
+    return path
+
+
+def literal(chip: str, entries: Mapping[str, Entry]) -> str:
+    """The entry of `tiles.MEASURED` for a chip, as Python source."""
+    lines = [f"        {json.dumps(name)}: {plain(entry)!r}," for name, entry in sorted(entries.items())]
+    return "\n".join([f"    {json.dumps(chip)}: {{", *lines, "    },"])
+
+
+def plain(entry: Entry) -> Entry:
+    """The entry as a tuple of plain numbers."""
+    return None if entry is None else tuple(int(part) for part in entry)
+
+
+def entries(found: Iterable[Sequence[Change]]) -> dict[str, Entry]:
+    """Return the entry of every name, of several searches the last one's."""
+    return {change.name: change.after for changes in found for change in changes}

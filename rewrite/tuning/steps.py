@@ -1,0 +1,151 @@
+"""Decode steps of a package on a GPU: captured with different tables, and timed by the device's own clock."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..errors import NothingToTune
+from .candidates import Entry
+
+ROUNDING = 256
+"""As in `runtime/graph_store.py`: capacities are multiples of this."""
+ROOM = 128
+BLOCK_MS = 5.0
+"""Length of a block of replays, which is one figure."""
+
+
+class Steps:
+    """A model of the package, and graphs of its step after `context` tokens in each of `batch` rows."""
+
+    def __init__(self, model: Any, batch: int, context: int):
+        import torch
+
+        package = type(model).__module__.rpartition(".")[0]
+        try:
+            self.tiles, self.launch, graphs = (
+                importlib.import_module(f"{package}.runtime.{name}") for name in ("tiles", "launch", "graph")
+            )
+        except ModuleNotFoundError as error:
+            raise NothingToTune(type(model).__name__, f"it has no {error.name}") from error
+        if not hasattr(self.tiles, "try_out"):
+            raise NothingToTune(type(model).__name__, "it was made by an older version: `rewrite sync` it")
+        capacity = -(-(context + ROOM) // ROUNDING) * ROUNDING
+        self.device = model.device
+        self.decode = graphs.DecodeGraph(model, batch, capacity)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        prompt = torch.randint(4, vocabulary, (batch, context), generator=generator).to(self.device)
+        self.tokens = self.decode.prefill(prompt).argmax(-1)
+        self.next = prompt.new_full((batch, 1), context)
+        self.replays = 8
+        self.replays = self._replays_in_a_block()
+
+    def in_use(self, table: Mapping[str, Entry]) -> dict[str, tuple[Entry, int]]:
+        """Return what a step asks for with `table`: by name, what it got and how often."""
+        import torch
+
+        found: dict[str, tuple[Entry, int]] = {}
+
+        def heard(name: str, entry: Entry) -> None:
+            found[name] = (entry, found[name][1] + 1 if name in found else 1)
+
+        self.tiles.try_out(table)
+        self.tiles.listen(heard)
+        try:
+            with torch.no_grad(), self._collecting(lambda key, compile: None):
+                self._begin()
+                self.decode.forward()
+        finally:
+            self.tiles.listen(None)
+            self.tiles.try_out({})
+        return found
+
+    def compile_ahead(self, tables: Sequence[Mapping[str, Entry]]) -> int:
+        """Compile in threads what steps with these tables launch, alone and in a graph. Returns how many variants."""
+        import torch
+
+        jobs: dict[Any, Callable[[], object]] = {}
+        with self._collecting(lambda key, compile: jobs.setdefault(key, compile)):
+            for table in tables:
+                self._captured(table)
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        workers = min(16, os.cpu_count() or 1)
+        with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(index,)) as pool:
+            list(pool.map(_compiled, jobs.values()))
+        return len(jobs)
+
+    def times(self, tables: Sequence[Mapping[str, Entry]], blocks: int) -> list[list[float] | None]:
+        """Return ms of a step for each table, `blocks` figures each, taken in turn; None where it cannot run."""
+        programs = {number: self._captured(table) for number, table in enumerate(tables)}
+        running = [number for number, program in programs.items() if program is not None]
+        values: dict[int, list[float]] = {number: [] for number in running}
+        for number in running:
+            self._block(programs[number])
+        for turn in range(blocks):
+            cut = turn % len(running)
+            for number in running[cut:] + running[:cut]:
+                values[number].append(self._block(programs[number]))
+        return [values.get(number) for number in programs]
+
+    def _captured(self, table: Mapping[str, Entry]) -> Any:
+        """Return a graph of a step with a table; None if a kernel cannot be compiled or launched with it."""
+        import torch
+
+        self.tiles.try_out(table)
+        try:
+            with torch.no_grad():
+                self._begin()
+                return self.decode.captured(None)
+        except _failures():
+            return None
+        finally:
+            self.tiles.try_out({})
+
+    @contextlib.contextmanager
+    def _collecting(self, collector: Callable[[Any, Callable[[], object]], object]) -> Iterator[None]:
+        """Launch none of the package's kernels; the results are arbitrary numbers that nobody reads."""
+        self.launch.collect(collector)
+        try:
+            yield
+        finally:
+            self.launch.collect(None)
+
+    def _begin(self) -> None:
+        self.decode.begin(self.next, None)
+        self.decode.state.input_ids.copy_(self.tokens[:, None])
+
+    def _block(self, program: Any) -> float:
+        import torch
+
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin()
+        start.record()
+        for _ in range(self.replays):
+            program.replay()
+        stop.record()
+        torch.cuda.synchronize(self.device)
+        return float(start.elapsed_time(stop)) / self.replays
+
+    def _replays_in_a_block(self) -> int:
+        program = self._captured({})
+        if program is None:
+            raise NothingToTune(type(self.decode.model).__name__, "its step cannot be captured")
+        self._block(program)
+        return max(4, min(ROOM // 2, int(BLOCK_MS / self._block(program))))
+
+
+def _compiled(compile: Callable[[], object]) -> None:
+    """Compile a kernel; one that does not compile is met again, and left out, when its step is captured."""
+    with contextlib.suppress(*_failures()):
+        compile()
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    from triton import TritonError
+
+    return RuntimeError, TritonError
