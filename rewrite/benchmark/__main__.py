@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=numbers, default=(512,), metavar="512,8192")
     made.add_argument("--cells", type=cell_list, metavar="1x512,8x512", help="exactly these batches and contexts")
     made.add_argument("--compiled-cells", type=cell_list, metavar="1x512", help="compile the original only for these")
+    made.add_argument("--static-cells", type=cell_list, metavar="1x512", help="compile by transformers only for these")
     made.add_argument("--prefill", type=numbers, default=(), metavar="128,512,2048")
     made.add_argument("--sides", default=",".join((ORIGINAL, STATIC, STEP, LIGER, OURS)))
     made.add_argument("--new-tokens", type=int, default=128)
@@ -52,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
 
 def plan_of(given: argparse.Namespace) -> Plan:
     """The plan that the options describe."""
-    names = ["package", "original", "weights", "device", "dtype", "compiled_cells", "prefill", "new_tokens", "seconds"]
-    names += ["budget", "parity_rows", "parity_tokens", "seed"]
+    names = ["package", "original", "weights", "device", "dtype", "compiled_cells", "static_cells", "prefill"]
+    names += ["new_tokens", "seconds", "budget", "parity_rows", "parity_tokens", "seed"]
     return Plan(
         **{name: getattr(given, name) for name in names},
         shape=None if given.weights else given.shape,

@@ -40,7 +40,8 @@ class Plan:
     `original` names the original where the lock's own name does not lead to it. `shape` is a preset of
     `presets.SHAPES`, or None with a checkpoint in `weights`. `new_tokens` is how many tokens a repeat decodes, of a
     fast side; slow ones decode fewer. `rounds` bounds the repeats from below and above; between those, `seconds` is
-    the time a cell may take. After `budget` seconds nothing new is compiled.
+    the time a cell may take. `compiled_cells` are those where the original is compiled, `static_cells` those where it is
+    compiled by transformers too (None: the same ones). After `budget` seconds nothing new is compiled.
     """
 
     package: Path
@@ -51,6 +52,7 @@ class Plan:
     dtype: str = "bfloat16"
     cells: tuple[Cell, ...] = (Cell(1, 512),)
     compiled_cells: tuple[Cell, ...] | None = None
+    static_cells: tuple[Cell, ...] | None = None
     prefill: tuple[int, ...] = ()
     sides: tuple[str, ...] = (ORIGINAL, STATIC, STEP, LIGER, OURS)
     new_tokens: int = 128
@@ -64,8 +66,10 @@ class Plan:
 
     def wants(self, side: str, cell: Cell) -> bool:
         """Whether a side is measured at a cell."""
-        limited = side in COMPILED and self.compiled_cells is not None
-        return side in self.sides and not (limited and cell not in (self.compiled_cells or ()))
+        limits = self.compiled_cells if side in COMPILED else None
+        if side == STATIC and self.static_cells is not None:
+            limits = self.static_cells
+        return side in self.sides and (limits is None or cell in limits)
 
 
 def cells(batches: Sequence[int], contexts: Sequence[int]) -> tuple[Cell, ...]:
