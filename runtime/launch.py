@@ -23,7 +23,12 @@ def overlaps(tensor: torch.Tensor) -> bool:
     Only inside a captured graph, where nothing but the graph's own kernels writes: what is loaded before the wait
     (weights, older cache slots) was there when the graph was launched. NVIDIA cards from compute capability 9.
     """
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing() and _has_dependent_launch(tensor.get_device())
+    return (
+        tensor.is_cuda
+        and _overlapping
+        and torch.cuda.is_current_stream_capturing()
+        and _has_dependent_launch(tensor.get_device())
+    )
 
 
 @functools.cache
@@ -40,16 +45,20 @@ def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
     return blocks, min(row_count, 32768), -(-row_count // 32768)
 
 
-_collector: Callable[[tuple[object, ...], Callable[[], object]], None] | None = None
+Collector = Callable[[tuple[object, ...], Callable[[], object]], None]
+
+_collector: Collector | None = None
+_overlapping = True
 
 
-def collect(collector: Callable[[tuple[object, ...], Callable[[], object]], None] | None) -> None:
+def collect(collector: Collector | None, overlap: bool = True) -> None:
     """Launch nothing: tell `collector` of every variant, by a key, and how to compile it; None to launch again.
 
-    So `rewrite tune` compiles what it is going to measure in several threads.
+    So `rewrite tune` compiles what it is going to measure in several threads: a step is captured without effect, with
+    the variants that overlap in a graph and, with `overlap` false, with those that run outside.
     """
-    global _collector
-    _collector = collector
+    global _collector, _overlapping
+    _collector, _overlapping = collector, overlap or collector is None
 
 
 class Kernel:

@@ -91,13 +91,14 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
 
 
 def _skinny_rule(kind: str, rows: int, cols: int, element_size: int) -> Tile:
-    """Return a tile of about 8 KiB of weight, of which `STAGES` are in flight; not measured yet.
+    """Return a tile of 8 KiB of weight or twice that, of which `STAGES` are in flight; not measured yet.
 
-    16 rows where more of them would leave multiprocessors without a program.
+    16 rows where more of them would leave multiprocessors without a program; two columns a thread, so that the norm's
+    weight is loaded ahead too.
     """
     block_rows = 32 if kind == "skinny_linear" and rows > 8192 else 16
-    block_cols = (512 if kind == "skinny_linear" and block_rows == 16 else 256) // element_size
-    return block_rows, max(16, min(block_cols, 1 << (cols - 1).bit_length())), 128 // WAVE
+    block_cols = max(16, min(512 // element_size, 1 << (cols - 1).bit_length()))
+    return block_rows, block_cols, 128 // WAVE
 
 
 @functools.cache

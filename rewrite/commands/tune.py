@@ -50,6 +50,6 @@ def tune(
     for rows, changes in outcome.changes.items():
         screen.figures(title(plan, outcome.chip, rows), results.HEADINGS, results.rows(changes), ())
     if table:
-        print(results.literal(outcome.chip, results.entries(outcome.changes.values())))
+        click.echo(results.literal(outcome.chip, results.entries(outcome.changes.values())))
     screen.line("written", str(outcome.path))
     return 0

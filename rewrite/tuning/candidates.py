@@ -1,4 +1,4 @@
-"""What is worth trying for a name in the tables of `runtime/tiles.py`: at most 16 entries each."""
+"""What is worth trying for a name in the tables of `runtime/tiles.py`: at most 20 entries each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 Entry = tuple[int, ...] | None
 
-MOST = 15
+MOST = 20
 SHARED_BYTES = 96 * 1024
 STAGES = 4
 """As in `runtime/skinny.py`: tiles in flight of a skinny product."""
@@ -22,8 +22,18 @@ def candidates(name: str, current: Entry) -> list[Entry]:
     else:
         rows, cols, element_size = map(int, shape.split("x"))
         tiles = skinny(kind, rows, cols, element_size) if kind.startswith("skinny") else one_row(kind, rows, cols)
-        found = [None, *tiles[: MOST - 1]]
-    return [entry for entry in dict.fromkeys(found) if entry != current]
+        found = [None, *varied(tiles)[: MOST - 1]]
+    return [entry for entry in dict.fromkeys(found) if entry != current][:MOST]
+
+
+def varied(tiles: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The best number of warps for each block first, then the second best for each, and so on."""
+    turns: dict[tuple[int, int], int] = {}
+    numbered = []
+    for block_rows, block_cols, warps in tiles:
+        turn = turns[block_rows, block_cols] = turns.get((block_rows, block_cols), -1) + 1
+        numbered.append((turn, (block_rows, block_cols, warps)))
+    return [tile for _, tile in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def one_row(kind: str, rows: int, cols: int) -> list[tuple[int, int, int]]:
@@ -55,7 +65,11 @@ def skinny(kind: str, rows: int, cols: int, element_size: int) -> list[tuple[int
         fits = STAGES * (size + 16 * block_cols * element_size) <= SHARED_BYTES
         if fits and block_cols <= longest and block_rows * halves >= 8 * warps // 2 and block_rows <= max(16, rows):
             tiles.append((block_rows, block_cols, warps))
-    return sorted(tiles, key=lambda tile: abs(math.log2(tile[0] * halves * tile[1] * element_size / 16384)))
+
+    def distance(tile: tuple[int, int, int]) -> float:
+        return abs(math.log2(tile[0] * halves * tile[1] * element_size / 16384)) + 0.4 * abs(math.log2(tile[2] / 4))
+
+    return sorted(tiles, key=distance)
 
 
 def splits(current: Entry) -> list[Entry]:

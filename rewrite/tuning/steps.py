@@ -27,8 +27,9 @@ class Steps:
 
         package = type(model).__module__.rpartition(".")[0]
         try:
-            self.tiles, self.launch, graphs = (
-                importlib.import_module(f"{package}.runtime.{name}") for name in ("tiles", "launch", "graph")
+            self.tiles, self.launch, self.capture, graphs = (
+                importlib.import_module(f"{package}.runtime.{name}")
+                for name in ("tiles", "launch", "capture", "graph")
             )
         except ModuleNotFoundError as error:
             raise NothingToTune(type(model).__name__, f"it has no {error.name}") from error
@@ -57,7 +58,7 @@ class Steps:
         self.tiles.try_out(table)
         self.tiles.listen(heard)
         try:
-            with torch.no_grad(), self._collecting(lambda key, compile: None):
+            with torch.no_grad():
                 self._begin()
                 self.decode.forward()
         finally:
@@ -70,9 +71,10 @@ class Steps:
         import torch
 
         jobs: dict[Any, Callable[[], object]] = {}
-        with self._collecting(lambda key, compile: jobs.setdefault(key, compile)):
-            for table in tables:
-                self._captured(table)
+        for overlap in (False, True):
+            with self._collecting(lambda key, compile: jobs.setdefault(key, compile), overlap):
+                for table in tables:
+                    self._trace(table)
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         workers = min(16, os.cpu_count() or 1)
         with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(index,)) as pool:
@@ -107,13 +109,22 @@ class Steps:
             self.tiles.try_out({})
 
     @contextlib.contextmanager
-    def _collecting(self, collector: Callable[[Any, Callable[[], object]], object]) -> Iterator[None]:
-        """Launch none of the package's kernels; the results are arbitrary numbers that nobody reads."""
-        self.launch.collect(collector)
+    def _collecting(self, collector: Callable[[Any, Callable[[], object]], object], overlap: bool) -> Iterator[None]:
+        """Launch none of the package's kernels."""
+        self.launch.collect(collector, overlap)
         try:
             yield
         finally:
             self.launch.collect(None)
+
+    def _trace(self, table: Mapping[str, Entry]) -> None:
+        """Capture a step with a table and drop it: nothing runs, so nothing reads what no kernel wrote."""
+        import torch
+
+        self.tiles.try_out(table)
+        with contextlib.suppress(*_failures()), torch.no_grad(), self.decode.model._optimize_model_for_decode():
+            self.capture.capture(self.decode.forward, lambda: None, self.device, torch.cuda.graph_pool_handle())
+        self.tiles.try_out({})
 
     def _begin(self) -> None:
         self.decode.begin(self.next, None)

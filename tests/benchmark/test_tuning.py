@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from rewrite.errors import NeedsGpu, NotAPackage
+from rewrite.rungs import prepare
 from rewrite.runtime import tiles
 from rewrite.runtime.decode_attention import Split, choose
+from rewrite.source import resolve
+from rewrite.transforms import select
 from rewrite.tuning import Plan, candidates, results, run, tune
 from rewrite.tuning.candidates import Entry
 from rewrite.tuning.search import Change, search
 
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 LINEAR, GATED, ATTENTION = "linear 2048x2048x2", "gated 8192x2048x2", "attention 1x8x4x64 1024"
 START: dict[str, Entry] = {LINEAR: (2, 2048, 4), GATED: (2, 1024, 4), ATTENTION: (4, 16, 64, True, 4)}
 
@@ -63,8 +67,8 @@ def test_finds_the_best_of_each_name() -> None:
 
 
 def test_torch_s_own_product_may_win_and_what_it_brings_is_tuned_too() -> None:
-    gains = {(GATED, None): 0.05, ("linear 16384x2048x2", (4, 2048, 8)): 0.05}
-    assert found(search(Fake(gains), candidates.candidates)) == {GATED: None, "linear 16384x2048x2": (4, 2048, 8)}
+    gains = {(GATED, None): 0.05, ("linear 16384x2048x2", (4, 2048, 2)): 0.05}
+    assert found(search(Fake(gains), candidates.candidates)) == {GATED: None, "linear 16384x2048x2": (4, 2048, 2)}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -101,6 +105,8 @@ def test_candidates_are_few_and_fit(kind: str, rows: int, cols: int) -> None:
     assert current not in options
     assert 1 <= len(options) <= candidates.MOST
     assert len(set(options)) == len(options)
+    if min(rows, cols) >= 2048:
+        assert len({option[:2] for option in options if option}) >= 6
     for option in options[1:]:
         assert option is not None
         assert kind.startswith("skinny") or rows % option[0] == 0  # a program of `qkv` lies within one head
@@ -204,3 +210,17 @@ def test_without_a_gpu(package: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(package)], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "on a GPU" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures kernels: needs a CUDA or ROCm device")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_on_a_gpu(batch: int, tmp_path: Path) -> None:
+    (tmp_path / "modeling_tiny.py").write_bytes(FIXTURE.read_bytes())
+    prepare(resolve(str(tmp_path / "modeling_tiny.py")), select(), tmp_path / "rungs")
+    package = sorted((tmp_path / "rungs").glob("rung_*"))[-1]
+    outcome = tune(Plan(package, shape="tiny", batches=(batch,), context=32, seconds=20.0))
+    written = json.loads((package / results.FILE).read_text())[outcome.chip]
+    kinds = {name.split()[0] for name in written}
+    assert {"attention", "linear" if batch == 1 else "skinny_linear"} <= kinds
+    assert written.keys() == {change.name for change in outcome.changes[batch]}

@@ -44,6 +44,8 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
         (("diff", "."), ("it has no rewrite.lock",)),
         (("verify",), ("rewrite verify --help",)),
         (("bench", "nowhere"), ("no model 'nowhere'",)),
+        (("tune", "nowhere"), ("nowhere is not a rewritten package",)),
+        (("tune", ".", "--batch", "0"), ("numbers with commas", "--batch")),
         (("bench", "."), ("it has no rewrite.lock",)),
         (("bench", "llama", "--batch", "1,x"), ("numbers with commas", "--batch")),
         (("bench", "llama", "--device", "nonsense"), ("'nonsense'",)),

@@ -16,6 +16,7 @@ from rewrite.runtime import qkv_step as qkv_module
 from rewrite.runtime.cache import PreallocatedCache
 from rewrite.runtime.decode_attention import Split, _reference, decode_attention, launch
 from rewrite.runtime.greedy import choose
+from rewrite.runtime.launch import collect
 from rewrite.runtime.linear import gated_linear, linear
 from rewrite.runtime.prologue import Prologue
 from rewrite.runtime.qkv_step import qkv_step
@@ -94,6 +95,20 @@ def test_few_rows(
         assert_as_exact_as(plain, got, exactly(form, norm, one, two), torch.finfo(dtype).eps)
     kernels = {1: ["linear", "gated"], 17: []}
     assert heard == kernels.get(rows, ["skinny_linear", "skinny_gated"])
+
+
+def test_what_is_collected_does_not_run(device: torch.device) -> None:
+    x, weight = torch.ones(2, 32, device=device), torch.ones(16, 32, device=device)
+    out = torch.zeros(2, 16, device=device)
+    found: dict[Any, Any] = {}
+    collect(lambda key, compile: found.setdefault(key, compile))
+    for tile in ((16, 16, 1), (16, 32, 1), (16, 32, 1)):
+        launch_skinny_linear(x, weight, None, None, None, out, tile)
+    collect(None)
+    assert len(found) == 2
+    assert not out.any()
+    launch_skinny_linear(x, weight, None, None, None, out, (16, 32, 1))
+    assert (out == 32).all()
 
 
 @dtypes
