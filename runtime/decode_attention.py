@@ -66,7 +66,7 @@ if backend.triton_installed():
         keep = held[:, :, None] & (column < DV)[:, None, :]
         return tl.sum(tl.load(part_ptr + at, mask=keep, other=0.0, cache_modifier=".cg") * scale[:, :, None], 1)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["capacity", "window"])
     def _decode_attention_kernel(  # type: ignore[no-untyped-def]
         query_ptr,
         keys_ptr,

@@ -22,7 +22,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["vocabulary"])
     def _best_of_block_kernel(  # type: ignore[no-untyped-def]
         logits_ptr, best_ptr, index_ptr, vocabulary, row_stride, OVERLAP: tl.constexpr, BLOCK: tl.constexpr
     ):
@@ -39,7 +39,7 @@ if backend.triton_installed():
         tl.store(best_ptr + at, best)
         tl.store(index_ptr + at, tl.min(tl.where(logits == best, column, 0x7FFFFFFF), 0))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows", "blocks"])
     def _take_best_kernel(  # type: ignore[no-untyped-def]
         best_ptr,
         index_ptr,

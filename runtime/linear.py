@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from . import backend, packing
@@ -23,7 +24,7 @@ from .gated_activation import activation_kind, gated_activation
 from .launch import Kernel, overlaps
 from .prologue import Prologue, norm_arguments, prologue_of
 from .rows import KERNEL_DTYPES
-from .skinny import MOST_ROWS, launch_skinny_gated, launch_skinny_linear, takes_norm
+from .skinny import MOST_ROWS, launch_skinny_linear, takes_norm
 from .tiles import Tile, tile
 
 if backend.triton_installed():
@@ -194,9 +195,15 @@ def gated_linear(
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
-            product = _gated(input, *parameters, kind, prologue)
-            if product is not None:
-                return product
+            if is_one_row(input):
+                product = _gated(input, *parameters, kind, prologue)
+                if product is not None:
+                    return product
+            else:
+                product = few_rows(input, *parameters, prologue, None)
+                if product is not None:
+                    gate, up = product.chunk(2, dim=-1)
+                    return gated_activation(gate, up, activation)
         elif isinstance(parameters, str):
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
@@ -210,9 +217,13 @@ def gated_linear(
 
 
 def takes_few_rows(input: Tensor) -> bool:
-    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients."""
+    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients.
+
+    More than one row are for the tensor cores, which have no fp32.
+    """
+    most = 1 if input.dtype == torch.float32 else MOST_ROWS
     return (
-        0 < input.numel() <= MOST_ROWS * input.shape[-1]
+        0 < input.numel() <= most * input.shape[-1]
         and input.dtype in KERNEL_DTYPES
         and backend.nothing_watches(input)
         and not backend.wants_gradient(input)
@@ -289,13 +300,11 @@ def launch_linear(
 def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor | None:
     """Return the gated product by a kernel; None where torch's own operators are to run instead."""
     rows, cols = weight.shape[0] // 2, weight.shape[1]
-    one_row = is_one_row(input)
-    shape = tile_for("gated" if one_row else "skinny_gated", rows, cols, weight)
+    shape = tile_for("gated", rows, cols, weight)
     if shape is None:
         return None
     out = input.new_empty((*input.shape[:-1], rows))
-    launch = launch_gated if one_row else launch_skinny_gated
-    launch(input, weight, bias, kind, prologue, out, shape)
+    launch_gated(input, weight, bias, kind, prologue, out, shape)
     return out
 
 

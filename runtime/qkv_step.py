@@ -34,7 +34,7 @@ if backend.triton_installed():
     from .linear import scaled
     from .rope_cache import pair_columns, rotated
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["capacity"])
     def _qkv_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         norm_ptr,

@@ -49,7 +49,7 @@ if backend.triton_installed():
         other_sin = tl.load(sin_ptr + at_other, mask=turns, other=0.0).to(tl.float32)
         return first * cos - second * sin, second * other_cos + first * other_sin
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["capacity"])
     def _rope_cache_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
         k_ptr,

@@ -7,7 +7,8 @@ the row, so the product need not wait for it:
 
 The time is again that of reading the weight, once: a program takes some rows of it and all M rows of the input, filled
 up to the 16 that the tensor cores want. `x * w` is computed in fp32 and rounded once to the weight's dtype, where the
-norm as an operator rounds before and after its weight; sums are fp32.
+norm as an operator rounds before and after its weight; sums are fp32. The activation of a gated product is an operator
+of its own: a kernel with both halves took three times as long as cuBLAS (H100).
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ STAGES = 2 if torch.version.hip else 4
 if backend.triton_installed():
     import triton
     import triton.language as tl
-
-    from .gated_activation import _activate
 
     @triton.jit
     def _input(  # type: ignore[no-untyped-def]
@@ -102,64 +101,7 @@ if backend.triton_installed():
             y += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=there)
 
-    @triton.jit(do_not_specialize=["count"])
-    def _skinny_gated_kernel(  # type: ignore[no-untyped-def]
-        x_ptr,
-        norm_ptr,
-        weight_ptr,
-        bias_ptr,
-        out_ptr,
-        count,
-        eps,
-        offset,
-        I: tl.constexpr,  # noqa: E741
-        O: tl.constexpr,  # noqa: E741
-        NORM: tl.constexpr,
-        NORM_WEIGHT: tl.constexpr,
-        BIAS: tl.constexpr,
-        ACTIVATION: tl.constexpr,
-        OVERLAP: tl.constexpr,
-        M: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_COLS: tl.constexpr,
-        STAGES: tl.constexpr,
-    ):
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
-        column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        live = column < O
-        gate_row = weight_ptr + column.to(tl.int64)[:, None] * I
-        up_row = gate_row + O * I
-        rows = tl.arange(0, M)
-        col = tl.arange(0, BLOCK_COLS)
-        gate = tl.load(gate_row + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
-        up = tl.load(up_row + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        x, square = _input(x_ptr, norm_ptr, rows, col, count, offset, I, NORM, NORM_WEIGHT)
-        gates = tl.dot(x, tl.trans(gate), input_precision="ieee")
-        ups = tl.dot(x, tl.trans(up), input_precision="ieee")
-        for start in tl.range(BLOCK_COLS, I, BLOCK_COLS, num_stages=STAGES):
-            col = start + tl.arange(0, BLOCK_COLS)
-            gate = tl.load(gate_row + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
-            up = tl.load(up_row + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
-            x, more = _input(x_ptr, norm_ptr, rows, col, count, offset, I, NORM, NORM_WEIGHT)
-            square += more
-            gates = tl.dot(x, tl.trans(gate), gates, input_precision="ieee")
-            ups = tl.dot(x, tl.trans(up), ups, input_precision="ieee")
-        if NORM:
-            inverse = tl.rsqrt(tl.sum(square, 1) / I + eps)[:, None]
-            gates *= inverse
-            ups *= inverse
-        if BIAS:
-            gates += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
-            ups += tl.load(bias_ptr + O + column, mask=live, other=0.0).to(tl.float32)[None, :]
-        y = (_activate(gates, ACTIVATION) * ups).to(out_ptr.dtype.element_ty)
-        there = (rows < count)[:, None] & live[None, :]
-        tl.store(out_ptr + rows[:, None] * O + column[None, :], y, mask=there)
-
     skinny_linear_kernel = Kernel(_skinny_linear_kernel)
-    skinny_gated_kernel = Kernel(_skinny_gated_kernel)
 
 
 def takes_norm(input: Tensor) -> bool:
@@ -195,36 +137,6 @@ def launch_skinny_linear(
             (
                 cols, rows, prologue is not None, has_weight, bias is not None, residual is not None, overlap,
                 MOST_ROWS, block_rows, block_cols, STAGES,
-            ),
-            overlap=overlap,
-        )  # fmt: skip
-
-
-def launch_skinny_gated(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    prologue: Prologue | None,
-    out: Tensor,
-    shape: Tile,
-) -> None:
-    """Run the kernel of `gated_linear` for up to 16 rows with a tile."""
-    block_rows, block_cols, num_warps = shape
-    rows, cols = weight.shape[0] // 2, weight.shape[1]
-    norm, eps, offset, has_weight = norm_arguments(prologue, input)
-    overlap = overlaps(input)
-    with backend.device_guard(input):
-        skinny_gated_kernel.launch(
-            (-(-rows // block_rows), 1, 1),
-            num_warps,
-            (input.contiguous(), norm, weight, weight if bias is None else bias, out),
-            (out.numel() // rows,),
-            (),
-            (eps, offset),
-            (
-                cols, rows, prologue is not None, has_weight, bias is not None, kind, overlap, MOST_ROWS, block_rows,
-                block_cols, STAGES,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -21,7 +21,7 @@ def candidates(name: str, current: Entry) -> list[Entry]:
         found: Iterable[Entry] = splits(current)
     else:
         rows, cols, element_size = map(int, shape.split("x"))
-        tiles = skinny(kind, rows, cols, element_size) if kind.startswith("skinny") else one_row(kind, rows, cols)
+        tiles = skinny(rows, cols, element_size) if kind.startswith("skinny") else one_row(kind, rows, cols)
         found = [None, *varied(tiles)[: MOST - 1]]
     return [entry for entry in dict.fromkeys(found) if entry != current][:MOST]
 
@@ -37,7 +37,7 @@ def varied(tiles: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def one_row(kind: str, rows: int, cols: int) -> list[tuple[int, int, int]]:
-    """Tiles for one input row, by how near they are to 64 elements a thread and 8192 elements a program."""
+    """Tiles for one input row, by how near they are to 24 elements a thread and 4096 elements a program."""
     halves = 1 if kind == "linear" else 2
     longest = 1 << (cols - 1).bit_length()
     lengths = [n for n in (512, 1024, 2048, 4096) if n <= longest]
@@ -50,24 +50,23 @@ def one_row(kind: str, rows: int, cols: int) -> list[tuple[int, int, int]]:
 
     def distance(tile: tuple[int, int, int]) -> float:
         size = tile[0] * tile[1] * halves
-        return abs(math.log2(size / (32 * tile[2]) / 64)) + 0.7 * abs(math.log2(size / 8192))
+        return abs(math.log2(size / (32 * tile[2]) / 24)) + 0.7 * abs(math.log2(size / 4096))
 
     return sorted(tiles, key=distance)
 
 
-def skinny(kind: str, rows: int, cols: int, element_size: int) -> list[tuple[int, int, int]]:
-    """Tiles for 2 to 16 input rows, whose stages fit into shared memory twice, by how near they are to 16 KiB."""
-    halves = 2 if kind == "skinny_gated" else 1
+def skinny(rows: int, cols: int, element_size: int) -> list[tuple[int, int, int]]:
+    """Tiles for 2 to 16 input rows, whose stages fit into shared memory twice, by how near they are to 8 KiB."""
     longest = max(16, 1 << (cols - 1).bit_length())
     tiles = []
     for block_rows, block_cols, warps in itertools.product((16, 32, 64), (64, 128, 256, 512), (2, 4, 8)):
-        size = block_rows * halves * block_cols * element_size
+        size = block_rows * block_cols * element_size
         fits = STAGES * (size + 16 * block_cols * element_size) <= SHARED_BYTES
-        if fits and block_cols <= longest and block_rows * halves >= 8 * warps // 2 and block_rows <= max(16, rows):
+        if fits and block_cols <= longest and block_rows >= 4 * warps and block_rows <= max(16, rows):
             tiles.append((block_rows, block_cols, warps))
 
     def distance(tile: tuple[int, int, int]) -> float:
-        return abs(math.log2(tile[0] * halves * tile[1] * element_size / 16384)) + 0.4 * abs(math.log2(tile[2] / 4))
+        return abs(math.log2(tile[0] * tile[1] * element_size / 8192)) + 0.4 * abs(math.log2(tile[2] / 4))
 
     return sorted(tiles, key=distance)
 

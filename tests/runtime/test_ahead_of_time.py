@@ -65,6 +65,8 @@ ATTENTION = {
     "SINKS": False,
     "OVERLAP": False,
     "HEADS": 4,
+    "HEADS_HELD": 4,
+    "PARTS": 16,
     "BLOCK_HEADS": 16,
     "BLOCK_D": 64,
     "BLOCK_DV": 64,
@@ -72,7 +74,16 @@ ATTENTION = {
     "SPLITS": 16,
     "DOT": True,
 }
-WIDE_HEADS = {"HK": 16, "D": 256, "DV": 256, "HEADS": 2, "BLOCK_D": 256, "BLOCK_DV": 256, "BLOCK_SLOTS": 32}
+WIDE_HEADS = {
+    "HK": 16,
+    "D": 256,
+    "DV": 256,
+    "HEADS": 2,
+    "HEADS_HELD": 2,
+    "BLOCK_D": 256,
+    "BLOCK_DV": 256,
+    "BLOCK_SLOTS": 32,
+}
 SELECT = {"E": 128, "K": 8, "OVERLAP": False, "BLOCK_E": 128, "CHUNK": 16}
 # module, kernel, constants, threads a program
 KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
@@ -146,6 +157,7 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "rope_cache": ("rope_cache", "rope_cache", ROPE_CACHE, 32),
     "rope_cache, no norms": ("rope_cache", "rope_cache", ROPE_CACHE | {"Q_NORM": False, "K_NORM": False}, 32),
     "decode_attention": ("decode_attention", "decode_attention", ATTENTION, 128),
+    "decode_attention, few slots": ("decode_attention", "decode_attention", ATTENTION | {"BLOCK_SLOTS": 32}, 64),
     "decode_attention, all forms": (
         "decode_attention",
         "decode_attention",
@@ -171,12 +183,6 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
         "skinny",
         "skinny_linear",
         SKINNY | {"I": 2048, "O": 128256, "RESIDUAL": False, "BLOCK_ROWS": 32, "BLOCK_COLS": 256},
-        128,
-    ),
-    "skinny_gated": (
-        "skinny",
-        "skinny_gated",
-        SKINNY | {"I": 2048, "O": 8192, "ACTIVATION": "silu", "BLOCK_ROWS": 16, "BLOCK_COLS": 256},
         128,
     ),
     "rotary, half table": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True, "HALF_TABLE": True}, 128),

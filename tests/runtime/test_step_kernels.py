@@ -22,7 +22,7 @@ from rewrite.runtime.prologue import Prologue
 from rewrite.runtime.qkv_step import qkv_step
 from rewrite.runtime.rms_norm import rms_norm
 from rewrite.runtime.sampling import Sampling, StepState
-from rewrite.runtime.skinny import launch_skinny_gated, launch_skinny_linear, takes_norm
+from rewrite.runtime.skinny import launch_skinny_linear, takes_norm
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -94,7 +94,8 @@ def test_few_rows(
             plain = form(dtype)
         assert_as_exact_as(plain, got, exactly(form, norm, one, two), torch.finfo(dtype).eps)
     kernels = {1: ["linear", "gated"], 17: []}
-    assert heard == kernels.get(rows, ["skinny_linear", "skinny_gated"])
+    several = [] if dtype == torch.float32 else ["skinny_linear", "skinny_linear"]
+    assert heard == kernels.get(rows, several)
 
 
 def test_what_is_collected_does_not_run(device: torch.device) -> None:
@@ -111,7 +112,7 @@ def test_what_is_collected_does_not_run(device: torch.device) -> None:
     assert (out == 32).all()
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", [dtype for dtype in KERNEL_DTYPES if dtype.itemsize == 2], ids=str)
 @pytest.mark.parametrize("tile", [(16, 32, 1), (32, 64, 4), (64, 256, 8)], ids=str)
 def test_tiles_of_skinny_products(tile: tiles.Tile, dtype: torch.dtype, device: torch.device, poisoned: None) -> None:
     inputs, outputs, rows = 192, 56, 5
@@ -119,20 +120,17 @@ def test_tiles_of_skinny_products(tile: tiles.Tile, dtype: torch.dtype, device: 
     prologue = norm.prologue() if takes_norm(torch.empty(0, dtype=dtype)) else None
     weight = (torch.randn(2 * outputs, inputs, device=device) * inputs**-0.5).to(dtype)
     x = torch.randn(rows, inputs, device=device).to(dtype)
-    y, gated = torch.empty(rows, 2 * outputs, device=device, dtype=dtype), x.new_empty(rows, outputs).fill_(torch.nan)
+    y = torch.empty(rows, 2 * outputs, device=device, dtype=dtype)
     launch_skinny_linear(x, weight, None, prologue, None, y, tile)
-    launch_skinny_gated(x, weight, None, "silu", prologue, gated, tile)
 
-    def plain(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    def plain(kind: torch.dtype) -> Tensor:
         normed = x.to(kind)
         if prologue is not None:
             normed = rms_norm(normed, norm.weight.to(kind), 1e-5)
-        product = normed @ weight.to(kind).T
-        return product, nn.functional.silu(product[:, :outputs]) * product[:, outputs:]
+        return normed @ weight.to(kind).T
 
     with backend.use_backend("reference"):
-        for ours, wanted, exact in zip((y, gated), plain(dtype), plain(torch.float64), strict=True):
-            assert_as_exact_as(wanted, ours, exact, torch.finfo(dtype).eps)
+        assert_as_exact_as(plain(dtype), y, plain(torch.float64), torch.finfo(dtype).eps)
 
 
 def test_torch_s_own_products_run_where_the_table_says_so(

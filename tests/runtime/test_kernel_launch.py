@@ -1,0 +1,34 @@
+"""What a launch remembers a compiled variant under, and what Triton would compile another variant for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+from rewrite import runtime
+from rewrite.runtime.launch import Kernel
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+FLOATS = ("eps", "offset", "scaling", "softcap")
+KEYED = {"inner", "intermediate_size"}
+"""Counts that are handed over as strides, so a variant is remembered with what they are divisible by."""
+MODULES = sorted(path.stem for path in Path(next(iter(runtime.__path__))).glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_counts_are_not_specialised(module: str) -> None:
+    """A variant is remembered without the counts, so it must be right for all of them."""
+    for name, kernel in vars(importlib.import_module(f"rewrite.runtime.{module}")).items():
+        if not isinstance(kernel, Kernel):
+            continue
+        function = kernel.jit_function
+        arguments = inspect.signature(function.fn).parameters.values()
+        plain = {argument.name for argument in arguments if "constexpr" not in str(argument.annotation)}
+        counts = {n for n in plain - KEYED if not n.endswith(("_ptr", *FLOATS)) and "stride" not in n}
+        exempt = set(function.do_not_specialize or ())
+        assert counts <= exempt, f"{name}: {counts - exempt}"
