@@ -188,10 +188,14 @@ class PreallocatedCache(Cache):
         for layer in self.attention_layers:
             layer.length += tokens
 
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens, as far as the host knows."""
+        for layer in self.attention_layers:
+            layer.length = length
+
     def reset(self) -> None:
         """Forget every token; the buffers, their addresses and their contents stay."""
-        for layer in self.attention_layers:
-            layer.length = 0
+        self.rewind(0)
         self.position.zero_()
         self.starts.zero_()
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .launch import rehearsing
+
 CAPTURING = threading.RLock()
 """Held during a capture, and around whatever draws from the device's generator in another thread: torch knows one
 capture a generator at a time."""
@@ -46,7 +48,8 @@ def capture(
         try:
             with torch.cuda.stream(stream):
                 # What is compiled, packed or loaded at the first call must be there before the capture.
-                rehearse()
+                with rehearsing():
+                    rehearse()
                 _drop_workspaces()
                 return _capture(run, pool, index)
         finally:

@@ -154,17 +154,32 @@ class _Generation:
     def _prefill(self, graph: DecodeGraph) -> Tensor:
         """Read the prompt and return the logits `[B, V]` of the first token in fp32."""
         inputs = {**self.call.inputs, "past_key_values": graph.cache}
-        outputs = self.model._prefill(self.call.input_ids, self.call.config, inputs)
-        if outputs.past_key_values is not graph.cache or graph.cache.length == 0:
-            raise self._refuse(graph, "cache_unused")
+
+        def ordinary() -> Tensor:
+            outputs = self.model._prefill(self.call.input_ids, self.call.config, dict(inputs))
+            if outputs.past_key_values is not graph.cache or graph.cache.length == 0:
+                raise self._refuse(graph, "cache_unused")
+            logits: Tensor = outputs.logits[:, -1]
+            return logits
+
+        last = graph.read_prompt(self.call.input_ids, ordinary) if self._is_unpadded() else ordinary()
         if self.sampling.reads_ids and graph.cache.length != self.prompt_length:
             raise Unfit("processor_needs_ids")
         mask = self.call.inputs.get("attention_mask")
         if mask is not None and mask.shape[1] != graph.cache.length:
             raise Unfit("attention_mask")
         graph.begin(self._next_position_ids(graph, mask), mask)
-        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
-        return logits
+        return last.to(copy=True, dtype=torch.float32)
+
+    def _is_unpadded(self) -> bool:
+        """Return whether every column of the prompt is a token, at its own position."""
+        mask, position_ids = (self.call.inputs.get(name) for name in ("attention_mask", "position_ids"))
+        plain = torch.ones((), dtype=torch.bool, device=self.device)
+        if mask is not None:
+            plain &= (mask != 0).all()
+        if position_ids is not None:
+            plain &= (position_ids == torch.arange(self.prompt_length, device=self.device)).all()
+        return bool(plain)
 
     def _next_position_ids(self, graph: DecodeGraph, mask: Tensor | None) -> Tensor:
         """Return `[B or 1, 1]`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,8 @@ from transformers.cache_utils import DynamicCache
 from .cache import CacheFull, PreallocatedCache, preallocated_like
 from .capture import CAPTURING, capture
 from .greedy import choose
+from .launch import rehearsing
+from .prompt_graph import PromptGraphs
 from .sampling import Sampling, StepState
 
 PROGRAMS_KEPT = 8
@@ -141,7 +143,9 @@ class DecodeGraph:
         self.pool: Any = None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._proved = False
-        self._inputs = self._static_inputs(inspect.signature(model.forward).parameters)
+        accepted = inspect.signature(model.forward).parameters
+        self._inputs = self._static_inputs(accepted)
+        self.prompts = PromptGraphs(model, set(accepted), self.captures)
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -161,11 +165,34 @@ class DecodeGraph:
         if "cache_position" in self._inputs:
             inputs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
         given = {name: value for name, value in inputs.items() if name in self._inputs}
-        outputs = self.model(**given, past_key_values=self.cache, use_cache=True, return_dict=True)
-        logits: Tensor = outputs.logits[:, -1].clone()
+
+        def ordinary() -> Tensor:
+            outputs = self.model(**given, past_key_values=self.cache, use_cache=True, return_dict=True)
+            logits: Tensor = outputs.logits[:, -1]
+            return logits
+
+        unpadded = attention_mask is None or bool((attention_mask != 0).all())
+        logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
         self.begin(positions[:, -1:] + 1, None if attention_mask is None else mask)
         self.prove(logits.argmax(-1))
         return logits
+
+    def read_prompt(self, input_ids: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
+        """Read a prompt `[B, n]` without padding, in a graph where there is one for it.
+
+        Args:
+            input_ids: the prompt.
+            ordinary: reads it without a graph and returns the logits.
+
+        Returns:
+            `[B, V]` logits of the next token; the next prompt may overwrite them.
+        """
+        rows, tokens = input_ids.shape
+        length = self.prompts.length_for(rows, tokens, self.cache.capacity)
+        if length is None or self.cache.length:
+            return ordinary()
+        self._find_pool()
+        return self.prompts.read(self.cache, input_ids, length, self.pool, ordinary)
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -195,6 +222,7 @@ class DecodeGraph:
     def release(self) -> None:
         """Give the graphs and the cache back."""
         self._programs.clear()
+        self.prompts.clear()
         for layer in self.cache.attention_layers:
             layer.free()
         self._proved = False
@@ -252,13 +280,17 @@ class DecodeGraph:
         Raises:
             CaptureFailed: if the step, or this sampling, cannot be captured.
         """
-        if self.captures and not self._programs:
-            self.pool = torch.cuda.graph_pool_handle()
+        self._find_pool()
         before = self.state.copy()
         with self._as_for_decoding():
             program = Program(self, sampling)
         self.state.restore(before)
         return program
+
+    def _find_pool(self) -> None:
+        """Make a memory pool for the first graph; a pool ends with the last graph in it."""
+        if self.captures and not self._programs and not self.prompts.lengths:
+            self.pool = torch.cuda.graph_pool_handle()
 
     def prove(self, tokens: Tensor) -> None:
         """Compare one step against the buffers with the model's ordinary step, once; it leaves the cache as it was.
@@ -282,7 +314,8 @@ class DecodeGraph:
                     layer.values[:, :, length + 1 :] = POISON
             state.position.fill_(length)
             try:
-                ours = self.forward().float()
+                with rehearsing():
+                    ours = self.forward().float()
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:

@@ -149,11 +149,16 @@ def _describe(model: nn.Module) -> list[str]:
     store = _stores.get(model)
     if store is None:
         return []
-    refused = [f"no graph: {detail}" for _, detail in store.refused.values() if detail]
-    return refused + [
-        f"graph: batch {batch}, capacity {capacity}, {graph.nbytes / 2**20:.1f} MiB of cache"
-        for (batch, capacity), graph in list(store.graphs.items())
-    ]
+    lines = [f"no graph: {detail}" for _, detail in store.refused.values() if detail]
+    for (batch, capacity), graph in list(store.graphs.items()):
+        lines.append(f"graph: batch {batch}, capacity {capacity}, {graph.nbytes / 2**20:.1f} MiB of cache")
+        if graph.prompts.lengths:
+            lines.append(
+                f"  prompts of up to {', '.join(map(str, graph.prompts.lengths))} tokens in graphs of their own"
+            )
+        if graph.prompts.refusal is not None:
+            lines.append(f"  prompts in no graph: {graph.prompts.refusal}")
+    return lines
 
 
 reporters.append(_describe)

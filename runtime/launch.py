@@ -7,8 +7,10 @@ bits, and the constants. On ROCm Triton also specialises on the size of each ten
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,16 +19,32 @@ WAVE = 64 if torch.version.hip else 32
 _REMEMBERS = torch.version.hip is None
 
 
+class _Rehearsal(threading.local):
+    active: bool = False
+
+
+_REHEARSAL = _Rehearsal()
+
+
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Launch as inside a graph: the same variants, so that each is compiled once and before the capture."""
+    before, _REHEARSAL.active = _REHEARSAL.active, True
+    try:
+        yield
+    finally:
+        _REHEARSAL.active = before
+
+
 def overlaps(tensor: torch.Tensor) -> bool:
     """Return whether a kernel may start before the one before it has ended (programmatic dependent launch).
 
-    Only inside a captured graph, where nothing but the graph's own kernels writes: what is loaded before the wait
-    (weights, older cache slots) was there when the graph was launched. NVIDIA cards from compute capability 9.
+    Only inside a captured graph or its rehearsal, where nothing but the step's own kernels writes: what is loaded
+    before the wait (weights, older cache slots) was there when the step began. NVIDIA cards from compute capability 9.
     """
     return (
         tensor.is_cuda
-        and _overlapping
-        and torch.cuda.is_current_stream_capturing()
+        and (_REHEARSAL.active or torch.cuda.is_current_stream_capturing())
         and _has_dependent_launch(tensor.get_device())
     )
 
@@ -48,17 +66,15 @@ def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
 Collector = Callable[[tuple[object, ...], Callable[[], object]], None]
 
 _collector: Collector | None = None
-_overlapping = True
 
 
-def collect(collector: Collector | None, overlap: bool = True) -> None:
+def collect(collector: Collector | None) -> None:
     """Launch nothing: tell `collector` of every variant, by a key, and how to compile it; None to launch again.
 
-    So `rewrite tune` compiles what it is going to measure in several threads: a step is captured without effect, with
-    the variants that overlap in a graph and, with `overlap` false, with those that run outside.
+    So `rewrite tune` compiles what it is going to measure in several threads: a step is captured without effect.
     """
-    global _collector, _overlapping
-    _collector, _overlapping = collector, overlap or collector is None
+    global _collector
+    _collector = collector
 
 
 class Kernel:

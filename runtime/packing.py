@@ -33,6 +33,9 @@ REASONS = {
 
 _lock = threading.Lock()
 
+RETURNED_BYTES = 16 * 2**20
+"""Weights of this size, once packed, leave their old memory to the device and not to torch's allocator."""
+
 
 def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     """Return `tuple(projection(input) for projection in projections)`, as one product where that is safe.
@@ -153,6 +156,9 @@ def _pack(tensors: Sequence[Tensor]) -> str | None:
         for tensor, part in zip(tensors, packed.split([t.shape[0] for t in tensors]), strict=True):
             tensor.data = part
             tensor._is_packed_view = True  # type: ignore[attr-defined]
+        if packed.is_cuda and packed.nbytes >= RETURNED_BYTES:
+            # The allocator keeps what was freed for tensors of these sizes, and there will be none.
+            torch.cuda.empty_cache()
     return None
 
 

@@ -67,14 +67,13 @@ class Steps:
         return found
 
     def compile_ahead(self, tables: Sequence[Mapping[str, Entry]]) -> int:
-        """Compile in threads what steps with these tables launch, alone and in a graph. Returns how many variants."""
+        """Compile in threads what steps with these tables launch. Returns how many variants."""
         import torch
 
         jobs: dict[Any, Callable[[], object]] = {}
-        for overlap in (False, True):
-            with self._collecting(lambda key, compile: jobs.setdefault(key, compile), overlap):
-                for table in tables:
-                    self._trace(table)
+        with self._collecting(lambda key, compile: jobs.setdefault(key, compile)):
+            for table in tables:
+                self._trace(table)
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         workers = min(16, os.cpu_count() or 1)
         with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(index,)) as pool:
@@ -109,9 +108,9 @@ class Steps:
             self.tiles.try_out({})
 
     @contextlib.contextmanager
-    def _collecting(self, collector: Callable[[Any, Callable[[], object]], object], overlap: bool) -> Iterator[None]:
+    def _collecting(self, collector: Callable[[Any, Callable[[], object]], object]) -> Iterator[None]:
         """Launch none of the package's kernels."""
-        self.launch.collect(collector, overlap)
+        self.launch.collect(collector)
         try:
             yield
         finally:

@@ -1,0 +1,155 @@
+"""Reads a prompt in a graph: up to some 2,000 tokens the host takes longer to launch the kernels than they run.
+
+B rows, n tokens of the prompt, N tokens of the graph, V vocabulary.
+
+A graph holds the model's ordinary forward of N tokens into the empty cache. A prompt of n <= N tokens without padding
+is filled up at its end, which causal attention lets no earlier token see; its logits are those of token n - 1, and the
+slots behind are written anew by the tokens to come. The first prompt of a length is read both ways, and only a graph
+that computes the same is kept. It serves that prompt too: the same call gives the same tokens the first and the
+second time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import PreallocatedCache
+from .capture import capture
+
+ROUNDING = 128
+"""Lengths of graphs are multiples of this."""
+MOST_TOKENS = 2048
+"""Tokens of all rows together; with more of them the device is the slower one."""
+TOLERANCE = 0.1
+"""Largest relative distance of the logits in both ways: other shapes round in another order, in bf16 by up to 0.02."""
+
+
+class PromptGraph:
+    """The forward of `length` tokens a row, captured."""
+
+    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int, captures: bool, pool: Any):
+        self._model = weakref.ref(model)
+        self.cache = cache
+        device = cache.position.device
+        with torch.inference_mode(False):
+            self._input_ids = torch.zeros(cache.batch_size, length, dtype=torch.int64, device=device)
+            positions = torch.arange(length, device=device)
+            self._last = torch.zeros(1, dtype=torch.int64, device=device)
+        given = {
+            "position_ids": positions[None],
+            "cache_position": positions,
+            "logits_to_keep": self._last,
+        }
+        self._inputs = {name: value for name, value in given.items() if name in inputs}
+        self._logits: Tensor | None = None
+        self._graph = capture(self._run, self._run, device, pool) if captures else None
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        """Read `[B, n]` into the empty cache and return the logits `[B, V]` that follow; the next read reuses them."""
+        length = input_ids.shape[1]
+        self._input_ids[:, :length] = input_ids
+        self._input_ids[:, length:] = input_ids[:, -1:]
+        self._last.fill_(length - 1)
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+        self.cache.grow(length)
+        assert self._logits is not None
+        return self._logits
+
+    def _run(self) -> None:
+        model = self._model()
+        assert model is not None
+        self.cache.rewind(0)
+        outputs = model(
+            input_ids=self._input_ids, past_key_values=self.cache, use_cache=True, return_dict=True, **self._inputs
+        )
+        self.cache.rewind(0)
+        self._logits = outputs.logits[:, -1]
+
+
+class PromptGraphs:
+    """The graphs of one cache, by their length; none where the model cannot be captured, or pads change its logits.
+
+    Args:
+        model: a causal language model.
+        inputs: names that its forward takes.
+        captures: whether forwards are captured; they run as plain calls otherwise.
+    """
+
+    def __init__(self, model: Any, inputs: set[str], captures: bool):
+        self._model = weakref.ref(model)
+        self._inputs = inputs
+        self._captures = captures
+        self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._graphs: dict[int, PromptGraph] = {}
+        self.refusal: str | None = None
+        """Why prompts are read without graphs."""
+        if "logits_to_keep" not in inputs:
+            self.refusal = "the model returns the logits of all tokens"
+        elif self._positions is None:
+            self.refusal = "its configuration does not say how many positions it has"
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths that are captured."""
+        return sorted(self._graphs)
+
+    def clear(self) -> None:
+        """Give the graphs back."""
+        self._graphs.clear()
+
+    def length_for(self, rows: int, tokens: int, capacity: int) -> int | None:
+        """Return the length of the graph for a prompt; None if it is read without one."""
+        length = -(-tokens // ROUNDING) * ROUNDING
+        if self.refusal is not None or rows * length > MOST_TOKENS:
+            return None
+        assert self._positions is not None
+        return length if length <= min(capacity, self._positions) else None
+
+    def read(
+        self,
+        cache: PreallocatedCache,
+        input_ids: Tensor,
+        length: int,
+        pool: Any,
+        ordinary: Callable[[], Tensor],
+    ) -> Tensor:
+        """Read a prompt `[B, n]` without padding into the empty cache, in the graph of a length.
+
+        Args:
+            cache: empty.
+            input_ids: the prompt.
+            length: N.
+            pool: of the graphs' memory.
+            ordinary: reads it without a graph and returns the logits.
+
+        Returns:
+            `[B, V]` logits of the next token; the next prompt may overwrite them.
+        """
+        graph = self._graphs.get(length)
+        if graph is not None:
+            return graph.read(input_ids)
+        expected = ordinary().float()
+        cache.rewind(0)
+        try:
+            graph = PromptGraph(self._model(), cache, self._inputs, length, self._captures, pool)
+            logits = graph.read(input_ids)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            self.refusal = f"{type(error).__name__}: {error}"
+        else:
+            distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+            if distance < TOLERANCE:
+                self._graphs[length] = graph
+                return logits
+            self.refusal = f"tokens behind the prompt change its logits by {distance:.3g}"
+        cache.rewind(0)
+        return ordinary()

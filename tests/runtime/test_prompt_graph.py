@@ -1,0 +1,118 @@
+"""Prompts read in a graph of a longer length; on a CPU its forward runs as plain calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from rewrite.runtime.graph import DecodeGraph
+from rewrite.runtime.prompt_graph import MOST_TOKENS, ROUNDING
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=6)),
+}
+
+
+def model_of(kind: str = "llama") -> Any:
+    torch.manual_seed(0)
+    model_class, config = MODELS[kind]
+    return model_class(config).to(DEVICE).eval()
+
+
+def prompt(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(1, 99, (rows, tokens), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_prompts_of_all_lengths_share_a_graph(kind: str) -> None:
+    model = model_of(kind)
+    graph = DecodeGraph(model, batch_size=2, capacity=256)
+    for tokens in (5, 1, ROUNDING, 77, ROUNDING + 1):
+        ids = prompt(2, tokens)
+        with torch.no_grad():
+            expected = model(ids).logits[:, -1]
+            torch.testing.assert_close(graph.prefill(ids), expected, rtol=1e-4, atol=1e-4)
+            following = expected.argmax(-1)
+            longer = model(torch.cat([ids, following[:, None]], 1)).logits[:, -1]
+            torch.testing.assert_close(graph.step(following), longer, rtol=1e-4, atol=1e-4)
+    assert graph.prompts.refusal is None
+    assert graph.prompts.lengths == [ROUNDING, 2 * ROUNDING]
+
+
+def test_prompts_with_padding_and_long_ones_are_read_as_they_are() -> None:
+    model = model_of()
+    graph = DecodeGraph(model, batch_size=2, capacity=256)
+    mask = torch.ones(2, 5, dtype=torch.int64, device=DEVICE)
+    mask[1, 0] = 0
+    graph.prefill(prompt(2, 5), mask)
+    assert graph.prompts.lengths == []
+    assert graph.prompts.length_for(1, MOST_TOKENS + 1, 2 * MOST_TOKENS) is None
+    assert graph.prompts.length_for(MOST_TOKENS // ROUNDING + 1, 3, 256) is None
+
+
+def test_no_position_beyond_the_model_s_is_used() -> None:
+    graph = DecodeGraph(model_of(), batch_size=1, capacity=1024)
+    assert graph.prompts.length_for(1, 512, 1024) == 512
+    assert graph.prompts.length_for(1, 513, 1024) is None
+
+
+def test_a_model_that_looks_ahead_reads_its_prompts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    inner = model.model.forward
+
+    def ahead(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        return SimpleNamespace(
+            last_hidden_state=output.last_hidden_state + output.last_hidden_state.mean(1, keepdim=True),
+            past_key_values=output.past_key_values,
+            hidden_states=None,
+            attentions=None,
+        )
+
+    monkeypatch.setattr(model.model, "forward", ahead)
+    graph = DecodeGraph(model, batch_size=1, capacity=256)
+    ids = prompt(1, 9)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    for _ in range(2):
+        graph.cache.clear()
+        logits = graph.read_prompt(ids, lambda: model(ids, past_key_values=graph.cache, use_cache=True).logits[:, -1])
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert graph.cache.length == 9
+    assert "tokens behind the prompt" in str(graph.prompts.refusal)
+
+
+def test_a_model_that_takes_no_index_reads_its_prompts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    forward = type(model).forward
+
+    def strict(self: Any, *args: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        if not isinstance(logits_to_keep, int):
+            raise TypeError("an index")
+        return forward(self, *args, logits_to_keep=logits_to_keep, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", strict)
+    graph = DecodeGraph(model, batch_size=1, capacity=256)
+    graph.prompts.refusal = None
+    ids = prompt(1, 9)
+    logits = graph.read_prompt(
+        ids, lambda: model(ids, past_key_values=graph.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    )
+    assert logits.shape == (1, 99)
+    assert graph.prompts.refusal == "TypeError: an index"
