@@ -280,15 +280,17 @@ def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) 
 def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
     """Return a division that was not measured.
 
-    With few slots a program is one warp, which waits for no other, and every key and value is loaded before the query
-    is there; with many it is four that stream (H100).
+    With few slots every program has one tile, loaded before the query is there; with many it streams (H100).
     """
     group = heads // kv_heads
     wanted = max(1, 256 // (batch * kv_heads))
-    splits = min(64, 1 << (max(1, min(wanted, -(-capacity // 64))) - 1).bit_length())
-    if head_dim <= 64 and capacity <= 64 * splits:
-        return Split(group, splits, 32, True, 1)
-    return Split(group, splits, 64 if head_dim <= 128 else 32, True, 4)
+    if capacity <= 64 * wanted:
+        return Split(group, _splits(wanted, capacity, 32), 32, True, 2 if head_dim <= 64 else 4)
+    return Split(group, _splits(wanted, capacity, 64), 64 if head_dim <= 128 else 32, True, 4)
+
+
+def _splits(wanted: int, capacity: int, slots: int) -> int:
+    return min(64, _power(max(1, min(wanted, -(-capacity // slots)))))
 
 
 def launch(

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+MOST_CAPTURED = 1024
+"""Pairs of a token and an expert, each some kernels of its own, that a graph is to hold."""
+
 
 def routed(top_k_index: Tensor, num_experts: int) -> Iterator[tuple[int | Tensor, Tensor, Tensor]]:
     """Yield `(expert_idx, top_k_pos, token_idx)`: an expert and where in `top_k_index` it stands.
@@ -36,7 +39,11 @@ def select(weight: Tensor, expert_idx: int | Tensor) -> Tensor:
 def _by_pairs(top_k_index: Tensor, num_experts: int) -> bool:
     if torch.is_grad_enabled() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    return top_k_index.numel() <= num_experts or (top_k_index.is_cuda and torch.cuda.is_current_stream_capturing())
+    if top_k_index.is_cuda and torch.cuda.is_current_stream_capturing():
+        if top_k_index.numel() > MOST_CAPTURED:
+            raise RuntimeError(f"{top_k_index.numel()} pairs of a token and an expert are too many for a graph")
+        return True
+    return top_k_index.numel() <= num_experts
 
 
 def _pairs(top_k_index: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

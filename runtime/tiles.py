@@ -30,7 +30,23 @@ Entry = tuple[int, ...] | None
 
 TUNED = Path(__file__).parent.parent / "tuned.json"
 
-MEASURED: dict[str, dict[str, Entry]] = {}
+MEASURED: dict[str, dict[str, Entry]] = {
+    # torch 2.11, triton 3.6; Llamas of 1B and 8B parameters at 1 and 8 rows, Qwen3-30B-A3B at one, 512 tokens before.
+    "NVIDIA H100 80GB HBM3": {
+        "attention 1x4x8x128 1024": (8, 16, 32, 1, 4),
+        "attention 8x8x4x64 1024": (4, 4, 128, 1, 4),
+        "linear 4096x4096x2": (4, 2048, 8),
+        "linear 5120x2048x2": (8, 1024, 8),
+        "qkv 32x2048x2": (1, 1024, 4),
+        "qkv 64x4096x2": None,
+        "skinny_linear 128256x2048x2": (16, 256, 2),
+        "skinny_linear 128256x4096x2": (16, 256, 2),
+        "skinny_linear 2048x2048x2": (32, 256, 4),
+        "skinny_linear 4096x14336x2": (16, 256, 2),
+        "skinny_linear 4096x4096x2": (16, 256, 2),
+        "skinny_linear 6144x4096x2": (32, 256, 4),
+    },
+}
 
 _tried: dict[str, Entry] = {}
 _listener: Callable[[str, Entry], None] | None = None

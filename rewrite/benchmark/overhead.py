@@ -19,22 +19,32 @@ ROUNDING = 256
 """As in `runtime/graph_store.py`: capacities are multiples of this."""
 
 
+def new_graph(model: Any, rows: int, tokens: int) -> Any:
+    """The package's `DecodeGraph` with room for `tokens` a row; None where the package decodes without one.
+
+    It has no such file, or nothing is captured on the model's device.
+    """
+    package = type(model).__module__.rpartition(".")[0]
+    try:
+        graphs = importlib.import_module(f"{package}.runtime.graph")
+    except ModuleNotFoundError:
+        return None
+    graph = graphs.DecodeGraph(model, rows, -(-tokens // ROUNDING) * ROUNDING)
+    return graph if graph.captures else None
+
+
 def replays(subject: Subject, model: Any, prompt: Tensor, steps: int, room: int) -> Callable[[int], float] | None:
     """A function that replays a greedy step `steps` times after `prompt` and returns ms a replay.
 
     The cache has as many slots as `generate()` gives one for `room` more tokens. None where the package decodes
     without a graph: it has no such file, or the model's step is not captured.
     """
-    package = subject.rewritten.__module__.rpartition(".")[0]
-    try:
-        graphs = importlib.import_module(f"{package}.runtime.graph")
-        sampling = importlib.import_module(f"{package}.runtime.sampling").Sampling([], False, None, None)
-    except ModuleNotFoundError:
-        return None
     rows, length = prompt.shape
-    graph = graphs.DecodeGraph(model, rows, -(-(length + room) // ROUNDING) * ROUNDING)
-    if not graph.captures:
+    graph = new_graph(model, rows, length + room)
+    if graph is None:
         return None
+    package = subject.rewritten.__module__.rpartition(".")[0]
+    sampling = importlib.import_module(f"{package}.runtime.sampling").Sampling([], False, None, None)
     tokens = graph.prefill(prompt).argmax(-1)
     program = graph.program(sampling)
     position_ids = prompt.new_full((rows, 1), length)

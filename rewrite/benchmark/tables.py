@@ -9,7 +9,12 @@ from typing import Any
 
 from .plan import OURS, TITLES
 
-PREFILL_TITLES = {"original": "original, eager", "compiled": "original, torch.compile", OURS: "rewritten"}
+PREFILL_TITLES = {
+    "original": "original, eager",
+    "compiled": "original, torch.compile",
+    "forward": "rewritten, its forward",
+    OURS: "rewritten",
+}
 NONE = "–"
 
 
