@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,11 +32,22 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
         lines += [f"{count:>8} × {what}" for what, count in sorted(self.fallbacks.items())]
-        lines += [f"{name or 'model'}: {what}" for name, what in sorted(self.modules.items())]
+        lines += _alike(self.modules)
         lines += self.graphs
         if not self.fallbacks and not self.modules:
             lines.append("every operator took its fast form")
         return "\n".join(lines)
+
+
+def _alike(modules: dict[str, str]) -> list[str]:
+    """Return a line for each group of modules whose names differ in numbers only."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, what in sorted(modules.items()):
+        groups[re.sub(r"\d+", "*", name), what].append(name)
+    return [
+        f"{pattern} ({len(names)}): {what}" if len(names) > 1 else f"{names[0] or 'model'}: {what}"
+        for (pattern, what), names in groups.items()
+    ]
 
 
 def explain(model: nn.Module | None = None) -> Explanation:

@@ -25,8 +25,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages") / "llama"
     command = [sys.executable, "-c", "from rewrite.cli import main; main()", "llama", "--out", str(folder)]
     subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
-    if not (folder / "runtime" / "generation.py").is_file():
-        pytest.skip("no transform gives the package a decode loop")
     return folder
 
 
