@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -75,6 +76,23 @@ def use_backend(name: str) -> Iterator[None]:
         _chosen = previous
 
 
+class _Plain(threading.local):
+    active: bool = False
+
+
+_PLAIN = _Plain()
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Run operators by their torch reference in this thread: for a few calls that are not worth compiling for."""
+    before, _PLAIN.active = _PLAIN.active, True
+    try:
+        yield
+    finally:
+        _PLAIN.active = before
+
+
 def uses_triton(tensor: torch.Tensor) -> bool:
     """Return whether an operator on `tensor` runs its Triton kernel.
 
@@ -82,7 +100,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     tensor it needs Triton's interpreter (`TRITON_INTERPRET=1`).
     """
     backend = get_backend()
-    if backend == "reference":
+    if backend == "reference" or _PLAIN.active:
         return False
     if tensor.is_cuda:
         if triton_installed():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from . import backend
 from .cache import CacheFull, PreallocatedCache, preallocated_like
 from .capture import CAPTURING, capture
 from .greedy import choose
@@ -307,7 +308,8 @@ class DecodeGraph:
         length, state = self.cache.length, self.state
         state.input_ids.copy_(tokens[:, None])
         with self._as_for_decoding():
-            ordinary = self._ordinary_step(length)
+            with backend.plainly():
+                ordinary = self._ordinary_step(length)
             for layer in self.cache.attention_layers:
                 layer.length = length
                 if layer.values is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .cache import PreallocatedCache
 from .capture import capture
+from .launch import rehearsing
 
 ROUNDING = 128
 """Lengths of graphs are multiples of this."""
@@ -136,7 +137,8 @@ class PromptGraphs:
         graph = self._graphs.get(length)
         if graph is not None:
             return graph.read(input_ids)
-        expected = ordinary().float()
+        with rehearsing():
+            expected = ordinary().float()
         cache.rewind(0)
         try:
             graph = PromptGraph(self._model(), cache, self._inputs, length, self._captures, pool)
