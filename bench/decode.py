@@ -4,7 +4,7 @@
     python bench/decode.py measure PACKAGES [--only 1b,8b] [--for 480] [--results bench/results] [OPTION …]
     python -m rewrite.benchmark.ladder PACKAGES/ladder --json bench/results/ladder-1b-h100.json
     python bench/generation.py PACKAGES/llama --json bench/results/generation-1b-h100.json
-    python bench/decode.py render [--check]                 # writes the tables of docs/performance.md from the JSON
+    python bench/decode.py render [--check]                 # writes docs/performance.md and README.md from the JSON
 
 `measure` needs torch and transformers only; options that it does not know go to `python -m rewrite.benchmark`. A
 shape's results are in `decode-<shape>-<card>.json` from its first figure on and grow as it runs, so a run that is
@@ -25,8 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 BEGIN, END = "<!-- bench/decode.py render: begin -->", "<!-- bench/decode.py render: end -->"
+README_BEGIN, README_END = "<!-- figures: generated -->", "<!-- figures: end -->"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def card() -> str:
 
 
 def render(check: bool) -> int:
-    """Put the tables of all recorded results between the markers of docs/performance.md."""
+    """Put the tables of all recorded results between the markers of docs/performance.md and README.md."""
     sys.path.insert(0, str(ROOT))
     from rewrite.benchmark import pages
 
@@ -112,15 +113,20 @@ def render(check: bool) -> int:
     order = list(JOBS)
     for records in found.values():
         records.sort(key=lambda record: order.index(record["shape"]))
-    before = PAGE.read_text("utf-8")
-    head, _, rest = before.partition(BEGIN)
-    _, _, tail = rest.partition(END)
     tables = pages.decoding(found["decode"], found["ladder"], found["generation"])
-    after = f"{head}{BEGIN}\n{tables}\n{END}{tail}"
-    if check:
-        return int(before != after)
-    PAGE.write_text(after, "utf-8")
-    return 0
+    changed = between(PAGE, BEGIN, END, tables, check)
+    return int(between(README, README_BEGIN, README_END, pages.summary(found["decode"]), check) or changed)
+
+
+def between(page: Path, begin: str, end: str, text: str, check: bool) -> bool:
+    """Put text between two markers; with `check` only say whether it is another."""
+    before = page.read_text("utf-8")
+    head, _, rest = before.partition(begin)
+    _, _, tail = rest.partition(end)
+    after = f"{head}{begin}\n{text}\n{end}{tail}"
+    if not check:
+        page.write_text(after, "utf-8")
+    return check and before != after
 
 
 def main() -> int:

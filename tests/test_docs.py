@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,11 @@ def test_generated_documentation_is_up_to_date(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(ROOT)
     stale = [str(path) for path, text in docs.generated().items() if path.read_text(encoding="utf-8") != text]
     assert not stale, f"run `python -m rewrite.docs`: {stale}"
+
+
+def test_figures_in_the_documentation_are_those_recorded() -> None:
+    done = subprocess.run([sys.executable, "bench/decode.py", "render", "--check"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, "run `python bench/decode.py render`"
 
 
 @pytest.mark.parametrize("transform", all_transforms(), ids=lambda transform: transform.name)
