@@ -34,11 +34,13 @@ COMMANDS = {
     "check": "Say whether packages are up to date; for CI and pre-commit.",
     "completion": "Print the completion script of a shell.",
     "diff": "Show what a package changed against its original.",
+    "eject": "Drop the lock and leave plain files.",
     "explain": "Explain a transform.",
     "models": "List the model types of the installed transformers.",
-    "sync": "Make a package anew and merge your edits.",
+    "sync": "Make packages anew and merge your edits.",
     "transforms": "List the transforms.",
     "tune": "Find the fastest tiles of a package for this GPU.",
+    "undo": "Put a package back to its generated text.",
     "verify": "Verify a package, or any two modeling files.",
 }
 

@@ -23,6 +23,8 @@ class Delivery:
     force: bool = False
     """Accept that fewer places are rewritten than before."""
     json_path: Path | None = None
+    unverified: str = "not run (--no-verify), the import was not tried"
+    """What to say where `verify` is off."""
 
 
 def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, place: Output) -> int:
@@ -52,7 +54,7 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
 def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) -> tuple[Verdict | None, str]:
     """Return the verdict on a staged package, or None and why there is none."""
     if not delivery.verify:
-        return None, "not run (--no-verify), the import was not tried"
+        return None, delivery.unverified
     if built.source.remote_code and not delivery.trust_remote_code:
         return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
     if delivery.request.quick:  # otherwise a gate of the verifier

@@ -7,14 +7,14 @@ comment, puts imports in once at the end, and takes out what the rewriting left 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from rewrite import imports
 from rewrite.analysis.module import Module, walk
-from rewrite.analysis.syntax import replace_nodes
+from rewrite.analysis.syntax import replace_shared
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.transform import (
     Candidate,
@@ -92,7 +92,7 @@ def _converge(transform: Transform, module: Module) -> tuple[Module, TransformRe
         uses |= set(current.uses)
         if not current.edits:
             return module, TransformReport(transform.name, tuple(sites), tuple(current.skipped)), uses
-        module = Module(_apply(module.tree, current.edits))
+        module = Module(_apply(module, current.edits, current.covered))
     raise NotConverging(transform.name, MAX_PASSES)
 
 
@@ -134,8 +134,8 @@ def _comments(nodes: Sequence[cst.CSTNode]) -> list[str]:
     return [node.value for top in nodes for node in walk(top) if isinstance(node, cst.Comment)]
 
 
-def _apply(tree: cst.Module, edits: dict[int, tuple[cst.CSTNode, ...]]) -> cst.Module:
-    replaced = replace_nodes(tree, edits)
+def _apply(module: Module, edits: dict[int, tuple[cst.CSTNode, ...]], above: Set[int]) -> cst.Module:
+    (replaced,) = replace_shared(module.tree, edits, above)
     if not isinstance(replaced, cst.Module):
         raise TypeError("an edit replaced the module itself")
     return replaced

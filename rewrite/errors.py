@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class RewriteError(Exception):
     """Base of every error that a user can act on; `exit_code` is what the command returns."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let an error cross to another process: its message was built from arguments that it does not keep."""
+        return _again, (type(self), self.args)
+
+
+def _again(kind: type[RewriteError], args: tuple[Any, ...]) -> RewriteError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class UsageError(RewriteError):
@@ -185,6 +196,17 @@ class OriginalNotFound(RewriteError):
         )
 
 
+class OriginalGone(OriginalNotFound):
+    """A version of transformers does not have the file that a package was made from."""
+
+    def __init__(self, folder: object, module: str, version: str):
+        RewriteError.__init__(
+            self,
+            f"the original of {folder}, {module}, is not in transformers {version}: "
+            "name it with --original FILE, or keep the package as plain files (`rewrite eject`).",
+        )
+
+
 class OriginalChanged(RewriteError):
     """The file found is not the one that a package was made from."""
 
@@ -193,6 +215,118 @@ class OriginalChanged(RewriteError):
         super().__init__(
             f"{folder} was made from another content of {path} than is there now{versions}: rewrite it anew, "
             "or name the original with --original FILE."
+        )
+
+
+class ReleaseNotFound(UsageError):
+    """`--transformers` names a version or a place where there is no transformers."""
+
+    def __init__(self, asked: str, why: str):
+        super().__init__(f"no transformers '{asked}': {why.rstrip('.')}.")
+
+
+class RuleGone(UsageError):
+    """The options of a lock name a rule that this version does not have."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(
+            f"the options in the lock of {folder} cannot be followed: {why} Take its name out of the lock."
+        )
+
+
+class StillInConflict(UsageError):
+    """A file that is to be merged, or is given as resolved, has conflict markers."""
+
+    def __init__(self, path: object):
+        super().__init__(f"{path} still has conflict markers: resolve them first.")
+
+
+class OtherTransformers(UsageError):
+    """A verification is asked for with another transformers than the one that is installed."""
+
+    def __init__(self, folder: object, asked: str, installed: str | None):
+        found = f"transformers {installed} is" if installed else "none is"
+        super().__init__(
+            f"{folder} cannot be verified with transformers {asked}: {found} installed. "
+            f"Sync without --verify, install transformers {asked}, then: rewrite verify {folder}"
+        )
+
+
+class BaseLost(UsageError):
+    """The text that a merge starts from is not the one that was generated, so edits could not be told from it."""
+
+    def __init__(self, folder: object, name: str):
+        super().__init__(
+            f"{folder}/{name} is missing or was edited, and your edits cannot be told from the generated text without "
+            "it: take it from version control. Nothing was changed."
+        )
+
+
+class NotRestorable(RewriteError):
+    """The generated text of an edited file is not kept and this version does not have it."""
+
+    def __init__(self, folder: object, names: Sequence[str]):
+        super().__init__(
+            f"the generated text of {', '.join(names)} in {folder} is nowhere to be had: this version of hf-rewrite "
+            "has another. Take it from version control, or drop the edits with `rewrite sync --replace`. Nothing was "
+            "changed."
+        )
+
+
+class LinkInPackage(UsageError):
+    """A generated file of a package is reached through a link, so writing would reach outside the folder."""
+
+    def __init__(self, folder: object, name: str):
+        super().__init__(
+            f"{folder}/{name} is a link, and a package is replaced as a whole: put the file itself there."
+        )
+
+
+class ChangedMeanwhile(RewriteError):
+    """Somebody changed a package while it was being made anew."""
+
+    def __init__(self, folder: object, name: str):
+        super().__init__(
+            f"{folder}/{name} changed while the package was being made anew: it was left alone. Try again."
+        )
+
+
+class OutputBusy(RewriteError):
+    """Another run is about to replace the same folder."""
+
+    def __init__(self, folder: object):
+        super().__init__(f"another run is writing {folder}: nothing was changed. Wait for it and try again.")
+
+
+class EditsNotMerged(RewriteError):
+    """Generated files other than those that are merged have edits, which would be lost."""
+
+    def __init__(self, folder: object, names: Sequence[str]):
+        options = " ".join(f"--replace {name}" for name in names)
+        super().__init__(
+            f"{folder} has your edits in {', '.join(names)}, which sync does not merge. Move them into the modeling "
+            f"file, or drop them: rewrite sync {folder} {options} (each is kept beside the new one as .edited)."
+        )
+
+
+class EditsBroken(RewriteError):
+    """The merged text would not work with the new original, so it was not put in place."""
+
+    def __init__(self, folder: object, name: str, problems: Sequence[str]):
+        super().__init__(
+            f"{folder}/{name} was left as it is: with your edits merged into the new text, {'; '.join(problems)}. "
+            "Change the edit, then sync again."
+        )
+
+
+class SitesNotAccepted(RewriteError):
+    """A rule no longer rewrites a place that is still there."""
+
+    def __init__(self, folder: object, rules: Sequence[str]):
+        options = " ".join(f"--accept {rule}" for rule in rules)
+        super().__init__(
+            f"{folder} was left as it is: {', '.join(rules)} lost a place (above). To go on without: "
+            f"rewrite sync {folder} {options}"
         )
 
 

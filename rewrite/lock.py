@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
+import importlib.resources
 import inspect
-import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rewrite import lock_text
 from rewrite.errors import NotAPackage
+from rewrite.lock_text import sha256
 from rewrite.source import LOCK_NAME
 from rewrite.transform import SkippedSite, Transform, TransformReport
 
-SCHEMA = 1
+SCHEMA = 2
+ENGINE = ("analysis", "build.py", "engine.py", "imports.py", "package.py", "relocate.py", "transform.py")
+"""What decides the generated text besides the transforms and the runtime files, in `rewrite/`."""
+
+__all__ = ["SCHEMA", "Lock", "Options", "Origin", "engine_digest", "read_lock", "rule_hashes", "sha256"]
 
 
 @dataclass(frozen=True)
@@ -55,17 +61,26 @@ class Lock:
     """sha256 of every file of transformers that was read."""
     files: Mapping[str, str] = field(default_factory=dict)
     """sha256 of every generated file, by its path in the package."""
+    engine: str = ""
+    """sha256 of what decides the text besides the rules; empty in a lock of schema 1."""
+    intact: bool = True
+    """Whether the file is as this tool wrote it; not part of the file."""
 
     @property
     def modeling(self) -> str:
         """Name of the modeling file."""
         return next(name for name in self.files if name.startswith("modeling_"))
 
+    @property
+    def rewritten(self) -> dict[str, tuple[str, ...]]:
+        """The rewritten sites of each rule that has some."""
+        return {report.name: report.rewritten for report in self.transforms if report.rewritten}
+
     def to_json(self) -> str:
         """Return the text of the file: sorted, one trailing newline."""
         data = {
             "schema": SCHEMA,
-            "tool": {"name": "hf-rewrite", "version": self.tool},
+            "tool": {"name": "hf-rewrite", "version": self.tool, "engine": self.engine},
             "source": asdict(self.source),
             "options": asdict(self.options),
             "rules": dict(self.rules),
@@ -73,14 +88,14 @@ class Lock:
             "upstream": dict(self.upstream),
             "files": dict(self.files),
         }
-        return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        return lock_text.dumps({**data, "digest": lock_text.digest(data)})
 
 
 def read_lock(folder: Path) -> Lock:
     """Read the lock of an output package.
 
     Raises:
-        NotAPackage: if the folder has none, or one that cannot be read.
+        NotAPackage: if the folder has none, or one that cannot be read or that asks for something outside the folder.
     """
     path = folder / LOCK_NAME
     if not folder.is_dir():
@@ -88,10 +103,9 @@ def read_lock(folder: Path) -> Lock:
     if not path.is_file():
         raise NotAPackage(folder, f"it has no {LOCK_NAME}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return _parse(folder, data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NotAPackage(folder, f"its {LOCK_NAME} cannot be read ({type(error).__name__}: {error})") from error
+        return _parse(lock_text.loads(path))
+    except lock_text.Malformed as error:
+        raise NotAPackage(folder, f"its {LOCK_NAME} {error}") from error
 
 
 def rule_hashes(transforms: Sequence[Transform]) -> dict[str, str]:
@@ -100,31 +114,55 @@ def rule_hashes(transforms: Sequence[Transform]) -> dict[str, str]:
     return {name: sha256(text.encode("utf-8")) for name, text in sources.items()}
 
 
-def sha256(data: bytes) -> str:
-    """Return the hexadecimal sha256 of `data`."""
-    return hashlib.sha256(data).hexdigest()
+@cache
+def engine_digest() -> str:
+    """Return the sha256 of the files in `ENGINE`."""
+    root = importlib.resources.files("rewrite")
+    found = {name: (root / name).read_bytes() for name in ENGINE if name.endswith(".py")}
+    for name in ENGINE:
+        if not name.endswith(".py"):
+            files = [file for file in (root / name).iterdir() if file.name.endswith(".py")]
+            found |= {f"{name}/{file.name}": file.read_bytes() for file in files}
+    texts = [f"{name} {sha256(found[name])}\n" for name in sorted(found)]
+    return sha256("".join(texts).encode("utf-8"))
 
 
 def _report(report: TransformReport) -> dict[str, Any]:
     return {"rewritten": list(report.rewritten), "skipped": [asdict(site) for site in report.skipped]}
 
 
-def _parse(folder: Path, data: dict[str, Any]) -> Lock:
-    if data["schema"] != SCHEMA:
-        raise NotAPackage(folder, f"its {LOCK_NAME} has schema {data['schema']} and this version reads {SCHEMA}")
-    if not any(name.startswith("modeling_") for name in data["files"]):
-        raise KeyError("modeling file")
+def _parse(data: lock_text.Table) -> Lock:
+    schema = data.number("schema")
+    if schema not in (1, SCHEMA):
+        raise lock_text.Malformed(f"has schema {schema} and this version reads up to {SCHEMA}: update hf-rewrite")
+    source, options, tool = data.table("source"), data.table("options"), data.table("tool")
+    files = data.table("files")
+    names = lock_text.generated_names(files.names())
+    origin = Origin(
+        target=source.text("target"),
+        path=source.text("path"),
+        sha256=source.text("sha256"),
+        module=source.optional("module"),
+        model_type=source.optional("model_type"),
+        transformers=source.optional("transformers"),
+    )
+    lock_text.check_origin(origin.target, origin.path, origin.module)
     return Lock(
-        tool=data["tool"]["version"],
-        source=Origin(**data["source"]),
-        options=Options(tuple(data["options"]["only"]), tuple(data["options"]["skip"])),
-        rules=data["rules"],
-        transforms=tuple(_parse_report(name, entry) for name, entry in data["transforms"].items()),
-        upstream=data["upstream"],
-        files=data["files"],
+        tool=tool.text("version"),
+        source=origin,
+        options=Options(options.texts("only"), options.texts("skip")),
+        rules=data.table("rules").all_text(),
+        transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
+        upstream=data.table("upstream").all_text(),
+        files={name: files.text(name) for name in names},
+        engine=tool.optional("engine") or "",
+        intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),
     )
 
 
-def _parse_report(name: str, entry: Mapping[str, Iterable[Any]]) -> TransformReport:
-    skipped = tuple(SkippedSite(**site) for site in entry["skipped"])
-    return TransformReport(name, tuple(entry["rewritten"]), skipped)
+def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:
+    entry = reports.table(name)
+    skipped = [
+        SkippedSite(s.text("site"), s.text("reason"), s.optional("detail") or "") for s in entry.tables("skipped")
+    ]
+    return TransformReport(name, entry.texts("rewritten"), tuple(skipped))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from rewrite.errors import OriginalChanged, OriginalNotFound, SourceNotReadable
+from rewrite.errors import MissingLibrary, OriginalChanged, OriginalGone, OriginalNotFound, SourceNotReadable
+from rewrite.installed import Installed, find_transformers
 from rewrite.lock import Lock
-from rewrite.source import Source, resolve
+from rewrite.source import Source, of_library, resolve
 
 
 def text_of(path: Path) -> str:
@@ -52,8 +54,14 @@ def find(folder: Path, lock: Lock, given: Path | None = None) -> Source:
     return source
 
 
-def find_present(folder: Path, lock: Lock, given: Path | None = None) -> Source:
+def find_present(folder: Path, lock: Lock, given: Path | None = None, library: Installed | None = None) -> Source:
     """Return what is now in the place of the original of the package in `folder`, changed or not.
+
+    Args:
+        folder: the package.
+        lock: its lock.
+        given: where the user says that the original is.
+        library: the transformers to look in; None is the installed one.
 
     Raises:
         OriginalNotFound: if there is nothing.
@@ -62,7 +70,13 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None) -> Source:
     if given is not None:
         source = resolve(str(given))
     elif origin.module is not None:
-        source = resolve(origin.module)
+        library = library or find_transformers()
+        if library is None:
+            raise MissingLibrary("transformers", f"the original of {folder}")
+        found = of_library(origin.path, library)
+        if found is None:
+            raise OriginalGone(folder, origin.module, library.version)
+        source = replace(found, target=origin.module)
     else:
         path = folder.resolve() / origin.target
         if not path.is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.resources
+import json
 import os
 import re
 import textwrap
@@ -12,14 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rewrite
+from rewrite.analysis.syntax import LINE_LENGTH
 from rewrite.build import Build
-from rewrite.lock import Lock, Options, Origin, rule_hashes, sha256
+from rewrite.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
+from rewrite.runtime import definitions
 from rewrite.source import LOCK_NAME, Source
 from rewrite.transform import Transform
 
-RUNTIME_ALWAYS = ("auto", "backend", "explain", "guard")
+RUNTIME_ALWAYS = ("auto", "backend", "explain", "guard", "selftest")
 KEPT = ".rewrite"
-"""Folder with the last generated text, the common ancestor of a later three-way merge."""
+"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
+ORIGINAL = ".original"
+"""Ends the name of the kept original."""
+INIT = "__init__.py"
+UPSTREAM = "runtime/upstream.py"
 VERDICT_NAME = "verify.json"
 
 _RUNTIME_INIT = '''\
@@ -38,20 +45,33 @@ _RUNTIME_EXPORTS = {
 }
 """What users call of the runtime, by file; of a file that a package does not have, nothing."""
 
+_UPSTREAM = '''\
+"""What this package takes from transformers, as it was when the package was made. Generated: the guard reads it."""
+
+CALLED = {called}
+"""The functions that the modeling file calls, with the keywords that it gives."""
+
+REPLACED = {replaced}
+"""Digest of each function whose work this folder does itself."""
+'''
+
 _INIT = '''\
 """{title}.
 
 This folder is yours: rewrite.lock says what was changed.
 """
 
-from .runtime import guard
+from .runtime import guard, upstream
 
 with guard.made_from(
     package=__name__,
     module={module},
     sha256="{sha256}",
+    code="{code}",
     version="{version}",
     command={command},
+    called=upstream.CALLED,
+    replaced=upstream.REPLACED,
 ):
     from . import {modeling}
     from .{modeling} import (
@@ -59,7 +79,17 @@ with guard.made_from(
     )
 
 from .runtime import auto
+from .runtime import selftest as _selftest
 from .runtime.explain import explain
+
+
+def selftest(checkpoint: str | None = None) -> _selftest.SelfTest:
+    """Compare this package with the installed original, on this machine, and return what was compared.
+
+    Raises:
+        SelfTestFailed: if it computes something else, or if a checkpoint does not arrive whole.
+    """
+    return _selftest.run({modeling}, {module}, checkpoint)
 
 
 def register() -> list[str]:
@@ -96,12 +126,16 @@ def assemble(
     name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
     text = build.rewritten.text.encode("utf-8")
     runtime = runtime_closure(build.rewritten.runtime)
+    init = _init(build, name, folder).encode("utf-8")
     files = {
-        "__init__.py": _init(build, name, folder).encode("utf-8"),
+        INIT: init,
         f"{name}.py": text,
+        f"{KEPT}/{INIT}": init,
         f"{KEPT}/{name}.py": text,
+        f"{KEPT}/{name}.py{ORIGINAL}": build.source.path.read_bytes(),
         "runtime/__init__.py": _runtime_init(runtime).encode("utf-8"),
-        **{f"runtime/{file}.py": _runtime_file(file) for file in runtime},
+        UPSTREAM: _upstream(build, runtime).encode("utf-8"),
+        **{f"runtime/{file}.py": runtime_file(file) for file in runtime},
     }
     lock = Lock(
         tool=rewrite.__version__,
@@ -110,6 +144,7 @@ def assemble(
         rules=rule_hashes(transforms),
         transforms=build.rewritten.transforms,
         upstream={origin.path: build.source.sha256},
+        engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
     )
     return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)
@@ -128,13 +163,17 @@ def runtime_closure(files: Iterable[str]) -> list[str]:
     while waiting := sorted(wanted - done):
         for file in waiting:
             done.add(file)
-            wanted.update(_relative_imports(ast.parse(_runtime_file(file))))
+            wanted.update(_relative_imports(ast.parse(runtime_file(file))))
     return sorted(done)
 
 
-def command_for(source: Source, folder: Path) -> str:
-    """Return the command that makes the package anew; paths in it are relative."""
-    target = source.model_type if _is_plain_model_type(source) else source.module or source.path.name
+def command_for(folder: Path) -> str:
+    """Return the command that makes the package anew and keeps the user's edits; paths in it are relative."""
+    return f'rewrite sync "{folder.name}"' if " " in folder.name else f"rewrite sync {folder.name}"
+
+
+def command_to_make(target: str, folder: Path) -> str:
+    """Return the command that makes a package of `target` without regard to what is in the folder."""
     name = f'"{folder.name}"' if " " in folder.name else folder.name
     return f"rewrite {target} --out {name} --force"
 
@@ -154,17 +193,42 @@ def _init(build: Build, modeling: str, folder: Path) -> str:
     source = build.source
     made_of = f"transformers {source.transformers_version}" if source.module else source.path.name
     names = public_names(build.rewritten.text)
-    exported = sorted([*names, "explain", "register"], key=_isort_key)
+    exported = sorted([*names, "explain", "register", "selftest"], key=_isort_key)
     return _INIT.format(
         title=f"{modeling.removeprefix('modeling_')}, rewritten from {made_of} by hf-rewrite {rewrite.__version__}",
         module=f'"{source.module}"' if source.module else None,
         sha256=source.sha256,
         version=source.transformers_version or "",
-        command=_quoted(command_for(source, folder)),
+        command=_quoted(command_for(folder)),
+        code=definitions.of_module(source.text),
         modeling=modeling,
         imported=textwrap.indent("\n".join(f"{name}," for name in names), " " * 8),
         exported=textwrap.indent("\n".join(f'"{name}",' for name in exported), " " * 4),
     )
+
+
+def _upstream(build: Build, runtime: Sequence[str]) -> str:
+    """Return the text of the file that tells the guard what to look at."""
+    root = build.source.transformers_root
+    called: dict[str, list[str]] = {}
+    replaced: dict[str, str] = {}
+    if root is not None:
+        given = {name: keywords for name, keywords in definitions.calls(build.rewritten.text).items() if keywords}
+        called = {name: given[name] for name in definitions.of_functions(root, given)}
+        imported = [definitions.imported_names(runtime_file(file).decode("utf-8")) for file in runtime]
+        replaced = definitions.of_functions(root, {name for names in imported for name in names.values()})
+    return _UPSTREAM.format(called=_table(called), replaced=_table(replaced))
+
+
+def _table(values: Mapping[str, object]) -> str:
+    """Return a dict as a formatter would write it, one line an entry; a list that is too long one line an item."""
+    lines = []
+    for name, value in values.items():
+        line = f"    {_quoted(name)}: {json.dumps(value)},"
+        if len(line) > LINE_LENGTH and isinstance(value, list):
+            line = "\n".join([f"    {_quoted(name)}: [", *(f"        {_quoted(item)}," for item in value), "    ],"])
+        lines.append(line)
+    return "\n".join(["{", *lines, "}"]) if lines else "{}"
 
 
 def _runtime_init(files: Sequence[str]) -> str:
@@ -207,7 +271,8 @@ def _is_plain_model_type(source: Source) -> bool:
     return source.model_type is not None and modeling_name(source) == f"modeling_{source.model_type.replace('-', '_')}"
 
 
-def _runtime_file(name: str) -> bytes:
+def runtime_file(name: str) -> bytes:
+    """Return the file `name` of the runtime as it goes into a package."""
     return importlib.resources.files("rewrite.runtime").joinpath(f"{name}.py").read_bytes()
 
 

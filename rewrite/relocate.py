@@ -17,6 +17,9 @@ from rewrite.errors import RelativeImport
 from rewrite.source import Source
 
 HEADER_MARK = "# Rewritten by hf-rewrite "
+HEADER_LOCK = (
+    "# This file is yours: review it, edit it, ship it. rewrite.lock lists what was changed and what was skipped."
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def _header(source: Source) -> str:
     lines = [
         f"{HEADER_MARK}{__version__} from {origin}",
         f"# (sha256 {source.sha256}).",
-        "# This file is yours: review it, edit it, ship it. rewrite.lock lists what was changed and what was skipped.",
+        HEADER_LOCK,
         "#",
     ]
     newline = "\r\n" if "\r\n" in source.text else "\n"

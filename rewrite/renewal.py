@@ -4,29 +4,113 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rewrite import original
 from rewrite.build import Build, build
-from rewrite.lock import Lock, sha256
-from rewrite.package import VERDICT_NAME, Package, assemble
+from rewrite.changes import RuleChange, rule_changes
+from rewrite.errors import RuleGone, UnknownTransform
+from rewrite.installed import Installed
+from rewrite.lock import Lock, engine_digest, rule_hashes, sha256
+from rewrite.package import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble, runtime_file
+from rewrite.source import Source
+from rewrite.transform import Transform
 from rewrite.transforms import select
 
 
-def renewed(folder: Path, lock: Lock, given: Path | None = None) -> tuple[Build, Package]:
-    """Rewrite the original of a package as it is now, with the options of its lock.
+@dataclass(frozen=True)
+class Renewal:
+    """A package made anew, and what it has otherwise than the one that is there."""
+
+    source: Source
+    build: Build
+    package: Package
+    rules: tuple[RuleChange, ...]
+    before: str | None
+    """Text of the original that the package was made from, None where it was not kept."""
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the rules that lost a place."""
+        return [change.rule for change in self.rules if change.lost]
+
+
+def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
+    """Rewrite `source`, the original of a package as it is now, with the options of its lock.
 
     Raises:
-        OriginalNotFound: if the original is not where the lock says.
+        NothingToRewrite: if no rule matches any more.
+        RuleGone: if the lock asks for a rule that this version does not have.
     """
-    source = original.find_present(folder, lock, given)
-    transforms = select(lock.options.only, lock.options.skip)
-    built = build(source, transforms)
-    return built, assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
+    if source.sha256 == lock.source.sha256:
+        # the same file in another version is no change: the package keeps saying what it was made from
+        source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
+    transforms = _transforms(folder, lock)
+    built, rules = rebuilt(folder, lock, source)
+    package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
+    return Renewal(source, built, package, rules, kept_original(folder, lock))
 
 
-def differences(folder: Path, lock: Lock, package: Package) -> list[str]:
-    """Return in words what `package` has otherwise than the lock in `folder`; empty if nothing."""
+def rebuilt(folder: Path, lock: Lock, source: Source) -> tuple[Build, tuple[RuleChange, ...]]:
+    """Rewrite `source` with the options of a lock, and compare what the rules did with the lock.
+
+    Raises:
+        NothingToRewrite: if no rule matches any more.
+        RuleGone: if the lock asks for a rule that this version does not have.
+    """
+    built = build(source, _transforms(folder, lock))
+    return built, tuple(rule_changes(lock, built.rewritten.transforms, kept_original(folder, lock), source.text))
+
+
+def source_of(folder: Path, lock: Lock, given: Path | None = None, library: Installed | None = None) -> Source:
+    """Return the original of a package as it is now, from `library` where it is a file of transformers.
+
+    Raises:
+        OriginalNotFound: if it is not where the lock says.
+    """
+    return original.find_present(folder, lock, given, library)
+
+
+def is_current(lock: Lock, source: Source) -> bool:
+    """Return whether a package made now has the bytes that the lock lists, by what decides them: nothing is made.
+
+    Rules, engine, runtime files and original are those of the lock, and nobody edited the lock.
+    """
+    if not lock.intact or lock.engine != engine_digest() or lock.source.sha256 != source.sha256:
+        return False
+    if lock.source.transformers not in (None, source.transformers_version):
+        return False  # what the guard is told of it may have moved
+    if any(lock.files[name] != digest for name, digest in own_runtime(lock).items()):
+        return False
+    try:
+        return dict(lock.rules) == rule_hashes(select(lock.options.only, lock.options.skip))
+    except UnknownTransform:
+        return False
+
+
+def own_runtime(lock: Lock) -> dict[str, str]:
+    """Return the sha256 of this version's own copy of each runtime file that a package has and this version too."""
+    names = [name for name in lock.files if name.startswith("runtime/") and name.count("/") == 1]
+    found = {}
+    for name in names:
+        try:
+            found[name] = sha256(runtime_file(name.removeprefix("runtime/").removesuffix(".py")))
+        except FileNotFoundError:
+            continue  # made for this package, or of another version
+    return {name: digest for name, digest in found.items() if name != "runtime/__init__.py"}
+
+
+def kept_original(folder: Path, lock: Lock) -> str | None:
+    """Return the text of the original that a package was made from, None if it was not kept or is another."""
+    path = folder / KEPT / f"{lock.modeling}{ORIGINAL}"
+    if not path.is_file() or sha256(data := path.read_bytes()) != lock.source.sha256:
+        return None
+    return data.decode("utf-8-sig")
+
+
+def differences(lock: Lock, package: Package) -> list[str]:
+    """Return in words what `package` has otherwise than the lock of the one that is there; empty if nothing."""
     return list(_differences(lock, package.lock))
 
 
@@ -38,29 +122,44 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
         passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
-    except (ValueError, KeyError, TypeError):
+        made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
     if not passed:
         return f"{VERDICT_NAME} says that the verification failed"
-    for name, digest in files.items():
-        if not (folder / name).is_file() or sha256((folder / name).read_bytes()) != digest:
+    if made_from != lock.source.sha256:
+        return f"the original has changed since it was verified: rewrite verify {folder}"
+    for name in sorted({*files, *_importable(lock)}):
+        if name not in files or not (folder / name).is_file():
+            return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"
+        if sha256((folder / name).read_bytes()) != files[name]:
             return f"{name} has changed since it was verified: rewrite verify {folder}"
     return None
 
 
+def _importable(lock: Lock) -> list[str]:
+    return [name for name in lock.files if not name.startswith(".")]
+
+
+def _transforms(folder: Path, lock: Lock) -> list[Transform]:
+    try:
+        return select(lock.options.only, lock.options.skip)
+    except UnknownTransform as error:
+        raise RuleGone(folder, str(error)) from error
+
+
 def _differences(old: Lock, new: Lock) -> Iterator[str]:
-    if old.tool != new.tool:
-        yield f"hf-rewrite {old.tool} → {new.tool}"
     if old.source.transformers != new.source.transformers:
         yield f"transformers {old.source.transformers} → {new.source.transformers}"
-    for kind, before, now in (
-        ("upstream", old.upstream, new.upstream),
-        ("transform", old.rules, new.rules),
-        ("generated", old.files, new.files),
-    ):
-        for name in _changed(before, now):
-            yield f"{kind} {name}: {'new' if name not in before else 'gone' if name not in now else 'changed'}"
+    yield from _changes("upstream", old.upstream, new.upstream)
+    if old.tool != new.tool:
+        yield f"hf-rewrite {old.tool} → {new.tool}"
+    generated = list(_changes("generated", old.files, new.files))
+    if generated:
+        yield from _changes("transform", old.rules, new.rules)
+    yield from generated
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+def _changes(kind: str, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
+        yield f"{kind} {name}: {'new' if name not in before else 'gone' if name not in now else 'changed'}"

@@ -91,7 +91,15 @@ def write(path: Path | None, data: dict[str, Any]) -> None:
     """
     if path is None:
         return
-    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_raw(path, json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def write_raw(path: Path, text: str) -> None:
+    """Write the text of a report to `path`, to standard output for `-`.
+
+    Raises:
+        OutputNotWritable: if the disk refuses.
+    """
     if str(path) == "-":
         sys.stdout.write(text)
         return

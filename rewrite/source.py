@@ -46,6 +46,8 @@ class Source:
     model_type: str | None
     transformers_version: str | None
     """Version of the transformers that the file is from, else of the installed one; None where there is neither."""
+    transformers_root: Path | None = None
+    """Package folder of that transformers."""
     checkpoint: Path | None = None
     """The checkpoint folder that was given, if one was."""
     remote_code: bool = False
@@ -82,6 +84,16 @@ def resolve(target: str, trust_remote_code: bool = False) -> Source:
     if installed is None and _is_word(target):
         raise MissingLibrary("transformers", f"the model type '{target}'")
     raise UnknownModel(target, list(installed.model_types) if installed else [])
+
+
+def of_library(origin: str, library: Installed) -> Source | None:
+    """Return the file at `origin` (`models/llama/modeling_llama.py`) of a copy of transformers, None if it has none.
+
+    Raises:
+        SourceNotReadable: if it cannot be read as UTF-8 text.
+    """
+    path = library.root / origin
+    return _read(origin, path, library) if path.is_file() else None
 
 
 def weights_fit(source: Source, weights: Path) -> None:
@@ -210,6 +222,7 @@ def _read(
         module=own.module_name(path) if own is not None else None,
         model_type=model_type,
         transformers_version=version.version if version is not None else None,
+        transformers_root=version.root if version is not None else None,
         checkpoint=checkpoint,
         remote_code=own is None and _names_code(path.parent / CONFIG_NAME),
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import libcst as cst
 
-from rewrite.analysis.module import Module, names_in, self_attribute, walk
+from rewrite.analysis.module import Module, field_values, names_in, self_attribute, walk
 
 LINE_LENGTH = 119
 """transformers' own line length: generated statements wrap where its formatter would wrap them."""
@@ -152,6 +152,33 @@ def replace_nodes(top: cst.CSTNode, new: Mapping[int, tuple[cst.CSTNode, ...]]) 
     if not isinstance(replaced, cst.CSTNode):
         raise TypeError("the node itself was replaced")
     return replaced
+
+
+def replace_shared(
+    top: cst.CSTNode, new: Mapping[int, tuple[cst.CSTNode, ...]], above: Set[int]
+) -> tuple[cst.CSTNode, ...]:
+    """Do what `replace_nodes` does, and keep every node that holds no replaced one: the two trees share those.
+
+    `above` has the `id` of every node that holds a replaced one. What is put in is copied, so that no node of the
+    result stands in two places.
+    """
+    if id(top) in new:
+        return tuple(node.deep_clone() for node in new[id(top)])
+    if id(top) not in above:
+        return (top,)
+    changes: dict[str, object] = {}
+    for name, value in field_values(top):
+        if isinstance(value, cst.CSTNode):
+            replaced = replace_shared(value, new, above)
+            if replaced != (value,):
+                (changes[name],) = replaced
+        elif isinstance(value, (list, tuple)) and any(id(item) in new or id(item) in above for item in value):
+            items = [replace_shared(item, new, above) if isinstance(item, cst.CSTNode) else (item,) for item in value]
+            changes[name] = [item for several in items for item in several]
+    changed = top.with_changes(**changes)
+    if isinstance(top, cst.IndentedBlock) and isinstance(changed, cst.IndentedBlock):
+        return (_Replace(new)._without_gap(top, changed),)
+    return (changed,)
 
 
 class _Replace(cst.CSTTransformer):

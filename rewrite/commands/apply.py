@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ from rewrite.commands.options import (
 if TYPE_CHECKING:
     from rewrite.console import Screen
     from rewrite.judge import Request
+    from rewrite.output import Output
+    from rewrite.source import Source
+    from rewrite.transform import Transform
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,7 @@ def _patch_on_output(job: Job) -> bool:
 
 
 def _run(job: Job, screen: Screen) -> int:
-    from rewrite import judge, original, output, report
-    from rewrite.build import build
-    from rewrite.delivery import Delivery, deliver
-    from rewrite.lock import Options
-    from rewrite.package import assemble
+    from rewrite import exchange, output
     from rewrite.source import resolve, weights_fit
     from rewrite.transforms import select
 
@@ -125,7 +125,20 @@ def _run(job: Job, screen: Screen) -> int:
     source = resolve(job.model, job.trust_remote_code)
     if job.request.weights is not None:
         weights_fit(source, job.request.weights)
-    place = None if job.dry_run or job.out is None else output.prepare(job.out, source.path, job.force)
+    if job.dry_run or job.out is None:
+        return _rewrite(job, screen, source, transforms, None)
+    with exchange.alone(job.out):
+        place = output.prepare(job.out, source.path, job.force)
+        return _rewrite(job, screen, source, transforms, place)
+
+
+def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
+    from rewrite import judge, original, report
+    from rewrite.build import build
+    from rewrite.delivery import Delivery, deliver
+    from rewrite.lock import Options
+    from rewrite.package import assemble
+
     if job.verify:
         judge.require_libraries("verification (--no-verify leaves it out)")
     with screen.working(f"rewriting {source.path.name}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -11,40 +12,32 @@ from rewrite.commands.options import FOLDER, json_option
 
 @click.command(short_help="Say whether packages are up to date; for CI and pre-commit.")
 @click.argument("folders", type=FOLDER, nargs=-1, metavar="[DIR]...")
+@click.option(
+    "--transformers",
+    "asked",
+    metavar="VERSION|PATH",
+    help="Compare with that, not with what is installed: a version, a wheel, a folder, or `project`.",
+)
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["text", "json", "sarif", "github"]),
+    default="text",
+    show_default=True,
+    help="How to say it; github annotates the lines of a pull request.",
+)
+@click.option("--full", is_flag=True, help="Rewrite every original anew, even where nothing has moved.")
 @json_option
-def check(folders: tuple[Path, ...], json_path: Path | None) -> int:
+def check(folders: tuple[Path, ...], asked: str | None, style: str, full: bool, json_path: Path | None) -> int:
     """Check the packages in DIR, or every package below the working folder; exit with 1 if one is out of date."""
-    from rewrite import renewal, report
-    from rewrite.console import Screen
-    from rewrite.errors import NothingToRewrite, OriginalNotFound
-    from rewrite.lock import read_lock
+    from rewrite import find, formats, release, report
+    from rewrite.findings import of_all
 
-    screen = Screen(quiet_output=str(json_path) == "-")
-    found: dict[str, list[str]] = {}
-    for folder in folders or _packages():
-        lock = read_lock(folder)
-        try:
-            with screen.working(f"checking {folder}"):
-                _, package = renewal.renewed(folder, lock)
-            reasons = renewal.differences(folder, lock, package)
-        except (OriginalNotFound, NothingToRewrite) as error:
-            reasons = [str(error)]
-        stale = renewal.stale_verdict(folder, lock)
-        found[str(folder)] = [*reasons, *([stale] if stale else [])]
-        screen.line("out of date" if found[str(folder)] else "up to date", str(folder))
-        for reason in found[str(folder)]:
-            screen.line("", reason)
-    report.write(json_path, found)
-    if any(found.values()):
-        screen.line("", "`rewrite sync DIR` makes a package anew and keeps your edits")
+    places = folders or find.packages(Path())
+    with release.library(asked) as library:
+        found = of_all(places, library, full)
+    if json_path is None or str(json_path) != "-":
+        sys.stdout.write(formats.FORMATS[style](found))
+    if json_path is not None:
+        report.write_raw(json_path, formats.as_json(found))
     return 1 if any(found.values()) else 0
-
-
-def _packages() -> list[Path]:
-    from rewrite.errors import NotAPackage
-    from rewrite.source import LOCK_NAME
-
-    places = (path.parent for path in Path().rglob(LOCK_NAME) if not any(part.startswith(".") for part in path.parts))
-    if not (found := sorted(places)):
-        raise NotAPackage(Path.cwd().name, f"no folder below it has a {LOCK_NAME}")
-    return found

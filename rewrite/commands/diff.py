@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -14,17 +15,37 @@ from rewrite.commands.options import FOLDER, diff_option
 @diff_option("unified", "How to show the changes; unified in a pipe is a patch that git applies.")
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option(
-    "--generated", is_flag=True, help="Compare your file with the text as it was generated: your edits only."
+    "--format",
+    "markdown",
+    type=click.Choice(["text", "markdown"]),
+    default="text",
+    callback=lambda ctx, param, value: value == "markdown",
+    help="markdown is a comment for a pull request: summary, verdict, a difference for each class.",
 )
-def diff(folder: Path, diff_style: str, given: Path | None, generated: bool) -> int:
-    """Show what the package in FOLDER changed against the file that it was made from."""
-    from rewrite import original
+@click.option(
+    "--edits",
+    "--generated",
+    "generated",
+    is_flag=True,
+    help="Compare your file with the text as it was generated: your edits only.",
+)
+def diff(folder: Path, diff_style: str, given: Path | None, generated: bool, markdown: bool) -> int:
+    """Show what the package in FOLDER changed against the file that it was made from.
+
+    `rewrite sync DIR --dry-run --show upstream` and `--show rewritten` show the other differences of an upgrade.
+    """
+    from rewrite import original, renewal, review
     from rewrite.console import Screen
     from rewrite.lock import read_lock
     from rewrite.package import KEPT
 
     lock = read_lock(folder)
     after = original.text_of(folder / lock.modeling)
+    if markdown:
+        before = renewal.kept_original(folder, lock) if given is None else None
+        text = before if before is not None else original.text_of(original.find(folder, lock, given).path)
+        sys.stdout.write(review.markdown(folder, lock, text, after))
+        return 0
     screen = Screen(quiet_output=True)
     if generated:
         before, path = original.text_of(folder / KEPT / lock.modeling), lock.modeling

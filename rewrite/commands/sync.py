@@ -1,8 +1,8 @@
-"""`rewrite sync DIR`: makes a package anew from what is installed now, with your edits merged in."""
+"""`rewrite sync [DIR]...`: makes packages anew from what is installed now, with your edits merged in."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,81 +11,92 @@ import click
 from rewrite.commands.options import FOLDER, diff_option, json_option, verification_options
 
 if TYPE_CHECKING:
-    from rewrite.lock import Lock
-    from rewrite.package import Package
+    from rewrite.console import Screen
+    from rewrite.upgrade import Result, Wish
+
+FILE = click.Path(path_type=Path)
+VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 
 
-@click.command(short_help="Make a package anew and merge your edits.")
-@click.argument("folder", type=FOLDER)
-@click.option("--no-verify", is_flag=True, help="Write without running anything; works without torch.")
+@click.command(short_help="Make packages anew and merge your edits.")
+@click.argument("folders", type=FOLDER, nargs=-1, metavar="[DIR]...")
+@click.option("--transformers", "asked", metavar="VERSION|PATH", help="Take the original from there, not from what is installed: a version, a wheel, a folder, or `project`.")  # fmt: skip  # noqa: E501
+@click.option("--accept", "accepted", multiple=True, metavar="RULE", help="Go on although RULE lost a place; repeatable.")  # fmt: skip  # noqa: E501
+@click.option("--replace", "replaced", multiple=True, metavar="NAME", help="Drop the edits in this generated file; repeatable.")  # fmt: skip  # noqa: E501
+@click.option("--resolved", type=FILE, multiple=True, metavar="FILE", help="Take FILE as the merged text; repeatable.")
+@click.option("--show", "views", type=VIEWS, multiple=True, help="Show this difference, old to new; repeatable.")
+@click.option("--dry-run", is_flag=True, help="Say what would change and write nothing.")
+@click.option("--verify/--no-verify", default=False, help="Run parity too before the package is put in place.")
 @diff_option("stat", "How to show what changes in your modeling file.")
 @verification_options
-@click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
-@click.option("--resolved", type=click.Path(path_type=Path), metavar="FILE", help="Take FILE as the merged text.")
+@click.option("--original", "given", type=FILE, metavar="FILE", help="Where the original is.")
+@click.option("--exit-non-zero-on-change", is_flag=True, help="Exit with 1 where something was written; for hooks.")
 @json_option
-@click.option("--force", is_flag=True, help="Accept that fewer places are rewritten than before.")
-def sync(**options: Any) -> int:
-    """Rewrite the original of the package in FOLDER anew, with the options of its lock, and merge your edits.
-
-    A conflict is shown with markers in a copy beside the modeling file, which stays as it is: resolve it there and
-    give the copy with --resolved.
-    """
-    return _sync(**options)
-
-
-def _sync(
-    folder: Path,
-    no_verify: bool,
-    diff_style: str,
+def sync(
+    folders: tuple[Path, ...],
+    asked: str | None,
+    resolved: tuple[Path, ...],
     given: Path | None,
-    resolved: Path | None,
-    trust_remote_code: bool,
-    force: bool,
+    exit_non_zero_on_change: bool,
     json_path: Path | None,
-    **request: Any,
+    **options: Any,
 ) -> int:
-    from rewrite import judge, original, output, renewal, report
+    """Rewrite the originals of the packages in DIR anew, with the options of their locks, and merge your edits.
+
+    Without DIR: every package below the working folder. A conflict is shown with markers in a copy beside the file,
+    which stays as it is: resolve it there and give the copy with --resolved.
+    """
+    from rewrite import find, release
     from rewrite.console import Screen
-    from rewrite.delivery import Delivery, deliver
-    from rewrite.lock import read_lock
 
-    screen = Screen(quiet_output=diff_style == "unified" or str(json_path) == "-")
-    lock = read_lock(folder)
-    if not no_verify:
-        judge.require_libraries("verification (--no-verify leaves it out)")
-    with screen.working("rewriting"):
-        built, package = renewal.renewed(folder, lock, given)
-    report.show_build(screen, built)
-    package, conflict = _merged(folder, lock, package, resolved)
-    if conflict is not None:
-        screen.line("written", "nothing: your edits and the new text change the same lines")
-        screen.line("conflict", f"resolve {conflict}, then: rewrite sync {folder} --resolved {conflict}")
-        return 1
-    if not renewal.differences(folder, lock, package):
-        screen.line("written", "nothing: the package is up to date")
-        return 0
-    before = original.text_of(folder / lock.modeling)
-    screen.show_diff(before, package.files[lock.modeling].decode("utf-8"), lock.modeling, diff_style)
-    place = output.prepare(folder, built.source.path, merged=(lock.modeling,))
-    delivery = Delivery(not no_verify, judge.Request(**request), trust_remote_code, force, json_path)
-    return deliver(delivery, screen, built, package, place)
+    if (resolved or given) and len(folders) != 1:
+        raise click.UsageError("--resolved and --original are for one DIR")
+    screen = Screen(quiet_output=options["diff_style"] == "unified" or bool(options["views"]) or str(json_path) == "-")
+    places = folders or find.packages(Path())
+    with release.library(asked) as library:
+        wish = _wish(library=library, given=given, resolved=_by_name(resolved), **options)
+        results = {str(folder): _one(screen, folder, wish, alone=len(places) == 1) for folder in places}
+    return _end(results, json_path, exit_non_zero_on_change)
 
 
-def _merged(folder: Path, lock: Lock, package: Package, resolved: Path | None) -> tuple[Package, Path | None]:
-    """Return the package with the user's edits, or the path of the copy that shows the conflict."""
-    from rewrite import merge, original, report
-    from rewrite.package import KEPT
+def _wish(device: str | None, dtype: str | None, weights: Path | None, quick: bool, **options: Any) -> Wish:
+    from rewrite.judge import Request
+    from rewrite.upgrade import Wish
 
-    name = lock.modeling
-    if resolved is not None:
-        text = original.text_of(resolved)
-        if merge.MARKER in text:
-            raise click.UsageError(f"{resolved} still has conflict markers")
-        return replace(package, files={**package.files, name: text.encode("utf-8")}), None
-    base, yours = (original.text_of(path) for path in (folder / KEPT / name, folder / name))
-    merged = merge.three_way(base, yours, package.files[name].decode("utf-8"))
-    if merged.conflicts:
-        copy = folder / f"{name}.conflict"
-        report.write_text(copy, merged.text)
-        return package, copy
-    return replace(package, files={**package.files, name: merged.text.encode("utf-8")}), None
+    return Wish(request=Request(device, dtype, weights, quick=quick), **options)
+
+
+def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:
+    """Sync one package; where there are several, an error of one is said and the others go on."""
+    from rewrite import upgrade
+    from rewrite.errors import RewriteError
+
+    if alone:
+        return upgrade.sync(folder, wish, screen)
+    screen.line("package", str(folder), "bold")
+    try:
+        return upgrade.sync(folder, wish, screen)
+    except RewriteError as error:
+        click.echo(f"error: {error}", err=True)
+        return upgrade.Result(error.exit_code)
+
+
+def _end(results: dict[str, Result], json_path: Path | None, changed_is_failure: bool) -> int:
+    from rewrite import report
+
+    report.write(json_path, {folder: asdict(result) for folder, result in results.items()})
+    code = max((result.code for result in results.values()), default=0)
+    return code or int(changed_is_failure and any(result.changed for result in results.values()))
+
+
+def _by_name(resolved: tuple[Path, ...]) -> dict[str, Path]:
+    """Return resolved files by the name that they have in the package: that of the copy less `.conflict`."""
+    from rewrite.edits import MODELING
+    from rewrite.package import INIT
+
+    init = [path for path in resolved if path.name.startswith(INIT)]
+    others = [path for path in resolved if path not in init]
+    if len(init) > 1 or len(others) > 1:
+        raise click.UsageError("--resolved was given twice for the same file")
+    named = zip((MODELING, INIT), (others, init), strict=True)
+    return {name: paths[0] for name, paths in named if paths}

@@ -54,7 +54,7 @@ def verify(
 def _package(
     screen: Screen, folder: Path, given: Path | None, request: Request, trusted: bool, json_path: Path | None
 ) -> int:
-    from rewrite import judge, original, report
+    from rewrite import judge, original, output, report
     from rewrite.lock import read_lock
     from rewrite.package import VERDICT_NAME
     from rewrite.source import weights_fit
@@ -67,7 +67,7 @@ def _package(
     with screen.working("verifying") as progress:
         verdict = judge.judge(source.path, folder, request, progress)
     screen.said.print(judge.rendered(verdict), markup=False, soft_wrap=True)
-    report.write_text(folder / VERDICT_NAME, judge.record(verdict, lock, folder))
+    output.write_beside(folder / VERDICT_NAME, judge.record(verdict, lock, folder).encode("utf-8"))
     report.write(json_path, verdict.to_json())
     return 0 if verdict.passed else 1
 

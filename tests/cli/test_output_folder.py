@@ -146,10 +146,11 @@ def test_an_interruption_between_the_renames_puts_the_old_folder_back(
     rename = Path.rename
 
     def interrupted(self: Path, target: Path) -> Path:
-        if self.parent.name == ".out.rewrite-new":
+        if self.parent.name.startswith(".out.rewrite-new-"):
             raise KeyboardInterrupt
         return rename(self, target)
 
+    monkeypatch.setattr("rewrite.exchange.exchange", lambda one, other: False)  # a file system that cannot
     monkeypatch.setattr(Path, "rename", interrupted)
     assert rewrite(*ARGUMENTS, "--out", package).code == 130
     assert (package / "mine.txt").read_text() == "mine"
@@ -159,7 +160,8 @@ def test_an_interruption_between_the_renames_puts_the_old_folder_back(
 def test_what_a_killed_run_left_is_put_back(package: Path, rewrite: CommandLine) -> None:
     (package / "mine.txt").write_text("mine")
     package.rename(package.with_name(".out.rewrite-old"))
-    (package.with_name(".out.rewrite-new") / "out").mkdir(parents=True)
+    (package.with_name(".out.rewrite-new-1a2b") / "out").mkdir(parents=True)
+    package.with_name(".out.rewrite-busy").touch()
     assert rewrite(*ARGUMENTS, "--out", package).code == 0
     assert (package / "mine.txt").read_text() == "mine"
     assert hidden(package.parent) == []

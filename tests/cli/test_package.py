@@ -26,6 +26,8 @@ def test_the_folder_holds_what_the_lock_lists(package: Path) -> None:
     assert set(found) == {*lock.files, "rewrite.lock"}
     assert all(sha256(found[name]) == digest for name, digest in lock.files.items())
     assert found["modeling_tiny.py"] == found[".rewrite/modeling_tiny.py"]
+    assert found["__init__.py"] == found[".rewrite/__init__.py"]
+    assert found[".rewrite/modeling_tiny.py.original"] == (package.parent / "modeling_tiny.py").read_bytes()
     assert lock.source.target == "../modeling_tiny.py"
     assert set(lock.rules) == {"fuse_qkv"}
     (report,) = lock.transforms
@@ -35,7 +37,7 @@ def test_the_folder_holds_what_the_lock_lists(package: Path) -> None:
 def test_a_lock_is_read_back_as_it_was_written(package: Path) -> None:
     text = (package / "rewrite.lock").read_text()
     assert read_lock(package).to_json() == text
-    assert json.loads(text)["schema"] == 1
+    assert json.loads(text)["schema"] == 2
 
 
 def test_bytes_are_the_same_on_any_machine(here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_generated_files_are_formatted_and_lint_free(package: Path) -> None:
 
 
 def test_a_package_carries_the_runtime_files_it_imports_and_no_others(package: Path) -> None:
-    present = {path.stem for path in (package / "runtime").glob("*.py")} - {"__init__"}
+    present = {path.stem for path in (package / "runtime").glob("*.py")} - {"__init__", "upstream"}
     assert present == set(runtime_closure(["packing"]))
     assert "packing" in present
     assert "rotary" not in present
@@ -84,7 +86,7 @@ def test_an_import_that_may_be_missing_is_not_followed(monkeypatch: pytest.Monke
         "third": "import os\n",
     }
     monkeypatch.setattr("rewrite.package.RUNTIME_ALWAYS", ())
-    monkeypatch.setattr("rewrite.package._runtime_file", lambda name: files[name].encode())
+    monkeypatch.setattr("rewrite.package.runtime_file", lambda name: files[name].encode())
     assert runtime_closure(["first"]) == ["first", "second", "third"]
 
 
@@ -116,4 +118,4 @@ def test_the_guard_names_a_command_that_makes_the_package_anew(here: Path, rewri
     assert rewrite("llama", "--out", "my llama", "--no-verify", "--only", "fuse_qkv").code == 0
     tree = ast.parse((here / "my llama" / "__init__.py").read_text())
     commands = [k.value for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords if k.arg == "command"]
-    assert [ast.literal_eval(command) for command in commands] == ['rewrite llama --out "my llama" --force']
+    assert [ast.literal_eval(command) for command in commands] == ['rewrite sync "my llama"']

@@ -39,7 +39,8 @@ def test_a_changed_original_is_out_of_date_until_synced(here: Path, package: Pat
     stale = rewrite("check", "--json", "report.json")
     assert stale.code == 1
     assert "upstream modeling_tiny.py: changed" in stale.out
-    assert any("upstream" in reason for reason in json.loads((here / "report.json").read_text())["out"])
+    (finding,) = json.loads((here / "report.json").read_text())["packages"]["out"]
+    assert (finding["kind"], "upstream" in finding["message"]) == ("transformers-moved", True)
     assert rewrite("sync", package, "--no-verify").code == 0
     assert "attention_dropout = 0.1" in (package / UPSTREAM).read_text()
     assert rewrite("check", package).code == 0
@@ -93,13 +94,21 @@ def test_a_conflict_is_shown_in_a_copy(here: Path, package: Path, rewrite: Comma
     assert not copy.exists()
 
 
-def test_edits_outside_the_modeling_file_are_refused(here: Path, package: Path, rewrite: CommandLine) -> None:
-    (package / "__init__.py").write_text("# mine\n")
+def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path, rewrite: CommandLine) -> None:
+    (package / "runtime" / "packing.py").write_text("# mine\n")
     upstream_fix(here)
-    refused = rewrite("sync", package, "--no-verify")
-    assert refused.code == 2
-    assert "has your edits in __init__.py" in refused.err
-    assert (package / "__init__.py").read_text() == "# mine\n"
+    refused = rewrite("sync", package)
+    assert refused.code == 1
+    assert "has your edits in runtime/packing.py" in refused.err
+    assert (package / "runtime" / "packing.py").read_text() == "# mine\n"
+    assert rewrite("sync", package, "--replace", "runtime/packing.py").code == 0
+    assert (package / "runtime" / "packing.py.edited").read_text() == "# mine\n"
+    (package / "runtime" / "packing.py").write_text("# more\n")
+    upstream_fix(here, "attention_dropout = 0.1", "attention_dropout = 0.2")
+    assert rewrite("sync", package, "--replace", "runtime/packing.py").code == 0
+    assert (package / "runtime" / "packing.py.edited").read_text() == "# mine\n"
+    assert (package / "runtime" / "packing.py.edited2").read_text() == "# more\n"
+    assert rewrite("check", package).code == 0
 
 
 def test_a_file_changed_since_it_was_verified_is_out_of_date(package: Path, rewrite: CommandLine) -> None:

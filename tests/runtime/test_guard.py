@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from rewrite.runtime import guard
+from rewrite.runtime import definitions, guard
 
 MODULE = "transformers.models.llama.modeling_llama"
 FILE = Path(transformers.__file__).parent / "models" / "llama" / "modeling_llama.py"
@@ -52,9 +52,36 @@ def test_the_environment_variable_overrides(monkeypatch):
     assert imported(sha256="0" * 64)
 
 
-def test_another_minor_version_with_the_same_file_warns():
-    with pytest.warns(UserWarning, match=r"made from transformers 5\.0\.0"):
-        assert imported(version="5.0.0")
+def test_a_file_that_only_looks_different_is_the_same():
+    code = definitions.of_module(FILE.read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert imported(sha256="0" * 64, code=code)
+        assert imported(version="4.99.0")
+    with pytest.raises(guard.TransformersMoved, match="is not the one of"):
+        imported(sha256="0" * 64, code=definitions.of_module(FILE.read_text().replace("1e-6", "1e-5")))
+
+
+def test_a_function_that_the_package_stands_in_for_warns_once_where_it_has_changed():
+    name = "integrations.sdpa_attention:sdpa_attention_forward"
+    now = definitions.of_functions(FILE.parents[2], [name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert imported(version="4.99.0", replaced=now)
+        assert imported(replaced={name: "0"})  # the same version has the same functions
+    with pytest.warns(
+        UserWarning, match=r"does the work of integrations\.sdpa_attention\.sdpa_attention_forward"
+    ) as said:
+        assert imported(version="4.99.0", replaced={name: "0"})
+    assert len(said) == 1
+
+
+def test_a_function_that_no_longer_takes_what_it_is_given():
+    called = {"masking_utils:create_causal_mask": ["config", "attention_mask"]}
+    assert imported(version="4.99.0", called=called)
+    called["masking_utils:create_causal_mask"].append("gone_keyword")
+    with pytest.raises(guard.TransformersMoved, match="create_causal_mask takes no gone_keyword"):
+        imported(version="4.99.0", called=called)
 
 
 def test_a_name_that_is_gone_is_the_same_error():

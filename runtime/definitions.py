@@ -1,0 +1,218 @@
+"""Digests of Python source that stay equal where only its looks change.
+
+Comments, docstrings, annotations, formatting, log messages and the texts of errors are left out. The source is read,
+never imported, so that one version of transformers can be compared with another that is not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+LENGTH = 16
+"""Hexadecimal digits of a digest: an accident, not an attack, is what it is there to notice."""
+_HOPS = 4
+_LOOKS = {"annotation", "returns", "type_comment", "kind", "ctx", "type_params", "type_ignores"}
+_SAID = ("logger", "warnings", "logging")
+
+
+def of_module(text: str) -> str:
+    """Return the digest of a whole file.
+
+    Raises:
+        SyntaxError: if it does not parse.
+    """
+    return _digest([ast.parse(text)])
+
+
+def of_functions(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the digest of each of `names` that is a function, sorted by name.
+
+    Args:
+        root: the package folder of transformers.
+        names: module below `root` and name in it, `masking_utils:create_causal_mask`.
+    """
+    found = {}
+    for name in sorted(names):
+        place = _defining(root, name)
+        definitions = _definitions(place[0])[place[1]] if place is not None else []
+        if any(isinstance(definition, ast.FunctionDef) for definition in definitions):
+            found[name] = _digest(definitions)
+    return found
+
+
+def imported_names(text: str, package: str = "transformers") -> dict[str, str]:
+    """Return what a file imports of `package`, as `of_functions` takes it, by the name that it has in the file.
+
+    Raises:
+        SyntaxError: if the file does not parse.
+    """
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            first, *rest = node.module.split(".")
+            if first == package:
+                found |= {alias.asname or alias.name: f"{'.'.join(rest)}:{alias.name}" for alias in node.names}
+    return found
+
+
+def calls(text: str) -> dict[str, list[str]]:
+    """Return every function of transformers that a file calls, with the keywords that it gives.
+
+    Raises:
+        SyntaxError: if the file does not parse.
+    """
+    imported = imported_names(text)
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in imported:
+            given = found.setdefault(imported[node.func.id], set())
+            given.update(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+    return {name: sorted(given) for name, given in sorted(found.items())}
+
+
+def misfits(root: Path, called: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return in words which of the functions `called` (as `calls` returns them) take no such keyword any more."""
+    return [problem for name, given in sorted(called.items()) if (problem := _misfit(root, name, given))]
+
+
+def missing(root: Path, text: str) -> list[str]:
+    """Return what a file imports of transformers and calls with keywords, and `root` does not have or take."""
+    gone = []
+    for name in imported_names(text).values():
+        module, _, symbol = name.partition(":")
+        places = [root.joinpath(*module.split(".")) if module else root]
+        file = places[0].with_suffix(".py") if module else root / "__init__.py"
+        if not module:
+            continue  # the lazy top of the package binds names as strings
+        found = _defining(root, name) is not None or (places[0] / f"{symbol}.py").is_file()
+        if not found and not (places[0] / symbol).is_dir() and _binds_all(file, places[0]):
+            gone.append(name.replace(":", "."))
+    return sorted({*gone, *misfits(root, calls(text))})
+
+
+def _binds_all(file: Path, folder: Path) -> bool:
+    """Return whether what a module binds can be read off its statements: no `*`, no lazy structure."""
+    path = file if file.is_file() else folder / "__init__.py"
+    if not path.is_file():
+        return True
+    text = path.read_text(encoding="utf-8")
+    return "import *" not in text and "_LazyModule" not in text and "__getattr__" not in text
+
+
+def _misfit(root: Path, name: str, given: Sequence[str]) -> str | None:
+    place = _defining(root, name)
+    if place is None:
+        return None  # the import itself fails, or it is a module
+    definition = _definitions(place[0])[place[1]][-1]
+    if not isinstance(definition, ast.FunctionDef) or definition.args.kwarg is not None:
+        return None
+    if definition.decorator_list:
+        return None  # what a decorated function takes is not written here
+    taken = {argument.arg for argument in (*definition.args.args, *definition.args.kwonlyargs)}
+    missing = sorted(set(given) - taken)
+    return f"{name.replace(':', '.')} takes no {', '.join(missing)}" if missing else None
+
+
+def forget() -> None:
+    """Let go of the files that were read."""
+    _definitions.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def _definitions(path: Path) -> Mapping[str, list[ast.stmt]]:
+    """Return the statements that bind each name at the top of a file; branches of `if` and `try` count as the top."""
+    found: dict[str, list[ast.stmt]] = {}
+    waiting: list[ast.stmt] = list(ast.parse(path.read_bytes()).body)
+    while waiting:
+        statement = waiting.pop(0)
+        if isinstance(statement, (ast.If, ast.Try)):
+            inner = [*statement.body, *statement.orelse]
+            handlers = getattr(statement, "handlers", [])
+            waiting = [*inner, *(line for handler in handlers for line in handler.body), *waiting]
+        for name in _bound(statement):
+            found.setdefault(name, []).append(statement)
+    return found
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield statement.name
+    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+        yield from (alias.asname or alias.name.split(".")[0] for alias in statement.names)
+    elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _defining(root: Path, named: str) -> tuple[Path, str] | None:
+    """Return the file that defines what is `named`, and its name there, by following imports that only pass it on."""
+    dotted, _, name = named.partition(":")
+    module = tuple(dotted.split(".")) if dotted else ()
+    for _ in range(_HOPS):
+        path, package = root.joinpath(*module[:-1], f"{module[-1]}.py") if module else root, module[:-1]
+        if not path.is_file():
+            path, package = root.joinpath(*module, "__init__.py"), module
+        if not path.is_file():
+            return None
+        statements = _definitions(path).get(name)
+        if statements is None:
+            return None
+        passed_on = statements[-1]
+        if not isinstance(passed_on, ast.ImportFrom) or not passed_on.level:
+            return path, name
+        base = package[: len(package) - passed_on.level + 1]
+        module = (*base, *(passed_on.module or "").split(".")) if passed_on.module else base
+        name = next(alias.name for alias in passed_on.names if (alias.asname or alias.name) == name)
+    return None
+
+
+def _parts(node: ast.AST) -> Iterator[tuple[str, object]]:
+    """Yield the fields of a node that decide what it does."""
+    for field, value in ast.iter_fields(node):
+        if field in _LOOKS or value is None or value == []:
+            continue
+        if isinstance(node, ast.Raise) and isinstance(value, ast.Call):
+            value = value.func
+        if field == "body" and isinstance(value, list):
+            value = [line for line in value if not _says_only(line)]
+        yield field, value
+
+
+def _says_only(statement: ast.AST) -> bool:
+    """Return whether a statement is a docstring, an ellipsis, or talks to a log."""
+    if not isinstance(statement, ast.Expr):
+        return False
+    value = statement.value
+    if isinstance(value, ast.Constant):
+        return True
+    call = value.func if isinstance(value, ast.Call) else None
+    return isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in _SAID
+
+
+def _digest(nodes: Iterable[ast.AST]) -> str:
+    digest = hashlib.sha256()
+    for node in nodes:
+        for piece in _pieces(node):
+            digest.update(piece.encode("utf-8", "surrogatepass"))
+            digest.update(b"\0")
+    return digest.hexdigest()[:LENGTH]
+
+
+def _pieces(value: object) -> Iterator[str]:
+    if isinstance(value, ast.AST):
+        yield f"({type(value).__name__}"
+        for field, inner in _parts(value):
+            yield field
+            yield from _pieces(inner)
+        yield ")"
+    elif isinstance(value, list):
+        yield "["
+        for item in value:
+            yield from _pieces(item)
+        yield "]"
+    else:
+        yield repr(value)

@@ -1,0 +1,1 @@
+"""Upgrades of packages: edits that must survive, kills, hostile input, hooks."""

@@ -1,0 +1,287 @@
+"""Packages synced to a transformers that is not installed, and what becomes of each rule's places."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+from rewrite import pins, release
+from rewrite.changes import rule_changes
+from rewrite.lock import Lock, Options, Origin, read_lock
+from rewrite.transform import SkippedSite, TransformReport
+
+from .conftest import Releases, edit
+
+DROPOUT = ("attention_dropout = 0.0", "attention_dropout = 0.1")
+QKV = ("= self.k_proj(hidden_states)", "= self.k_proj(hidden_states * 1)")
+
+
+def test_a_wheel_is_read_and_the_edit_stays(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+    edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
+    (package / "modeling_tiny.py").chmod(0o755)  # git would show another mode as a change
+    wheel = releases.wheel("6.1.0", DROPOUT)
+    done = rewrite("sync", package, "--transformers", wheel)
+    assert done.code == 0, done.err
+    text = (package / "modeling_tiny.py").read_text()
+    assert "# mine\n" in text
+    assert "attention_dropout = 0.1" in text
+    assert (package / "modeling_tiny.py").stat().st_mode & 0o777 == 0o755
+    lock = read_lock(package)
+    assert (lock.source.transformers, lock.source.module) == ("6.1.0", "transformers.models.tiny.modeling_tiny")
+    assert str(releases.folder) not in (package / "rewrite.lock").read_text()
+    assert rewrite("check", package, "--transformers", wheel).code == 0
+    assert rewrite("check", package, "--transformers", releases("6.0.0")).code == 1
+
+
+def test_the_same_file_in_another_version_changes_nothing(
+    package: Path, releases: Releases, rewrite: CommandLine
+) -> None:
+    before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
+    tree = releases("6.0.1")
+    assert rewrite("check", package, "--transformers", tree).code == 0
+    assert "up to date" in rewrite("sync", package, "--transformers", tree).out
+    assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
+
+
+def test_a_lost_place_fails_unless_its_rule_is_accepted(
+    package: Path, releases: Releases, rewrite: CommandLine
+) -> None:
+    before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
+    tree = releases("6.1.0", QKV)
+    checked = rewrite("check", package, "--transformers", tree)
+    assert "fuse_qkv lost TinyLlamaAttention.forward: q_proj, k_proj, v_proj" in checked.out
+    lost = rewrite("sync", package, "--transformers", tree)
+    assert lost.code == 1
+    assert "--accept fuse_qkv" in lost.err
+    assert "lost TinyLlamaAttention.forward" in lost.out
+    assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
+    assert rewrite("sync", package, "--transformers", tree, "--accept", "fuse_gate_up").code == 1
+    rules = sorted(set(lost.err.split("--accept ")[1:]))
+    accepted = [part for rule in rules for part in ("--accept", rule.split()[0])]
+    assert rewrite("sync", package, "--transformers", tree, *accepted).code == 0
+    assert rewrite("check", package, "--transformers", tree).code == 0
+
+
+def test_every_rule_is_counted(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+    done = rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT), "--json", "report.json")
+    assert "fuse_qkv: applied 1 · unchanged 1 · newly matches 0 · lost 0" in done.out
+    (result,) = json.loads(Path("report.json").read_text()).values()
+    assert {rule["rule"] for rule in result["rules"]} >= {"fuse_qkv", "fuse_gate_up"}
+
+
+def test_three_differences_and_a_dry_run_writes_nothing(
+    package: Path, releases: Releases, rewrite: CommandLine
+) -> None:
+    edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
+    before = {path: path.read_bytes() for path in package.rglob("*") if path.is_file()}
+    tree = releases("6.1.0", DROPOUT)
+    shown = {
+        view: rewrite("sync", package, "--transformers", tree, "--dry-run", "--show", view).out
+        for view in ("upstream", "rewritten", "edits")
+    }
+    for view, has in {"upstream": True, "rewritten": True, "edits": False}.items():
+        assert ("attention_dropout = 0.1" in shown[view]) is has, shown[view]
+    assert "+# mine" in shown["edits"]
+    assert "packed_linear" not in shown["upstream"]
+    assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
+
+
+def test_an_edit_that_reads_what_upstream_took_away_is_refused(
+    package: Path, releases: Releases, rewrite: CommandLine
+) -> None:
+    path = package / "modeling_tiny.py"
+    mine = edit(path, "class TinyLlamaMLP", "def mine(q):\n    return apply_rotary_pos_emb(q)\n\n\nclass TinyLlamaMLP")
+    tree = releases("6.1.0", ("apply_rotary_pos_emb", "apply_rotary"))
+    refused = rewrite("sync", package, "--transformers", tree)
+    assert refused.code == 1
+    assert "mine reads apply_rotary_pos_emb, which nothing defines any more" in refused.err
+    assert path.read_text() == mine
+    edit(path, "return apply_rotary_pos_emb(q)", "return apply_rotary(q)")
+    assert rewrite("sync", package, "--transformers", tree).code == 0
+
+
+def test_what_the_edit_lacked_before_does_not_stop_a_sync(
+    package: Path, releases: Releases, rewrite: CommandLine
+) -> None:
+    edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "def mine():\n    return later\n\n\nclass TinyLlamaMLP")
+    assert rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT)).code == 0
+
+
+def test_a_model_that_is_gone(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+    tree = releases("7.0.0")
+    (tree / "transformers" / "models" / "tiny" / "modeling_tiny.py").unlink()
+    assert "is not in transformers 7.0.0" in rewrite("check", package, "--transformers", tree).out
+    gone = rewrite("sync", package, "--transformers", tree)
+    assert (gone.code, "is not in transformers 7.0.0" in gone.err) == (1, True)
+
+
+@pytest.mark.parametrize("asked", ["nowhere", "./nowhere.whl", "."])
+def test_no_such_release(package: Path, rewrite: CommandLine, asked: str) -> None:
+    done = rewrite("sync", package, "--transformers", asked)
+    assert (done.code, f"no transformers '{asked.removeprefix('./')}'" in done.err) == (2, True)
+
+
+def test_a_wheel_that_is_none(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+    wheel = releases.wheel("6.1.0")
+    wheel.write_bytes(wheel.read_bytes()[:100])
+    done = rewrite("sync", package, "--transformers", wheel)
+    assert (done.code, "cannot be read as a wheel" in done.err) == (2, True)
+
+
+def test_a_version_is_downloaded_once(
+    package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wheel, asked = releases.wheel("6.1.0", DROPOUT), []
+
+    def download(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        (Path(command[-1]) / wheel.name).write_bytes(wheel.read_bytes())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("rewrite.release.subprocess.run", download)
+    for _ in range(2):
+        assert rewrite("sync", package, "--transformers", "6.1.0", "--dry-run").code == 0
+    assert len(asked) == 1
+    assert "transformers==6.1.0" in asked[0]
+    assert "--no-deps" in asked[0]
+
+
+def test_several_packages_go_on_after_an_error(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+    tree = releases("6.0.0")
+    original = tree / "transformers" / "models" / "tiny" / "modeling_tiny.py"
+    assert rewrite(original, "--out", "a/other", "--no-verify", "--diff", "none", "--only", "fuse_qkv").code == 0
+    (Path("a") / "other" / "rewrite.lock").write_text("{")
+    moved = releases("6.1.0", DROPOUT)
+    done = rewrite("sync", "--transformers", moved, "--exit-non-zero-on-change")
+    assert done.code == 2
+    assert "a/other is not a rewritten package" in done.err
+    assert "attention_dropout = 0.1" in (package / "modeling_tiny.py").read_text()
+    checked = rewrite("check", "--transformers", moved)
+    assert checked.out.splitlines()[0].startswith("out of date a/other: ")
+    assert checked.out.splitlines()[1] == "up to date  out"
+
+
+def test_the_transformers_of_the_project(
+    here: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    site = here / ".venv" / "lib" / "python3.12" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "transformers").symlink_to(releases("6.3.0") / "transformers")
+    inner = here / "deep" / "er"
+    inner.mkdir(parents=True)
+    found = release.of_project(inner)
+    assert found is not None
+    assert found.version == "6.3.0"
+    monkeypatch.chdir(inner)
+    with release.library("project") as library:
+        assert library is not None
+        assert library.version == "6.3.0"
+    assert os.listdir(site) == ["transformers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "version"),
+    [
+        ("requirements.txt", "torch\ntransformers==5.17.0  # pinned\n", "5.17.0"),
+        ("requirements-gpu.txt", "transformers[torch] == 5.23.0 ; python_version > '3'\n", "5.23.0"),
+        ("pyproject.toml", '[project]\ndependencies = ["transformers==5.0.0"]\n', "5.0.0"),
+        ("uv.lock", '[[package]]\nname = "transformers"\nversion = "5.5.4"\n', "5.5.4"),
+        ("environment.yml", "dependencies:\n  - transformers=5.1.2\n", "5.1.2"),
+        ("requirements.txt", "sentence-transformers==5.0.0\ntransformers>=5\n", None),
+        ("requirements.txt", "transformers==5.*\n# transformers==5.0.0\n", None),
+    ],
+)
+def test_pins(here: Path, name: str, text: str, version: str | None) -> None:
+    (here / name).write_text(text)
+    (here / "package").mkdir()
+    found = pins.transformers_pin(here / "package")
+    assert (found.version if found else None) == version
+
+
+def test_a_pin_of_another_version_is_a_finding(package: Path, releases: Releases, rewrite: CommandLine) -> None:
+    tree = releases("6.0.0")
+    Path("requirements.txt").write_text("transformers==6.0.0\n")
+    assert rewrite("check", package, "--transformers", tree).code == 0
+    Path("requirements.txt").write_text("torch\ntransformers==6.5.0\n")
+    done = rewrite("check", package, "--transformers", tree, "--format", "github")
+    assert done.code == 1
+    assert "requirements.txt,line=2," in done.out
+
+
+# rule by rule, without a file
+
+BEFORE = """
+class Attention:
+    def forward(self, x):
+        return self.q_proj(x) + self.k_proj(x)
+
+class MLP:
+    def forward(self, x):
+        return self.act(self.gate(x)) * self.up(x)
+
+class Model:
+    def forward(self, x):
+        return torch.arange(x, device=x.device)
+"""
+
+
+def changed(rule: str, site: str, after: str, skipped: tuple[SkippedSite, ...] = (), *now: str):  # type: ignore[no-untyped-def]
+    origin = Origin("t", "t.py", "", None, None, None)
+    lock = Lock("0", origin, Options(), {}, (TransformReport(rule, (site,)),), {})
+    (change,) = rule_changes(lock, [TransformReport(rule, now, skipped)], BEFORE, after)
+    return change
+
+
+def test_what_is_no_longer_there_upstream_is_gone() -> None:
+    after = BEFORE.replace("torch.arange(x, device=x.device)", "x")
+    change = changed("static_cache", "Model.forward: torch.arange(x, device=x.device)", after)
+    assert (change.lost, len(change.gone)) == ((), 1)
+    assert changed("fuse_qkv", "Attention.forward: q_proj, k_proj", BEFORE.replace("Attention", "Other")).gone
+
+
+def test_what_is_there_and_not_rewritten_is_lost() -> None:
+    change = changed("static_cache", "Model.forward: torch.arange(x, device=x.device)", BEFORE)
+    assert [lost.why for lost in change.lost] == ["the place is there and is not recognised any more"]
+    skip = SkippedSite("Attention.forward: q_proj, k_proj", "not_linear")
+    assert [lost.why for lost in changed("fuse_qkv", skip.site, BEFORE, (skip,)).lost] == ["not_linear"]
+
+
+def test_a_renamed_class_that_is_skipped_now_is_lost() -> None:
+    skip = SkippedSite("Other.forward: q_proj, k_proj", "called_twice")
+    change = changed("fuse_qkv", "Attention.forward: q_proj, k_proj", BEFORE.replace("Attention", "Other"), (skip,))
+    assert "it may be Other.forward: q_proj, k_proj now" in change.lost[0].why
+
+
+def test_a_renamed_class_that_is_rewritten_is_new_and_gone() -> None:
+    after = BEFORE.replace("Attention", "Other")
+    change = changed("fuse_qkv", "Attention.forward: q_proj, k_proj", after, (), "Other.forward: q_proj, k_proj")
+    assert (len(change.new), len(change.gone), change.lost) == (1, 1, ())
+
+
+def test_a_fusion_that_upstream_adopted_is_said() -> None:
+    after = BEFORE.replace("self.act(self.gate(x)) * self.up(x)", "self.gate_up(x).chunk(2)")
+    change = changed("fuse_gate_up", "MLP.forward: gate, up", after)
+    assert [taken.why for taken in change.adopted] == ["upstream projects gate and up at once"]
+    assert (change.lost, change.gone) == ((), ())
+
+
+def test_formatting_is_no_change_of_a_site() -> None:
+    site, again = (
+        "Model.forward: torch.arange( x, device=x.device, )",
+        "Model.forward: torch.arange(x, device=x.device)",
+    )
+    change = changed("static_cache", site, BEFORE, (), again)
+    assert (change.unchanged, change.new, change.lost) == ((again,), (), ())
+
+
+def test_a_rule_that_this_version_does_not_have_loses_its_places() -> None:
+    lock = Lock("0", Origin("t", "t.py", "", None, None, None), Options(), {}, (TransformReport("old", ("MLP",)),), {})
+    (change,) = rule_changes(lock, [], BEFORE, BEFORE)
+    assert "no such rule" in change.lost[0].why

@@ -1,0 +1,124 @@
+"""`selftest()` of a package: passes on what computes the same, and notices what does not."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of llama in a folder of its own."""
+    from rewrite.cli import run
+
+    folder = tmp_path_factory.mktemp("selftest")
+    arguments = ["llama", "--out", str(folder / "tested_llama"), "--no-verify", "--diff", "none"]
+    assert run([*arguments, "--only", "fuse_qkv", "--only", "fuse_rms_norm"]) == 0
+    return folder / "tested_llama"
+
+
+@pytest.fixture
+def package(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Path]:
+    """A copy under a name of its own, importable."""
+    name = f"tested_{abs(hash(request.node.name))}"
+    shutil.copytree(made, tmp_path / name)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / name
+    for module in [module for module in sys.modules if module.split(".")[0] == name]:
+        del sys.modules[module]
+
+
+def imported(package: Path) -> types.ModuleType:
+    importlib.invalidate_caches()
+    return importlib.import_module(package.name)
+
+
+def plant(package: Path, old: str, new: str, file: str = "modeling_llama.py") -> None:
+    path = package / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+def test_it_passes_and_says_what_it_compared(package: Path) -> None:
+    random_state = torch.get_rng_state()
+    result = imported(package).selftest()
+    assert (result.model, result.tensors, result.tokens) == ("LlamaForCausalLM", 21, 8)
+    assert result.difference <= 1e-5
+    assert set(result.libraries) == {"torch", "transformers"}
+    assert "21 tensors arrived whole" in str(result)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("q, k, v = packed_linear(", "q, v, k = packed_linear(", "differs by"),
+        ("self.scaling = self.head_dim**-0.5", "self.scaling = self.head_dim**-0.4", "differs by"),
+        ("self.variance_epsilon = eps", "self.variance_epsilon = 1e-9", "differs by"),
+        ("self.o_proj = nn.Linear", "self.out_proj = self.o_proj = nn.Linear", "did not load the checkpoint whole"),
+    ],
+    ids=["keys and values", "scaling", "eps", "names"],
+)
+def test_a_planted_bug_is_noticed(package: Path, old: str, new: str, said: str) -> None:
+    plant(package, old, new)
+    module = imported(package)
+    failed = sys.modules[f"{package.name}.runtime.selftest"].SelfTestFailed
+    with pytest.raises(failed, match=said):
+        module.selftest()
+
+
+def test_a_tensor_that_arrives_changed_is_noticed(package: Path) -> None:
+    plant(
+        package,
+        "        self.post_init()",
+        "        self.post_init()\n        self.register_load_state_dict_post_hook(lambda *a: None)",
+    )
+    module = imported(package)
+    tested = sys.modules[f"{package.name}.runtime.selftest"]
+    loaded = tested._loaded
+
+    def changes(model_class, checkpoint):  # type: ignore[no-untyped-def]
+        model = loaded(model_class, checkpoint)
+        if model_class.__module__.startswith(package.name):
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+        return model
+
+    tested._loaded = changes
+    with pytest.raises(tested.SelfTestFailed, match=r"up_proj\.weight is not what the original loads"):
+        module.selftest()
+
+
+def test_a_checkpoint_of_the_users(package: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
+    result = imported(package).selftest(str(tmp_path / "checkpoint"))
+    assert (result.tensors, result.model) == (12, "LlamaForCausalLM")
+
+
+def test_a_file_from_elsewhere_has_no_installed_original(tmp_path: Path, rewrite: CommandLine) -> None:
+    from .conftest import FIXTURE
+
+    (tmp_path / "modeling_tiny.py").write_bytes(FIXTURE.read_bytes())
+    arguments = (tmp_path / "modeling_tiny.py", "--out", tmp_path / "plain", "--no-verify", "--diff", "none")
+    assert rewrite(*arguments, "--only", "fuse_qkv").code == 0
+    done = subprocess.run(
+        [sys.executable, "-c", "import plain; plain.selftest()"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "made from a file outside transformers" in done.stderr
