@@ -40,10 +40,9 @@ def full(llama: Path) -> Verdict:
     return verify(upstream("llama"), llama, Options())
 
 
-def test_a_copy_passes_every_gate_within_a_minute(full: Verdict) -> None:
+def test_a_copy_passes_every_gate(full: Verdict) -> None:
     assert full.passed, full.reason
     assert [gate.name for gate in full.gates] == ["structure", "parity", "generation", "latency"]
-    assert full.seconds < 60
     left_out = [check.name for gate in full.gates for check in gate.checks if check.status == "not run"]
     assert left_out == ["sites equal the lock"]
 
