@@ -36,6 +36,7 @@ COMMANDS = {
     "diff": "Show what a package changed against its original.",
     "explain": "Explain a transform.",
     "models": "List the model types of the installed transformers.",
+    "sweep": "Rewrite and verify every modeling file of a transformers.",
     "sync": "Make a package anew and merge your edits.",
     "transforms": "List the transforms.",
     "verify": "Verify a package, or any two modeling files.",

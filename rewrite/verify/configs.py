@@ -38,6 +38,7 @@ PROFILES: tuple[Mapping[str, Any], ...] = (
 )
 """What is changed, where a configuration has the field, until a model runs: transformers.md counts the failures."""
 
+
 @dataclass(frozen=True)
 class Variant:
     """A named configuration; `config` is not shared with a model, models get copies."""
@@ -109,6 +110,7 @@ def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str,
         name: value
         for name, value in SMALL.items()
         if name in defaults and (defaults[name] is not None or name in SET_WHERE_NONE)
+        if not isinstance(defaults[name], (list, tuple, dict))
     }
     fields |= {name: 1e-3 for name in defaults if name.endswith(("eps", "epsilon")) and defaults[name]}
     fields |= {

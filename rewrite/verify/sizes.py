@@ -88,6 +88,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "is_decoder": True},
     "xlm": {"emb_dim": HIDDEN, "n_words": VOCAB},
     "xmod": {"default_language": "en_XX"},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "bailing_hybrid": {"num_key_value_heads": HEADS, "head_dim": 8},
+    "deepseek_v2": {"head_dim": 8, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots3_note_text": {"num_key_value_heads": HEADS},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }  # fmt: skip
 """Fields by model type, where no rule finds a model that runs."""

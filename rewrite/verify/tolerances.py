@@ -26,6 +26,23 @@ TABLE: dict[str, Tolerance] = {
         "RMS error / RMS of the expected tensor",
         "fp32 roundings inside norms are independent, so their RMS stays near 1e-7",
     ),
+    "fp64 nudge": Tolerance(
+        1e-15,
+        "relative change of every weight of the original",
+        "a few eps of fp64 (2.2e-16): the least that taking any sum in another order does",
+    ),
+    "fp64 noise": Tolerance(
+        4.0,
+        "the original's own largest error when its weights are nudged, the largest of three nudges",
+        "used only where the bounds above are exceeded: fp32 roundings inside norms and softmax flip one by one, and "
+        "some models (afmoe, deepseek_v4, olmo_hybrid) amplify each flip; a rewrite flips as many as a nudge does, "
+        "four covers three samples of a maximum",
+    ),
+    "fp64 noise ceiling": Tolerance(
+        2e-5,
+        "largest error / largest magnitude of the expected tensor",
+        "a model whose own noise is larger cannot tell a dropped eps or bias (1e-4) from a rounding",
+    ),
     "fp32 max": Tolerance(
         5e-5,
         "largest error / largest magnitude of the expected tensor",
