@@ -21,7 +21,7 @@ def within_noise(
     """Compare two fp64 runs; where the fixed bounds are exceeded, by what the original itself moves.
 
     `fresh` builds the original anew, `run` runs it as `expected` was made. Its noise is measured, not assumed: its own
-    weights are moved by a relative 1e-15, which no rewrite could do less than, and its outputs compared.
+    weights are nudged, by far less than fp32 can tell, and its outputs compared.
 
     Raises:
         Mismatch: the error is larger than the fixed bounds, and than the noise allows.
@@ -43,7 +43,7 @@ def within_noise(
 
 
 def _moved(expected: Observations, model: Any, run: Callable[[Any], Observations], seed: int) -> tuple[float, float]:
-    """RMS and largest relative error of the original with its weights moved by 1e-15."""
+    """RMS and largest relative error of the original with its weights nudged."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

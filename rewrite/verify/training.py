@@ -11,6 +11,7 @@ from .compare import Mismatch, NotRun, near_exact
 from .configs import WINDOW, Variant
 from .inputs import Batch
 from .scenarios import Outputs, Setting, call, main_output, real
+from .tolerances import bound
 from .verdict import Figure
 from .workbench import Pair, Workbench, on_original
 
@@ -52,7 +53,9 @@ def gradients(model: Any, setting: Setting) -> Outputs:
     model.zero_grad()
     (output * direction).sum().backward()
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {f"gradient of {name}": grad for name, grad in found.items() if float(grad.abs().max()) > 0}
+    sizes = {name: float(grad.abs().max()) for name, grad in found.items()}
+    smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
+    return {f"gradient of {name}": grad for name, grad in found.items() if not sizes[name] <= smallest}
 
 
 def _training(model: Any, setting: Setting) -> Outputs:
