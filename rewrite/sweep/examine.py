@@ -67,6 +67,12 @@ def _verified(row: Row, built: Build, folder: Path) -> None:
     for path, data in assemble(built, select(), Options((), ()), folder).files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
+    if built.source.module is not None:
+        try:
+            importlib.import_module(built.source.module)
+        except ImportError as error:  # a library that transformers can do without
+            row.classes = [ClassRow("(the file)", "not run", f"the original does not import: {error}")]
+            return
     sys.path.insert(0, str(folder.parent))  # the process ends with this row
     importlib.import_module(folder.name)
     row.imported = True

@@ -67,7 +67,10 @@ def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any])
         VerificationError: no profile of small values makes a model that can be built.
     """
     config_class = model_class.config_class
-    defaults = _defaults(config_class)
+    try:
+        defaults = _defaults(config_class)
+    except Exception as error:  # configuration classes raise what they like
+        raise VerificationError(f"{config_class.__name__} has no default values: {error}") from error
     decoder = {"is_decoder": True} if causal and "is_decoder" in defaults else {}
     decoder |= _nested_fields(config_class) | dict(OVERRIDES.get(getattr(config_class, "model_type", ""), {}))
     decoder |= dict(overrides)
@@ -93,11 +96,23 @@ def _nested_fields(config_class: Any, profile: Mapping[str, Any] | None = None) 
         part = getattr(whole, name, None)
         if part is None or isinstance(part, dict):
             continue
-        defaults = part.to_dict()
-        fields = small_fields(defaults) | _nested_fields(type(part), profile)
-        fields |= dict(OVERRIDES.get(getattr(part, "model_type", ""), {}))
-        nested[name] = type(part)(**fields | _changed(profile or {}, defaults))
+        nested[name] = _small_part(part, profile or {})
     return nested
+
+
+def _small_part(part: Any, profile: Mapping[str, Any]) -> Any:
+    """A small configuration of the class of `part`; as it is where its class accepts no small values."""
+    defaults = part.to_dict()
+    fields = small_fields(defaults) | _nested_fields(type(part), profile)
+    fields |= dict(OVERRIDES.get(getattr(part, "model_type", ""), {}))
+    fewer = {name: value for name, value in fields.items() if name in ESSENTIAL}
+    for values in (fields, fields | {"num_key_value_heads": HEADS}, fewer):
+        known = {name: value for name, value in values.items() if name in fields}
+        try:
+            return type(part)(**known | _changed(profile, defaults))
+        except Exception:  # configuration classes raise what they like; the next set is tried
+            continue
+    return part
 
 
 def _changed(profile: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

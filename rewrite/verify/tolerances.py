@@ -35,7 +35,7 @@ TABLE: dict[str, Tolerance] = {
     "fp64 noise": Tolerance(
         4.0,
         "the original's own error when its weights are nudged, the largest of three nudges",
-        "used only where the bounds above are exceeded, by models that amplify each flip (deepseek_v4, olmo_hybrid): "
+        "used only where the bounds above are exceeded, by models that amplify each flip (deepseek_v4): "
         "a rewrite that sums in another order rounds elsewhere in every norm, a nudge flips some of these roundings",
     ),
     "gradient zero": Tolerance(
