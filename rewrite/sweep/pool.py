@@ -40,19 +40,19 @@ def run(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
             if task.result.exists():
                 yield read(task)
                 continue
-            process = context.Process(target=_examine, args=(task,))
+            process: BaseProcess = context.Process(target=_examine, args=(task,))
             process.start()
             running[task] = process, time.monotonic()
-        for task, (process, started) in list(running.items()):
+        for task, (worker, started) in list(running.items()):
             late = time.monotonic() - started > LIMIT_S
-            if process.is_alive() and not late:
+            if worker.is_alive() and not late:
                 continue
             if late:
-                process.kill()
-            process.join()
+                worker.kill()
+            worker.join()
             del running[task]
             if not task.result.exists():
-                error = f"no end after {LIMIT_S} s" if late else f"its process ended with {process.exitcode}"
+                error = f"no end after {LIMIT_S} s" if late else f"its process ended with {worker.exitcode}"
                 _write(task, Row(task.name, error=error))
             yield read(task)
         time.sleep(_POLL_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -9,11 +11,12 @@ from ..errors import VerificationError
 from . import sides
 from .checkpoints import round_trip
 from .checks import CheckRun, describe, run_check
+from .compare import NotRun
 from .configs import small_variants
 from .forward import forward_parity
 from .runner import settled, verify
 from .subjects import Subject, model_classes, paired
-from .verdict import Check, Options
+from .verdict import Check, Figure, Options
 from .workbench import Workbench
 
 Outcome = Literal["pass", "fail", "not run"]
@@ -45,7 +48,7 @@ def class_outcomes(original: Path, folder: Path) -> tuple[dict[str, Outcome], li
         for subject in subjects:
             if subject is main:
                 continue
-            check = run_check(CheckRun(subject.name, lambda subject=subject: _alone(subject)))  # type: ignore[misc]
+            check = run_check(CheckRun(subject.name, partial(_alone, subject)))
             rows.append((subject.name, OUTCOMES[check.status], check.detail, subject.causal))
     if main is not None:
         gates, row = _main(original, folder, main)
@@ -67,9 +70,7 @@ def _main(original: Path, folder: Path, main: Subject) -> tuple[dict[str, Outcom
     return outcomes, (main.name, outcome, detail, main.causal)
 
 
-def _alone(subject: Subject) -> dict[str, object]:
-    from .compare import NotRun
-
+def _alone(subject: Subject) -> Mapping[str, Figure]:
     try:
         variants = small_variants(subject.original, subject.causal, {})
     except VerificationError as error:

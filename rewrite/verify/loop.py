@@ -157,7 +157,7 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
                 found.append(graph.step(feed[:, step]).clone())
     except (package.graph.UnknownCache, package.graph.CacheFull) as error:
         raise NotRun(str(error)) from error
-    except package.graph.StepDiffers as error:
+    except (package.graph.StepDiffers, package.graph.StepFails) as error:
         if fused(pair.rewritten):
             raise Mismatch(str(error)) from error
         raise NotRun(str(error)) from error

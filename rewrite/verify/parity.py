@@ -10,7 +10,6 @@ from .caches import CACHED
 from .checks import CheckRun
 from .compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
 from .configs import Variant
-from .noise import within_noise
 from .scenarios import FORWARD, Scenario, Setting
 from .verdict import Figure
 from .workbench import Pair, Workbench, on_original
@@ -66,8 +65,7 @@ def _exact(bench: Workbench, variant: Variant, implementation: str, scenario: Sc
         applicable(bench, scenario, implementation)
         expected, found = _both(bench, variant, implementation, scenario, "float64")
         if finite(expected):
-            fresh = lambda: bench.fresh(variant, implementation, "float64").original
-            return within_noise(expected, found, fresh, lambda model: _trials(bench, variant, scenario, model))
+            return near_exact(expected, found)
         expected, found = _both(bench, variant, implementation, scenario, "float32")
         if not finite(expected):
             raise NotRun("the original's output is not finite in fp64 nor in fp32")
@@ -87,11 +85,6 @@ def _both(
         found.append(run_scenario(pair.rewritten, scenario, setting))
     _require_not_flat(expected)
     return join(expected), join(found)
-
-
-def _trials(bench: Workbench, variant: Variant, scenario: Scenario, model: Any) -> Observations:
-    trials = range(1 if bench.options.quick else bench.options.seeds)
-    return join([run_scenario(model, scenario, setting_for(bench, variant, scenario, trial)) for trial in trials])
 
 
 def _require_not_flat(runs: list[Observations]) -> None:

@@ -26,28 +26,11 @@ TABLE: dict[str, Tolerance] = {
         "RMS error / RMS of the expected tensor",
         "fp32 roundings inside norms are independent, so their RMS stays near 1e-7",
     ),
-    "fp64 nudge": Tolerance(
-        1e-9,
-        "relative change of every weight of the original",
-        "sixty times finer than fp32 rounds, so what moves is the roundings inside norms and softmax that flip: "
-        "llama moves by 1.2e-7 RMS, olmo_hybrid by 1.4e-7, deepseek_v4 by 1.9e-7; at 1e-15 hardly any flips",
-    ),
-    "fp64 noise": Tolerance(
-        4.0,
-        "the original's own error when its weights are nudged, the largest of three nudges",
-        "used only where the bounds above are exceeded, by models that amplify each flip (deepseek_v4): "
-        "a rewrite that sums in another order rounds elsewhere in every norm, a nudge flips some of these roundings",
-    ),
     "gradient zero": Tolerance(
         1e-12,
         "largest gradient of the parameter / largest of the model",
         "a gradient that is zero in exact arithmetic (a router normalised over one expert) is what "
         "fp64 roundings leave, 1e-15; a relative error of it means nothing",
-    ),
-    "fp64 noise ceiling": Tolerance(
-        2e-5,
-        "largest error / largest magnitude of the expected tensor",
-        "a model whose own noise is larger cannot tell a dropped eps or bias (1e-4) from a rounding",
     ),
     "fp32 max": Tolerance(
         5e-5,
