@@ -96,6 +96,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"head_dim": 24},  # a third of it is rotated
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
