@@ -39,7 +39,7 @@ RMS_NORMS = tuple(
         ("self.norm(x.float()).to(x.dtype)", {}),
         (
             "(self.norm(x.float()) * self.WEIGHT.float() if self.WITH else self.norm(x.float())).to(x.dtype)",
-            _FP32,
+            {"CAST": ".float()", **_FP32},
         ),
     )
 )
@@ -115,7 +115,7 @@ def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | Non
         if (bound := pattern.match(term)) is None or not _parameters(bound, info, module):
             continue
         keywords = [f"{key}={value}" for key, value in pattern.marks.items() if key != "CAST"]
-        weight = _weight(bound) + pattern.marks.get("CAST", "")
+        weight = _weight(bound, str(pattern.marks.get("CAST", "")))
         return NormCall("rms_norm", bound["x"].value, (weight, f"self.{bound['EPS'].value}", *keywords))
     return None
 
@@ -187,10 +187,10 @@ def _mean_square(term: Term) -> Term | None:
     return None
 
 
-def _weight(bound: Bindings) -> str:
+def _weight(bound: Bindings, cast: str = "") -> str:
     if "WEIGHT" not in bound:
         return "None"
-    weight = f"self.{bound['WEIGHT'].value}"
+    weight = f"self.{bound['WEIGHT'].value}{cast}"
     return f"{weight} if self.{bound['WITH'].value} else None" if "WITH" in bound else weight
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    pass
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -52,9 +56,7 @@ def sweep(
     chosen = plan.files(installed, models)
     with tempfile.TemporaryDirectory() as scratch:
         kept = rows or Path(scratch)
-        tasks = [
-            pool.Task(file, name, kept / f"{name.replace('/', '.')}.json", not no_verify) for name, file in chosen
-        ]
+        tasks = [pool.Task(file, name, kept / f"{name.replace('/', '.')}.json", depth) for name, file in chosen]
         if sample is not None:
             tasks = plan.sampled(tasks, sample, before, jobs)
         done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining")}

@@ -51,7 +51,7 @@ def sampled(tasks: Sequence[pool.Task], count: int, before: Mapping[str, Row], j
     """
     chosen = {tasks[index * len(tasks) // count].name for index in range(min(count, len(tasks)))}
     if before:
-        quick = [replace(t, verify=False, result=t.result.with_suffix(".text.json")) for t in tasks]
+        quick = [replace(t, depth="text", result=t.result.with_suffix(".text.json")) for t in tasks]
         for row in pool.run(quick, jobs):
             known = before.get(row.file)
             if known is None or known.rewritten_sha256 != row.rewritten_sha256:

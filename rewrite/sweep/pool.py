@@ -12,10 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rewrite.sweep.row import Row
 
-LIMIT_S = 300
+if TYPE_CHECKING:
+    from rewrite.sweep.examine import Depth
+
+LIMIT_S = 600
 _POLL_S = 0.05
 
 
@@ -26,7 +30,7 @@ class Task:
     file: Path
     name: str
     result: Path
-    verify: bool
+    depth: Depth
 
 
 def run(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
@@ -70,7 +74,7 @@ def _examine(task: Task) -> None:
     from rewrite.sweep.examine import examine
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        row = examine(task.file, task.name, task.verify)
+        row = examine(task.file, task.name, task.depth)
     _write(task, row)
 
 

@@ -72,7 +72,11 @@ def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any])
     except Exception as error:  # configuration classes raise what they like
         raise VerificationError(f"{config_class.__name__} has no default values: {error}") from error
     decoder = {"is_decoder": True} if causal and "is_decoder" in defaults else {}
-    decoder |= _nested_fields(config_class) | dict(OVERRIDES.get(getattr(config_class, "model_type", ""), {}))
+    decoder |= (
+        _rope_fields(config_class, defaults)
+        | _nested_fields(config_class)
+        | dict(OVERRIDES.get(getattr(config_class, "model_type", ""), {}))
+    )
     decoder |= dict(overrides)
     base, inputs = _first_that_builds(model_class, small_fields(defaults) | decoder)
     flipped = flipped_fields(defaults)
@@ -103,7 +107,7 @@ def _nested_fields(config_class: Any, profile: Mapping[str, Any] | None = None) 
 def _small_part(part: Any, profile: Mapping[str, Any]) -> Any:
     """A small configuration of the class of `part`; as it is where its class accepts no small values."""
     defaults = part.to_dict()
-    fields = small_fields(defaults) | _nested_fields(type(part), profile)
+    fields = small_fields(defaults) | _rope_fields(type(part), defaults) | _nested_fields(type(part), profile)
     fields |= dict(OVERRIDES.get(getattr(part, "model_type", ""), {}))
     fewer = {name: value for name, value in fields.items() if name in ESSENTIAL}
     for values in (fields, fields | {"num_key_value_heads": HEADS}, fewer):
@@ -113,6 +117,16 @@ def _small_part(part: Any, profile: Mapping[str, Any]) -> Any:
         except Exception:  # configuration classes raise what they like; the next set is tried
             continue
     return part
+
+
+def _rope_fields(config_class: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a rotary embedding over time, height and width that fit the small head."""
+    rope = defaults.get("rope_parameters") or {}
+    if "mrope_section" not in rope and "mrope_section" not in getattr(
+        config_class, "ignore_keys_at_rope_validation", ()
+    ):
+        return {}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope, "mrope_section": [2, 3, 3]}}
 
 
 def _changed(profile: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +149,8 @@ def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str,
     }
     if window and "sliding_window" in defaults:
         fields["sliding_window"] = WINDOW
+    if defaults.get("is_encoder_decoder") and defaults.get("decoder_start_token_id") is None:
+        fields["decoder_start_token_id"] = 0
     return fields | _layer_fields(defaults)
 
 

@@ -53,6 +53,8 @@ def make(
         if name == "input_ids":
             text = prompt(seed, vocab, batch, LENGTH, padding, "cpu")
             found["input_ids"] = text.input_ids
+            if isinstance(end := getattr(config, "eos_token_id", None), int) and end < vocab:
+                text.input_ids[:, 0] = end  # classifiers look for it, in every row once
             if text.mask is not None:
                 found["attention_mask"] = text.mask
         elif name == "decoder_input_ids":
