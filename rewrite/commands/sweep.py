@@ -10,6 +10,9 @@ import click
 if TYPE_CHECKING:
     pass
 
+if TYPE_CHECKING:
+    from rewrite.sweep.examine import Depth
+
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -56,6 +59,7 @@ def sweep(
     chosen = plan.files(installed, models)
     with tempfile.TemporaryDirectory() as scratch:
         kept = rows or Path(scratch)
+        depth: Depth = "rewritten" if no_verify else "verified"
         tasks = [pool.Task(file, name, kept / f"{name.replace('/', '.')}.json", depth) for name, file in chosen]
         if sample is not None:
             tasks = plan.sampled(tasks, sample, before, jobs)
