@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from rewrite.sweep.examine import Depth
 
 FILE = click.Path(dir_okay=False, path_type=Path)

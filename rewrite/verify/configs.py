@@ -163,6 +163,8 @@ def _layer_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
         fields |= {"layer_types": layers, "num_hidden_layers": len(layers)}
     if defaults.get("no_rope_layers"):
         fields["no_rope_layers"] = [1, 0]
+    if isinstance(defaults.get("image_size"), (list, tuple)):
+        fields["image_size"] = [SMALL["image_size"]] * len(defaults["image_size"])
     if isinstance(defaults.get("depths"), (list, tuple)):
         fields["depths"] = [1] * len(defaults["depths"])
     return fields

@@ -98,7 +98,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 24},  # a third of it is rotated
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_mem_blocks": 1},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(
+            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 1e4}
+        ),
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }  # fmt: skip
 """Fields by model type, where no rule finds a model that runs."""
