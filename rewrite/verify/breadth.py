@@ -49,18 +49,23 @@ def class_outcomes(original: Path, folder: Path) -> tuple[dict[str, Outcome], li
             if subject is main:
                 continue
             check = run_check(CheckRun(subject.name, partial(_alone, subject)))
-            rows.append((subject.name, OUTCOMES[check.status], check.detail, subject.causal))
+            rows.append((subject.name, OUTCOMES[check.status], brief(check.detail), subject.causal))
     if main is not None:
         gates, row = _main(original, folder, main)
         rows.append(row)
     return gates, sorted(rows)
 
 
+def brief(text: str) -> str:
+    """A reason in one line, without what a user of a single model could do about it."""
+    return " ".join(text.split()).partition(", so there is nothing to verify with")[0][:300]
+
+
 def _main(original: Path, folder: Path, main: Subject) -> tuple[dict[str, Outcome], tuple[str, Outcome, str, bool]]:
     try:
         verdict = verify(original, folder, OPTIONS)
     except VerificationError as error:
-        return {}, (main.name, "not run", str(error), main.causal)
+        return {}, (main.name, "not run", brief(str(error)), main.causal)
     except Exception as error:  # foreign model code raises what it likes, outside any check too
         return {}, (main.name, "fail", describe(error), main.causal)
     outcomes: dict[str, Outcome] = {gate.name: OUTCOMES[gate.status] for gate in verdict.gates}

@@ -101,9 +101,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_mem_blocks": 1},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": dict.fromkeys(
-            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 1e4}
-        ),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }  # fmt: skip
