@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def row():
 
 def test_a_table_is_read_back(row, tmp_path):
     path = tmp_path / "sweep.json"
-    path.write_text(json.dumps(Report("5.0", (row,)).to_json()))
+    path.write_text(Report("5.0", (row,)).json_text())
     assert previous(path) == {row.file: row}
     assert regressions(previous(path), [row]) == []
 

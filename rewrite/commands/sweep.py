@@ -43,7 +43,6 @@ def sweep(
     FOLDER limits it to the files of these folders of transformers/models. Each file has a process of its own; a file
     that crashes is a row of the table. Exits with 1 if a row fails, or is worse than in PREVIOUS.json.
     """
-    import json
     import tempfile
 
     from rewrite.console import Screen
@@ -64,7 +63,7 @@ def sweep(
     found = sorted(done.values(), key=lambda row: row.file)
     report = table.Report(installed.version, tuple(found))
     if json_path is not None:
-        json_path.write_text(json.dumps(report.to_json(), indent=1, sort_keys=True) + "\n", "utf-8")
+        json_path.write_text(report.json_text(), "utf-8")
     if markdown_path is not None:
         markdown_path.write_text(report.markdown(), "utf-8")
     for line in report.summary():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ class Report:
         """The table as plain JSON values; times are left out, so that the same run gives the same file."""
         rows = [{name: value for name, value in row.to_json().items() if name != "seconds"} for row in self.rows]
         return {"transformers": self.version, "rows": rows}
+
+    def json_text(self) -> str:
+        """The same as text, a row a line, so that a change of one file is a change of one line."""
+        data = self.to_json()
+        rows = ",\n".join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in data["rows"])
+        return f'{{"transformers": {json.dumps(data["transformers"])}, "rows": [\n{rows}\n]}}\n'
 
     def summary(self) -> list[str]:
         """The totals, a line each."""
