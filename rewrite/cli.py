@@ -37,6 +37,7 @@ COMMANDS = {
     "eject": "Drop the lock and leave plain files.",
     "explain": "Explain a transform.",
     "models": "List the model types of the installed transformers.",
+    "sweep": "Rewrite and verify every modeling file of a transformers.",
     "sync": "Make packages anew and merge your edits.",
     "transforms": "List the transforms.",
     "tune": "Find the fastest tiles of a package for this GPU.",

@@ -10,16 +10,19 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from rewrite import diff
 
+Item = TypeVar("Item")
 LABEL_WIDTH = 11
 SIDE_BY_SIDE_WIDTH = 100
 PROGRESS_SECONDS = 1.0
@@ -49,6 +52,18 @@ class Screen:
     def warn(self, text: str) -> None:
         """Print a warning to standard error."""
         self.errors.print(Text(f"warning: {text}", style="yellow"), soft_wrap=not self.errors.is_terminal)
+
+    def tracked(self, items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+        """Yield `items` with a bar of progress; in a pipe, a line for every tenth part."""
+        if self.errors.is_terminal:
+            columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=self.errors, transient=True) as progress:
+                yield from progress.track(items, total=total)
+            return
+        for number, item in enumerate(items, 1):
+            if number * 10 // total > (number - 1) * 10 // total:
+                self.errors.print(f"{label}: {number} of {total}")
+            yield item
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table; in a pipe the columns are separated by tabs and there is no heading."""

@@ -7,14 +7,14 @@ comment, puts imports in once at the end, and takes out what the rewriting left 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from rewrite import imports
 from rewrite.analysis.module import Module, walk
-from rewrite.analysis.syntax import replace_shared
+from rewrite.analysis.syntax import replace_nodes
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.transform import (
     Candidate,
@@ -48,7 +48,7 @@ class _Pass:
         if any(self._touched(old) for old in olds):
             return
         for edit in found.edits:
-            self.edits[id(edit.old)] = edit.new
+            self.edits[id(edit.old)] = tuple(node.deep_clone() for node in edit.new)  # no node stands in two places
             self.covered.add(id(edit.old))
             self.covered.update(id(above) for above in self.module.ancestors(edit.old))
         self.sites.append(site)
@@ -92,7 +92,7 @@ def _converge(transform: Transform, module: Module) -> tuple[Module, TransformRe
         uses |= set(current.uses)
         if not current.edits:
             return module, TransformReport(transform.name, tuple(sites), tuple(current.skipped)), uses
-        module = Module(_apply(module, current.edits, current.covered))
+        module = Module(_apply(module.tree, current))
     raise NotConverging(transform.name, MAX_PASSES)
 
 
@@ -134,8 +134,8 @@ def _comments(nodes: Sequence[cst.CSTNode]) -> list[str]:
     return [node.value for top in nodes for node in walk(top) if isinstance(node, cst.Comment)]
 
 
-def _apply(module: Module, edits: dict[int, tuple[cst.CSTNode, ...]], above: Set[int]) -> cst.Module:
-    (replaced,) = replace_shared(module.tree, edits, above)
+def _apply(tree: cst.Module, current: _Pass) -> cst.Module:
+    replaced = replace_nodes(tree, current.edits, current.covered)
     if not isinstance(replaced, cst.Module):
         raise TypeError("an edit replaced the module itself")
     return replaced

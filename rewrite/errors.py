@@ -367,6 +367,15 @@ class RelativeImport(UsageError):
         )
 
 
+class NotATransformers(UsageError):
+    """`--transformers` names a folder that holds no transformers package."""
+
+    def __init__(self, root: object):
+        super().__init__(
+            f"{root} holds no transformers package: name the folder with models/auto in it, or its parent."
+        )
+
+
 class SideNotFound(VerificationError):
     """One of the two modeling files to compare is not there, or which one is meant is not clear."""
 

@@ -133,9 +133,8 @@ def reference(
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return normed.to(hidden_states.dtype)
-    if weight_in_fp32:
-        weight = weight.float()
-        return (normed * (offset + weight if offset else weight)).to(hidden_states.dtype)
+    if weight_in_fp32:  # with an offset the files cast the weight, without one torch promotes it: fp64 stays fp64
+        return (normed * (offset + weight.float() if offset else weight)).to(hidden_states.dtype)
     return (offset + weight if offset else weight) * normed.to(hidden_states.dtype)
 
 

@@ -18,7 +18,9 @@ def files(folder: str) -> list[Path]:
     return sorted((ROOT / folder).glob("*.py"))
 
 
-TOOL = [path for folder in ("rewrite", "rewrite/commands", "rewrite/analysis") for path in files(folder)]
+TOOL = [
+    path for folder in ("rewrite", "rewrite/commands", "rewrite/analysis", "rewrite/sweep") for path in files(folder)
+]
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -40,9 +42,7 @@ def test_transforms_never_import_torch(path: Path) -> None:
     assert not {*HEAVY, "click", "rich"} & set(imported(path))
 
 
-@pytest.mark.parametrize(
-    "path", [*files("rewrite"), *files("rewrite/commands"), *files("rewrite/analysis")], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", TOOL, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_tool_never_imports_torch_outside_the_verifier(path: Path) -> None:
     assert not HEAVY & set(imported(path))
 

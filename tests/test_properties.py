@@ -1,7 +1,8 @@
 """Random methods around projections: whatever is rewritten computes what it computed before.
 
-The statements between the calls reassign, write in place, alias, branch and loop; a rewrite that moves a call over
-any of these would change the result, which is compared in fp64 after running both texts.
+The statements between the calls reassign, write in place, alias, branch, loop, call in closures and generators, change
+weights, and use one module under two names; a rewrite that moves a call over any of these would change the result,
+which is compared in fp64 after running both texts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rewrite.transforms import select
 RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "property_package"
 TRANSFORMS = select(("fuse_qkv", "fuse_gate_up", "fuse_gated_activation", "fuse_add_norm"))
-PROJECTIONS = ("q_proj", "k_proj", "value", "wo")
+PROJECTIONS = ("q_proj", "k_proj", "value", "wo", "shared")
 INPUTS = ("x", "y")
 LOCALS = ("a", "b", "c")
 FRESH = ("d", "e", "g")  # assigned once, by the calls themselves
@@ -40,6 +41,7 @@ class Subject(nn.Module):
         self.k_proj = nn.Linear(8, 8)
         self.value = nn.Linear(8, 8)
         self.wo = nn.Linear(8, 8, bias=False)
+        self.shared = self.q_proj
         self.act = nn.SiLU()
         self.norm = nn.LayerNorm(8)
 
@@ -72,14 +74,31 @@ def lines():
         st.builds("{0} = {0}[:]".format, source),
         st.builds("{} = self.{}({}) if flag else {}".format, target, projection, source, source),
         st.builds("{} = F.silu({}) * {}".format, target, source, source),
+        st.builds("{} = (lambda t: self.{}(t) + {})({})".format, target, projection, source, source),
+        st.builds("{} = sum(self.{}(t) for t in ({}, {}))".format, target, projection, source, source),
+        st.builds("{} = self.{}(  # why\n            {}\n        )".format, target, projection, source),
+        st.builds("self.{}.weight.data.mul_(0.5); {} = {}".format, projection, target, source),
     )
 
 
 def blocks():
     """Return a strategy for a statement, simple or compound."""
     compound = st.builds(
-        lambda head, body: [head, *(f"    {line}" for line in body)],
-        st.sampled_from(("if flag:", "if not flag:", "for _ in range(2):", "with torch.no_grad():")),
+        lambda head, body: [
+            head,
+            *(f"    {line}".replace("\n", "\n    ") for line in body),
+            *(["    break"] if head.startswith("while") else []),
+        ],
+        st.sampled_from(
+            (
+                "if flag:",
+                "if not flag:",
+                "for _ in range(2):",
+                "with torch.no_grad():",
+                "for x in (x, y):",
+                "while flag:",
+            )
+        ),
         st.lists(lines(), min_size=1, max_size=4),
     )
     return st.one_of(lines().map(lambda line: [line]), lines().map(lambda line: [line]), compound)

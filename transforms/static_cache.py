@@ -22,6 +22,9 @@ _OTHER_STATES = (
 )  # fmt: skip
 
 
+_WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
+
+
 class StaticCache(Transform):
     """Generation without a growing cache.
 
@@ -59,6 +62,7 @@ class StaticCache(Transform):
         "no_kv_cache": "`forward` takes no `past_key_values`",
         "other_state": "the file keeps other states than keys and values in its cache",
         "own_cache": "the file makes a cache of a class of its own",
+        "window_without_mask": "the cache keeps a sliding window, and no mask of the file has one: a buffer keeps all",
         "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
         "other_inputs": "`forward` takes images or sound beside tokens",
         "own_loop": "the class has a part of the generation loop of its own",
@@ -131,7 +135,9 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("own_loop", own)
     if (cache := _own_cache(module)) is not None:
         return Skip("own_cache", cache)
-    attributes = (node.attr.value for node in walk(module.tree) if isinstance(node, cst.Attribute))
+    attributes = [node.attr.value for node in walk(module.tree) if isinstance(node, cst.Attribute)]
+    if "sliding_window" in attributes and not any(name in module.imports for name in _WINDOW_MASKS):
+        return Skip("window_without_mask")
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
         return Skip("other_state", state)
     if (cut := _cut_by_length(module)) is not None:

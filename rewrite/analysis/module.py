@@ -6,8 +6,10 @@ file); modeling files are flat, one level of classes and functions, so one visit
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, lru_cache
 
@@ -130,7 +132,7 @@ class Module:
             repeated = repeated or isinstance(node, (cst.BaseComp, cst.For))
             if repeated and isinstance(node, cst.Call):
                 yield self.qualified(node.func)
-            stack.extend((part, repeated) for part in reversed(list(parts(node))))
+            stack.extend((part, repeated) for part in reversed(parts(node)))
 
     def _adopt(self) -> None:
         stack: list[cst.CSTNode] = [self.tree]
@@ -234,33 +236,35 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     while stack:
         current = stack.pop()
         yield current
-        stack.extend(reversed(_children(current)))
+        stack.extend(reversed(parts(current)))
 
 
-@lru_cache(maxsize=1 << 16)
-def _children(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """Return `node.children`, which takes 25 µs, computed once: nodes never change, and passes share most of them."""
-    return node.children
+@lru_cache(maxsize=2**18)
+def parts(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
+    """Return the nodes directly below `node` in source order: `node.children`, many times as fast.
 
-
-def parts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield the nodes directly below `node` in no particular order, five times as fast as `node.children`."""
-    for _, value in field_values(node):
-        if isinstance(value, cst.CSTNode):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, cst.CSTNode))
-
-
-def field_values(node: cst.CSTNode) -> Iterator[tuple[str, object]]:
-    """Yield every field of `node` with its value."""
+    Nodes never change and a pass shares most of them with the one before, so their parts are remembered.
+    """
+    found: list[cst.CSTNode] = []
     for name in _field_names(type(node)):
-        yield name, getattr(node, name)
+        value = getattr(node, name)
+        if isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, cst.CSTNode))
+        elif isinstance(value, cst.CSTNode):
+            found.append(value)
+    return tuple(found)
 
 
 @cache
 def _field_names(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+    """Return the fields of a kind of node in the order in which libcst visits them, which its own method spells out.
+
+    The order of the fields of the class is another one: parentheses come last in it.
+    """
+    visited = re.findall(r'\(\s*self,\s*"(\w+)"', inspect.getsource(kind._visit_and_replace_children))
+    if set(visited) - {field.name for field in fields(kind)}:
+        raise TypeError(f"libcst visits {visited} of {kind.__name__}")
+    return tuple(dict.fromkeys(visited))
 
 
 def names_in(nodes: Iterable[cst.CSTNode]) -> set[str]:

@@ -34,16 +34,20 @@ RMS_NORMS = tuple(
     for returned, keywords in (
         ("self.WEIGHT * self.norm(x.float()).to(x.dtype)", {}),
         ("(self.WEIGHT * self.norm(x.float())).to(x.dtype)", _FP32),
-        ("(self.WEIGHT.float() * self.norm(x.float())).to(x.dtype)", _FP32),
+        ("(self.WEIGHT.float() * self.norm(x.float())).to(x.dtype)", {"CAST": ".float()", **_FP32}),
         ("((1 + self.WEIGHT.float()) * self.norm(x.float())).to(x.dtype)", {"offset": "1.0", **_FP32}),
         ("self.norm(x.float()).to(x.dtype)", {}),
         (
             "(self.norm(x.float()) * self.WEIGHT.float() if self.WITH else self.norm(x.float())).to(x.dtype)",
-            _FP32,
+            {"CAST": ".float()", **_FP32},
         ),
     )
 )
-"""RMSNorm; the marks are the keywords of `rms_norm`."""
+"""RMSNorm; the marks are the keywords of `rms_norm`, and what is appended to its weight (`CAST`).
+
+A weight that the file casts is cast in the call: without an offset `rms_norm` multiplies as torch promotes, so fp64
+weights would not be rounded.
+"""
 
 LAYER_NORMS = tuple(
     Pattern(_LAYER.format(returned))
@@ -110,8 +114,9 @@ def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | Non
     for pattern in RMS_NORMS:
         if (bound := pattern.match(term)) is None or not _parameters(bound, info, module):
             continue
-        keywords = [f"{key}={value}" for key, value in pattern.marks.items()]
-        return NormCall("rms_norm", bound["x"].value, (_weight(bound), f"self.{bound['EPS'].value}", *keywords))
+        keywords = [f"{key}={value}" for key, value in pattern.marks.items() if key != "CAST"]
+        weight = _weight(bound, str(pattern.marks.get("CAST", "")))
+        return NormCall("rms_norm", bound["x"].value, (weight, f"self.{bound['EPS'].value}", *keywords))
     return None
 
 
@@ -182,10 +187,10 @@ def _mean_square(term: Term) -> Term | None:
     return None
 
 
-def _weight(bound: Bindings) -> str:
+def _weight(bound: Bindings, cast: str = "") -> str:
     if "WEIGHT" not in bound:
         return "None"
-    weight = f"self.{bound['WEIGHT'].value}"
+    weight = f"self.{bound['WEIGHT'].value}{cast}"
     return f"{weight} if self.{bound['WITH'].value} else None" if "WITH" in bound else weight
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import libcst as cst
 
-from rewrite.analysis.module import Module, field_values, names_in, self_attribute, walk
+from rewrite.analysis.module import Module, names_in, self_attribute, walk
 
 LINE_LENGTH = 119
 """transformers' own line length: generated statements wrap where its formatter would wrap them."""
@@ -146,48 +146,28 @@ def _target_names(target: cst.CSTNode) -> set[str]:
     return set()
 
 
-def replace_nodes(top: cst.CSTNode, new: Mapping[int, tuple[cst.CSTNode, ...]]) -> cst.CSTNode:
-    """Return `top` with every node whose `id` is in `new` replaced; none, or several, only for a statement."""
-    replaced = top.visit(_Replace(new))
+def replace_nodes(
+    top: cst.CSTNode, new: Mapping[int, tuple[cst.CSTNode, ...]], around: Set[int] | None = None
+) -> cst.CSTNode:
+    """Return `top` with every node whose `id` is in `new` replaced; none, or several, only for a statement.
+
+    `around`, where known, holds the ids of all nodes above those: nothing else is visited, and what is not visited
+    stays the same object (a pass over a 4,300-line file took 1.0 s and takes 0.1 s).
+    """
+    replaced = top.visit(_Replace(new, around))
     if not isinstance(replaced, cst.CSTNode):
         raise TypeError("the node itself was replaced")
     return replaced
 
 
-def replace_shared(
-    top: cst.CSTNode, new: Mapping[int, tuple[cst.CSTNode, ...]], above: Set[int]
-) -> tuple[cst.CSTNode, ...]:
-    """Do what `replace_nodes` does, and keep every node that holds no replaced one: the two trees share those.
-
-    `above` has the `id` of every node that holds a replaced one. What is put in is copied, so that no node of the
-    result stands in two places.
-    """
-    if id(top) in new:
-        return tuple(node.deep_clone() for node in new[id(top)])
-    if id(top) not in above:
-        return (top,)
-    changes: dict[str, object] = {}
-    for name, value in field_values(top):
-        if isinstance(value, cst.CSTNode):
-            replaced = replace_shared(value, new, above)
-            if replaced != (value,):
-                (changes[name],) = replaced
-        elif isinstance(value, (list, tuple)) and any(id(item) in new or id(item) in above for item in value):
-            items = [replace_shared(item, new, above) if isinstance(item, cst.CSTNode) else (item,) for item in value]
-            changes[name] = [item for several in items for item in several]
-    changed = top.with_changes(**changes)
-    if isinstance(top, cst.IndentedBlock) and isinstance(changed, cst.IndentedBlock):
-        return (_Replace(new)._without_gap(top, changed),)
-    return (changed,)
-
-
 class _Replace(cst.CSTTransformer):
-    def __init__(self, new: Mapping[int, tuple[cst.CSTNode, ...]]):
+    def __init__(self, new: Mapping[int, tuple[cst.CSTNode, ...]], around: Set[int] | None):
         super().__init__()
         self.new = new
+        self.around = around
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        return id(node) not in self.new
+        return id(node) not in self.new and (self.around is None or id(node) in self.around)
 
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode

@@ -12,6 +12,7 @@ from typing import Any
 from .checks import CheckRun
 from .compare import Mismatch
 from .configs import Variant
+from .model_inputs import make
 from .structure import same_state, same_tying
 from .verdict import Figure
 from .workbench import Workbench, build, on_original
@@ -23,12 +24,12 @@ def checkpoint_checks(bench: Workbench) -> Iterator[CheckRun]:
     """Round trips through `save_pretrained` and `from_pretrained`."""
     variants = bench.variants[:1] if bench.options.quick else bench.variants
     for variant in variants:
-        yield CheckRun(f"checkpoint round trip, {variant.name}", partial(_round_trip, bench, variant, None))
+        yield CheckRun(f"checkpoint round trip, {variant.name}", partial(round_trip, bench, variant, None))
     if not bench.options.quick:
-        yield CheckRun("checkpoint round trip, sharded", lambda: _round_trip(bench, bench.base, SHARD))
+        yield CheckRun("checkpoint round trip, sharded", lambda: round_trip(bench, bench.base, SHARD))
 
 
-def _round_trip(bench: Workbench, variant: Variant, shard: int | None) -> Mapping[str, Figure]:
+def round_trip(bench: Workbench, variant: Variant, shard: int | None = None) -> Mapping[str, Figure]:
     """Original saves, rewritten loads, runs and saves, original loads that."""
     import torch
 
@@ -45,12 +46,13 @@ def _round_trip(bench: Workbench, variant: Variant, shard: int | None) -> Mappin
         same_state(reloaded.state_dict(), loaded.state_dict(), "after from_pretrained: ")
         same_tying(reloaded, loaded)
         with torch.no_grad():
-            loaded(input_ids=torch.arange(4, 12)[None])
+            loaded(**make(variant.inputs, loaded.config, 1, 0, torch.float32))
         loaded.save_pretrained(second, **sharding)
         files = _same_files(stock, second)
         back, back_info = _load(bench.subject.original, second)
         _same_report(expected_info, back_info)
-        same_state(reloaded.state_dict(), back.state_dict(), "what it saved, loaded by the original: ")
+        # The same bytes were saved: what differs now, the original leaves as it finds it in memory (PixioBackbone).
+        on_original(same_state, reloaded.state_dict(), back.state_dict(), "the same file loaded twice: ")
     return {"files": files, "tensors": len(loaded.state_dict())}
 
 

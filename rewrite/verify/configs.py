@@ -1,7 +1,7 @@
 """Builds the smallest configurations of a model that still exercise what the large ones do.
 
-Every switch that a rewrite could drop is off its neutral value: eps is large, multipliers differ from 1, the
-sliding window is shorter than the prompts, heads are grouped. A second variant flips biases, tying and windows.
+Fields get small values by their names (`sizes.py`), nested configurations too; where the model then does not build or
+run, profiles of other values are tried. A second variant flips biases, tying and windows.
 """
 
 from __future__ import annotations
@@ -11,59 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import VerificationError
+from .model_inputs import TEXT, kinds_of, make
+from .sizes import ESSENTIAL, HEAD_DIM, HEADS, OVERRIDES, SET_WHERE_NONE, SMALL, VOCAB, WINDOW
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW, POSITIONS = 64, 4, 2, 16, 128, 8, 512
+__all__ = ["VOCAB", "WINDOW", "Variant", "flipped_fields", "small_fields", "small_variants"]
+
 MAX_PARAMETERS = 20_000_000
-
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 48),
-    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 80),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
-    **dict.fromkeys(("max_source_positions", "max_target_positions"), POSITIONS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), KV_HEADS),
-    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "v_head_dim", "qk_nope_head_dim"), HEAD_DIM),
-    "qk_rope_head_dim": 8,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 24,
-    "vocab_size": VOCAB,
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), POSITIONS
-    ),
-    "original_max_position_embeddings": POSITIONS,
-    "type_vocab_size": 2,
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"), 2),
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "max_window_layers": 1,
-    "query_pre_attn_scalar": 24,
-    "attn_logit_softcapping": 5.0,
-    "final_logit_softcapping": 5.0,
-    "embedding_multiplier": 1.7,
-    "logits_scaling": 1.3,
-    "residual_multiplier": 0.6,
-    "attention_multiplier": 0.3,
-    "logit_scale": 0.7,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SET_WHERE_NONE = {"pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "n_inner"}
+MAX_TRIES = 40
 SWITCHES = (
     "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "bias", "add_bias_linear", "add_qkv_bias",
     "use_qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn", "norm_topk_prob", "use_sliding_window",
     "scale_attn_by_inverse_layer_idx", "attention_out_bias", "lm_head_bias",
 )  # fmt: skip
-PROFILES: tuple[dict[str, Any], ...] = (
+PROFILES: tuple[Mapping[str, Any], ...] = (
     {},
     {"num_key_value_heads": HEADS},
     {"num_key_value_heads": HEADS, "head_dim": 8},
@@ -71,7 +31,12 @@ PROFILES: tuple[dict[str, Any], ...] = (
     {"num_hidden_layers": 8, "n_layer": 8},
     {"rotary_dim": 8},
     {"hidden_size": 128, "head_dim": 32},
+    {"head_dim": None},
+    {"sliding_window": None},
+    {"patch_size": 4},
+    {"image_size": 64, "patch_size": 16},
 )
+"""What is changed, where a configuration has the field, until a model runs: transformers.md counts the failures."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +45,8 @@ class Variant:
 
     name: str
     config: Any
+    inputs: tuple[str, ...] = TEXT
+    """The arguments of `forward` that the model runs on."""
 
     @property
     def vocab_size(self) -> int:
@@ -99,15 +66,24 @@ def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any])
     Raises:
         VerificationError: no profile of small values makes a model that can be built.
     """
-    defaults = _defaults(model_class.config_class)
+    config_class = model_class.config_class
+    try:
+        defaults = _defaults(config_class)
+    except Exception as error:  # configuration classes raise what they like
+        raise VerificationError(f"{config_class.__name__} has no default values: {error}") from error
     decoder = {"is_decoder": True} if causal and "is_decoder" in defaults else {}
-    decoder |= _nested_fields(model_class.config_class)
-    base = _first_that_builds(model_class, small_fields(defaults) | decoder | dict(overrides))
+    decoder |= (
+        _rope_fields(config_class, defaults)
+        | _nested_fields(config_class)
+        | dict(OVERRIDES.get(getattr(config_class, "model_type", ""), {}))
+    )
+    decoder |= dict(overrides)
+    base, inputs = _first_that_builds(model_class, small_fields(defaults) | decoder)
     flipped = flipped_fields(defaults)
-    variants = [Variant("base", base)]
+    variants = [Variant("base", base, inputs)]
     if flipped:
-        fields = small_fields(defaults, window=True) | flipped | decoder | dict(overrides)
-        variants.append(Variant("switched", _first_that_builds(model_class, fields)))
+        fields = small_fields(defaults, window=True) | flipped | decoder
+        variants.append(Variant("switched", *_first_that_builds(model_class, fields)))
     return variants
 
 
@@ -116,15 +92,45 @@ def _defaults(config_class: Any) -> dict[str, Any]:
     return fields
 
 
-def _nested_fields(config_class: Any) -> dict[str, Any]:
+def _nested_fields(config_class: Any, profile: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Small configurations for the parts of a model of models: its text, vision and audio configurations."""
     whole = config_class()
     nested: dict[str, Any] = {}
     for name in getattr(config_class, "sub_configs", {}):
         part = getattr(whole, name, None)
-        if part is not None:
-            nested[name] = type(part)(**small_fields(part.to_dict()))
+        if part is None or isinstance(part, dict):
+            continue
+        nested[name] = _small_part(part, profile or {})
     return nested
+
+
+def _small_part(part: Any, profile: Mapping[str, Any]) -> Any:
+    """A small configuration of the class of `part`; as it is where its class accepts no small values."""
+    defaults = part.to_dict()
+    fields = small_fields(defaults) | _rope_fields(type(part), defaults) | _nested_fields(type(part), profile)
+    fields |= dict(OVERRIDES.get(getattr(part, "model_type", ""), {}))
+    fewer = {name: value for name, value in fields.items() if name in ESSENTIAL}
+    for values in (fields, fields | {"num_key_value_heads": HEADS}, fewer):
+        known = {name: value for name, value in values.items() if name in fields}
+        try:
+            return type(part)(**known | _changed(profile, defaults))
+        except Exception:  # configuration classes raise what they like; the next set is tried
+            continue
+    return part
+
+
+def _rope_fields(config_class: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of a rotary embedding over time, height and width that fit the small head."""
+    rope = defaults.get("rope_parameters") or {}
+    if "mrope_section" not in rope and "mrope_section" not in getattr(
+        config_class, "ignore_keys_at_rope_validation", ()
+    ):
+        return {}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope, "mrope_section": [2, 3, 3]}}
+
+
+def _changed(profile: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in profile.items() if name in fields}
 
 
 def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str, Any]:
@@ -133,6 +139,7 @@ def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str,
         name: value
         for name, value in SMALL.items()
         if name in defaults and (defaults[name] is not None or name in SET_WHERE_NONE)
+        if not isinstance(defaults[name], (list, tuple, dict))
     }
     fields |= {name: 1e-3 for name in defaults if name.endswith(("eps", "epsilon")) and defaults[name]}
     fields |= {
@@ -142,11 +149,13 @@ def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str,
     }
     if window and "sliding_window" in defaults:
         fields["sliding_window"] = WINDOW
+    if defaults.get("is_encoder_decoder") and defaults.get("decoder_start_token_id") is None:
+        fields["decoder_start_token_id"] = 0
     return fields | _layer_fields(defaults)
 
 
 def _layer_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """As many layers as there are kinds of layer, at least two, every kind once."""
+    """As many layers as there are kinds of layer, at least two, every kind once; lists per layer or stage fit them."""
     kinds = list(dict.fromkeys(defaults.get("layer_types") or ()))
     fields: dict[str, Any] = {}
     if len(kinds) > 1:
@@ -154,6 +163,10 @@ def _layer_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
         fields |= {"layer_types": layers, "num_hidden_layers": len(layers)}
     if defaults.get("no_rope_layers"):
         fields["no_rope_layers"] = [1, 0]
+    if isinstance(defaults.get("image_size"), (list, tuple)):
+        fields["image_size"] = [SMALL["image_size"]] * len(defaults["image_size"])
+    if isinstance(defaults.get("depths"), (list, tuple)):
+        fields["depths"] = [1] * len(defaults["depths"])
     return fields
 
 
@@ -167,13 +180,15 @@ def flipped_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return flipped
 
 
-def _first_that_builds(model_class: Any, fields: Mapping[str, Any]) -> Any:
+def _first_that_builds(model_class: Any, fields: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """A configuration of which a model runs, and the arguments that it runs on."""
     problems: list[str] = []
     for config in _candidates(model_class.config_class, fields, problems):
-        problem = _problem(model_class, config)
-        if problem is None:
-            return config
-        problems.append(problem)
+        found = _runs_on(model_class, config, problems)
+        if found is not None:
+            return config, found
+        if len(problems) > MAX_TRIES:
+            break
     raise VerificationError(
         f"no small configuration of {model_class.__name__} runs ({problems[0].rstrip('.')}), so there is nothing to "
         "verify with. --weights DIR verifies with a checkpoint, --no-verify writes the package without the proof."
@@ -181,18 +196,26 @@ def _first_that_builds(model_class: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _candidates(config_class: Any, fields: Mapping[str, Any], problems: list[str]) -> Iterator[Any]:
-    for profile in PROFILES:
-        changed = {name: value for name, value in profile.items() if name in fields or name == "rotary_dim"}
-        if profile and not changed:
-            continue
-        try:
-            yield config_class(**{**fields, **changed})
-        except Exception as error:  # configuration classes raise what they like; the next profile is tried
-            problems.append(f"{type(error).__name__}: {error}")
+    defaults = _defaults(config_class)
+    nested = getattr(config_class, "sub_configs", {})
+    fewer = {name: value for name, value in fields.items() if name in ESSENTIAL or name in nested}
+    for start in (fields, fewer):
+        for profile in PROFILES:
+            changed = _changed(profile, defaults)
+            try:
+                inner = _nested_fields(config_class, profile) if profile and nested else {}
+                if profile and not changed and not inner:
+                    continue
+                yield config_class(**{**start, **inner, **changed})
+            except Exception as error:  # configuration classes raise what they like; the next profile is tried
+                problems.append(f"{type(error).__name__}: {error}")
 
 
-def _problem(model_class: Any, config: Any) -> str | None:
-    """Why a model of this configuration cannot be built and run, or None."""
+def _runs_on(model_class: Any, config: Any, problems: list[str]) -> tuple[str, ...] | None:
+    """The first set of arguments that a model of this configuration runs on; None, and the problem, if there is none.
+
+    It has to run twice alike, in fp32, with one prompt and with two.
+    """
     import copy
 
     import torch
@@ -202,9 +225,20 @@ def _problem(model_class: Any, config: Any) -> str | None:
             skeleton = model_class._from_config(copy.deepcopy(config))
         parameters = sum(parameter.numel() for parameter in skeleton.parameters())
         if parameters > MAX_PARAMETERS:
-            return f"it still has {parameters:,} parameters"
-        with torch.no_grad():
-            model_class._from_config(copy.deepcopy(config)).eval()(torch.arange(3, 9)[None])
+            problems.append(f"it still has {parameters:,} parameters")
+            return None
+        model = model_class._from_config(copy.deepcopy(config)).eval()
     except Exception as error:  # models raise what they like on sizes they do not support
-        return f"{type(error).__name__}: {error}"
+        problems.append(f"{type(error).__name__}: {error}")
+        return None
+    tried: list[str] = []
+    for kind in kinds_of(model_class):
+        try:
+            with torch.no_grad():
+                for batch in (1, 2):
+                    model(**make(kind, model.config, batch, batch, torch.float32))
+            return kind
+        except Exception as error:  # the same; the next set of arguments is tried
+            tried.append(f"{type(error).__name__}: {error}")
+    problems.append(tried[0] if tried else "its forward takes none of the arguments known")
     return None

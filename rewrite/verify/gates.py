@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from .checkpoints import round_trip
 from .checks import CheckRun
-from .compare import NotRun, near_exact
 from .compiled import compile_checks
 from .configs import small_variants
+from .forward import forward_parity
 from .generation import generation_checks
+from .model_inputs import TEXT
 from .parity import exact_checks, low_precision_checks
-from .scenarios import Setting, call, main_output, real
 from .shapes import wide_variant
 from .subjects import Subject, Subjects
 from .training import changing_checks, hook_checks
@@ -29,7 +30,7 @@ def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[Ch
 
             yield from teacher_checks(bench)
     elif name == "generation":
-        if bench.subject.causal and hasattr(bench.subject.original, "generate"):
+        if bench.subject.causal and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
             yield from generation_checks(bench, bench.base)
     elif not bench.options.quick:
         from .latency import latency_checks
@@ -38,12 +39,17 @@ def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[Ch
 
 
 def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
-    """Gate 2."""
+    """Gate 2; a model that is fed more than text is compared as a whole."""
+    if bench.base.inputs != TEXT:
+        yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
+        for other in subjects.others if bench.options.others else ():
+            yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
+        return
     for variant in bench.variants:
         yield from exact_checks(bench, variant)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
-    for other in subjects.others:
+    for other in subjects.others if bench.options.others else ():
         yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
     yield from low_precision_checks(bench, bench.base)
     if bench.options.device != "cpu" and not bench.options.quick:
@@ -52,23 +58,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
 
 
 def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:
-    """One padded and one plain forward of a class beside the main one."""
-    import torch
-
+    """A class beside the main one: a forward pass and a checkpoint round trip."""
     variants = on_original(small_variants, subject.original, False, bench.options.config)
     other = Workbench(subject, variants[:1], bench.options)
-    pair = other.fresh(other.base, other.implementations()[0], "float64")
-    setting = Setting(subject, other.base.vocab_size, bench.options.device, bench.seed_for(subject.name))
-
-    def run(model: object) -> dict[str, torch.Tensor]:
-        outputs = {}
-        with torch.no_grad():
-            for padding in ("none", "right"):
-                inputs = setting.prompt(2, 11, padding)
-                outputs[padding] = real(main_output(call(model, setting, inputs)), inputs)
-        return outputs
-
-    expected = on_original(run, pair.original)
-    if not expected:
-        raise NotRun("no output")
-    return near_exact(expected, run(pair.rewritten))
+    return {**forward_parity(other), **round_trip(other, other.base)}

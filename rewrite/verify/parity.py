@@ -63,13 +63,17 @@ def _is_repeat(bench: Workbench, scenario: Scenario, implementation: str) -> boo
 def _exact(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario) -> Any:
     def run() -> dict[str, Figure]:
         applicable(bench, scenario, implementation)
-        expected, found = _both(bench, variant, implementation, scenario, "float64")
-        if finite(expected):
-            return near_exact(expected, found)
+        try:
+            expected, found = _both(bench, variant, implementation, scenario, "float64")
+            if finite(expected):
+                return near_exact(expected, found)
+            why = "the original's fp64 is not finite"
+        except NotRun as reason:
+            why = f"not in fp64: {reason}"
         expected, found = _both(bench, variant, implementation, scenario, "float32")
         if not finite(expected):
             raise NotRun("the original's output is not finite in fp64 nor in fp32")
-        return near_exact(expected, found, "fp32 max") | {"in": "fp32, the original's fp64 is not finite"}
+        return near_exact(expected, found, "fp32 max") | {"in": f"fp32, {why}"}
 
     return run
 

@@ -51,7 +51,7 @@ class _Run:
     def verdict(self) -> Verdict:
         started = time.perf_counter()
         identities = self.original.identity, self.rewritten.identity
-        with _settled(self.options):
+        with settled(self.options):
             try:
                 divergence = self._all_gates()
                 environment = _environment(self.options)
@@ -165,7 +165,7 @@ def _environment(options: Options) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _settled(options: Options) -> Iterator[None]:
+def settled(options: Options) -> Iterator[None]:
     """Full fp32 matrix products, transformers' chatter off, the caller's random state and settings kept.
 
     Tiny models run on one thread: on a busy machine the threads of a small product wait for each other, which made a

@@ -12,6 +12,7 @@ from typing import Any
 
 from .checks import CheckRun
 from .compare import Mismatch, NotRun
+from .model_inputs import make
 from .sides import Source
 from .subjects import Subjects
 from .verdict import Figure, Options
@@ -126,8 +127,8 @@ def _state(bench: Workbench, variant: Any) -> Mapping[str, Figure]:
         if _comparable(expected) != _comparable(found):
             raise Mismatch(f"{name} of the model is {found!r}, expected {expected!r}")
     with torch.no_grad():
-        ids = torch.arange(4, 12, device=bench.options.device)[None]
-        pair.rewritten(input_ids=ids)
+        arguments = make(variant.inputs, pair.rewritten.config, 1, 0, torch.float32)
+        pair.rewritten(**{name: value.to(bench.options.device) for name, value in arguments.items()})
     same_state(pair.original.state_dict(), pair.rewritten.state_dict(), "after a forward: ")
     same_tying(pair.original, pair.rewritten)
     return {"tensors": len(pair.original.state_dict())}

@@ -62,6 +62,12 @@ def find_subjects(original: ModuleType, rewritten: ModuleType) -> Subjects:
     return Subjects(next(pair for pair in pairs if pair.original is main), others, missing)
 
 
+def paired(original: ModuleType, rewritten: ModuleType) -> list[Subject]:
+    """Every model class that both modules define."""
+    classes = [cls for cls in model_classes(original) if hasattr(rewritten, cls.__name__)]
+    return [Subject(cls, getattr(rewritten, cls.__name__), _is_causal(cls)) for cls in classes]
+
+
 def model_classes(module: ModuleType) -> list[Any]:
     """The buildable `PreTrainedModel` subclasses that a module defines, in file order."""
     from transformers import PreTrainedModel

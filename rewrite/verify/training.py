@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .checks import CheckRun
-from .compare import Mismatch, NotRun, near_exact
+from .compare import Mismatch, NotRun, equal, near_exact
 from .configs import WINDOW, Variant
 from .inputs import Batch
 from .scenarios import Outputs, Setting, call, main_output, real
+from .tolerances import bound
 from .verdict import Figure
 from .workbench import Pair, Workbench, on_original
 
@@ -34,7 +35,13 @@ def _gradients(
     pair = bench.fresh(variant, "eager", "float64")
     setting = _setting(bench, variant, name)
     expected = on_original(measure, pair.original, setting)
-    return near_exact(expected, measure(pair.rewritten, setting), "gradient max")
+    try:
+        return near_exact(expected, measure(pair.rewritten, setting), "gradient max")
+    except Mismatch:
+        again = on_original(measure, bench.fresh(variant, "eager", "float64").original, setting)
+        if not equal(expected, again):
+            raise NotRun("the original's own gradients differ from run to run") from None
+        raise
 
 
 def _setting(bench: Workbench, variant: Variant, name: str) -> Setting:
@@ -52,7 +59,9 @@ def gradients(model: Any, setting: Setting) -> Outputs:
     model.zero_grad()
     (output * direction).sum().backward()
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {f"gradient of {name}": grad for name, grad in found.items() if float(grad.abs().max()) > 0}
+    sizes = {name: float(grad.abs().max()) for name, grad in found.items()}
+    smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
+    return {f"gradient of {name}": grad for name, grad in found.items() if not sizes[name] <= smallest}
 
 
 def _training(model: Any, setting: Setting) -> Outputs:

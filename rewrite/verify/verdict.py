@@ -18,7 +18,8 @@ class Options:
     `dtype` is the low precision (`bfloat16`, `float16`); `weights` a checkpoint folder or hub name; `config` holds
     overrides for the small configuration; `shape` is the size measured for latency (`tiny`, `1b`, `8b`);
     `expected_sites` are rewritten sites per transform, compared with the lock; `seeds` are independent inputs a check.
-    `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure.
+    `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure;
+    without `others` the main class alone is compared.
     """
 
     device: str = "cpu"
@@ -33,6 +34,7 @@ class Options:
     compile: bool = True
     keep_going: bool = False
     fail_fast: bool = False
+    others: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
     expected_sites: Mapping[str, int] | None = None
 

@@ -1,0 +1,78 @@
+"""`rewrite sweep`: every modeling file, rewritten and verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rewrite.sweep.examine import Depth
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(short_help="Rewrite and verify every modeling file of a transformers.")
+@click.argument("models", nargs=-1, metavar="[FOLDER]...")
+@click.option("--transformers", "root", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
+              help="An unpacked transformers: the folder that holds the package, or the package itself.")  # fmt: skip
+@click.option("--jobs", "-j", type=click.IntRange(1), default=4, show_default=True, help="Processes at a time.")
+@click.option("--rows", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+              help="Where rows are kept; a run that is started again with the same DIR goes on.")  # fmt: skip
+@click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write the table as JSON.")
+@click.option("--markdown", "markdown_path", type=FILE, metavar="FILE", help="Write the table as Markdown.")
+@click.option("--against", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PREVIOUS.json",
+              help="Fail where anything is worse than there.")  # fmt: skip
+@click.option("--sample", type=click.IntRange(1), metavar="N",
+              help="Only N files, spread evenly, and those whose rewriting differs from --against.")  # fmt: skip
+@click.option("--no-verify", is_flag=True, help="Only rewrite; runs nothing.")
+def sweep(
+    models: tuple[str, ...],
+    root: Path | None,
+    jobs: int,
+    rows: Path | None,
+    json_path: Path | None,
+    markdown_path: Path | None,
+    against: Path | None,
+    sample: int | None,
+    no_verify: bool,
+) -> int:
+    """Rewrite every modeling file of the installed transformers, verify every class that can be built small.
+
+    FOLDER limits it to the files of these folders of transformers/models. Each file has a process of its own; a file
+    that crashes is a row of the table. Exits with 1 if a row fails, or is worse than in PREVIOUS.json.
+    """
+    import tempfile
+
+    from rewrite.console import Screen
+    from rewrite.sweep import plan, pool, table
+    from rewrite.sweep.against import previous, regressions
+
+    screen = Screen(quiet_output=str(json_path) == "-")
+    installed = plan.library(root)
+    before = previous(against) if against is not None else {}
+    chosen = plan.files(installed, models)
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = rows or Path(scratch)
+        depth: Depth = "rewritten" if no_verify else "verified"
+        tasks = [pool.Task(file, name, kept / f"{name.replace('/', '.')}.json", depth) for name, file in chosen]
+        if sample is not None:
+            tasks = plan.sampled(tasks, sample, before, jobs)
+        done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining")}
+    found = sorted(done.values(), key=lambda row: row.file)
+    report = table.Report(installed.version, tuple(found))
+    if json_path is not None:
+        json_path.write_text(report.json_text(), "utf-8")
+    if markdown_path is not None:
+        markdown_path.write_text(report.markdown(), "utf-8")
+    for line in report.summary():
+        screen.line("", line)
+    for row in found:
+        if row.outcome == "fail":
+            screen.line("failed", f"{row.file}: {table.why(row)}")
+    worse = regressions(before, found)
+    for text in worse:
+        screen.line("worse", text)
+    failed = bool(worse) if against is not None else any(row.outcome == "fail" for row in found)
+    return 1 if failed else 0

@@ -1,0 +1,59 @@
+"""Which files a sweep examines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rewrite.errors import MissingLibrary, NotATransformers
+from rewrite.installed import Installed, copy_at, find_transformers
+from rewrite.sweep import pool
+from rewrite.sweep.row import Row
+
+
+def library(root: Path | None) -> Installed:
+    """The transformers to sweep; one that is given is also the one that this process and its children import.
+
+    Raises:
+        NotATransformers: `root` holds none.
+        MissingLibrary: none is installed.
+    """
+    if root is None:
+        found = find_transformers()
+        if found is None:
+            raise MissingLibrary("transformers", "a sweep (or --transformers DIR)")
+        return found
+    for place in (root, root / "transformers", root / "src" / "transformers"):
+        if (place / "models" / "auto").is_dir() and (given := copy_at(place.resolve())) is not None:
+            sys.path.insert(0, str(given.root.parent))
+            os.environ["PYTHONPATH"] = os.pathsep.join(
+                filter(None, (str(given.root.parent), os.environ.get("PYTHONPATH")))
+            )
+            return given
+    raise NotATransformers(root)
+
+
+def files(installed: Installed, folders: Sequence[str]) -> list[tuple[str, Path]]:
+    """Name and path of every modeling file, sorted; those of `models/auto` are no models."""
+    models = installed.root / "models"
+    found = sorted(models.glob("*/modeling_*.py"))
+    wanted = [path for path in found if path.parent.name != "auto" and (not folders or path.parent.name in folders)]
+    return [(path.relative_to(models).as_posix(), path) for path in wanted]
+
+
+def sampled(tasks: Sequence[pool.Task], count: int, before: Mapping[str, Row], jobs: int) -> list[pool.Task]:
+    """`count` tasks spread evenly, and each whose rewritten text is not the one of the run before.
+
+    To know the latter every file is rewritten first, without running anything.
+    """
+    chosen = {tasks[index * len(tasks) // count].name for index in range(min(count, len(tasks)))}
+    if before:
+        quick = [replace(t, depth="text", result=t.result.with_suffix(".text.json")) for t in tasks]
+        for row in pool.run(quick, jobs):
+            known = before.get(row.file)
+            if known is None or known.rewritten_sha256 != row.rewritten_sha256:
+                chosen.add(row.file)
+    return [task for task in tasks if task.name in chosen]
