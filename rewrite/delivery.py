@@ -59,7 +59,7 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
         return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
     if delivery.request.quick:  # otherwise a gate of the verifier
         with screen.working("importing the package"):
-            gate.check_import(staged.folder)
+            gate.check_import(staged.folder, built.source.path)
     with screen.working("verifying") as progress:
         verdict = judge.judge(built.source.path, staged.folder, delivery.request, progress)
     staged.add(VERDICT_NAME, judge.record(verdict, staged.package.lock, staged.folder))

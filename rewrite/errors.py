@@ -353,6 +353,15 @@ class GateFailed(TransformError):
         RewriteError.__init__(self, f"the rewritten {path} failed its import check and was not put in place: {why}")
 
 
+class SourceDoesNotImport(RewriteError):
+    """A modeling file that the user gave cannot be imported with the installed libraries."""
+
+    exit_code = 2
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"{path} itself cannot be imported here: {why}")
+
+
 class VerificationError(RewriteError):
     """A verification could not be carried out (a failed verification is a verdict, not an error)."""
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rewrite.errors import GateFailed
+from rewrite.errors import GateFailed, SourceDoesNotImport
 from rewrite.package import KEPT
 
 IMPORT_SECONDS = 300
@@ -26,6 +26,14 @@ spec = importlib.util.spec_from_file_location("rewritten_package", folder + "/__
                                               submodule_search_locations=[folder])
 module = importlib.util.module_from_spec(spec)
 sys.modules["rewritten_package"] = module
+spec.loader.exec_module(module)
+"""
+_IMPORT_FILE = """
+import importlib.util, sys
+sys.path[:] = [place for place in sys.path if place]
+spec = importlib.util.spec_from_file_location("modeling_file", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules["modeling_file"] = module
 spec.loader.exec_module(module)
 """
 
@@ -50,23 +58,39 @@ def missing_libraries() -> list[str]:
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
-def check_import(folder: Path) -> None:
+def check_import(folder: Path, source: Path) -> None:
     """Import the package in a process of its own.
 
     Raises:
-        GateFailed: if that fails, with the last line of the error.
+        SourceDoesNotImport: if that fails, and the file it was made from cannot be imported either.
+        GateFailed: if only the package fails, with the last line of the error.
     """
+    why = _import_error(_IMPORT, folder)
+    if why is None:
+        return
+    if (of_source := _import_error(_IMPORT_FILE, source)) is not None and not _in_library(source):
+        raise SourceDoesNotImport(source, of_source)
+    raise GateFailed("package", why)
+
+
+def _in_library(source: Path) -> bool:
+    """Return whether a file is one of transformers' own, which import their neighbours and not by path."""
+    return "transformers" in source.resolve().parts
+
+
+def _import_error(program: str, path: Path) -> str | None:
+    """Return the last line of what a program says that imports `path`; None where it succeeds."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", _IMPORT, str(folder)]
+    command = [sys.executable, "-c", program, str(path)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=IMPORT_SECONDS, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as error:
-        raise GateFailed(folder.name, f"no end after {IMPORT_SECONDS} s") from error
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
-        raise GateFailed("package", lines[-1])
+        raise GateFailed(path.name, f"no end after {IMPORT_SECONDS} s") from error
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
 
 
 def _parsed(path: Path) -> ast.Module:
