@@ -22,7 +22,7 @@ from .models import build, load, sharing
 from .plan import ORIGINAL, OURS, Cell, Plan, write_json
 from .presets import SHAPES, config_for
 from .run import _quiet, claim, header
-from .tables import NONE, Table, plain_rows
+from .tables import NONE, Table, narrow, plain_rows, ratio_text
 
 MANIFEST = "ladder.json"
 
@@ -142,10 +142,10 @@ def table(record: Mapping[str, Any]) -> Table:
         if "error" in rung:
             rows.append((rung["name"], str(rung["sites"]), "failed", NONE, rung["error"][:24], ""))
             continue
-        ms = f"{rung['decode_ms']:.3f}" if rung.get("decode_ms") else NONE
+        ms = narrow(rung["decode_ms"]) if rung.get("decode_ms") else NONE
         kernels = f"{rung['kernels_per_token']:.0f}" if "kernels_per_token" in rung else NONE
         ratio = rung.get("ratio")
-        said = f"{ratio['value']:.2f}× ({ratio['low']:.2f}–{ratio['high']:.2f})" if ratio else ""
+        said = ratio_text(ratio) if ratio else ""
         said += " ?" if rung.get("claim") == "no difference shown" else ""
         tokens = ("agree" if rung["parity"]["passed"] else "DIFFER") if "parity" in rung else ""
         rows.append((rung["name"], str(rung["sites"]), ms, kernels, said, tokens))

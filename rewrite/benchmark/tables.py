@@ -79,7 +79,7 @@ def _decode_row(name: str, figures: Mapping[str, Any], cell: Mapping[str, Any]) 
     profile = figures.get("profile") or {}
     kernels = f"{profile['kernels_per_token']:.0f}" if profile else NONE
     whole = f"{figures['generate_ms']:.4g} ms"
-    return (TITLES[name], _narrow(figures["decode_ms"]), share, kernels, whole, said(figures))
+    return (TITLES[name], narrow(figures["decode_ms"]), share, kernels, whole, said(figures))
 
 
 def said(figures: Mapping[str, Any]) -> str:
@@ -87,18 +87,19 @@ def said(figures: Mapping[str, Any]) -> str:
     if "ours" not in figures:
         return ""
     ratio, text = figures["ours"], figures.get("claim", "")
-    value = _ratio(ratio)
+    value = ratio_text(ratio)
     if text.startswith("not claimed:"):
         return "tokens differ"
     return value if text in ("faster", "slower", "") else f"{value} ?"
 
 
-def _ratio(ratio: Mapping[str, float]) -> str:
-    value, low, high = (_narrow(ratio[name], 2) for name in ("value", "low", "high"))
+def ratio_text(ratio: Mapping[str, float]) -> str:
+    """A ratio with its interval."""
+    value, low, high = (narrow(ratio[name], 2) for name in ("value", "low", "high"))
     return f"{value}× ({low}–{high})"
 
 
-def _narrow(value: float, decimals: int = 3) -> str:
+def narrow(value: float, decimals: int = 3) -> str:
     """Decimals where they say something: a large number takes no more room than a small one."""
     if value >= 100:
         decimals = 0
@@ -115,7 +116,7 @@ def prefill(record: Mapping[str, Any]) -> Table:
             figures = entry["sides"].get(name, {})
             if "ms" in figures:
                 ratio = figures.get("ours")
-                text = _ratio(ratio) if ratio else ""
+                text = ratio_text(ratio) if ratio else ""
                 doubt = " ?" if ratio and ratio["low"] <= 1.0 <= ratio["high"] else ""
                 rows.append((title, str(entry["tokens"]), f"{figures['ms']:.2f}", text + doubt))
             elif "error" in figures:
