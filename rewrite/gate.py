@@ -16,24 +16,16 @@ from rewrite.package import KEPT
 IMPORT_SECONDS = 300
 _NEEDED = ("torch", "transformers")
 
-# The package is imported by path under a name of its own: its folder's name need not be an identifier, and nothing in
-# the working folder may stand in for torch or transformers.
+# A package or a file is imported by path under a name of its own: its folder's name need not be an identifier, and
+# nothing in the working folder may stand in for torch or transformers.
 _IMPORT = """
-import importlib.util, sys
-folder = sys.argv[1]
+import importlib.util, os, sys
+path = sys.argv[1]
 sys.path[:] = [place for place in sys.path if place]
-spec = importlib.util.spec_from_file_location("rewritten_package", folder + "/__init__.py",
-                                              submodule_search_locations=[folder])
+file, inside = (path + "/__init__.py", [path]) if os.path.isdir(path) else (path, None)
+spec = importlib.util.spec_from_file_location("rewritten_package", file, submodule_search_locations=inside)
 module = importlib.util.module_from_spec(spec)
 sys.modules["rewritten_package"] = module
-spec.loader.exec_module(module)
-"""
-_IMPORT_FILE = """
-import importlib.util, sys
-sys.path[:] = [place for place in sys.path if place]
-spec = importlib.util.spec_from_file_location("modeling_file", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-sys.modules["modeling_file"] = module
 spec.loader.exec_module(module)
 """
 
@@ -65,10 +57,10 @@ def check_import(folder: Path, source: Path) -> None:
         SourceDoesNotImport: if that fails, and the file it was made from cannot be imported either.
         GateFailed: if only the package fails, with the last line of the error.
     """
-    why = _import_error(_IMPORT, folder)
+    why = _import_error(folder)
     if why is None:
         return
-    if (of_source := _import_error(_IMPORT_FILE, source)) is not None and not _in_library(source):
+    if (of_source := _import_error(source)) is not None and not _in_library(source):
         raise SourceDoesNotImport(source, of_source)
     raise GateFailed("package", why)
 
@@ -78,10 +70,10 @@ def _in_library(source: Path) -> bool:
     return "transformers" in source.resolve().parts
 
 
-def _import_error(program: str, path: Path) -> str | None:
-    """Return the last line of what a program says that imports `path`; None where it succeeds."""
+def _import_error(path: Path) -> str | None:
+    """Import a package or a file in a process of its own; return the last line of the error, None without one."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", program, str(path)]
+    command = [sys.executable, "-c", _IMPORT, str(path)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=IMPORT_SECONDS, stdin=subprocess.DEVNULL

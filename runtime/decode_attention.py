@@ -306,7 +306,7 @@ def launch(
     sinks: Tensor | None,
     split: Split,
 ) -> Tensor:
-    """Run the kernel with a division of the work; `rewrite tune` times it through this.
+    """Run the kernel with a division of the work.
 
     `arrived` is `[B H]` int32 zeros, and zeros again afterwards.
     """

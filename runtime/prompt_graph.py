@@ -27,7 +27,7 @@ ROUNDING = 128
 MOST_TOKENS = 2048
 """Tokens of all rows together; with more of them the device is the slower one."""
 TOLERANCE = 0.1
-"""Largest relative distance of the logits in both ways: other shapes round in another order, in bf16 by up to 0.02."""
+"""Largest relative distance of the logits in both ways: products of other shapes round in another order."""
 
 
 class PromptGraph:

@@ -8,7 +8,7 @@ the row, so the product need not wait for it:
 The time is again that of reading the weight, once: a program takes some rows of it and all M rows of the input, filled
 up to the 16 that the tensor cores want. `x * w` is computed in fp32 and rounded once to the weight's dtype, where the
 norm as an operator rounds before and after its weight; sums are fp32. The activation of a gated product is an operator
-of its own: a kernel with both halves took three times as long as cuBLAS (H100).
+of its own: a kernel with both halves took 61 µs a call longer than cuBLAS (H100, 1B Llama, 8 rows).
 """
 
 from __future__ import annotations

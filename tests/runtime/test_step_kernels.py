@@ -92,8 +92,10 @@ def test_few_rows(
         assert not backend.fallbacks()
         with backend.use_backend("reference"):
             plain = form(dtype)
-        if heard:  # torch's own products need no proof, and round as they like
+        if heard:
             assert_as_exact_as(plain, got, exactly(form, norm, one, two), torch.finfo(dtype).eps)
+        else:  # torch's own products, packed or not, round as they like
+            torch.testing.assert_close(got, plain)
     kernels = {1: ["linear", "gated"], 17: []}
     several = [] if dtype == torch.float32 else ["skinny_linear", "skinny_linear"]
     assert heard == kernels.get(rows, several)
