@@ -105,7 +105,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     if tensor.is_cuda:
         if triton_installed():
             return True
-        _warn_once("triton is not installed: operators run their torch reference on the GPU, which is slower")
+        warn_once("triton is not installed: operators run their torch reference on the GPU, which is slower")
         count_fallback("every operator", "triton_not_installed")
         return False
     if backend == "triton":
@@ -220,5 +220,6 @@ def _checked(name: str) -> str:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warn of the same thing once a process."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -270,7 +270,8 @@ def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) 
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     name = attention_key(batch, kv_heads, heads // kv_heads, head_dim, capacity)
     found = entry(name, device, lambda: _rule(batch, heads, kv_heads, capacity, head_dim))
-    if found is None or len(found) != len(Split._fields):  # measured with another version of this file
+    if found is None or len(found) != len(Split._fields):
+        backend.warn_once(f"tuned.json says {found} of '{name}', which is no division of attention: a rule decides")
         return _rule(batch, heads, kv_heads, capacity, head_dim)
     heads, splits, slots, dot, num_warps = found
     return Split(heads, splits, slots, bool(dot), num_warps)

@@ -151,13 +151,13 @@ def text(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plain_rows(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def plain_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
     """Aligned columns, the first to the left and the others to the right."""
     widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
     lines = []
     for row in (headings, *rows):
         cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([f"{row[0]:<{widths[0]}}", *cells[1:]]).rstrip())
+        lines.append(gap.join([f"{row[0]:<{widths[0]}}", *cells[1:]]).rstrip())
     return lines
 
 

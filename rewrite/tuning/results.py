@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..benchmark.plan import write_json
+from ..benchmark.tables import plain_rows
 from .candidates import Entry
 from .search import Change
 
@@ -39,13 +40,7 @@ def shown(entry: Entry) -> str:
 
 def text(title: str, changes: Sequence[Change]) -> str:
     """The table, at most 80 columns wide."""
-    lines = [HEADINGS, *rows(changes)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    cells = [
-        " ".join([f"{line[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
-    return "\n".join([title, *(line.rstrip() for line in cells)])
+    return "\n".join([title, *plain_rows(HEADINGS, rows(changes), gap=" ")])
 
 
 def write(package: Path, chip: str, changes: Sequence[Change]) -> Path:
