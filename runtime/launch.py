@@ -19,6 +19,24 @@ WAVE = 64 if torch.version.hip else 32
 _REMEMBERS = torch.version.hip is None
 
 
+@functools.cache
+def architecture(device: int) -> str:
+    """Return what the compiler calls the chip of a CUDA or HIP device: `sm_90`, `gfx942`."""
+    if torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm_{major}{minor}"
+    return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+
+
+def fp8_dtype(arch: str) -> torch.dtype:
+    """Return the 8-bit format with 3 mantissa bits that a chip's matrix units take.
+
+    MI300's (gfx940 to gfx942) have no negative zero and no infinity, and end at 240; MI350's and NVIDIA's are the
+    Open Compute Project's, which ends at 448. The bits of one mean half as much in the other.
+    """
+    return torch.float8_e4m3fnuz if arch.startswith("gfx94") else torch.float8_e4m3fn
+
+
 class _Rehearsal(threading.local):
     active: bool = False
 
