@@ -29,10 +29,7 @@ if backend.triton_installed():
     @triton.jit
     def scale_of(largest_bits, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the scale of rows and its inverse, from the bits of their largest magnitudes."""
-        if FNUZ:
-            field = ((largest_bits + 0x0FFFFF) >> 23) - 7
-        else:
-            field = ((largest_bits + 0x1FFFFF) >> 23) - 8
+        field = ((largest_bits + (0x0FFFFF if FNUZ else 0x1FFFFF)) >> 23) - (7 if FNUZ else 8)
         field = tl.where(field < 1, 1, field)
         bits = tl.where(largest_bits >= 0x7F800000, 0x7FC00000, field << 23)
         return bits.to(tl.float32, bitcast=True), ((254 - field) << 23).to(tl.float32, bitcast=True)
