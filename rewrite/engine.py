@@ -77,6 +77,8 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
     if not uses and not any(report.rewritten for report in reports):
         return Rewritten(text, tuple(reports))
     tree = imports.without_unused(module, before)
+    called = Module(tree).references
+    uses = {use for use in uses if called.get(use.split(".")[1], 0)}  # a later transform may have replaced a call
     tree = imports.with_runtime(tree, sorted(uses))
     rewritten = tree.code
     compile(rewritten, "<rewritten>", "exec", dont_inherit=True)

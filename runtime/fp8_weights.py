@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from . import backend, packing
 from .capture import before_replay
 from .explain import reporters
-from .fp8_format import Quantized, dtype_for, quantize
+from .fp8_format import Quantized
+from .fp8_rows import quantized_rows
 
 REASONS = {
     **packing.REASONS,
     "dtype": "the weight is no float, or none of the input's type",
     "capturing": "a graph was being captured at the first call, when nothing may be allocated",
 }
-ELEMENTS_AT_ONCE = 1 << 26
-"""Quantised at once: bounds what the fp32 forms of a large weight take for a moment (256 MiB each)."""
 
 
 @dataclass
@@ -41,9 +40,7 @@ _copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary
 """By the first of the projections."""
 
 
-def quantized(
-    operator: str, input: Tensor, projections: Sequence[nn.Module]
-) -> tuple[Quantized, Tensor | None] | None:
+def quantized(operator: str, input: Tensor, projections: Sequence[nn.Module]) -> tuple[Quantized, Tensor | None] | None:
     """Return the weight `[ΣO_i, I]` of projections of `input` in 8 bits, and their bias `[ΣO_i]`.
 
     None where their own weights have to be used; why is counted for `operator`, a key of `REASONS`.
@@ -66,7 +63,7 @@ def _traced(input: Tensor, projections: Sequence[nn.Module]) -> tuple[Quantized,
     biases = [projection._parameters["bias"] for projection in projections]
     if any(weight.dtype != input.dtype for weight in weights):
         return None
-    return quantize(torch.cat(weights), dtype_for(input)), _joined(weights, biases)
+    return quantized_rows(torch.cat(weights)), _joined(weights, biases)
 
 
 def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
@@ -90,16 +87,14 @@ def _copy_of(input: Tensor, weight: Tensor, projections: Sequence[nn.Module]) ->
 
 
 def _made(weight: Tensor, before: Quantized | None) -> Quantized:
-    """Quantise a weight `[O, I]`, in the memory of `before` where that has its size: graphs go on reading there."""
-    dtype, step = dtype_for(weight), max(1, ELEMENTS_AT_ONCE // max(1, weight.shape[1]))
+    """Quantise a weight `[O, I]`, into the memory of `before` where that has its size: graphs go on reading there."""
+    # Inference tensors could not be written again.
     with torch.inference_mode(False), torch.no_grad():
-        if before is None or before.values.shape != weight.shape or before.values.device != weight.device:
-            values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-            before = Quantized(values, torch.empty(weight.shape[0], device=weight.device))
-        for start in range(0, weight.shape[0], step):
-            part = quantize(weight[start : start + step].detach(), dtype)
-            before.values[start : start + step] = part.values
-            before.scale[start : start + step] = part.scale
+        made = quantized_rows(weight.detach())
+        if before is None or before.values.shape != made.values.shape or before.values.device != made.values.device:
+            return made
+        before.values.copy_(made.values)
+        before.scale.copy_(made.scale)
     return before
 
 
