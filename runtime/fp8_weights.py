@@ -40,7 +40,9 @@ _copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary
 """By the first of the projections."""
 
 
-def quantized(operator: str, input: Tensor, projections: Sequence[nn.Module]) -> tuple[Quantized, Tensor | None] | None:
+def quantized(
+    operator: str, input: Tensor, projections: Sequence[nn.Module]
+) -> tuple[Quantized, Tensor | None] | None:
     """Return the weight `[ΣO_i, I]` of projections of `input` in 8 bits, and their bias `[ΣO_i]`.
 
     None where their own weights have to be used; why is counted for `operator`, a key of `REASONS`.

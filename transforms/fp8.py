@@ -100,7 +100,9 @@ class Fp8(Transform):
             arguments = ", ".join(module.code(inner.value) for inner in argument.args)
             product = expression(f"fp8_gated_product({arguments}, self.{attribute})")
             return Found((Edit(call, (product,)),), ("fp8_linear.fp8_gated_product",))
-        return Found((Edit(call, (expression(f"fp8_linear({module.code(argument)}, self.{attribute})"),)),), (site.new,))
+        return Found(
+            (Edit(call, (expression(f"fp8_linear({module.code(argument)}, self.{attribute})"),)),), (site.new,)
+        )
 
 
 def _sites(info: ClassInfo, method: cst.FunctionDef, module: Module) -> Iterator[_Site]:
