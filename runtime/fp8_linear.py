@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import prompt_graph
 from .fp8_format import Quantized
 from .fp8_gated_activation import quantized_gated_activation
 from .fp8_product import fp8_product
@@ -31,6 +32,9 @@ from .linear import before, gated_linear, is_one_row, linear, takes_few_rows
 from .packing import packed_linear
 from .rows import KERNEL_DTYPES
 from .skinny import MOST_ROWS
+
+# A graph would read a prompt of one token as the first of many.
+prompt_graph.FEWEST_TOKENS = 2
 
 
 def fp8_linear(
