@@ -36,7 +36,9 @@ TILES = {
         (rows, cols, warps) for rows in (2, 4, 8) for cols in (1024, 2048, 4096) for warps in (4, 8)
         if 8192 <= rows * cols <= 32768 and (rows * cols) // (warps * 32) in (32, 64, 128)
     ],
-    "gated": [(1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8), (4, 1024, 4), (4, 2048, 8)],
+    "gated": [
+        (1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8), (4, 1024, 4), (4, 2048, 8),
+    ],
     "skinny_linear": [
         (16, 256, 2), (16, 256, 4), (16, 512, 4), (16, 512, 8), (32, 128, 4), (32, 256, 4), (32, 256, 8), (64, 128, 4),
     ],
@@ -210,7 +212,7 @@ def decoding(models: Models, batch: int, rounds: int) -> dict[str, Any]:
     sides = {"bf16": models.plain, "fp8": models.fp8}
     samples: dict[str, list[float]] = {name: [] for name in sides}
     prompts: dict[str, list[float]] = {name: [] for name in sides}
-    for name, model in sides.items():
+    for model in sides.values():
         generate(model, ids, 2 + NEW)
         generate(model, ids, 2)
     for _ in range(rounds):
@@ -303,7 +305,7 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
         candidates = [step.tile_for(kind, weights[0]), *TILES[kind]]
         candidates = [t for t in dict.fromkeys(candidates) if inputs % t[1] == 0 and outputs % t[0] == 0]
         waiting: dict[Any, Any] = {}
-        launch.collect(lambda key, compile: waiting.setdefault(key, compile))
+        launch.collect(lambda key, compile, waiting=waiting: waiting.setdefault(key, compile))
         with launch.rehearsing():
             for tile in candidates:
                 run(tile)

@@ -56,8 +56,8 @@ def _forward(
         return output.view(*values.shape[:-1], weight.shape[0])
     if refusal is not None:
         backend.count_fallback("fp8_product", refusal)
-    wide = (Quantized(*pair).dequantized(dtype) for pair in ((values, scale), (weight, weight_scale)))
-    return F.linear(*wide, bias)
+    rows = Quantized(values, scale).dequantized(dtype)
+    return F.linear(rows, Quantized(weight, weight_scale).dequantized(dtype), bias)
 
 
 def _refusal(values: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:

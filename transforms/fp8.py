@@ -133,16 +133,13 @@ def _read(call: cst.Call) -> list[str]:
     for argument in call.args[1:]:
         if argument.keyword is not None:
             continue
-        values = [element.value for element in argument.value.elements] if _is_tuple(argument) else [argument.value]
+        given = argument.value
+        values = [element.value for element in given.elements] if isinstance(given, cst.Tuple) else [given]
         names = [self_attribute(value) for value in values]
         found += [name for name in names if name is not None]
-        if _is_tuple(argument):
+        if isinstance(given, cst.Tuple):
             break
     return found
-
-
-def _is_tuple(argument: cst.Arg) -> bool:
-    return isinstance(argument.value, cst.Tuple)
 
 
 def _calls(node: cst.CSTNode, name: str, module: Module) -> bool:

@@ -57,7 +57,8 @@ class Rounding:
         """
         import torch
 
-        own = {name for name, module in rewritten.named_modules() if type(module).__module__ == type(rewritten).__module__}
+        file = type(rewritten).__module__
+        own = {name for name, module in rewritten.named_modules() if type(module).__module__ == file}
         for path, parent in model.named_modules():
             names = {base.__name__ for base in type(parent).__mro__} if path in own else set()
             for owner, attributes in self.groups:
@@ -141,7 +142,8 @@ def observed(bench: Workbench, model: Any, batch: Batch) -> Tensor:
 
     if not bench.subject.causal:
         with torch.no_grad():
-            return model(input_ids=batch.input_ids)[0].flatten(0, 1).double().log_softmax(-1)  # type: ignore[no-any-return]
+            states: Tensor = model(input_ids=batch.input_ids)[0]
+        return states.flatten(0, 1).double().log_softmax(-1)
     half = batch.input_ids.shape[1] // 2
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids).logits

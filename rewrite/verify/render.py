@@ -34,7 +34,8 @@ def _approximate(verdict: Verdict) -> str:
         return ""
     figures = checks[-1].figures
     moved, alone = (float(figures.get(name, 0.0)) for name in ("KL mean", "KL mean, of the rounding alone"))
-    return f", approximate: KL {moved:.2g} from the original, {moved / alone if alone else 1.0:.2f}× that of the rounding"
+    times = moved / alone if alone else 1.0
+    return f", approximate: KL {moved:.2g} from the original, {times:.2f}× that of the rounding"
 
 
 def _low_precision(checks: Sequence[Check]) -> str:

@@ -93,9 +93,9 @@ TABLE: dict[str, Tolerance] = {
     "approximate kl": Tolerance(
         1.25,
         "mean KL(fp64 original || original rounded by plain torch)",
-        "a package that rounds on request may move the model as far as the same rounding in plain torch does; the order "
-        "of sums decides a few roundings to 8 bits differently, a quarter covers samples of a few hundred tokens. A "
-        "scale that is off by a power of two, or a product left out, multiplies it",
+        "a package that rounds on request may move the model as far as the same rounding in plain torch does; the "
+        "order of sums decides a few roundings to 8 bits differently, a quarter covers samples of a few hundred "
+        "tokens; the products themselves are held to the bounds above, against the original rounded so",
     ),
     "approximate kl floor": Tolerance(
         1e-6, "nats", "where the rounding is exact by luck, what fp32 sums in another order leave"

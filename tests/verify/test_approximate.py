@@ -1,4 +1,4 @@
-"""A package that reads weights in 8 bits is held to the original rounded so, and says how far it is from the original."""
+"""A package that reads weights in 8 bits is held to the original rounded so, and says how far that is from it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FORMAT, WEIGHTS, LINEAR = (f"runtime/fp8_{name}.py" for name in ("format", "weig
 
 BUGS = (
     Bug("llama", "scale of another row", "to(dtype), scale)", "to(dtype), scale.roll(1, -1))", file=FORMAT),
-    Bug("llama", "scale twice as large", "scale.view(torch.float32), ((", "scale.view(torch.float32) * 2, ((", file=FORMAT),
+    Bug("llama", "scale twice as large", "scale.view(torch.float32),", "scale.view(torch.float32) * 2,", file=FORMAT),
     Bug("llama", "saturated", "((254 - field) << 23).view", "((255 - field) << 23).view", file=FORMAT),
-    Bug("llama", "fewer bits", "inverse.unsqueeze(-1)).to(dtype)", "inverse.unsqueeze(-1)).to(torch.float8_e5m2)", file=FORMAT),
+    Bug("llama", "fewer bits", "-1)).to(dtype)", "-1)).to(torch.float8_e5m2)", file=FORMAT),
     Bug("llama", "a prompt's activations in 16 bits", "    if is_step(input):", "    if True:", file=LINEAR),
     Bug("llama", "a step's activations in 8 bits", "input.shape[-2] == 1 and", "False and", file=LINEAR),
     Bug("llama", "copies are never made anew", "kept.state == state:", "True:", file=WEIGHTS),
     Bug("llama", "gate and up swapped", "gate, up = fp8_packed_linear(", "up, gate = fp8_packed_linear("),
-    Bug("llama", "residual dropped", "fp8_linear(attn_output, self.o_proj, residual=residual)", "fp8_linear(attn_output, self.o_proj)", "generation"),
+    Bug("llama", "residual dropped", "self.o_proj, residual=residual)", "self.o_proj)", "generation"),
 )  # fmt: skip
 
 
