@@ -21,11 +21,12 @@ from .copies import planted, upstream
 QUICK = Options(quick=True, fail_fast=True, gates=("parity", "generation"))
 FORMAT, WEIGHTS, LINEAR = (f"runtime/fp8_{name}.py" for name in ("format", "weights", "linear"))
 
+ROUNDED = "inverse.unsqueeze(-1)).to(dtype)"
 BUGS = (
     Bug("llama", "scale of another row", "to(dtype), scale)", "to(dtype), scale.roll(1, -1))", file=FORMAT),
     Bug("llama", "scale twice as large", "scale.view(torch.float32),", "scale.view(torch.float32) * 2,", file=FORMAT),
     Bug("llama", "saturated", "((254 - field) << 23).view", "((255 - field) << 23).view", file=FORMAT),
-    Bug("llama", "fewer bits", "-1)).to(dtype)", "-1)).to(torch.float8_e5m2)", file=FORMAT),
+    Bug("llama", "fewer bits", ROUNDED, ROUNDED.replace("dtype", "torch.float8_e5m2"), file=FORMAT),
     Bug("llama", "a prompt's activations in 16 bits", "    if is_step(input):", "    if True:", file=LINEAR),
     Bug("llama", "a step's activations in 8 bits", "input.shape[-2] == 1 and", "False and", file=LINEAR),
     Bug("llama", "copies are never made anew", "kept.state == state:", "True:", file=WEIGHTS),
