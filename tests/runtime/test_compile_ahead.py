@@ -14,7 +14,7 @@ from rewrite.runtime.compile_ahead import compile_all, variants
 from rewrite.runtime.gated_activation import gated_activation
 from rewrite.runtime.rms_norm import rms_norm
 
-GPU = pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 
 
 def test_one_thread_collects_and_another_launches() -> None:
@@ -56,7 +56,8 @@ def test_one_that_does_not_compile_is_left_to_its_launch(monkeypatch: pytest.Mon
     assert sorted(done) == [1, 2]
 
 
-@GPU
+@pytest.mark.gpu
+@needs_gpu
 def test_kernels_are_compiled_in_other_threads_and_nothing_runs() -> None:
     from triton import knobs
 
@@ -92,7 +93,8 @@ def test_kernels_are_compiled_in_other_threads_and_nothing_runs() -> None:
     assert out.any()
 
 
-@GPU
+@pytest.mark.gpu
+@needs_gpu
 def test_what_asks_the_host_is_left_to_the_real_step() -> None:
     x = torch.randn(2, 1104, device="cuda")
 
