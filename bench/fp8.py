@@ -40,7 +40,8 @@ TILES = {
         (1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8), (4, 1024, 4), (4, 2048, 8),
     ],
     "skinny_linear": [
-        (16, 256, 2), (16, 256, 4), (16, 512, 4), (16, 512, 8), (32, 128, 4), (32, 256, 4), (32, 256, 8), (64, 128, 4),
+        (16, 256, 2), (16, 512, 2), (16, 512, 4), (32, 128, 4), (32, 256, 2), (32, 256, 4), (32, 512, 4), (64, 128, 4),
+        (64, 256, 4), (128, 128, 4), (128, 128, 8),
     ],
 }  # fmt: skip
 
@@ -284,6 +285,8 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
         "gate_up": ([copies[layer.mlp.gate_proj].weight for layer in layers], "gated", norm, False),
         "down": ([copies[layer.mlp.down_proj].weight for layer in layers], "linear", None, True),
         "head": ([copies[models.fp8.lm_head].weight], "linear", None, False),
+        "qkv without norm": ([copies[layer.self_attn.q_proj].weight for layer in layers], "linear", None, False),
+        "gate_up without norm": ([copies[layer.mlp.gate_proj].weight for layer in layers], "gated", None, False),
     }
     for name, (weights, kind, prologue, adds) in groups.items():
         outputs, inputs = weights[0].values.shape
@@ -304,25 +307,31 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
 
         candidates = [step.tile_for(kind, weights[0]), *TILES[kind]]
         candidates = [t for t in dict.fromkeys(candidates) if inputs % t[1] == 0 and outputs % t[0] == 0]
+        forms = [(swap, tile) for swap in ((False, True) if rows > 1 else (True,)) for tile in candidates]
         waiting: dict[Any, Any] = {}
         launch.collect(lambda key, compile, waiting=waiting: waiting.setdefault(key, compile))
         with launch.rehearsing():
-            for tile in candidates:
+            for step.SWAP, tile in forms:
                 run(tile)
         launch.collect(None)
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(12) as pool:
             list(pool.map(lambda compile: compile(), waiting.values()))
         times = {}
-        for tile in candidates:
+        for step.SWAP, tile in forms:
             if time.perf_counter() > stop:
                 break
-            times[" ".join(map(str, tile))] = replayed(lambda tile=tile: run(tile), launch) / len(weights)
+            shown = " ".join(map(str, tile)) + ("" if step.SWAP or rows == 1 else " rows first")
+            try:
+                times[shown] = replayed(lambda tile=tile: run(tile), launch) / len(weights)
+            except RuntimeError as error:
+                times[shown] = float("inf")
+                print(f"  {shown}: {str(error)[:100]}")
         size = weights[0].values.nbytes
         best = sorted(times.items(), key=lambda item: item[1])
         rule = " ".join(map(str, candidates[0]))
         key = f"{kind} {outputs}x{inputs}x1"
         found[f"{name}, {rows} rows"] = {"key": key, "rule": rule, "us": times, "best": best[0][0] if best else None}
-        shown = ", ".join(f"{tile}: {us:.2f} µs {size / us / 1e3:.0f} GB/s" for tile, us in best[:4])
+        shown = ", ".join(f"{tile}: {us:.2f} µs {size / us / 1e3:.0f} GB/s" for tile, us in best[:5])
         print(f"  {name}, {rows} rows ({key}), rule {rule} {times.get(rule, 0):.2f} µs; best {shown}", flush=True)
     return found
 

@@ -13,7 +13,6 @@ compute capability 8.9, MI200, the interpreter) as bytes that it decodes by shif
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -100,20 +99,20 @@ def scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def dtype_for(tensor: Tensor) -> torch.dtype:
     """Return the format of the device of `tensor`."""
-    return fp8_dtype(architecture(tensor.get_device())) if tensor.is_cuda else torch.float8_e4m3fn
-
-
-def decodes_by_hand(tensor: Tensor) -> bool:
-    """Return whether kernels read the format as bytes on the device of `tensor`."""
-    return not tensor.is_cuda or not _converts(architecture(tensor.get_device()))
-
-
-@functools.cache
-def _converts(arch: str) -> bool:
-    """Return whether Triton has a conversion for a chip: in hardware from sm_89, and on MI300 and later."""
-    return int(arch[3:]) >= 89 if arch.startswith("sm_") else arch.startswith(("gfx94", "gfx95", "gfx12"))
+    return fp8_dtype(_arch(tensor))
 
 
 def as_read(values: Tensor) -> Tensor:
     """Return e4m3 values as kernels on their device read them."""
-    return values.view(torch.uint8) if decodes_by_hand(values) else values
+    return values if has_fp8(values) else values.view(torch.uint8)
+
+
+def has_fp8(tensor: Tensor) -> bool:
+    """Return whether the device of `tensor` converts and multiplies the format in hardware."""
+    arch = _arch(tensor)
+    return int(arch[3:]) >= 89 if arch.startswith("sm_") else arch.startswith(("gfx94", "gfx95", "gfx12"))
+
+
+def _arch(tensor: Tensor) -> str:
+    """Return the chip that a tensor lies on; none has a name that nothing is known of."""
+    return architecture(tensor.get_device()) if tensor.is_cuda else ""

@@ -8,15 +8,12 @@ result is bf16; elsewhere the same product of what the 8 bits stand for, which i
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import backend
-from .fp8_format import Quantized
-from .launch import architecture
+from .fp8_format import Quantized, has_fp8
 
 FAST_SUMS = False
 """Whether NVIDIA's tensor cores may keep partial sums in fewer bits than fp32."""
@@ -62,16 +59,11 @@ def _forward(
 
 def _refusal(values: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
     """Return why torch's product of 8-bit rows does not take these, or None if it does."""
-    if not _multiplies(architecture(values.get_device())):
+    if not has_fp8(values):
         return "chip_without_fp8"
     if dtype != torch.bfloat16 or (bias is not None and bias.dtype != dtype):
         return "dtype"
     return None if weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 else "not_a_multiple_of_16"
-
-
-@functools.cache
-def _multiplies(arch: str) -> bool:
-    return int(arch[3:]) >= 89 if arch.startswith("sm_") else arch.startswith(("gfx94", "gfx95", "gfx12"))
 
 
 def _fake(

@@ -24,6 +24,8 @@ from .prologue import Prologue, norm_arguments
 from .skinny import MOST_ROWS, STAGES
 from .tiles import Tile, entry, key
 
+SWAP = True
+
 if backend.triton_installed():
     import triton
     import triton.language as tl
@@ -164,6 +166,7 @@ if backend.triton_installed():
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
         STAGES: tl.constexpr,
+        SWAP: tl.constexpr,
     ):
         """2 to M rows on the tensor cores; the weight's 8 bits are exact in the input's dtype."""
         if OVERLAP:
@@ -175,7 +178,7 @@ if backend.triton_installed():
         scale = tl.load(scale_ptr + column, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        y = tl.zeros((M, BLOCK_ROWS), tl.float32)
+        y = tl.zeros((BLOCK_ROWS, M), tl.float32) if SWAP else tl.zeros((M, BLOCK_ROWS), tl.float32)
         square = tl.zeros((M, BLOCK_COLS), tl.float32)
         for start in tl.range(0, I, BLOCK_COLS, num_stages=STAGES):
             col = start + tl.arange(0, BLOCK_COLS)
@@ -189,7 +192,12 @@ if backend.triton_installed():
                     norm = tl.load(norm_ptr + col, mask=col < I, other=0.0).to(tl.float32) + offset
                     x = (wide * norm[None, :]).to(x.dtype)
             weight = widened(code, DECODE, FNUZ).to(x.dtype)
-            y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+            if SWAP:
+                y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+            else:
+                y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+        if SWAP:
+            y = tl.trans(y)
         y *= scale[None, :]
         if NORM:
             y *= tl.rsqrt(tl.sum(square, 1) / I + eps)[:, None]
@@ -321,7 +329,7 @@ def launch_skinny(
             (eps, offset),
             (
                 cols, rows, decode, fnuz, prologue is not None, has_weight, bias is not None, residual is not None,
-                overlap, MOST_ROWS, block_rows, block_cols, STAGES,
+                overlap, MOST_ROWS, block_rows, block_cols, STAGES, SWAP,
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -344,16 +352,16 @@ def tile_for(kind: str, weight: Quantized) -> Tile:
 
 @functools.cache
 def rule(kind: str, rows: int, cols: int) -> Tile:
-    """Return a tile for a shape that was not measured: as many bytes a thread as `tiles.rule` gives bf16."""
+    """Return a tile for a shape that was not measured: for one row 64 elements a thread."""
     whole = 1 << (cols - 1).bit_length()
     if kind.startswith("skinny"):
-        return 16, max(32, min(512, whole)), 128 // WAVE
-    block_cols = min(4096 if kind == "linear" else 2048, whole)
+        return 32, max(32, min(256, whole)), 128 // WAVE
+    block_cols = min(4096, whole)
     if cols % block_cols:  # a block that divides the columns needs no mask
         block_cols = max(256, min(block_cols, cols & -cols))
     block_rows = 4 if kind == "linear" else 2
     while rows % block_rows:
         block_rows //= 2
     halves = 1 if kind == "linear" else 2
-    threads = max(WAVE, min(512, block_rows * block_cols * halves // 32))
+    threads = max(WAVE, min(512, block_rows * block_cols * halves // 64))
     return block_rows, block_cols, threads // WAVE

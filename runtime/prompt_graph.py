@@ -29,7 +29,8 @@ MOST_TOKENS = 2048
 FEWEST_TOKENS = 1
 """Of a prompt that is read in a graph; a file of this folder that computes a single token in another way raises it."""
 TOLERANCE = 0.1
-"""Largest relative distance of the logits in both ways: products of other shapes round in another order."""
+"""Largest relative distance of the logits in both ways: products of other shapes round in another order. Who rounds
+more coarsely raises it."""
 
 
 class PromptGraph:
