@@ -61,7 +61,7 @@ class Fp8(Transform):
     """
 
     name = "fp8"
-    summary = "Projections read their weights in 8 bits, which halves the time of a decode step."
+    summary = "Projections read their weights in 8 bits: half the bytes of a decode step."
     numerics = Numerics.APPROXIMATE
     stage = Stage.STEP
     on_request = True
