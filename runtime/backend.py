@@ -25,6 +25,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.nn.modules.module import _has_any_global_hook
 
+from . import launch
+
 BACKENDS = ("auto", "reference", "triton")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
 
@@ -102,7 +104,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     backend = get_backend()
     if backend == "reference" or _PLAIN.active:
         return False
-    if tensor.is_cuda:
+    if tensor.is_cuda or launch.pretends():
         if triton_installed():
             return True
         warn_once("triton is not installed: operators run their torch reference on the GPU, which is slower")
