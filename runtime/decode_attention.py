@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import backend
 from .cache import PreallocatedCache
-from .launch import WAVE, Kernel, overlaps
+from .launch import Kernel, overlaps
 from .rows import KERNEL_DTYPES
 from .tiles import attention_key, entry
 
@@ -281,13 +281,15 @@ def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) 
 def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
     """Return a division that was not measured.
 
-    With few slots every program has one tile, loaded before the query is there; with many it streams (H100).
+    With few slots every program has one tile, loaded before the query is there; with many it streams (H100). A wave
+    of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136 (compiled for
+    gfx942, Triton 3.6, the shape of Llama 8B).
     """
     group = heads // kv_heads
     wanted = max(1, 256 // (batch * kv_heads))
     if capacity <= 64 * wanted:
-        return Split(group, _splits(wanted, capacity, 32), 32, True, (64 if head_dim <= 64 else 128) // WAVE)
-    return Split(group, _splits(wanted, capacity, 64), 64 if head_dim <= 128 else 32, True, 128 // WAVE)
+        return Split(group, _splits(wanted, capacity, 32), 32, True, 2 if head_dim <= 64 else 4)
+    return Split(group, _splits(wanted, capacity, 64), 64 if head_dim <= 128 else 32, True, 4)
 
 
 def _splits(wanted: int, capacity: int, slots: int) -> int:
@@ -316,9 +318,9 @@ def launch(
     out = query.new_empty(batch, 1, heads * value_dim)
     top, total = query.new_empty((2, batch * heads * split.splits), dtype=torch.float32)
     parts = query.new_empty(batch * heads * split.splits * value_dim, dtype=torch.float32)
-    # Of the parts, the last program to finish holds at most 128 numbers a thread at a time.
+    # Of the parts, the last program to finish holds at most 4,096 numbers a warp at a time.
     held = _power(split.heads) * _power(value_dim)
-    parts_at_once = max(1, min(split.splits, 128 * WAVE * split.num_warps // held))
+    parts_at_once = max(1, min(split.splits, 4096 * split.num_warps // held))
     overlap = overlaps(query)
     with backend.device_guard(query):
         decode_attention_kernel.launch(
