@@ -171,7 +171,7 @@ def rotations() -> list[Case]:
         *(Case(model.name, rotate(model, model.head_dim)) for model in (LLAMA_8B, LLAMA_1B, GEMMA_9B)),
         Case("8B, 96 of 128 columns", rotate(LLAMA_8B, 96)),
         Case("8B, interleaved", rotate(LLAMA_8B, 128, interleaved=True)),
-        Case("8B, interleaved, half table", rotate(LLAMA_8B, 128, 64, interleaved=True, half_table=True)),
+        Case("8B, half table", rotate(LLAMA_8B, 128, 64, interleaved=True, half_table=True)),
         Case("8B", rows),
     ]
 
@@ -253,13 +253,13 @@ def steps() -> list[Case]:
 
     return [
         *(Case(model.name, partial(qkv, model, model.head_dim)) for model in LLAMAS),
-        Case("1B, 32 columns interleaved", partial(qkv, LLAMA_1B, 32, interleaved=True, half_table=True)),
+        Case("1B, 32 columns", partial(qkv, LLAMA_1B, 32, interleaved=True, half_table=True)),
         Case("8B, 8 rows", partial(write, LLAMA_8B, normed=False)),
         Case("Qwen3 30B-A3B, 8 rows", partial(write, QWEN3_30B, normed=True)),
         *(Case(model.name, partial(attend, model, 1, CONTEXT)) for model in (*LLAMAS, QWEN3_30B, GEMMA_9B)),
         Case("8B, 8 rows", partial(attend, LLAMA_8B, 8, CONTEXT)),
         *(Case(f"{model.name}, 32k", partial(attend, model, 1, LONG_CONTEXT)) for model in (LLAMA_8B, GEMMA_9B)),
-        Case("Gemma 9B, window, softcap, sinks", partial(attend, GEMMA_9B, 1, LONG_CONTEXT, all_forms=True)),
+        Case("Gemma 9B, all forms", partial(attend, GEMMA_9B, 1, LONG_CONTEXT, all_forms=True)),
         Case("8B", partial(token, 1, LLAMA_8B)),
         Case("Gemma 9B, 16 rows", partial(token, 16, GEMMA_9B)),
     ]
@@ -314,7 +314,9 @@ def mixtures() -> list[Case]:
     ]
 
 
-GROUPS: Sequence[Callable[[], list[Case]]] = (norms, activations, rotations, products, steps, mixtures)
+def cases() -> list[Case]:
+    """Return the whole catalogue."""
+    return [*norms(), *activations(), *rotations(), *products(), *steps(), *mixtures()]
 
 
 @dataclass(frozen=True)
@@ -326,17 +328,15 @@ class Entry:
     launch: launch.Launch
 
 
-def entries(cases: Sequence[Case] | None = None) -> list[Entry]:
-    """Return the launches of all cases, each variant once: two models whose launches are the same share an entry."""
+def entries(cases: Sequence[Case]) -> list[Entry]:
+    """Return the launches of cases, each variant once: models whose launches are the same share the first one's."""
     found: dict[object, Entry] = {}
-    names: dict[object, list[str]] = {}
     with torch.no_grad(), launch.rehearsing():
-        for case in [case for group in GROUPS for case in group()] if cases is None else cases:
+        for case in cases:
 
             def take(key: tuple[object, ...], planned: launch.Launch, shape: str = case.shape) -> None:
                 name = planned.kernel.jit_function.__name__.strip("_").removesuffix("_kernel")
                 found.setdefault(key, Entry(name, shape, planned))
-                names.setdefault(key, []).append(shape)
 
             launch.collect(take)
             try:
