@@ -13,7 +13,9 @@ CHIPS = ("gfx90a", "gfx942", "gfx950", "sm_80", "sm_90")
 
 @click.command(short_help="Compile the kernels for chips that need not be there.")
 @click.argument("names", metavar="[KERNEL]…", nargs=-1)
-@click.option("--target", "targets", type=click.Choice(CHIPS), multiple=True, help="A chip; repeatable.  [default: all]")
+@click.option(
+    "--target", "targets", type=click.Choice(CHIPS), multiple=True, help="A chip; repeatable.  [default: all]"
+)
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
 @json_option
 def kernels(names: tuple[str, ...], targets: tuple[str, ...], jobs: int | None, json_path: Path | None) -> int:
@@ -39,6 +41,7 @@ def kernels(names: tuple[str, ...], targets: tuple[str, ...], jobs: int | None, 
     archs = list(dict.fromkeys(row.arch for row in rows))
     chips = archs[0] if len(archs) == 1 else f"{len(archs)} chips"
     findings_text = "no findings" if not found else f"{len(found)} finding{'s' if len(found) > 1 else ''}"
-    screen.line("compiled", f"{len(rows)} launches for {chips} by {rows[0].compiler}: {findings_text}")
+    launches = "1 launch" if len(rows) == 1 else f"{len(rows)} launches"
+    screen.line("compiled", f"{launches} for {chips} by {rows[0].compiler}: {findings_text}")
     report.write(json_path, tables.record(rows, found))
     return 1 if found else 0

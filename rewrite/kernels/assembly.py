@@ -40,6 +40,10 @@ class Figures:
     loads: Widths
     """Of global memory."""
     shared_loads: Widths
+    matrix: bool
+    """Whether matrix instructions multiply."""
+    overlaps: bool
+    """Whether it waits for the kernel before it, as a programmatic dependent launch does."""
 
 
 def of_amd(text: str) -> Figures:
@@ -55,6 +59,8 @@ def of_amd(text: str) -> Figures:
         code=int(re.findall(r"codeLenInByte = (\d+)", text)[0]),
         loads=_counted(_amd_width(kind) for kind in _AMD_GLOBAL.findall(text)),
         shared_loads=_counted(width for count, width in pairs for _ in range(count)),
+        matrix="v_mfma_" in text,
+        overlaps=False,
     )
 
 
@@ -88,6 +94,8 @@ def of_nvidia(ptx: str, cubin: bytes, tool: Path) -> Figures:
         code=None,
         loads=_counted(found["global"]),
         shared_loads=_counted(found["shared"]),
+        matrix=bool(re.search(r"\b(wg)?mma(\.sync|_async|\.mma_async)", ptx)),
+        overlaps="griddepcontrol.wait" in ptx,
     )
 
 

@@ -36,6 +36,7 @@ class Task:
     arch: str
     module: str
     kernels: tuple[str, ...]
+    one_of_each: bool
     part: int
     parts: int
 
@@ -50,6 +51,7 @@ def compile_all(
     archs: Sequence[str],
     kernels: Sequence[str] = (),
     *,
+    one_of_each: bool = False,
     jobs: int = 1,
     module: str = "rewrite.kernels.catalogue",
     progress: Callable[[str], None] = lambda message: None,
@@ -59,6 +61,7 @@ def compile_all(
     Args:
         archs: of `chips.CHIPS`.
         kernels: names of those wanted; none for all.
+        one_of_each: only the first launch of each kernel.
         jobs: processes at a time.
         module: where the cases are.
         progress: told of every row.
@@ -75,7 +78,7 @@ def compile_all(
         if name not in known:
             raise UnknownKernel(name, known)
     parts = min(jobs, 2) if len(archs) >= jobs else -(-jobs // len(archs))
-    tasks = [Task(arch, module, tuple(kernels), part, parts) for arch in archs for part in range(parts)]
+    tasks = [Task(arch, module, tuple(kernels), one_of_each, part, parts) for arch in archs for part in range(parts)]
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(jobs) as pool:
         shares = list(pool.map(lambda task: _run(task, cache, progress), tasks))
     rows = []
@@ -98,9 +101,7 @@ def _run(task: Task, cache: str, progress: Callable[[str], None]) -> list[Row]:
             return rows
 
 
-def _once(
-    task: Task, start: int, cache: str, progress: Callable[[str], None]
-) -> tuple[list[Row], Row | None, str]:
+def _once(task: Task, start: int, cache: str, progress: Callable[[str], None]) -> tuple[list[Row], Row | None, str]:
     """Start a process; return its rows, the launch that it died of, and what it said then."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}

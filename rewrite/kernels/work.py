@@ -20,13 +20,14 @@ MARK = "kernel-row "
 """Begins the lines for `run`: compilers print what they like."""
 
 
-def work(arch: str, module: str, kernels: Sequence[str], part: int, parts: int, start: int) -> None:
+def work(arch: str, module: str, kernels: Sequence[str], one_of_each: bool, part: int, parts: int, start: int) -> None:
     """Compile every `parts`-th launch of `module.cases()`, and print each before it is compiled and after.
 
     Args:
         arch: of `chips.CHIPS`.
         module: to import once the runtime pretends to be on the chip.
         kernels: names of those wanted; none for all.
+        one_of_each: only the first launch of each kernel.
         part: which launches of every `parts` are this process's.
         parts: how many processes share the chip.
         start: how many of its own this process leaves out: a process before it has done them.
@@ -36,12 +37,14 @@ def work(arch: str, module: str, kernels: Sequence[str], part: int, parts: int, 
     chip = CHIPS[arch]
     launch.pretend(launch.Target(chip.backend, arch))
     catalogue = importlib.import_module(module)
-    from .catalogue import entries
+    from .cases import entries
 
     triton = importlib.import_module("triton")
     triton.runtime.driver.set_active(_Driver(chip))
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cuobjdump = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
     wanted = [entry for entry in entries(catalogue.cases()) if not kernels or entry.kernel in kernels]
+    if one_of_each:
+        wanted = list({entry.kernel: entry for entry in reversed(wanted)}.values())[::-1]
     for entry in wanted[part::parts][start:]:
         options = entry.launch.options
         threads = options["num_warps"] * chip.wave
