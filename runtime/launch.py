@@ -109,21 +109,42 @@ def pretends() -> bool:
     return _pretended is not None
 
 
-class _Rehearsal(threading.local):
-    active: bool = False
+@dataclass(frozen=True)
+class Launch:
+    """One launch that a collector was told of; called, it compiles the kernel and returns what Triton made of it."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    options: dict[str, int]
+    """What the compiler is given, `num_warps` included."""
+
+    def __call__(self) -> Any:
+        """Compile."""
+        return self.kernel.jit_function.warmup(*self.arguments, grid=self.grid, **self.options)
 
 
-_REHEARSAL = _Rehearsal()
+Collector = Callable[[tuple[object, ...], Launch], object]
+
+
+class _Thread(threading.local):
+    """What this thread's launches do."""
+
+    rehearses: bool = False
+    collector: Collector | None = None
+
+
+_THREAD = _Thread()
 
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[None]:
     """Launch as inside a graph: the same variants, so that each is compiled once and before the capture."""
-    before, _REHEARSAL.active = _REHEARSAL.active, True
+    before, _THREAD.rehearses = _THREAD.rehearses, True
     try:
         yield
     finally:
-        _REHEARSAL.active = before
+        _THREAD.rehearses = before
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
@@ -133,8 +154,8 @@ def overlaps(tensor: torch.Tensor) -> bool:
     before the wait (weights, older cache slots) was there when the step began.
     """
     if not tensor.is_cuda:
-        return _pretended is not None and _REHEARSAL.active and _pretended.has_dependent_launch
-    return (_REHEARSAL.active or torch.cuda.is_current_stream_capturing()) and target(
+        return _pretended is not None and _THREAD.rehearses and _pretended.has_dependent_launch
+    return (_THREAD.rehearses or torch.cuda.is_current_stream_capturing()) and target(
         tensor.get_device()
     ).has_dependent_launch
 
@@ -148,33 +169,17 @@ def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
     return blocks, min(row_count, 32768), -(-row_count // 32768)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch that a collector was told of."""
-
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-    options: dict[str, int]
-    """What the compiler is given, `num_warps` included."""
-
-    def __call__(self) -> Any:
-        """Compile the kernel for these arguments and return what Triton made of it."""
-        return self.kernel.jit_function.warmup(*self.arguments, grid=self.grid, **self.options)
-
-
-Collector = Callable[[tuple[object, ...], Launch], None]
-
-_collector: Collector | None = None
-
-
 def collect(collector: Collector | None) -> None:
-    """Launch nothing: tell `collector` of every variant, by a key, and how to compile it; None to launch again.
+    """Launch nothing in this thread: tell `collector` of every variant, by a key, and how to compile it.
 
-    So `rewrite tune` compiles what it is going to measure in several threads: a step is captured without effect.
+    None launches again. `compile_ahead` is the user of this.
     """
-    global _collector
-    _collector = collector
+    _THREAD.collector = collector
+
+
+def collects() -> bool:
+    """Return whether this thread's launches are told to a collector."""
+    return _THREAD.collector is not None
 
 
 class Kernel:
@@ -211,8 +216,9 @@ class Kernel:
             *[stride if stride < 2 else (stride % 16 == 0, stride >> 31) for stride in strides],
         )
         arguments = (*tensors, *counts, *strides, *floats, *constants)
-        if _collector is not None:
-            _collector((self, *key), Launch(self, grid, arguments, self._options(num_warps, overlap, tensors[0])))
+        if _THREAD.collector is not None:
+            planned = Launch(self, grid, arguments, self._options(num_warps, overlap, tensors[0]))
+            _THREAD.collector((self, *key), planned)
             return
         variant = self._variants.get(key)
         if variant is not None:
