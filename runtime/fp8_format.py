@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import backend
-from .launch import architecture, fp8_dtype
+from .launch import chip_of, fp8_dtype
 
 if backend.triton_installed():
     import triton
@@ -99,7 +99,8 @@ def scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def dtype_for(tensor: Tensor) -> torch.dtype:
     """Return the format of the device of `tensor`."""
-    return fp8_dtype(_arch(tensor))
+    chip = chip_of(tensor)
+    return fp8_dtype("" if chip is None else chip.arch)
 
 
 def as_read(values: Tensor) -> Tensor:
@@ -109,10 +110,7 @@ def as_read(values: Tensor) -> Tensor:
 
 def has_fp8(tensor: Tensor) -> bool:
     """Return whether the device of `tensor` converts and multiplies the format in hardware."""
-    arch = _arch(tensor)
-    return int(arch[3:]) >= 89 if arch.startswith("sm_") else arch.startswith(("gfx94", "gfx95", "gfx12"))
-
-
-def _arch(tensor: Tensor) -> str:
-    """Return the chip that a tensor lies on; none has a name that nothing is known of."""
-    return architecture(tensor.get_device()) if tensor.is_cuda else ""
+    chip = chip_of(tensor)
+    if chip is None:
+        return False
+    return int(chip.arch[3:]) >= 89 if chip.backend == "cuda" else chip.arch.startswith(("gfx94", "gfx95", "gfx12"))
