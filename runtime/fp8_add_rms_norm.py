@@ -17,12 +17,12 @@ from .add_norm import add_norm
 from .add_rms_norm import empty_sum, sum_refusal
 from .fp8_format import Quantized, dtype_for, quantize
 from .fp8_rows import empty_rows, remember
+from .fp8_step import MOST_ROWS
 from .launch import Kernel
 from .prologue import prologue_of
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
 from .rms_norm import result_dtype
-from .skinny import MOST_ROWS
 
 if backend.triton_installed():
     import triton

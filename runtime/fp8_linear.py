@@ -25,13 +25,12 @@ from .fp8_format import Quantized
 from .fp8_gated_activation import quantized_gated_activation
 from .fp8_product import fp8_product
 from .fp8_rows import quantized_rows
-from .fp8_step import few_rows, gated
+from .fp8_step import MOST_ROWS, few_rows, gated
 from .fp8_weights import quantized
 from .gated_activation import activation_kind, gated_activation
 from .linear import before, gated_linear, is_one_row, linear, takes_few_rows
 from .packing import packed_linear
 from .rows import KERNEL_DTYPES
-from .skinny import MOST_ROWS
 
 # A graph would read a prompt of one token as the first of many. And a bf16 that rounds differently moves an activation
 # to its other neighbour in 8 bits: the same prompt with and without a mask differed by 0.11 (H100, 8B Llama, random

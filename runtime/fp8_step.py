@@ -18,11 +18,14 @@ from torch import Tensor
 
 from . import backend
 from .fp8_format import Quantized, as_read
-from .launch import WAVE, Kernel, overlaps
+from .launch import HIP, WAVE, Kernel, overlaps
 from .linear import is_one_row
 from .prologue import Prologue, norm_arguments
-from .skinny import MOST_ROWS, STAGES
 from .tiles import Tile, entry, key
+
+MOST_ROWS = 16
+STAGES = 2 if HIP else 4
+"""Tiles of a program of several rows in flight; LDS is 64 KiB on AMD cards."""
 
 SWAP = True
 
@@ -211,7 +214,7 @@ if backend.triton_installed():
 
     fp8_linear_kernel = Kernel(_fp8_linear_kernel)
     fp8_gated_kernel = Kernel(_fp8_gated_kernel)
-    fp8_skinny_kernel = Kernel(_fp8_skinny_kernel)
+    fp8_skinny_kernel = Kernel(_fp8_skinny_kernel, dot=True)
 
 
 def few_rows(
