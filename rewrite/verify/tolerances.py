@@ -31,7 +31,8 @@ TABLE: dict[str, Tolerance] = {
         2.0,
         "RMS error of the original from its own roundings to fp32, in the same tensor",
         "a norm's sum in another order moves a whole row by one factor, so one tensor is a sample of a few rows: the "
-        "original itself came out between 3.8e-7 and 4.6e-7 as its memory was aligned, the same sums contiguous at 5.8e-7",
+        "original itself came out between 3.8e-7 and 4.6e-7 as its memory lay, with the same sums in another order at "
+        "5.8e-7",
     ),
     "gradient zero": Tolerance(
         1e-12,
