@@ -104,7 +104,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     backend = get_backend()
     if backend == "reference" or _PLAIN.active:
         return False
-    if tensor.is_cuda:
+    if tensor.is_cuda or launch.pretends():
         if triton_installed():
             return True
         warn_once("triton is not installed: operators run their torch reference on the GPU, which is slower")

@@ -32,7 +32,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from .linear import scaled
-    from .rope_cache import pair_columns, rotated
+    from .rope_cache import pair_columns, rotated, store_pairs
 
     @triton.jit(do_not_specialize=["capacity"])
     def _qkv_kernel(  # type: ignore[no-untyped-def]
@@ -97,16 +97,17 @@ if backend.triton_installed():
         if BIAS:
             a += tl.load(bias_ptr + head * D + column).to(tl.float32)
             b += tl.load(bias_ptr + head * D + other_column).to(tl.float32)
-        if head < H:
-            target = query_ptr + head * D
-        elif head < H + HK:
-            target = keys_ptr + ((head - H).to(tl.int64) * capacity + position) * D
-        else:
-            target = values_ptr + ((head - H - HK).to(tl.int64) * capacity + position) * D
         if R > 0 and head < H + HK:
             a, b = rotated(a, b, cos_ptr, sin_ptr, pair, column, other_column, turns, HALF_TABLE)
-        tl.store(target + column, a.to(query_ptr.dtype.element_ty))
-        tl.store(target + other_column, b.to(query_ptr.dtype.element_ty))
+        live = pair < D // 2
+        if head < H:
+            store_pairs(query_ptr + head * D, column, other_column, live, a, b)
+        elif head < H + HK:
+            target = keys_ptr + ((head - H).to(tl.int64) * capacity + position) * D
+            store_pairs(target, column, other_column, live, a, b)
+        else:
+            target = values_ptr + ((head - H - HK).to(tl.int64) * capacity + position) * D
+            store_pairs(target, column, other_column, live, a, b)
 
     qkv_kernel = Kernel(_qkv_kernel)
 

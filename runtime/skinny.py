@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from . import backend
-from .launch import Kernel, overlaps
+from .launch import HIP, Kernel, overlaps
 from .prologue import Prologue, norm_arguments
 from .tiles import Tile
 
 MOST_ROWS = 16
-STAGES = 2 if torch.version.hip else 4
+STAGES = 2 if HIP else 4
 """Tiles of a program in flight; LDS is 64 KiB on AMD cards."""
 
 if backend.triton_installed():
@@ -101,7 +101,7 @@ if backend.triton_installed():
             y += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=there)
 
-    skinny_linear_kernel = Kernel(_skinny_linear_kernel)
+    skinny_linear_kernel = Kernel(_skinny_linear_kernel, dot=True)
 
 
 def takes_norm(input: Tensor) -> bool:
