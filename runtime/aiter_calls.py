@@ -161,7 +161,7 @@ def refuse(operator: str, reason: str) -> None:
 
 def capturing() -> bool:
     """Return whether the current stream is being captured into a graph."""
-    return torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def run(
