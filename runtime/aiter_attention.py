@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import aiter_calls
@@ -107,8 +108,12 @@ def _holds(call: Any, states: list[Tensor], scale: float, causal: bool, window: 
     if got is None:
         return False
     mask = visible(states[0].shape[2], states[1].shape[2], causal, window, got.device)
-    exact = _plain([x.float() for x in states], scale, mask)
-    own = (_plain(states, scale, mask).float() - exact).abs().max()
+    groups = states[0].shape[1] // states[1].shape[1]
+    query, key, value = states[0], *(x.repeat_interleave(groups, 1) for x in states[1:])
+    scores = (query.float() @ key.float().transpose(2, 3) * scale).masked_fill(~mask, float("-inf"))
+    exact = (scores.softmax(-1) @ value.float()).transpose(1, 2)
+    torchs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).transpose(1, 2)
+    own = (torchs.float() - exact).abs().max()
     error = (got.float() - exact).abs().max()
     return bool(torch.isfinite(got).all() & (error <= torch.clamp(2 * own, min=_LEAST)))
 
@@ -121,11 +126,3 @@ def visible(queries: int, keys: int, causal: bool, window: int | None, device: t
     if causal:
         seen &= key <= last
     return seen if window is None else seen & (key > last - window) & (key < last + window)
-
-
-def _plain(states: list[Tensor], scale: float, mask: Tensor) -> Tensor:
-    query, key, value = states
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)

@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
 
 def qkv(
-    batch: int, queries: int, keys: int, groups: int, head_dim: int = 32, dtype: torch.dtype = torch.bfloat16
+    batch: int, queries: int, keys: int, groups: int, head_dim: int = 16, dtype: torch.dtype = torch.bfloat16
 ) -> list[Tensor]:
     """`[B, H, S, D]` views of `[B, S, H, D]`; the keys as a cache has them."""
     query = torch.randn(batch, queries, 2 * groups, head_dim, dtype=dtype).transpose(1, 2)
@@ -189,22 +189,22 @@ def assert_attends_as(wanted: Tensor, got: Tensor) -> None:
     torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("tag", fake_aiter.RELEASES)
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("tag", "groups"), [*((tag, 3) for tag in fake_aiter.RELEASES), (NEWEST, 1)])
 def test_attention_in_place_of_sdpa(install: Install, tag: str, groups: int) -> None:
     """Prefill, prefill into an empty static cache (more keys than queries), a step, and without causality."""
     install(tag)
-    for (queries, keys), is_causal in itertools.product([(9, 9), (9, 20), (1, 20), (150, 150)], [None, False]):
+    cases = [(9, 9, None), (9, 20, None), (9, 20, False), (1, 20, None), (130, 130, None)]
+    for queries, keys, is_causal in cases:
         states = qkv(2, queries, keys, groups)
         got, wanted = both(lambda: attended(*states, is_causal=is_causal))  # noqa: B023
         assert_attends_as(wanted, got)
     assert reasons("attention") == {}
-    # Each variant once on as many keys as queries and once on more, then the eight calls.
-    assert fake_aiter.calls["flash_attn_func"] == 8 + 2 * len(aiter_calls.states())
-    assert set(aiter_calls.states().values()) == {None}
+    # Each variant once on as many keys as queries and once on more, then the calls.
+    assert fake_aiter.calls["flash_attn_func"] == len(cases) + 2 * 4
+    assert list(aiter_calls.states().values()) == [None] * 4
 
 
-@pytest.mark.parametrize("tag", fake_aiter.RELEASES)
+@pytest.mark.parametrize("tag", [fake_aiter.RELEASES[0], NEWEST])
 def test_attention_is_bottom_right_with_windows(install: Install, tag: str) -> None:
     install(tag)
     for (queries, keys), causal, window in itertools.product([(9, 9), (9, 20), (1, 20)], [True, False], [None, 1, 4, 50]):
@@ -252,7 +252,7 @@ def test_attention_with_more_than_aiter_takes(install: Install, change: dict[str
         (qkv(2, 9, 9, 2, head_dim=12), "head_dim"),
         (qkv(2, 9, 5, 2), "more_queries_than_keys"),
         ([x.transpose(2, 3).contiguous().transpose(2, 3) for x in qkv(2, 8, 8, 2)], "layout"),
-        ([x.flatten()[1:-7].as_strided((2, 2, 8, 32), (512, 256, 32, 1)) for x in qkv(3, 9, 9, 1)], "layout"),
+        ([x.flatten()[1:-7].as_strided((2, 2, 8, 16), (256, 128, 16, 1)) for x in qkv(3, 9, 9, 1)], "layout"),
         ([x.requires_grad_() for x in qkv(2, 9, 9, 2)], "gradient_wanted"),
     ],
 )
@@ -369,7 +369,7 @@ def test_the_proof_tells_the_rounding_modes_apart(mode: int, install: Install) -
         return fake_aiter.rms_norm(release, use_model_sensitive_rmsnorm=mode, **others)
 
     install(rms_norm=one_mode)
-    for hidden_size, dtype in itertools.product([8, 64, 4096], DTYPES):
+    for hidden_size, dtype in itertools.product([8, 64, 1024], DTYPES):
         x, weight = states(hidden_size, dtype)
         for options in ({}, {"weight_in_fp32": True}):
             got, wanted = both(lambda: rms_norm(x, weight, 1e-6, **options))  # noqa: B023
