@@ -67,6 +67,7 @@ REASONS = {
     "dropout": "dropout is wanted",
     "softcap": "scores are capped, biased or have sinks",
     "packed_sequences": "several sequences may lie in one row",
+    "compiled": "torch.compile would trace what is decided from values",
     "gradient_wanted": "gradients are wanted",
     "activation": "aiter has no such activation",
     "untuned": "no tuned table is given (AITER_CONFIG_GEMM_BF16), and without one it is torch's own product",
@@ -154,9 +155,10 @@ def refuse(operator: str, reason: str) -> None:
     """Count a call that aiter does not get, for `explain`; say so once where aiter was asked for by name."""
     if torch.compiler.is_compiling():
         return
+    said = f"aiter does not run {operator} here: {REASONS[reason]}"
     backend.count_fallback(f"aiter.{operator}", reason)
     if backend.get_backend() == "aiter":
-        backend.warn_once(f"aiter does not run {operator} here: {REASONS[reason]}")
+        backend.warn_once(said)
 
 
 def capturing() -> bool:

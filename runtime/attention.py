@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import aiter_attention, aiter_calls, backend
+from . import aiter_attention, aiter_calls, aiter_flash, backend
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -34,9 +35,11 @@ _DEVICES = frozenset({"cpu", "cuda"})
 def native_gqa(interface: Attention) -> Attention:
     """Return the attention function to call in place of `interface`.
 
-    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and `interface`
-    itself for anything else.
+    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and on an AMD GPU
+    with aiter for `flash_attention_forward`; `interface` itself for anything else.
     """
+    if interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
+        return aiter_flash.forward
     return _sdpa if interface is sdpa_attention_forward else interface
 
 

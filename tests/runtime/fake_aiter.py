@@ -20,10 +20,11 @@ from torch import Tensor
 
 SIGNATURES = json.loads((Path(__file__).parent / "aiter_signatures.json").read_text())["functions"]
 RELEASES = ("v0.1.7.post5", "v0.1.8", "v0.1.10", "v0.1.14", "v0.1.17", "v0.1.20")
+NEWEST = RELEASES[-1]
 MARKERS = ("jit/core.py", "ops/mha.py", "ops/rmsnorm.py")
 SCHEMA_TYPES = {
-    "epsilon": "float", "eps": "float", "limit": "float", "use_model_sensitive_rmsnorm": "SymInt", "gemma_norm": "bool",
-    "x_bias": "Tensor?",
+    "epsilon": "float", "eps": "float", "limit": "float",
+    "use_model_sensitive_rmsnorm": "SymInt", "gemma_norm": "bool", "x_bias": "Tensor?",
 }  # fmt: skip
 RETURNS = ("rms_norm", "layernorm2d_fwd")
 
@@ -114,8 +115,16 @@ def install(folder: Path, release: Release) -> None:
     installed = release
     module = "import fake_aiter as _fake\n\nglobals().update(_fake.installed.functions(__name__))\n"
     tuned = f"{module}\n\nclass TunedGemm:\n    mm = mm\n\n\ntgemm = TunedGemm()\n"
-    top = "from .ops.mha import *\nfrom .ops.rmsnorm import *\nfrom .ops.norm import *\nfrom .ops.activation import *\n"
-    files = {"__init__.py": top, "jit/__init__.py": "", "jit/core.py": "", "ops/__init__.py": "", "tuned_gemm.py": tuned}
+    top = (
+        "from .ops.mha import *\nfrom .ops.rmsnorm import *\nfrom .ops.norm import *\nfrom .ops.activation import *\n"
+    )
+    files = {
+        "__init__.py": top,
+        "jit/__init__.py": "",
+        "jit/core.py": "",
+        "ops/__init__.py": "",
+        "tuned_gemm.py": tuned,
+    }
     files |= {f"ops/{name}.py": module for name in ("mha", "rmsnorm", "norm", "activation")}
     for name, text in files.items():
         path = folder / "aiter" / name
@@ -124,6 +133,8 @@ def install(folder: Path, release: Release) -> None:
 
 
 installed: Release
+Install = Callable[..., Release]
+"""The fixture `install`: a function of a release's tag and of bodies that replace its own."""
 
 
 def rows(*tensors: Tensor) -> None:
