@@ -48,7 +48,7 @@ def mm(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     shape = (rows.shape[0], weight.shape[0])
 
     def call() -> Tensor | None:
-        found: Any = function(rows, weight.data, bias=None if bias is None else bias.data)
+        found: Any = function(rows, weight, bias=bias)
         return found if aiter_calls.is_result(found, shape, rows) else None
 
     def proof() -> bool:

@@ -8,8 +8,7 @@ N rows, H hidden size. aiter has three ways to round, of which each is one of `r
 
 With a residual only the first normalises the rounded sum, as modeling files do; the others take the sum as it is in
 fp32, so they do not run. aiter's kernels check nothing: another dtype of the weight is garbage, an odd H writes into
-the next row, and a strided view is a fault, so all of that is refused here. Its schemas say that weights are written,
-which would spoil a backward pass that saved them: it gets them as `data`, which has a version of its own.
+the next row, and a strided view is a fault, so all of that is refused here.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def rms_norm(
 
     variant = (hidden_states.dtype, hidden_states.device, hidden_states.shape[-1], offset, weight_in_fp32)
     rows = _as_rows(hidden_states)
-    normed = aiter_calls.run("rms_norm", variant, lambda: _checked(call(rows, weight.data), rows), proof)
+    normed = aiter_calls.run("rms_norm", variant, lambda: _checked(call(rows, weight), rows), proof)
     return None if normed is None else normed.view(hidden_states.shape)
 
 
@@ -110,7 +109,7 @@ def add_rms_norm(
     shape = hidden_states.shape
     variant = (hidden_states.dtype, hidden_states.device, shape[-1])
     rows, others = _as_rows(hidden_states), _as_rows(residual)
-    found = aiter_calls.run("add_rms_norm", variant, lambda: call(rows, others, weight.data), proof)
+    found = aiter_calls.run("add_rms_norm", variant, lambda: call(rows, others, weight), proof)
     return None if found is None else (found[0].view(shape), found[1].view(shape))
 
 
@@ -140,7 +139,7 @@ def layer_norm(
 
     variant = (hidden_states.dtype, hidden_states.device, hidden_states.shape[-1])
     rows = _as_rows(hidden_states)
-    normed = aiter_calls.run("layer_norm", variant, lambda: _checked(call(rows, weight.data, shift.data), rows), proof)
+    normed = aiter_calls.run("layer_norm", variant, lambda: _checked(call(rows, weight, shift), rows), proof)
     return None if normed is None else normed.view(hidden_states.shape)
 
 

@@ -178,10 +178,10 @@ def test_packed_sequences_are_seen_and_asked_for_once(
 ) -> None:
     install()
     one, two = torch.arange(3, 12)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    for position_ids, packed in ((one, False), (two, True)):
+    for position_ids, packed in ((one, False), (two, True), (one, False), (two, True)):
         got, _ = flash(machine, qkv(1, 9, 9, 2), position_ids=position_ids)
         assert (got is None) == packed
-    assert reasons("attention") == {"packed_sequences": 1}
+    assert reasons("attention") == {"packed_sequences": 2}
     machine.setattr(aiter_calls, "capturing", lambda: True)
     assert flash(machine, qkv(1, 9, 9, 2), position_ids=one)[0] is not None
     assert flash(machine, qkv(1, 9, 9, 2), position_ids=one.clone())[0] is None

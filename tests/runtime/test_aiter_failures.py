@@ -114,6 +114,7 @@ def test_a_function_that_nothing_describes(install: fake_aiter.Install, machine:
     machine.setattr(aiter, "undescribed", lambda *args, **kwargs: None, raising=False)
     assert aiter_probe.function("undescribed", ("input",), ()) == "signature_unknown"
     assert aiter_probe.function("rms_norm", ("x", "weight"), ("epsilon",)) == "signature"
+    assert aiter_probe.function("rms_norm", ("weight", "input"), ("epsilon",)) == "signature"
     assert aiter_probe.function("rms_norm", ("input", "weight"), ("epsilon", "gemma_norm")) == "signature"
     assert callable(aiter_probe.function("rms_norm", ("input", "weight"), ("epsilon",)))
 
