@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import aiter_probe, backend
+from . import aiter_probe, backend, launch
 from .explain import reporters
 
 Result = TypeVar("Result")
@@ -153,7 +153,7 @@ def switched_off(listed: str) -> frozenset[str]:
 
 def refuse(operator: str, reason: str) -> None:
     """Count a call that aiter does not get, for `explain`; say so once where aiter was asked for by name."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or launch.collects():
         return
     said = f"aiter does not run {operator} here: {REASONS[reason]}"
     backend.count_fallback(f"aiter.{operator}", reason)
