@@ -16,11 +16,14 @@ import importlib
 import json
 import re
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 COPY = re.compile(r"copy|CatArray|repeat_interleave|DtoD", re.IGNORECASE)
@@ -121,6 +124,32 @@ def measure(models, ids):
         return result, models[0](input_ids=ids).logits[0, -1].float()
 
 
+def attention_layouts(length):
+    """Whether torch's attention, given views of `[B, S, H, D]`, leaves its result in that order, by kernel and mask."""
+    heads, kv_heads, head_dim = (SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    size = {"dtype": torch.bfloat16, "device": "cuda"}
+    query = torch.randn(2, length, heads, head_dim, **size).transpose(1, 2)
+    key, value = (torch.randn(2, length, kv_heads, head_dim, **size).transpose(1, 2) for _ in range(2))
+    mask = torch.ones(2, 1, length, length, dtype=torch.bool, device="cuda").tril()
+    found = {}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        for name, given, grouped in (
+            ("causal", None, True),
+            ("mask", mask, True),
+            ("mask, keys repeated", mask, False),
+        ):
+            keys = (key, value) if grouped else (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
+            options = {"attn_mask": given, "is_causal": given is None, "enable_gqa": grouped}
+            try:
+                with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
+                    out = F.scaled_dot_product_attention(query, *keys, **options)
+            except RuntimeError:
+                found[f"{backend.name}, {name}"] = "refused"
+            else:
+                found[f"{backend.name}, {name}"] = "BSHD" if out.transpose(1, 2).is_contiguous() else str(out.stride())
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path)
@@ -142,6 +171,9 @@ def main():
         report["sides"][side], logits[side] = measure(models, ids)
     difference = (logits["original"] - logits["rewritten"]).abs().max() / logits["original"].abs().max()
     report["largest_difference"] = float(difference)
+    report["attention"] = attention_layouts(options.length)
+    for kernel, layout in report["attention"].items():
+        print(f"{kernel}: {layout}")
     print("| call | side | kernels | µs | copies | µs |\n|---|---|---|---|---|---|")
     for call in report["sides"]["original"]:
         for side, calls in report["sides"].items():
