@@ -131,7 +131,7 @@ def _approximation(bench: Workbench, variant: Variant, dtype: str) -> Mapping[st
     batch = prompt(bench.seed_for("approximate"), variant.vocab_size, 8, 3 * WINDOW, "none", bench.options.device)
     implementation = bench.implementations()[0]
     pair = bench.pair(variant, implementation, dtype)
-    exact = bench.unrounded(variant, implementation, "float64")
+    exact = bench.plain_original(variant, implementation, "float64")
     original, own, new = (observed(bench, model, batch) for model in (exact, pair.original, pair.rewritten))
     return judged(divergence(original, own), divergence(original, new), divergence(own, new))
 

@@ -71,7 +71,7 @@ class Workbench:
             self.rounding.apply(pair.original, pair.rewritten)
         return pair
 
-    def unrounded(self, variant: Variant, implementation: str, dtype: str) -> Any:
+    def plain_original(self, variant: Variant, implementation: str, dtype: str) -> Any:
         """The original as it is, also where the rewritten side rounds."""
         model = on_original(build, self.subject.original, variant, implementation, dtype, self.options.device)
         model.load_state_dict(self.weights(variant))
