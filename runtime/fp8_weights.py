@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import backend, packing
 from .capture import before_replay
@@ -33,6 +34,8 @@ class _Copy:
 
     weight: Quantized
     state: Hashable
+    storages: tuple[StorageWeakRef, ...]
+    """Of those weights: while one is held weakly, no other storage can have its identity, though it may its address."""
     projections: tuple[weakref.ref[nn.Module], ...]
 
 
@@ -84,7 +87,8 @@ def _copy_of(input: Tensor, weight: Tensor, projections: Sequence[nn.Module]) ->
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return "capturing"
     made = _made(weight, None if kept is None else kept.weight)
-    _copies[projections[0]] = _Copy(made, state, tuple(weakref.ref(projection) for projection in projections))
+    storages = (StorageWeakRef(packing._parameter(p, "weight").untyped_storage()) for p in projections)
+    _copies[projections[0]] = _Copy(made, state, tuple(storages), tuple(weakref.ref(p) for p in projections))
     return made
 
 
@@ -102,9 +106,14 @@ def _made(weight: Tensor, before: Quantized | None) -> Quantized:
 
 def _state(projections: Sequence[nn.Module]) -> Hashable:
     """Return what changes when a weight does."""
-    weights = [packing._parameter(projection, "weight") for projection in projections]
     return tuple(
-        (weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape) for weight in weights
+        (
+            weight.untyped_storage()._cdata,
+            weight.storage_offset(),
+            weight.shape,
+            None if weight.is_inference() else weight._version,
+        )
+        for weight in [packing._parameter(projection, "weight") for projection in projections]
     )
 
 

@@ -130,6 +130,21 @@ def test_copies_follow_weights_that_were_replaced() -> None:
         assert torch.equal(block(x), block.down.bias.expand_as(doubled))
 
 
+def test_another_weight_at_the_same_address_is_another_weight() -> None:
+    """An allocator gives the memory of a weight that was replaced to the next one."""
+    memory = bytearray(4 * 64 * 96)
+    module = nn.Linear(64, 96, bias=False)
+    x = torch.randn(1, 1, 64)
+    outputs = []
+    with torch.no_grad():
+        for number in (1.0, 2.0):
+            weight = torch.frombuffer(memory, dtype=torch.float32).view(96, 64)
+            weight.numpy().fill(number)  # which torch does not count
+            module.weight.data = weight
+            outputs.append(fp8_linear(x, module))
+    assert torch.equal(outputs[1], 2 * outputs[0])
+
+
 def hooked(block: Block) -> None:
     block.up.register_forward_hook(lambda module, arguments, output: None)
     block.down.register_forward_hook(lambda module, arguments, output: None)
