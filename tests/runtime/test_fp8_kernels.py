@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from rewrite.runtime import backend, fp8_add_rms_norm, fp8_gated_activation, fp8_rows, fp8_step
 from rewrite.runtime.add_rms_norm import add_rms_norm
 from rewrite.runtime.cache import PreallocatedCache
-from rewrite.runtime.fp8_format import Quantized, dtype_for, quantize
+from rewrite.runtime.fp8_format import Quantized, dtype_for, has_fp8, quantize
 from rewrite.runtime.fp8_linear import fp8_gated_linear, fp8_linear, is_step
 from rewrite.runtime.fp8_qkv_step import fp8_qkv_step
 from rewrite.runtime.fp8_rows import quantized_rows
+from rewrite.runtime.fp8_weights import refresh
 from rewrite.runtime.gated_activation import gated_activation
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -185,3 +186,38 @@ def test_query_and_cache_write(batch: int, dtype: torch.dtype, device: torch.dev
         wanted = run()
     assert is_step(x)
     torch.testing.assert_close(got, wanted, rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a chip with 8-bit products, and graphs")
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_many_rows(bias: bool, device: torch.device) -> None:
+    """By torch's product of 8-bit rows, where the chip has one: what the 8 bits stand for, multiplied in fp64."""
+    module = projection(512, 256, bias).to(device, torch.bfloat16)
+    x = torch.randn(3, 40, 512, device=device).to(torch.bfloat16)
+    got = fp8_linear(x, module)
+    read = quantize(x, dtype_for(x)).dequantized(torch.float64)
+    exact, plain = (
+        nn.functional.linear(
+            read.to(kind), rounded(module, kind), None if module.bias is None else module.bias.to(kind)
+        )
+        for kind in (torch.float64, torch.bfloat16)
+    )
+    assert_as_exact_as(plain, got, exact, torch.finfo(torch.bfloat16).eps)
+    assert has_fp8(x) == (("fp8_product", "chip_without_fp8") not in backend.fallbacks())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a chip with 8-bit products, and graphs")
+def test_a_graph_follows_a_change_in_place(device: torch.device) -> None:
+    module, x = projection(256, 128, False).to(device, torch.bfloat16), torch.randn(1, 1, 256, device=device)
+    x = x.to(torch.bfloat16)
+    before = fp8_linear(x, module)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fp8_linear(x, module)
+    graph.replay()
+    assert torch.equal(out, before)
+    module.weight.neg_()
+    refresh(module)
+    graph.replay()
+    assert torch.equal(out, -before)
+    assert not backend.fallbacks()
