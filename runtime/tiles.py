@@ -25,7 +25,7 @@ import torch
 
 from .launch import WAVE
 
-Tile = tuple[int, int, int]
+Tile = tuple[int, ...]
 Entry = tuple[int, ...] | None
 
 TUNED = Path(__file__).parent.parent / "tuned.json"
@@ -74,7 +74,7 @@ def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None)
         device: index of the CUDA device; None for the interpreter.
     """
     found = entry(key(kind, rows, cols, element_size), device, lambda: rule(kind, rows, cols, element_size))
-    return None if found is None else (found[0], found[1], found[2])
+    return None if found is None else tuple(map(int, found))
 
 
 def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entry:
