@@ -44,6 +44,8 @@ class Options:
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    """Transforms that run on request only, `--with`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Lock:
             "schema": SCHEMA,
             "tool": {"name": "hf-rewrite", "version": self.tool, "engine": self.engine},
             "source": asdict(self.source),
-            "options": asdict(self.options),
+            "options": _options(self.options),
             "rules": dict(self.rules),
             "transforms": {report.name: _report(report) for report in self.transforms},
             "upstream": dict(self.upstream),
@@ -127,6 +129,11 @@ def engine_digest() -> str:
     return sha256("".join(texts).encode("utf-8"))
 
 
+def _options(options: Options) -> dict[str, Any]:
+    """As in locks of versions that knew no `also`, where nothing was requested."""
+    return {name: value for name, value in asdict(options).items() if name != "also" or value}
+
+
 def _report(report: TransformReport) -> dict[str, Any]:
     return {"rewritten": list(report.rewritten), "skipped": [asdict(site) for site in report.skipped]}
 
@@ -150,7 +157,9 @@ def _parse(data: lock_text.Table) -> Lock:
     return Lock(
         tool=tool.text("version"),
         source=origin,
-        options=Options(options.texts("only"), options.texts("skip")),
+        options=Options(
+            options.texts("only"), options.texts("skip"), options.texts("also") if "also" in options.names() else ()
+        ),
         rules=data.table("rules").all_text(),
         transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
         upstream=data.table("upstream").all_text(),

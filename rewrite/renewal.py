@@ -84,7 +84,7 @@ def is_current(lock: Lock, source: Source) -> bool:
     if any(lock.files[name] != digest for name, digest in own_runtime(lock).items()):
         return False
     try:
-        return dict(lock.rules) == rule_hashes(select(lock.options.only, lock.options.skip))
+        return dict(lock.rules) == rule_hashes(_selected(lock))
     except UnknownTransform:
         return False
 
@@ -141,9 +141,13 @@ def _importable(lock: Lock) -> list[str]:
     return [name for name in lock.files if not name.startswith(".")]
 
 
+def _selected(lock: Lock) -> list[Transform]:
+    return select(lock.options.only, lock.options.skip, lock.options.also)
+
+
 def _transforms(folder: Path, lock: Lock) -> list[Transform]:
     try:
-        return select(lock.options.only, lock.options.skip)
+        return _selected(lock)
     except UnknownTransform as error:
         raise RuleGone(folder, str(error)) from error
 

@@ -19,15 +19,15 @@ def all_transforms() -> list[Transform]:
     return order(found)
 
 
-def select(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> list[Transform]:
-    """Return the transforms to run: those named in `only` (default: all but the ones on request), less `skip`.
+def select(only: tuple[str, ...] = (), skip: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Transform]:
+    """Return the transforms to run: `only` (default: all but the ones on request) and `also`, less `skip`.
 
     Raises:
         UnknownTransform: if a name belongs to no transform.
     """
     available = {transform.name: transform for transform in all_transforms()}
-    for name in (*only, *skip):
+    for name in (*only, *skip, *also):
         if name not in available:
             raise UnknownTransform(name, list(available))
     chosen = only or tuple(name for name, transform in available.items() if not transform.on_request)
-    return [available[name] for name in available if name in chosen and name not in skip]
+    return [available[name] for name in available if name in (*chosen, *also) and name not in skip]

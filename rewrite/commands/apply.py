@@ -36,6 +36,7 @@ class Job:
     """None for a dry run without a folder."""
     only: tuple[str, ...]
     skip: tuple[str, ...]
+    also: tuple[str, ...]
     verify: bool
     dry_run: bool
     diff_style: str
@@ -57,6 +58,14 @@ class Job:
     metavar="TRANSFORM",
     shell_complete=complete_transforms,
     help="Leave this out; repeatable.",
+)
+@click.option(
+    "--with",
+    "also",
+    multiple=True,
+    metavar="TRANSFORM",
+    shell_complete=complete_transforms,
+    help="Run this too, which only runs on request; repeatable.",
 )
 @click.option("--no-verify", is_flag=True, help="Write without running anything; works without torch.")
 @click.option("--dry-run", is_flag=True, help="Show the diff and write nothing.")
@@ -121,7 +130,7 @@ def _run(job: Job, screen: Screen) -> int:
     from rewrite.source import resolve, weights_fit
     from rewrite.transforms import select
 
-    transforms = select(job.only, job.skip)
+    transforms = select(job.only, job.skip, job.also)
     source = resolve(job.model, job.trust_remote_code)
     if job.request.weights is not None:
         weights_fit(source, job.request.weights)
@@ -150,6 +159,6 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("written", "nothing (--dry-run)")
         report.write(job.json_path, report.of_build(built))
         return 0
-    package = assemble(built, transforms, Options(job.only, job.skip), place.folder)
+    package = assemble(built, transforms, Options(job.only, job.skip, job.also), place.folder)
     delivery = Delivery(job.verify, job.request, job.trust_remote_code, job.force, job.json_path)
     return deliver(delivery, screen, built, package, place)

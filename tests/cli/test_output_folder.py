@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,27 @@ def test_what_a_killed_run_left_is_put_back(package: Path, rewrite: CommandLine)
     assert rewrite(*ARGUMENTS, "--out", package).code == 0
     assert (package / "mine.txt").read_text() == "mine"
     assert hidden(package.parent) == []
+
+
+def test_what_was_asked_for_beside_the_usual_stays_through_a_sync(
+    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rewrite.transforms.fuse_gate_up import FuseGateUp
+
+    monkeypatch.setattr(FuseGateUp, "on_request", True)
+    arguments = ("modeling_tiny.py", "--no-verify", "--diff", "none", "--skip", "fuse_rope", "--out")
+
+    def ran(folder: str) -> dict[str, Any]:
+        rules: dict[str, Any] = json.loads((here / folder / "rewrite.lock").read_text())["rules"]
+        return rules
+
+    assert rewrite(*arguments, "usual").code == 0
+    assert "fuse_gate_up" not in ran("usual")
+    assert rewrite(*arguments, "more", "--with", "fuse_gate_up").code == 0
+    assert set(ran("more")) == set(ran("usual")) | {"fuse_gate_up"}
+    path = here / "modeling_tiny.py"
+    path.write_text(path.read_text() + "\nADDED = 1\n")
+    assert rewrite("check", "more").code == 1
+    assert rewrite("sync", "more", "--no-verify").code == 0
+    assert "fuse_gate_up" in ran("more")
+    assert rewrite("check", "more").code == 0
