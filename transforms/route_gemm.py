@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.module import ClassInfo, Module, self_assignments, self_attribute
 from rewrite.analysis.replacement import name_is_free, with_call
 from rewrite.analysis.step import LINEAR
-from rewrite.analysis.syntax import called_attribute, calls_in, expression, single_argument
+from rewrite.analysis.syntax import called_attribute, calls_in, single_argument
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 OPERATOR = "routed_linear"
@@ -45,11 +45,10 @@ class RouteGemm(Transform):
     summary: ClassVar[str] = "A linear projection is computed by the library or kernel that is fastest for its size."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     on_request: ClassVar[bool] = True
-    after: ClassVar[tuple[str, ...]] = ("fuse_qkv", "fuse_gate_up", "decode_head", "decode_layers")
+    after: ClassVar[tuple[str, ...]] = ("decode_head", "decode_layers", "fuse_gate_up", "fuse_qkv", "native_gqa")
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the layer is not built as a plain nn.Linear",
         "other_call": "the projection is called with other arguments",
-        "weight_used": "the method also reads the projection's weight or bias",
         "name_taken": f"the file has a name `{OPERATOR}` of its own",
     }
 
@@ -68,14 +67,12 @@ class RouteGemm(Transform):
         assert isinstance(call, cst.Call)
         if not _is_linear(owner, candidate.label, module):
             return Skip("not_linear", candidate.label)
-        argument = call.args[0].value if called_attribute(call) is None else single_argument(call)
-        if argument is None:
+        argument = single_argument(call) if called_attribute(call) else call.args[0].value
+        if argument is None or isinstance(argument, cst.GeneratorExp):
             return Skip("other_call", candidate.label)
         if not name_is_free(OPERATOR, module, owner.methods["forward"]):
             return Skip("name_taken")
         arguments = [module.code(argument), f"self.{candidate.label}"]
-        if isinstance(argument, (cst.GeneratorExp, cst.Yield)):
-            return Skip("other_call", candidate.label)
         old, new = with_call(call, OPERATOR, arguments, module)
         return Found((Edit(old, (new,)),), (f"gemm.{OPERATOR}",))
 
@@ -94,3 +91,21 @@ def _is_operator(call: cst.Call) -> bool:
     """Whether this is `linear(x, y)`, the runtime's operator without a norm or a residual."""
     named = isinstance(call.func, cst.Name) and call.func.value == "linear"
     return named and len(call.args) == 2 and all(a.keyword is None and not a.star for a in call.args)
+
+
+def _may_be_linear(owner: ClassInfo, attribute: str, module: Module) -> bool:
+    built = (call for value in module.assignments(owner, attribute) for call in calls_in(value))
+    return any(module.qualified(call.func).rsplit(".", 1)[-1].lower().endswith("linear") for call in built)
+
+
+def _is_linear(owner: ClassInfo, attribute: str, module: Module) -> bool:
+    """Whether `__init__`, of the class or else of its bases in this file, makes the attribute a plain one.
+
+    Other methods may put in another of its kind (`set_output_embeddings`), which the operator looks at when it runs.
+    """
+    init = owner.methods.get("__init__")
+    made = [value for name, value in (self_assignments(init) if init else ()) if name == attribute]
+    if made:
+        return all(isinstance(v, cst.Call) and module.qualified(v.func) in LINEAR for v in made)
+    bases = (module.classes[base] for base in owner.bases if base in module.classes)
+    return any(_is_linear(base, attribute, module) for base in bases)
