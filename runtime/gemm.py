@@ -4,11 +4,11 @@ M rows of the input, K in_features, N out_features:
 
     y = x Wᵀ + b
 
-A path returns the product, or None where it cannot, and then the next one is asked; `F.linear`, the vendor's library as
-torch calls it, ends every list. `gemm.json` beside the package's modeling file says which path was fastest for a size
-on a chip; without an entry few rows take the kernels of `linear` and `skinny`, and from `threshold()` rows on aiter is
-asked, which refuses where nothing was tuned for it. Nothing of torch is replaced: a rewritten forward calls
-`routed_linear`, and `packing` multiplies with `product` once this file is imported.
+A path returns the product, or None where it cannot; then `F.linear`, the vendor's library as torch calls it, does it.
+`gemm.json` beside the package's modeling file says which path was fastest for a size on a chip. Without an entry few
+rows take the kernels of `linear` and `skinny`, and from `threshold()` rows on aiter is asked where it was offered.
+Nothing of torch is replaced: a rewritten forward calls `routed_linear`, and `packing` multiplies with `product` once
+this file is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import backend, explain, packing
+from . import backend, explain, packing, preshuffle
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
 
@@ -32,7 +32,7 @@ TABLE = File(__file__).parent.parent / "gemm.json"
 THRESHOLD = 64
 """Rows from which aiter is asked: below, a general product is latency, and its dispatch costs more than it gains."""
 
-Run = Callable[[Tensor, Tensor, "Tensor | None"], "Tensor | None"]
+Run = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
 
 
 class Path(NamedTuple):
@@ -42,6 +42,8 @@ class Path(NamedTuple):
     """Of input `[..., K]`, weight `[N, K]` and bias `[N]` or None; returns `[..., N]`, or None where it cannot."""
     takes_bias: bool = True
     """Whether it adds the bias; else that is an operator behind it, and rounds once more."""
+    many_rows: bool = False
+    """Whether it is only for `threshold()` rows and more."""
 
 
 class Product(NamedTuple):
@@ -99,10 +101,11 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `input @ weight.T + bias` by the path for its size."""
     if input.numel() and input.dtype == weight.dtype and backend.get_backend() != "reference":
         size = size_of(input, weight, bias)
-        name = route(size, input.numel() // weight.shape[1], weight.get_device() if weight.is_cuda else None)
-        found = by_path(PATHS[name], input, weight, bias) if name in PATHS else None
+        rows = input.numel() // weight.shape[1]
+        name = route(size, rows, weight.get_device() if weight.is_cuda else None)
         if _listener is not None:
             _listener(size, name)
+        found = by_path(name, input, weight, bias, rows)
         if found is not None:
             _counts[name] += 1
             return found
@@ -110,8 +113,11 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(input, weight, bias)
 
 
-def by_path(path: Path, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the product by one path; a bias that it does not take is added behind it."""
+def by_path(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor | None:
+    """Return the product by one path, None where it cannot; a bias that it does not take is added behind it."""
+    path = PATHS.get(name)
+    if path is None or (path.many_rows and rows < _threshold):
+        return None
     if bias is None or path.takes_bias:
         return path.run(input, weight, bias)
     found = path.run(input, weight, None)
@@ -233,15 +239,14 @@ offer("vendor", Path(F.linear))
 offer("skinny", Path(_skinny))
 offer("hipblaslt", Path(_preferring("hipblaslt")))
 offer("rocblas", Path(_preferring("hipblas")))
+offer("preshuffled", Path(preshuffle.multiply, takes_bias=False, many_rows=True))
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
-_operator = backend.register(
-    "routed_linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor", product, _fake
-)
+_operator = backend.register("routed_linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor", product, _fake)
 
 
 def _describe(model: nn.Module) -> list[str]:

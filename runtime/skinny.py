@@ -216,7 +216,7 @@ def launch_skinny_linear(
     form: tuple[int, ...],
 ) -> None:
     """Run the kernel of `linear` for up to `MOST_ROWS` rows with a `Form`, or the first fields of one."""
-    block_rows, block_cols, num_warps, splits, stages, turned = Form(*form)
+    block_rows, block_cols, num_warps, splits, stages, turned = Form(*form)  # type: ignore[arg-type]
     rows, cols = weight.shape
     count = out.numel() // rows
     height = height_for(count)

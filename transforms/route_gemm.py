@@ -20,9 +20,9 @@ class RouteGemm(Transform):
     """Choose who computes a linear projection by the size of the product. Runs on request only.
 
     What it does:
-        `self.o_proj(x)` becomes `routed_linear(x, self.o_proj)` in `forward`, for every attribute that `__init__` makes
-        a plain `nn.Linear`; so does `linear(x, self.lm_head)` that decode_head wrote. What is packed stays as it is
-        and takes the same way inside the runtime.
+        `self.o_proj(x)` becomes `routed_linear(x, self.o_proj)` in `forward`, for every attribute that `__init__`
+        makes a plain `nn.Linear`; so does `linear(x, self.lm_head)` that decode_head wrote. What is packed stays as it
+        is and takes the same way inside the runtime.
 
     Why:
         No library is the fastest for all sizes. On AMD cards aiter, hipBLASLt and rocBLAS differ by shape, and for few
