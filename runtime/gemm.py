@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import backend, explain, packing, preshuffle
+from . import backend, packing, preshuffle
+from .explain import reporters
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
 
@@ -254,4 +255,4 @@ def _describe(model: nn.Module) -> list[str]:
 
 
 packing.multiply_with(product)
-explain.reporters.append(_describe)
+reporters.append(_describe)
