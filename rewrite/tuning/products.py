@@ -216,7 +216,8 @@ class Products:
             for weight in weights:  # each may have something to prepare
                 run(weight)
 
-        graph, counters = torch.cuda.CUDAGraph(), self.arrivals.new(self.device)
+        graph = torch.cuda.CUDAGraph()
+        graph.counters = counters = self.arrivals.new(self.device)  # which live as long as the graph
         once()
         torch.cuda.synchronize(self.device)
         try:
