@@ -25,6 +25,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.nn.modules.module import _has_any_global_hook
 
+from . import launch
+
 BACKENDS = ("auto", "reference", "triton")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
 
@@ -181,9 +183,9 @@ def nothing_watches(tensor: torch.Tensor) -> bool:
 def count_fallback(operator: str, reason: str, module: nn.Module | None = None) -> None:
     """Count one run of `operator` that did not take its fast form, for `explain`. Free while compiling.
 
-    `module`, where there is one, is remembered with the last reason.
+    `module`, where there is one, is remembered with the last reason. What does not run is not counted.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not launch.collects():
         _fallbacks[(operator, reason)] += 1
         if module is not None:
             _last_reasons[module] = f"{operator}: {reason}"

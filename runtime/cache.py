@@ -170,6 +170,8 @@ class PreallocatedCache(Cache):
     def arrived(self, count: int) -> Tensor:
         """Return `count` int32 zeros in which the programs of an attention kernel count themselves, one by one."""
         if not self._arrived or self._arrived[-1].numel() < count:  # graphs keep the addresses of the smaller ones
+            if self.position.is_cuda and torch.cuda.is_current_stream_capturing():
+                return self.position.new_zeros(count, dtype=torch.int32)  # of that graph, which may be thrown away
             with torch.inference_mode(False):
                 self._arrived.append(torch.zeros(max(count, 4096), dtype=torch.int32, device=self.position.device))
         return self._arrived[-1]

@@ -103,7 +103,7 @@ class _Generation:
         graph = self._graph()
         try:
             logits = self._prefill(graph)
-            graph.prove(logits.argmax(-1))
+            graph.prove(logits.argmax(-1), self.sampling)
             program = self._program(graph)
         except StepDiffers as error:
             raise self._refuse(graph, "step_differs", error=error) from error

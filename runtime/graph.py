@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicCache
 from . import backend
 from .cache import CacheFull, PreallocatedCache, preallocated_like
 from .capture import CAPTURING, capture
+from .compile_ahead import compile_all, variants
 from .greedy import choose
 from .launch import rehearsing
 from .prompt_graph import PromptGraphs
@@ -293,8 +294,10 @@ class DecodeGraph:
         if self.captures and not self._programs and not self.prompts.lengths:
             self.pool = torch.cuda.graph_pool_handle()
 
-    def prove(self, tokens: Tensor) -> None:
+    def prove(self, tokens: Tensor, sampling: Sampling | None = None) -> None:
         """Compare one step against the buffers with the model's ordinary step, once; it leaves the cache as it was.
+
+        Before that the kernels of the step, and of a sampling, are compiled side by side.
 
         The model's own code decides which slots it attends to, and code that ignores the mask for a single token
         would silently see the slots that nothing has written.
@@ -310,6 +313,7 @@ class DecodeGraph:
         with self._as_for_decoding():
             with backend.plainly():
                 ordinary = self._ordinary_step(length)
+            self._compile(sampling)
             for layer in self.cache.attention_layers:
                 layer.length = length
                 if layer.values is not None:
@@ -330,6 +334,21 @@ class DecodeGraph:
         if not distance < TOLERANCE:
             raise StepDiffers(distance)
         self._proved = True
+
+    def _compile(self, sampling: Sampling | None) -> None:
+        """Compile the kernels of a step and a sampling side by side; what cannot be captured is compiled as it runs.
+
+        What a model computes once and keeps must be there: a graph that is thrown away has only room for it.
+        """
+        if not self.captures:
+            return
+
+        def run() -> None:
+            logits = self.forward()
+            if sampling is not None:
+                choose(logits, self.state, sampling)
+
+        compile_all(variants(run, self.device), self.device)
 
     def take_over(self, other: DecodeGraph) -> None:
         """Continue where a graph with less capacity ended."""

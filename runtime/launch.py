@@ -19,21 +19,27 @@ WAVE = 64 if torch.version.hip else 32
 _REMEMBERS = torch.version.hip is None
 
 
-class _Rehearsal(threading.local):
-    active: bool = False
+Collector = Callable[[tuple[object, ...], Callable[[], object]], object]
 
 
-_REHEARSAL = _Rehearsal()
+class _Thread(threading.local):
+    """What this thread's launches do."""
+
+    rehearses: bool = False
+    collector: Collector | None = None
+
+
+_THREAD = _Thread()
 
 
 @contextlib.contextmanager
 def rehearsing() -> Iterator[None]:
     """Launch as inside a graph: the same variants, so that each is compiled once and before the capture."""
-    before, _REHEARSAL.active = _REHEARSAL.active, True
+    before, _THREAD.rehearses = _THREAD.rehearses, True
     try:
         yield
     finally:
-        _REHEARSAL.active = before
+        _THREAD.rehearses = before
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
@@ -44,7 +50,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
     """
     return (
         tensor.is_cuda
-        and (_REHEARSAL.active or torch.cuda.is_current_stream_capturing())
+        and (_THREAD.rehearses or torch.cuda.is_current_stream_capturing())
         and _has_dependent_launch(tensor.get_device())
     )
 
@@ -63,18 +69,17 @@ def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
     return blocks, min(row_count, 32768), -(-row_count // 32768)
 
 
-Collector = Callable[[tuple[object, ...], Callable[[], object]], None]
-
-_collector: Collector | None = None
-
-
 def collect(collector: Collector | None) -> None:
-    """Launch nothing: tell `collector` of every variant, by a key, and how to compile it; None to launch again.
+    """Launch nothing in this thread: tell `collector` of every variant, by a key, and how to compile it.
 
-    So `rewrite tune` compiles what it is going to measure in several threads: a step is captured without effect.
+    None launches again. `compile_ahead` is the user of this.
     """
-    global _collector
-    _collector = collector
+    _THREAD.collector = collector
+
+
+def collects() -> bool:
+    """Return whether this thread's launches are told to a collector."""
+    return _THREAD.collector is not None
 
 
 class Kernel:
@@ -106,11 +111,11 @@ class Kernel:
             *[tensor.data_ptr() % 16 == 0 for tensor in tensors],
             *[stride if stride < 2 else (stride % 16 == 0, stride >> 31) for stride in strides],
         )
-        if _collector is not None:
+        if _THREAD.collector is not None:
             pdl = {"launch_pdl": True} if overlap else {}
             arguments = (*tensors, *counts, *strides, *floats, *constants)
             warm_up = functools.partial(self.jit_function.warmup, *arguments, grid=grid, num_warps=num_warps, **pdl)
-            _collector((self, *key), warm_up)
+            _THREAD.collector((self, *key), warm_up)
             return
         variant = self._variants.get(key)
         if variant is not None:

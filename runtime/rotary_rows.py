@@ -60,7 +60,8 @@ def rotary_rows(
 ) -> Any:
     """Return `rotary_emb(hidden_states, position_ids)`; in a step of a `PreallocatedCache`, from its tables.
 
-    The tables are made the first time a step asks for them outside of a stream capture, and kept in the cache. Where
+    The tables are made the first time they are asked for outside of a stream capture, by the prompt as a rule, and
+    kept in the cache. Where
     there can be none the module is called; if that makes the host wait, `past_key_values.refusal` says so.
 
     Args:
@@ -73,9 +74,9 @@ def rotary_rows(
     Returns:
         cos and sin, each `[B, n, R]`.
     """
-    if isinstance(past_key_values, PreallocatedCache) and past_key_values.stepping:
+    if isinstance(past_key_values, PreallocatedCache):
         tables = _tables(rotary_emb, hidden_states, position_ids, past_key_values, layer_type)
-        if tables is not None:
+        if tables is not None and past_key_values.stepping:
             return _op(_rows_of(position_ids, tables[0], rotary_emb, past_key_values, layer_type), *tables)
     return _call(rotary_emb, hidden_states, position_ids, layer_type)
 

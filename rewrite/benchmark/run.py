@@ -72,11 +72,11 @@ class _Run:
                 self._at_once(cell)
             self._prefill(compiled=False)
             for cell in plan.cells if self.gpu else ():
-                self._profile(cell)
-            for cell in plan.cells if self.gpu else ():
                 self._compiled(cell)
             if self.gpu:
                 self._prefill(compiled=True)
+            for cell in plan.cells if self.gpu and self._time_is_left() else ():
+                self._profile(cell)
             self.ours = self.theirs = None
             _release(plan.device)
             if self.gpu and self._time_is_left():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import NothingToTune
@@ -27,9 +24,8 @@ class Steps:
 
         package = type(model).__module__.rpartition(".")[0]
         try:
-            self.tiles, self.launch, self.capture, graphs = (
-                importlib.import_module(f"{package}.runtime.{name}")
-                for name in ("tiles", "launch", "capture", "graph")
+            self.tiles, self.ahead, graphs = (
+                importlib.import_module(f"{package}.runtime.{name}") for name in ("tiles", "compile_ahead", "graph")
             )
         except ModuleNotFoundError as error:
             raise NothingToTune(type(model).__name__, f"it has no {error.name}") from error
@@ -68,16 +64,13 @@ class Steps:
 
     def compile_ahead(self, tables: Sequence[Mapping[str, Entry]]) -> int:
         """Compile in threads what steps with these tables launch. Returns how many variants."""
-        import torch
-
         jobs: dict[Any, Callable[[], object]] = {}
-        with self._collecting(lambda key, compile: jobs.setdefault(key, compile)):
-            for table in tables:
-                self._trace(table)
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        workers = min(16, os.cpu_count() or 1)
-        with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(index,)) as pool:
-            list(pool.map(_compiled, jobs.values()))
+        for table in tables:
+            self.tiles.try_out(table)
+            with self.decode.model._optimize_model_for_decode():
+                jobs |= self.ahead.variants(self.decode.forward, self.device)
+            self.tiles.try_out({})
+        self.ahead.compile_all(jobs, self.device)
         return len(jobs)
 
     def times(self, tables: Sequence[Mapping[str, Entry]], blocks: int) -> list[list[float] | None]:
@@ -107,24 +100,6 @@ class Steps:
         finally:
             self.tiles.try_out({})
 
-    @contextlib.contextmanager
-    def _collecting(self, collector: Callable[[Any, Callable[[], object]], object]) -> Iterator[None]:
-        """Launch none of the package's kernels."""
-        self.launch.collect(collector)
-        try:
-            yield
-        finally:
-            self.launch.collect(None)
-
-    def _trace(self, table: Mapping[str, Entry]) -> None:
-        """Capture a step with a table and drop it: nothing runs, so nothing reads what no kernel wrote."""
-        import torch
-
-        self.tiles.try_out(table)
-        with contextlib.suppress(*_failures()), torch.no_grad(), self.decode.model._optimize_model_for_decode():
-            self.capture.capture(self.decode.forward, lambda: None, self.device, torch.cuda.graph_pool_handle())
-        self.tiles.try_out({})
-
     def _begin(self) -> None:
         self.decode.begin(self.next, None)
         self.decode.state.input_ids.copy_(self.tokens[:, None])
@@ -147,12 +122,6 @@ class Steps:
             raise NothingToTune(type(self.decode.model).__name__, "its step cannot be captured")
         self._block(program)
         return max(4, min(ROOM // 2, int(BLOCK_MS / self._block(program))))
-
-
-def _compiled(compile: Callable[[], object]) -> None:
-    """Compile a kernel; one that does not compile is met again, and left out, when its step is captured."""
-    with contextlib.suppress(*_failures()):
-        compile()
 
 
 def _failures() -> tuple[type[Exception], ...]:

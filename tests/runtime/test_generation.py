@@ -469,7 +469,7 @@ def test_probabilities_that_are_no_numbers_raise_as_in_the_original():
     forward = graph.forward
     graph._programs.clear()
     graph.forward = lambda: forward() * torch.nan
-    graph.prove = lambda tokens: None
+    graph.prove = lambda tokens, sampling: None
     with pytest.raises(RuntimeError, match="probability tensor"):
         model.generate(**prompt(), **arguments)
 
