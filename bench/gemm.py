@@ -38,14 +38,22 @@ SHARED_BYTES = 227 << 10
 ROTATED_BYTES = 150 << 20
 GRAPH_US = 300.0
 SCREENING, FINAL = 5, 21
-FIRST, AROUND = 44, 24
-"""Forms that are tried from the start, and around the best of those."""
+FIRST, AROUND = 30, 24
+"""Forms that are tried from the start, besides the likely ones, and around the best of those."""
+LIKELY = (
+    (64, 256, 4, 1, 3), (64, 128, 4, 1, 5), (64, 128, 4, 1, 3), (64, 256, 4, 4, 3), (64, 128, 4, 2, 5),
+    (64, 64, 4, 1, 5), (64, 256, 4, 2, 4), (64, 128, 4, 4, 5), (64, 128, 4, 3, 4), (128, 128, 4, 1, 2),
+    (128, 128, 4, 1, 4), (128, 128, 8, 1, 4), (128, 64, 4, 1, 5), (32, 256, 2, 1, 6), (16, 512, 2, 1, 5),
+)  # fmt: skip
+"""What won some case or other before."""
 
-SIZES = {
+LAYERS = {
     "1B": {"qkv": (3072, 2048), "gate-up": (16384, 2048), "down": (2048, 8192), "o": (2048, 2048)},
     "8B": {"qkv": (6144, 4096), "gate-up": (28672, 4096), "down": (4096, 14336), "o": (4096, 4096)},
     "70B": {"qkv": (10240, 8192), "gate-up": (57344, 8192), "down": (8192, 28672), "o": (8192, 8192)},
 }
+HEADS = {"1B": (128256, 2048), "8B": (128256, 4096), "70B": (128256, 8192)}
+SIZES = {model: layers | {"head": HEADS[model]} for model, layers in LAYERS.items()}
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class Result:
     form: tuple[int, ...]
     tried: int
     others: list[tuple[str, tuple[int, ...], float]] = field(default_factory=list)
+    by_rule: float | None = None
+    """Microseconds of the form for a shape that was not measured, as it was screened."""
 
     @property
     def vendor(self) -> float:
@@ -97,7 +107,7 @@ class Result:
 def cases(rows: Sequence[int], layers: Sequence[str], models: Sequence[str]) -> list[Case]:
     """Every case; those that have to hold first."""
     found = [Case(model, layer, *SIZES[model][layer], count) for count in rows for model in models for layer in layers]
-    return sorted(found, key=lambda case: (case.layer == "o", case.rows > 16))
+    return sorted(found, key=lambda case: (case.layer in ("o", "head"), case.rows > 16))
 
 
 # ---- contenders ----
@@ -136,13 +146,13 @@ def height_of(rows: int) -> int:
 
 
 def allowed(case: Case, form: Form) -> bool:
-    block_rows, block_cols, warps, splits, stages, turned = form
-    shared = stages * (block_rows + height_of(case.rows)) * block_cols * 2
+    block_rows, block_cols, warps, splits, stages = form
+    shared = (stages + 1) * (block_rows + height_of(case.rows)) * block_cols * 2  # the first tile stands alone
     programs = -(-case.outputs // block_rows) * splits
     return (
         block_cols * splits <= case.inputs
-        and shared <= SHARED_BYTES * 0.9
-        and block_rows >= (16 * warps if turned else 4 * warps)
+        and shared <= SHARED_BYTES
+        and block_rows >= 8 * warps
         and programs <= 132 * 64
         and programs >= 64
         and (splits == 1 or programs <= 132 * 16)
@@ -153,7 +163,7 @@ def allowed(case: Case, form: Form) -> bool:
 
 def estimate(case: Case, form: Form) -> float:
     """A guess at the microseconds, to choose what is tried first."""
-    block_rows, block_cols, warps, splits, stages, _ = form
+    block_rows, block_cols, warps, splits, stages = form
     height, rows = height_of(case.rows), case.rows
     shared = stages * (block_rows + height) * block_cols * 2
     programs = -(-case.outputs // block_rows) * splits
@@ -170,32 +180,36 @@ def estimate(case: Case, form: Form) -> float:
 
 
 def first_forms(case: Case) -> list[Form]:
-    """The forms that are tried from the start: the best guesses, of each orientation and each block the best ones."""
+    """The forms that are tried from the start: the best guesses, of each block the best ones."""
     every = [
         Form(*parts)
         for parts in itertools.product(
-            (16, 32, 64, 128), (64, 128, 256, 512), (2, 4, 8), (1, 2, 3, 4, 6, 8, 16), (3, 4, 6), (False, True)
+            (16, 32, 64, 128), (64, 128, 256, 512), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 16), (3, 4, 5, 7)
         )
     ]
-    ranked = sorted((form for form in every if allowed(case, form)), key=lambda form: estimate(case, form))
+    known = [Form(*tiles.rule("skinny_linear", case.outputs, case.inputs)), *(Form(*parts) for parts in LIKELY)]
+    ranked = sorted(
+        (form for form in every if allowed(case, form)),
+        key=lambda form: (estimate(case, form), abs(form.num_warps - 4)),
+    )
     turns: dict[tuple[int, ...], int] = {}
     numbered = []
     for place, form in enumerate(ranked):
-        group = (form.block_rows, form.turned, form.num_warps, form.splits > 1)
+        group = (form.block_rows, form.block_cols, form.num_warps, form.splits > 1)
         turns[group] = turns.get(group, -1) + 1
         numbered.append((turns[group], place, form))
-    return [form for _, _, form in sorted(numbered)[:FIRST]]
+    found = [form for _, _, form in sorted(numbered)[:FIRST]]
+    return list(dict.fromkeys([*(form for form in known if allowed(case, form)), *found]))
 
 
 def around(case: Case, form: Form) -> list[Form]:
     """Forms that differ in one field, or in two that keep the memory in flight."""
-    block_rows, block_cols, warps, splits, stages, turned = form
+    block_rows, block_cols, warps, splits, stages = form
     found = [
         *(form._replace(block_cols=n) for n in (block_cols // 2, block_cols * 2)),
         *(form._replace(num_warps=n) for n in (warps // 2, warps * 2)),
         *(form._replace(splits=n) for n in (splits - 1, splits + 1, splits * 2, splits // 2, splits + 2)),
         *(form._replace(stages=n) for n in (stages - 1, stages + 1, stages + 2)),
-        form._replace(turned=not turned),
         form._replace(block_rows=block_rows * 2, splits=splits * 2),
         form._replace(block_rows=block_rows // 2, splits=max(1, splits // 2)),
         form._replace(block_cols=block_cols // 2, stages=stages * 2 - 1),
@@ -360,7 +374,7 @@ def measure(case: Case, compiler: Compiler, pending: list[Future[None]]) -> Resu
     libraries = [vendor("cublas", "cublas"), vendor("cublaslt", "cublaslt")]
     programs = [Program(one, case, sets) for one in (*libraries, *finalists)]
     with without_overlap():
-        programs += [Program(one, case, sets) for one in finalists[:1]]
+        programs += [Program(one, case, sets) for one in finalists]
     torch.backends.cuda.preferred_blas_library("cublas")
     times = timed(programs, FINAL)
     errors = [wrong(program, sets.x) for program in programs]
@@ -369,11 +383,13 @@ def measure(case: Case, compiler: Compiler, pending: list[Future[None]]) -> Resu
     yardstick = max(errors[0], errors[1])
     if not max(errors) <= 2 * yardstick:
         print(f"    WRONG: {winner.name}: relative errors {errors}", flush=True)
-    us = {"cublas": times[0], "cublaslt": times[1], "ours": times[ours], "alone": times[-1]}
-    error = {"cublas": errors[0], "cublaslt": errors[1], "ours": errors[ours], "alone": errors[-1]}
+    us = {"cublas": times[0], "cublaslt": times[1], "ours": times[ours], "alone": times[ours + len(finalists)]}
+    error = {"cublas": errors[0], "cublaslt": errors[1], "ours": errors[ours], "alone": errors[ours + len(finalists)]}
     kind = winner.name.split()[0]
     others = [(one.name.split()[0], one.form, value) for value, one in ranked[:12]]
-    return Result(case, us, error, kind, winner.form, len(tried), others)
+    ruled = tiles.rule(kind, case.outputs, case.inputs)
+    by_rule = tried.get(f"{kind if kind == 'linear' else 'skinny'} {shown(ruled)}")
+    return Result(case, us, error, kind, winner.form, len(tried), others, by_rule[0] if by_rule else None)
 
 
 def wrong(program: Program, x: Tensor) -> float:
@@ -417,7 +433,7 @@ def line(result: Result, bandwidth: float) -> str:
     return (
         f"{case.model:5} {case.layer:8} {case.outputs:>6}x{case.inputs:<5} {case.rows:>3} {us['cublas']:8.2f} "
         f"{us['cublaslt']:8.2f} {us['ours']:8.2f} {us['alone']:8.2f} {result.ratio:6.2f} {rate / PEAK:5.0%} "
-        f"{rate / bandwidth:5.0%}  {result.kind} {shown(result.form)} ({result.tried} tried)"
+        f"{rate / bandwidth:5.0%}  {result.kind} {shown(result.form)} ({result.tried} tried; rule {result.by_rule or 0:.2f})"
     )
 
 
@@ -428,7 +444,7 @@ def main() -> None:
         "--for", type=float, default=230.0, dest="seconds", help="begin no case after this many seconds"
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 1, 32])
-    parser.add_argument("--layers", nargs="+", default=["qkv", "gate-up", "down", "o"])
+    parser.add_argument("--layers", nargs="+", default=["qkv", "gate-up", "down", "o", "head"])
     parser.add_argument("--models", nargs="+", default=list(SIZES))
     options = parser.parse_args()
     started = time.perf_counter()

@@ -1,14 +1,17 @@
-"""Products of 2 to 16 rows with large weights, with what stands before and after them in the same kernel.
+"""Products of 2 to 32 rows with large weights, with what stands before and after them in the same kernel.
 
 I in_features, O out_features, M rows. The formulas are those of `linear.py`; what an RMSNorm divides by is a factor of
 the row, so the product need not wait for it:
 
     norm(x) Wᵀ = rsqrt(mean(x²) + eps) * ((x * w) Wᵀ)
 
-The time is again that of reading the weight, once: a program takes some rows of it and all M rows of the input, filled
-up to the 16 that the tensor cores want. `x * w` is computed in fp32 and rounded once to the weight's dtype, where the
-norm as an operator rounds before and after its weight; sums are fp32. The activation of a gated product is an operator
-of its own: a kernel with both halves took 61 µs a call longer than cuBLAS (H100, 1B Llama, 8 rows).
+The time is again that of reading the weight, once: a program multiplies a tile of it, 64 rows as a rule, with all M
+rows of the input, filled up to 16 or 32; the weight is the left side, whose 64 rows the tensor cores of Hopper take
+from shared memory as they are. Where there are fewer tiles than the chip has room for programs, several share one and
+each takes a part of the columns (split-K): the last to arrive adds up what all of them have written, in one order.
+`x * w` is computed in fp32 and rounded once to the weight's dtype, where the norm as an operator rounds before and
+after its weight; sums are fp32. The activation of a gated product is an operator of its own: a kernel with both halves
+took 61 µs a call longer than cuBLAS (H100, 1B Llama, 8 rows).
 """
 
 from __future__ import annotations
@@ -22,12 +25,11 @@ from . import backend
 from .arrivals import arrivals
 from .launch import Kernel, overlaps
 from .prologue import Prologue, norm_arguments
+from .tiles import STAGES
 
 MOST_ROWS = 32
 HEIGHTS = (16, 32)
 """Rows that the tensor cores are given; what is missing is filled up."""
-STAGES = 2 if torch.version.hip else 4
-"""Tiles of a program in flight; LDS is 64 KiB on AMD cards."""
 
 if backend.triton_installed():
     import triton
@@ -105,7 +107,6 @@ if backend.triton_installed():
         BLOCK_COLS: tl.constexpr,
         SPLITS: tl.constexpr,
         STAGES: tl.constexpr,
-        TURNED: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
@@ -117,35 +118,30 @@ if backend.triton_installed():
         column = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         rows = tl.arange(0, M)
         weight_row = weight_ptr + column.to(tl.int64)[:, None] * I
-        weight = _weight(weight_row, column, begin, I, O, BLOCK_ROWS, BLOCK_COLS)
-        if OVERLAP:
+        first = begin
+        y = tl.zeros([BLOCK_ROWS, M], tl.float32)
+        if NORM:
+            square = tl.zeros([M, BLOCK_COLS], tl.float32)
+        if OVERLAP:  # one tile of the weight on its way while the kernel before ends
+            weight = _weight(weight_row, column, begin, I, O, BLOCK_ROWS, BLOCK_COLS)
             tl.extra.cuda.gdc_wait()
-        x, square = _input(x_ptr, norm_ptr, rows, begin, count, offset, I, NORM, NORM_WEIGHT, BLOCK_COLS)
-        if TURNED:
-            y = tl.dot(weight, tl.trans(x), input_precision="ieee")
-        else:
-            y = tl.dot(x, tl.trans(weight), input_precision="ieee")
-        for start in tl.range(begin + BLOCK_COLS, end, BLOCK_COLS, num_stages=STAGES):
+            x, more = _input(x_ptr, norm_ptr, rows, begin, count, offset, I, NORM, NORM_WEIGHT, BLOCK_COLS)
+            if NORM:
+                square += more
+            y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+            first += BLOCK_COLS
+        for start in tl.range(first, end, BLOCK_COLS, num_stages=STAGES):
             weight = _weight(weight_row, column, start, I, O, BLOCK_ROWS, BLOCK_COLS)
             x, more = _input(x_ptr, norm_ptr, rows, start, count, offset, I, NORM, NORM_WEIGHT, BLOCK_COLS)
             if NORM:
                 square += more
-            if TURNED:
-                y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
-            else:
-                y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
-        squares = tl.sum(square, 1)
-        if TURNED:
-            row = rows[None, :]
-            column = column[:, None]
-            inner = tl.arange(0, BLOCK_ROWS)[:, None]
-        else:
-            row = rows[:, None]
-            column = column[None, :]
-            inner = tl.arange(0, BLOCK_ROWS)[None, :]
-        there = (row < count) & (column < O)
+            y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+        if NORM:
+            squares = tl.sum(square, 1)
+        there = (column < O)[:, None] & (rows < count)[None, :]
         if SPLITS > 1:
-            part = part_ptr + tile.to(tl.int64) * SPLITS * M * BLOCK_ROWS + row * BLOCK_ROWS + inner
+            inner = tl.arange(0, BLOCK_ROWS)[:, None] + rows[None, :] * BLOCK_ROWS
+            part = part_ptr + tile.to(tl.int64) * SPLITS * M * BLOCK_ROWS + inner
             tl.store(part + split * M * BLOCK_ROWS, y, mask=there)
             if NORM:
                 square_row = square_ptr + tile * SPLITS * M + rows
@@ -154,21 +150,18 @@ if backend.triton_installed():
             if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
                 return
             tl.store(arrived_ptr + tile, 0)
-            y = tl.zeros_like(y)
-            squares = tl.zeros_like(squares)
+            y = tl.zeros([BLOCK_ROWS, M], tl.float32)
+            if NORM:
+                squares = tl.zeros([M], tl.float32)
             for one in tl.static_range(SPLITS):
                 y += tl.load(part + one * M * BLOCK_ROWS, mask=there, other=0.0, cache_modifier=".cg")
                 if NORM:
                     squares += tl.load(square_row + one * M, mask=rows < count, other=0.0, cache_modifier=".cg")
         if NORM:
-            inverse = tl.rsqrt(squares / I + eps)
-            if TURNED:
-                y *= inverse[None, :]
-            else:
-                y *= inverse[:, None]
+            y *= tl.rsqrt(squares / I + eps)[None, :]
         if BIAS:
-            y += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)
-        at = row * O + column
+            y += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)[:, None]
+        at = rows[None, :] * O + column[:, None]
         if RESIDUAL:
             y += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=there)
@@ -203,7 +196,6 @@ class Form(NamedTuple):
     """Programs that share a row of the weight, at most."""
     stages: int = STAGES
     """Tiles of a program in flight."""
-    turned: bool = False
 
 
 def launch_skinny_linear(
@@ -216,7 +208,7 @@ def launch_skinny_linear(
     form: tuple[int, ...],
 ) -> None:
     """Run the kernel of `linear` for up to `MOST_ROWS` rows with a `Form`, or the first fields of one."""
-    block_rows, block_cols, num_warps, splits, stages, turned = Form(*form)  # type: ignore[arg-type]
+    block_rows, block_cols, num_warps, splits, stages = Form(*form)
     rows, cols = weight.shape
     count = out.numel() // rows
     height = height_for(count)
@@ -244,7 +236,7 @@ def launch_skinny_linear(
             (eps, offset),
             (
                 cols, rows, prologue is not None, has_weight, bias is not None, residual is not None, overlap,
-                height, block_rows, block_cols, splits, stages, turned,
+                height, block_rows, block_cols, splits, stages,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -217,7 +217,8 @@ class Products:
                 run(weight)
 
         graph = torch.cuda.CUDAGraph()
-        graph.counters = counters = self.arrivals.new(self.device)  # which live as long as the graph
+        counters = self.arrivals.new(self.device)
+        graph.counters = counters  # type: ignore[attr-defined]  # which live as long as the graph
         once()
         torch.cuda.synchronize(self.device)
         try:

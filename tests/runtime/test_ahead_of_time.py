@@ -51,7 +51,7 @@ LOGITS = {
 }
 PRODUCT = {"NORM": True, "NORM_WEIGHT": True, "BIAS": False, "OVERLAP": False}
 NO_NORM = {"NORM": False, "NORM_WEIGHT": False}
-SKINNY = PRODUCT | {"M": 16, "STAGES": 0, "SPLITS": 4, "TURNED": False}
+SKINNY = PRODUCT | {"M": 16, "STAGES": 0, "SPLITS": 4}
 STEP = {"D": 64, "R": 64, "INTERLEAVED": False, "HALF_TABLE": False, "OVERLAP": False}  # of a Llama-3.2-1B
 QKV = PRODUCT | STEP | {"I": 2048, "H": 32, "HK": 8, "BLOCK_ROWS": 2, "BLOCK_COLS": 1024}
 ROPE_CACHE = STEP | {"H": 32, "HK": 8, "D": 128, "R": 128, "Q_NORM": True, "K_NORM": True, "BLOCK": 64}
