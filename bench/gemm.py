@@ -430,10 +430,11 @@ def line(result: Result, bandwidth: float) -> str:
     case, us = result.case, result.us
     moved = case.weight_bytes + 2 * case.rows * (case.inputs + case.outputs)
     rate = moved / (us["ours"] * 1e-6)
+    search = f"of {result.tried}; rule {result.by_rule or 0:.2f}"
     return (
         f"{case.model:5} {case.layer:8} {case.outputs:>6}x{case.inputs:<5} {case.rows:>3} {us['cublas']:8.2f} "
         f"{us['cublaslt']:8.2f} {us['ours']:8.2f} {us['alone']:8.2f} {result.ratio:6.2f} {rate / PEAK:5.0%} "
-        f"{rate / bandwidth:5.0%}  {result.kind} {shown(result.form)} ({result.tried} tried; rule {result.by_rule or 0:.2f})"
+        f"{rate / bandwidth:5.0%}  {result.kind} {shown(result.form)} ({search})"
     )
 
 
