@@ -56,4 +56,5 @@ def _compiled(compile: Callable[[], object]) -> None:
     from triton import TritonError
 
     with contextlib.suppress(RuntimeError, TritonError):
-        compile()
+        variant: Any = compile()
+        _ = variant.run  # Triton compiles a C function that launches it, and loads both, when it is asked for this
