@@ -62,7 +62,7 @@ def quantized(
 
 def _traced(input: Tensor, projections: Sequence[nn.Module]) -> tuple[Quantized, Tensor | None] | None:
     """Quantise inside what a compiler or tracer records: no copy outlives a call."""
-    if packing._unsafe(input, projections) is not None:
+    if packing.unsafe(input, projections) is not None:
         return None
     weights = [packing._parameter(projection, "weight") for projection in projections]
     biases = [projection._parameters["bias"] for projection in projections]
