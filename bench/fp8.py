@@ -307,25 +307,19 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
 
         candidates = [step.tile_for(kind, weights[0]), *TILES[kind]]
         candidates = [t for t in dict.fromkeys(candidates) if inputs % t[1] == 0 and outputs % t[0] == 0]
-        forms = [(swap, tile) for swap in ((False, True) if rows > 1 else (True,)) for tile in candidates]
         waiting: dict[Any, Any] = {}
         launch.collect(lambda key, compile, waiting=waiting: waiting.setdefault(key, compile))
         with launch.rehearsing():
-            for step.SWAP, tile in forms:
+            for tile in candidates:
                 run(tile)
         launch.collect(None)
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(lambda compile: compile(), waiting.values()))
         times = {}
-        for step.SWAP, tile in forms:
+        for tile in candidates:
             if time.perf_counter() > stop:
                 break
-            shown = " ".join(map(str, tile)) + ("" if step.SWAP or rows == 1 else " rows first")
-            try:
-                times[shown] = replayed(lambda tile=tile: run(tile), launch) / len(weights)
-            except RuntimeError as error:
-                times[shown] = float("inf")
-                print(f"  {shown}: {str(error)[:100]}")
+            times[" ".join(map(str, tile))] = replayed(lambda tile=tile: run(tile), launch) / len(weights)
         size = weights[0].values.nbytes
         best = sorted(times.items(), key=lambda item: item[1])
         rule = " ".join(map(str, candidates[0]))

@@ -81,7 +81,7 @@ def test_norm_and_activation_quantise_what_they_would_write(
     norm = Norm(1000).to(device, dtype)
     normed, summed = fp8_add_rms_norm.fp8_add_norm(x, residual, norm)
     wanted = add_rms_norm(x, residual, norm.weight, 1e-5)
-    torch.testing.assert_close(normed, wanted[0], rtol=torch.finfo(dtype).eps, atol=0)  # sums over other tiles
+    torch.testing.assert_close(normed, wanted[0], rtol=4 * torch.finfo(dtype).eps, atol=0)  # another kernel's sums
     assert torch.equal(summed, wanted[1])
     same_bits(quantized_rows(normed), quantize(normed, dtype_for(normed)))
     assert quantized_rows(normed).values.data_ptr() == quantized_rows(normed).values.data_ptr()  # not made anew
