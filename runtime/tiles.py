@@ -35,7 +35,8 @@ Entry = tuple[int, ...] | None
 TUNED = Path(__file__).parent.parent / "tuned.json"
 
 MEASURED: dict[str, dict[str, Entry]] = {
-    # torch 2.11, triton 3.6; Llamas of 1B and 8B parameters at 1 and 8 rows, Qwen3-30B-A3B at one, 512 tokens before.
+    # torch 2.11, triton 3.6. Skinny products by bench/gemm.py, the sizes of Llamas of 1B, 8B and 70B parameters; the
+    # others in whole steps of Llamas of 1B and 8B and of Qwen3-30B-A3B, with 512 tokens before.
     "NVIDIA H100 80GB HBM3": {
         "attention 1x4x8x128 1024": (8, 16, 32, 1, 4),
         "attention 8x8x4x64 1024": (4, 4, 128, 1, 4),
@@ -43,12 +44,30 @@ MEASURED: dict[str, dict[str, Entry]] = {
         "linear 5120x2048x2": (8, 1024, 8),
         "qkv 32x2048x2": (1, 1024, 4),
         "qkv 64x4096x2": None,
-        "skinny_linear 128256x2048x2": (16, 256, 2),
-        "skinny_linear 128256x4096x2": (16, 256, 2),
-        "skinny_linear 2048x2048x2": (32, 256, 4),
-        "skinny_linear 4096x14336x2": (16, 256, 2),
-        "skinny_linear 4096x4096x2": (16, 256, 2),
-        "skinny_linear 6144x4096x2": (32, 256, 4),
+        "skinny_linear 10240x8192x2": (64, 64, 2, 1, 5),
+        "skinny_linear 16384x2048x2": (128, 128, 8, 1, 3),
+        "skinny_linear 2048x2048x2": (32, 256, 2, 1, 6),
+        "skinny_linear 2048x8192x2": (64, 256, 4, 4, 3),
+        "skinny_linear 28672x4096x2": (128, 128, 4, 1, 2),
+        "skinny_linear 3072x2048x2": (32, 256, 2, 1, 7),
+        "skinny_linear 4096x14336x2": (32, 256, 2, 1, 6),
+        "skinny_linear 4096x4096x2": (64, 256, 4, 1, 4),
+        "skinny_linear 57344x8192x2": (64, 128, 4, 1, 5),
+        "skinny_linear 6144x4096x2": (64, 256, 4, 1, 3),
+        "skinny_linear 8192x28672x2": (64, 128, 4, 1, 7),
+        "skinny_linear 8192x8192x2": (64, 256, 4, 1, 3),
+        "skinny_linear_32 10240x8192x2": (128, 64, 4, 1, 5),
+        "skinny_linear_32 16384x2048x2": (128, 128, 4, 1, 4),
+        "skinny_linear_32 2048x2048x2": (64, 128, 4, 3, 4),
+        "skinny_linear_32 2048x8192x2": (64, 128, 4, 4, 7),
+        "skinny_linear_32 28672x4096x2": (128, 128, 4, 1, 4),
+        "skinny_linear_32 3072x2048x2": (64, 256, 4, 2, 3),
+        "skinny_linear_32 4096x14336x2": (64, 128, 4, 2, 5),
+        "skinny_linear_32 4096x4096x2": (64, 128, 4, 1, 7),
+        "skinny_linear_32 57344x8192x2": (128, 128, 8, 1, 4),
+        "skinny_linear_32 6144x4096x2": (64, 128, 4, 1, 5),
+        "skinny_linear_32 8192x28672x2": (64, 128, 4, 2, 5),
+        "skinny_linear_32 8192x8192x2": (64, 128, 4, 1, 5),
     },
 }
 
