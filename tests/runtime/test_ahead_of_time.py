@@ -176,13 +176,19 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "skinny_linear": (
         "skinny",
         "skinny_linear",
-        SKINNY | NO_NORM | {"I": 8192, "O": 2048, "RESIDUAL": True, "BLOCK_ROWS": 16, "BLOCK_COLS": 256},
+        SKINNY | NO_NORM | {"I": 8192, "O": 2048, "RESIDUAL": True, "BLOCK_ROWS": 64, "BLOCK_COLS": 128},
         128,
     ),
     "skinny_linear, head": (
         "skinny",
         "skinny_linear",
-        SKINNY | {"I": 2048, "O": 128256, "RESIDUAL": False, "BLOCK_ROWS": 32, "BLOCK_COLS": 256},
+        SKINNY | {"I": 2048, "O": 128256, "RESIDUAL": False, "BLOCK_ROWS": 64, "BLOCK_COLS": 128, "SPLITS": 1},
+        128,
+    ),
+    "skinny_linear, 32 rows": (
+        "skinny",
+        "skinny_linear",
+        SKINNY | {"I": 4096, "O": 6144, "RESIDUAL": False, "BLOCK_ROWS": 64, "BLOCK_COLS": 128, "M": 32},
         128,
     ),
     "rotary, half table": ("rotary", "rotary", ROTARY | {"INTERLEAVED": True, "HALF_TABLE": True}, 128),
