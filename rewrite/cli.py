@@ -36,6 +36,7 @@ COMMANDS = {
     "diff": "Show what a package changed against its original.",
     "eject": "Drop the lock and leave plain files.",
     "explain": "Explain a transform.",
+    "kernels": "Compile the kernels for chips that need not be there.",
     "models": "List the model types of the installed transformers.",
     "sweep": "Rewrite and verify every modeling file of a transformers.",
     "sync": "Make packages anew and merge your edits.",

@@ -79,7 +79,12 @@ class Screen:
         self.output.print(table)
 
     def figures(
-        self, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]
+        self,
+        title: str,
+        headings: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        notes: Sequence[str],
+        gap: int = 2,
     ) -> None:
         """Print a table of measurements, its first column to the left and the others to the right, and notes below."""
         if not self.said.is_terminal:
@@ -87,11 +92,11 @@ class Screen:
             self._plain(self.said, f"\n{title}")
             for row in (headings, *rows):
                 cells = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
-                self._plain(self.said, "  ".join([f"{row[0]:<{widths[0]}}", *cells]).rstrip())
+                self._plain(self.said, (" " * gap).join([f"{row[0]:<{widths[0]}}", *cells]).rstrip())
             for note in notes:
                 self._plain(self.said, f"  {note}")
             return
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
+        table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", title=title, title_justify="left")
         for number, heading in enumerate(headings):
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
         for row in rows:

@@ -85,6 +85,13 @@ class DeviceNotUsable(UsageError):
         super().__init__(f"device '{device}' cannot be used: {why}")
 
 
+class UnknownKernel(UsageError):
+    """A kernel was asked for that the runtime does not have."""
+
+    def __init__(self, kernel: str, known: Sequence[str]):
+        super().__init__(f"no kernel '{kernel}': there are {', '.join(known)}.")
+
+
 class NeedsGpu(UsageError):
     """Something is to be tuned where it cannot run."""
 

@@ -20,7 +20,7 @@ from rewrite.runtime import definitions
 from rewrite.source import LOCK_NAME, Source
 from rewrite.transform import Transform
 
-RUNTIME_ALWAYS = ("auto", "backend", "explain", "guard", "selftest")
+RUNTIME_ALWAYS = ("auto", "backend", "explain", "guard", "rocm", "selftest")
 KEPT = ".rewrite"
 """Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
 ORIGINAL = ".original"

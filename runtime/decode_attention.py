@@ -205,7 +205,7 @@ if backend.triton_installed():
         keep = (index < HEADS)[:, None] & (value_column < DV)
         tl.store(out_ptr + out_row[:, None] * DV + value_column, y, mask=keep)
 
-    decode_attention_kernel = Kernel(_decode_attention_kernel)
+    decode_attention_kernel = Kernel(_decode_attention_kernel, dot=True)
 
 
 class Split(NamedTuple):
@@ -281,7 +281,9 @@ def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) 
 def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
     """Return a division that was not measured.
 
-    With few slots every program has one tile, loaded before the query is there; with many it streams (H100).
+    With few slots every program has one tile, loaded before the query is there; with many it streams (H100). A wave
+    of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136 (compiled for
+    gfx942, Triton 3.6, the shape of Llama 8B).
     """
     group = heads // kv_heads
     wanted = max(1, 256 // (batch * kv_heads))

@@ -22,7 +22,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["vocabulary"])
+    @triton.jit
     def _best_of_block_kernel(  # type: ignore[no-untyped-def]
         logits_ptr, best_ptr, index_ptr, vocabulary, row_stride, OVERLAP: tl.constexpr, BLOCK: tl.constexpr
     ):
@@ -128,7 +128,7 @@ def _take_best(logits: Tensor, state: StepState, sampling: Sampling) -> None:
     overlap = overlaps(logits)
     with backend.device_guard(logits):
         best_of_block_kernel.launch(
-            (blocks, rows, 1), 256 // WAVE, (logits, best, index), (vocabulary,), (logits.stride(0),), (),
+            (blocks, rows, 1), 256 // WAVE, (logits, best, index), (), (vocabulary, logits.stride(0)), (),
             (overlap, BLOCK), overlap=overlap,
         )  # fmt: skip
         take_best_kernel.launch(

@@ -1,25 +1,135 @@
-"""Launch a Triton kernel with less Python per call than `kernel[grid](...)`.
+"""Launch a Triton kernel: with what options on which chip, and with less Python per call than `kernel[grid](...)`.
 
 Triton decides on every call which compiled variant the arguments need. Here the variant is remembered under a key made
 of what Triton specialises on: dtypes, 16-byte alignment of pointers, strides that are 1 or divisible by 16 or need 64
 bits, and the constants. On ROCm Triton also specialises on the size of each tensor's storage; there its own path runs.
+
+What depends on the chip is decided here and nowhere else: the size of a wave (`WAVE`: a kernel's file says how many
+threads it wants, and divides), the options that only AMD's compiler knows (`options`), the 8-bit float of its matrix
+units (`fp8_dtype`). `pretend` makes all of it that of another chip, so that what is compiled ahead of time is what
+would be launched there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-WAVE = 64 if torch.version.hip else 32
-_REMEMBERS = torch.version.hip is None
+HIP = torch.version.hip is not None
+WAVE = 64 if HIP else 32
+"""Threads of a warp. The data-centre chips that this is for have 64; on AMD's other cards a block is half as large."""
+_REMEMBERS = not HIP
 
 
-Collector = Callable[[tuple[object, ...], Callable[[], object]], object]
+@dataclass(frozen=True)
+class Target:
+    """A chip, by the names that Triton has for it."""
+
+    backend: str
+    """`cuda` or `hip`."""
+    arch: str
+    """`sm_90`, `gfx942`."""
+
+    @property
+    def wave(self) -> int:
+        """Threads of a warp."""
+        return 64 if self.arch.startswith("gfx9") else 32
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel can start before the one before it has ended: NVIDIA's from compute capability 9."""
+        return self.backend == "cuda" and int(self.arch.removeprefix("sm_")) >= 90
+
+
+@functools.cache
+def target(device: int) -> Target:
+    """Return the chip of a CUDA or HIP device."""
+    if HIP:
+        return Target("hip", str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0])
+    major, minor = torch.cuda.get_device_capability(device)
+    return Target("cuda", f"sm_{major}{minor}")
+
+
+def fp8_dtype(arch: str) -> torch.dtype:
+    """Return the 8-bit format with 3 mantissa bits that a chip's matrix units take.
+
+    MI300's (gfx940 to gfx942) have no negative zero and no infinity, and end at 240; MI350's and NVIDIA's are the
+    Open Compute Project's, which ends at 448. The bits of one mean half as much in the other.
+    """
+    return torch.float8_e4m3fnuz if arch.startswith("gfx94") else torch.float8_e4m3fn
+
+
+def options(chip: Target, dot: bool) -> dict[str, int]:
+    """Return what a kernel is compiled with on a chip, besides its number of warps.
+
+    Of NVIDIA's compiler nothing: it refuses a launch with options that it does not know. `waves_per_eu` is left to
+    AMD's, which then aims at the most waves that the registers allow. A kernel with products (`dot`) gets 16 x 16
+    matrix instructions, since its tiles have 16 rows; before gfx950 two of their inner steps share one read of shared
+    memory.
+    """
+    if chip.backend != "hip":
+        return {}
+    if not dot:
+        return {"waves_per_eu": 0}
+    return {"waves_per_eu": 0, "matrix_instr_nonkdim": 16, "kpack": 1 if chip.arch == "gfx950" else 2}
+
+
+_pretended: Target | None = None
+
+
+def pretend(chip: Target) -> None:
+    """Act as on another chip for the rest of the process: operators on any tensor choose the kernels they would there.
+
+    Nothing can be launched then; `collect` says what would be. Before the operators are imported, which take `WAVE`
+    and `HIP` from here.
+
+    Raises:
+        RuntimeError: if one is imported already.
+    """
+    global HIP, WAVE, _pretended
+    late = [name for name, module in sys.modules.items() if name.rpartition(".")[0] == __package__ and _took(module)]
+    if late:
+        raise RuntimeError(f"already imported for this machine: {', '.join(sorted(late))}")
+    HIP, WAVE, _pretended = chip.backend == "hip", chip.wave, chip
+
+
+def _took(module: Any) -> bool:
+    return module.__name__ != __name__ and not {"WAVE", "HIP"}.isdisjoint(vars(module))
+
+
+def pretends() -> bool:
+    """Return whether `pretend` was called."""
+    return _pretended is not None
+
+
+def chip_of(tensor: torch.Tensor) -> Target | None:
+    """Return the chip that operators on a tensor are for; None on a CPU."""
+    return _pretended or (target(tensor.get_device()) if tensor.is_cuda else None)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that a collector was told of; called, it compiles the kernel and returns what Triton made of it."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    options: dict[str, int]
+    """What the compiler is given, `num_warps` included."""
+
+    def __call__(self) -> Any:
+        """Compile."""
+        return self.kernel.jit_function.warmup(*self.arguments, grid=self.grid, **self.options)
+
+
+Collector = Callable[[tuple[object, ...], Launch], object]
 
 
 class _Thread(threading.local):
@@ -46,18 +156,13 @@ def overlaps(tensor: torch.Tensor) -> bool:
     """Return whether a kernel may start before the one before it has ended (programmatic dependent launch).
 
     Only inside a captured graph or its rehearsal, where nothing but the step's own kernels writes: what is loaded
-    before the wait (weights, older cache slots) was there when the step began. NVIDIA cards from compute capability 9.
+    before the wait (weights, older cache slots) was there when the step began.
     """
-    return (
-        tensor.is_cuda
-        and (_THREAD.rehearses or torch.cuda.is_current_stream_capturing())
-        and _has_dependent_launch(tensor.get_device())
-    )
-
-
-@functools.cache
-def _has_dependent_launch(device: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not tensor.is_cuda:
+        return _pretended is not None and _THREAD.rehearses and _pretended.has_dependent_launch
+    return (_THREAD.rehearses or torch.cuda.is_current_stream_capturing()) and target(
+        tensor.get_device()
+    ).has_dependent_launch
 
 
 def grid(blocks: int, row_count: int) -> tuple[int, int, int]:
@@ -83,10 +188,14 @@ def collects() -> bool:
 
 
 class Kernel:
-    """A kernel whose signature is pointers, counts (not specialised), strides, floats, constants, in this order."""
+    """A kernel whose signature is pointers, counts (not specialised), strides, floats, constants, in this order.
 
-    def __init__(self, jit_function: Any):
+    `dot` says that it has matrix products (`tl.dot`).
+    """
+
+    def __init__(self, jit_function: Any, *, dot: bool = False):
         self.jit_function = jit_function
+        self.dot = dot
         self._variants: dict[tuple[object, ...], Any] = {}
 
     def launch(
@@ -111,19 +220,21 @@ class Kernel:
             *[tensor.data_ptr() % 16 == 0 for tensor in tensors],
             *[stride if stride < 2 else (stride % 16 == 0, stride >> 31) for stride in strides],
         )
+        arguments = (*tensors, *counts, *strides, *floats, *constants)
         if _THREAD.collector is not None:
-            pdl = {"launch_pdl": True} if overlap else {}
-            arguments = (*tensors, *counts, *strides, *floats, *constants)
-            warm_up = functools.partial(self.jit_function.warmup, *arguments, grid=grid, num_warps=num_warps, **pdl)
-            _THREAD.collector((self, *key), warm_up)
+            planned = Launch(self, grid, arguments, self._options(num_warps, overlap, tensors[0]))
+            _THREAD.collector((self, *key), planned)
             return
         variant = self._variants.get(key)
         if variant is not None:
-            variant[grid](*tensors, *counts, *strides, *floats, *constants)
+            variant[grid](*arguments)
             return
-        options = {"launch_pdl": True} if overlap else {}
-        variant = self.jit_function[grid](
-            *tensors, *counts, *strides, *floats, *constants, num_warps=num_warps, **options
-        )
+        variant = self.jit_function[grid](*arguments, **self._options(num_warps, overlap, tensors[0]))
         if _REMEMBERS and variant is not None:  # the interpreter returns None
             self._variants[key] = variant
+
+    def _options(self, num_warps: int, overlap: bool, tensor: torch.Tensor) -> dict[str, int]:
+        given = {"num_warps": num_warps} | ({"launch_pdl": True} if overlap else {})
+        if not HIP or not (tensor.is_cuda or pretends()):  # the interpreter takes CPU tensors and no options
+            return given
+        return given | options(_pretended or target(tensor.get_device()), self.dot)

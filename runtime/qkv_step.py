@@ -32,7 +32,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from .linear import scaled
-    from .rope_cache import pair_columns, rotated
+    from .rope_cache import pair_columns, rotated, store_pairs
 
     @triton.jit(do_not_specialize=["capacity"])
     def _qkv_kernel(  # type: ignore[no-untyped-def]
@@ -97,16 +97,17 @@ if backend.triton_installed():
         if BIAS:
             a += tl.load(bias_ptr + head * D + column).to(tl.float32)
             b += tl.load(bias_ptr + head * D + other_column).to(tl.float32)
-        if head < H:
-            target = query_ptr + head * D
-        elif head < H + HK:
-            target = keys_ptr + ((head - H).to(tl.int64) * capacity + position) * D
-        else:
-            target = values_ptr + ((head - H - HK).to(tl.int64) * capacity + position) * D
         if R > 0 and head < H + HK:
             a, b = rotated(a, b, cos_ptr, sin_ptr, pair, column, other_column, turns, HALF_TABLE)
-        tl.store(target + column, a.to(query_ptr.dtype.element_ty))
-        tl.store(target + other_column, b.to(query_ptr.dtype.element_ty))
+        live = pair < D // 2
+        if head < H:
+            store_pairs(query_ptr + head * D, column, other_column, live, a, b)
+        elif head < H + HK:
+            target = keys_ptr + ((head - H).to(tl.int64) * capacity + position) * D
+            store_pairs(target, column, other_column, live, a, b)
+        else:
+            target = values_ptr + ((head - H - HK).to(tl.int64) * capacity + position) * D
+            store_pairs(target, column, other_column, live, a, b)
 
     qkv_kernel = Kernel(_qkv_kernel)
 
@@ -180,19 +181,56 @@ def qkv_step(
         q, k, v = packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
     else:
         q, k, v = packing.packed_linear(hidden_states, *projections)
+    return _plain_step(
+        (q, k, v), position_embeddings, past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm,
+        interleaved=interleaved, half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype,
+    )  # fmt: skip
+
+
+def projected_step(
+    packed: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    past_key_values: PreallocatedCache,
+    layer_idx: int,
+    *,
+    head_dim: int,
+    num_key_value_heads: int,
+    q_norm: nn.Module | None = None,
+    k_norm: nn.Module | None = None,
+    interleaved: bool = False,
+    half_table: bool = False,
+    in_fp32: bool = False,
+    keep_dtype: bool = False,
+) -> Tensor:
+    """Do what `qkv_step` does after the product, whose result is `packed` `[B, 1, (H + 2 Hk) D]`."""
+    layer = past_key_values.layers[layer_idx]
+    rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
+    if _kernels_take(packed, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+        return _norm_rope_cache(packed, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm)
+    kv_size = num_key_value_heads * head_dim
+    return _plain_step(
+        packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1), position_embeddings,
+        past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, interleaved=interleaved,
+        half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype,
+    )  # fmt: skip
+
+
+def _plain_step(
+    projected: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    past_key_values: PreallocatedCache,
+    layer_idx: int,
+    *,
+    head_dim: int,
+    q_norm: nn.Module | None,
+    k_norm: nn.Module | None,
+    **options: bool,
+) -> Tensor:
+    q, k, v = projected
     query, key = _heads(q, q_norm, head_dim), _heads(k, k_norm, head_dim)
     if position_embeddings is not None:
         cos, sin = position_embeddings
-        query, key = rotary(
-            query,
-            key,
-            cos,
-            sin,
-            interleaved=interleaved,
-            half_table=half_table,
-            in_fp32=in_fp32,
-            keep_dtype=keep_dtype,
-        )
+        query, key = rotary(query, key, cos, sin, **options)
     past_key_values.update(key, _heads(v, None, head_dim), layer_idx)
     return query
 

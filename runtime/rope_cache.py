@@ -49,6 +49,20 @@ if backend.triton_installed():
         other_sin = tl.load(sin_ptr + at_other, mask=turns, other=0.0).to(tl.float32)
         return first * cos - second * sin, second * other_cos + first * other_sin
 
+    # AMD's compiler (Triton 3.6) fails on a pointer that is chosen by a branch: each branch loads and stores itself.
+
+    @triton.jit
+    def _load_pairs(source, column, other_column, live):  # type: ignore[no-untyped-def]
+        first = tl.load(source + column, mask=live, other=0.0).to(tl.float32)
+        second = tl.load(source + other_column, mask=live, other=0.0).to(tl.float32)
+        return first, second
+
+    @triton.jit
+    def store_pairs(target, column, other_column, live, first, second):  # type: ignore[no-untyped-def]
+        """Write pairs of fp32 columns of one head."""
+        tl.store(target + column, first.to(target.dtype.element_ty), mask=live)
+        tl.store(target + other_column, second.to(target.dtype.element_ty), mask=live)
+
     @triton.jit(do_not_specialize=["capacity"])
     def _rope_cache_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
@@ -93,16 +107,11 @@ if backend.triton_installed():
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         if head < H:
-            source = q_ptr + row * q_stride + head * D
-            target = query_ptr + (row * H + head) * D
+            first, second = _load_pairs(q_ptr + row * q_stride + head * D, column, other_column, live)
         elif head < H + HK:
-            source = k_ptr + row * k_stride + (head - H) * D
-            target = keys_ptr + ((row * HK + head - H) * capacity + position) * D
+            first, second = _load_pairs(k_ptr + row * k_stride + (head - H) * D, column, other_column, live)
         else:
-            source = v_ptr + row * v_stride + (head - H - HK) * D
-            target = values_ptr + ((row * HK + head - H - HK) * capacity + position) * D
-        first = tl.load(source + column, mask=live, other=0.0).to(tl.float32)
-        second = tl.load(source + other_column, mask=live, other=0.0).to(tl.float32)
+            first, second = _load_pairs(v_ptr + row * v_stride + (head - H - HK) * D, column, other_column, live)
         if Q_NORM and head < H:
             inverse = tl.rsqrt(tl.sum(first * first + second * second, 0) / D + q_eps)
             first *= inverse * (tl.load(q_norm_ptr + column, mask=live, other=0.0).to(tl.float32) + q_offset)
@@ -116,9 +125,14 @@ if backend.triton_installed():
             first, second = rotated(
                 first, second, cos_ptr + table, sin_ptr + table, pair, column, other_column, turns & live, HALF_TABLE
             )
-        out = query_ptr.dtype.element_ty
-        tl.store(target + column, first.to(out), mask=live)
-        tl.store(target + other_column, second.to(out), mask=live)
+        if head < H:
+            store_pairs(query_ptr + (row * H + head) * D, column, other_column, live, first, second)
+        elif head < H + HK:
+            target = keys_ptr + ((row * HK + head - H) * capacity + position) * D
+            store_pairs(target, column, other_column, live, first, second)
+        else:
+            target = values_ptr + ((row * HK + head - H - HK) * capacity + position) * D
+            store_pairs(target, column, other_column, live, first, second)
 
     rope_cache_kernel = Kernel(_rope_cache_kernel)
 

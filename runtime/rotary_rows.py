@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import backend
 from .cache import PreallocatedCache
-from .launch import Kernel, grid
+from .launch import WAVE, Kernel, grid
 
 if backend.triton_installed():
     import triton
@@ -194,7 +194,7 @@ def _forward(position_ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     with backend.device_guard(cos):
         rotary_rows_kernel.launch(
             grid(1, position_ids.numel()),
-            1 if columns <= 256 else 4,
+            1 if columns <= 256 else 128 // WAVE,
             (position_ids.contiguous(), cos, sin, *outputs),
             (position_ids.numel(), cos.shape[0]),
             (),

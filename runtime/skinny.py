@@ -166,7 +166,7 @@ if backend.triton_installed():
             y += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=there)
 
-    skinny_linear_kernel = Kernel(_skinny_linear_kernel)
+    skinny_linear_kernel = Kernel(_skinny_linear_kernel, dot=True)
 
 
 def takes_norm(input: Tensor) -> bool:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from rewrite import docs
-from rewrite.cli import COMMANDS
+from rewrite.cli import COMMANDS, DefaultGroup
+from rewrite.kernels.run import known_kernels
+from rewrite.runtime import rocm
 from rewrite.transforms import all_transforms
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +43,42 @@ def test_every_transform_has_the_fixed_headings(transform: object) -> None:
 def test_readme_names_every_command() -> None:
     named = set(re.findall(r"rewrite ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert set(COMMANDS) - {"apply"} <= named
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def test_commands_for_amd_exist() -> None:
+    """Every command of the page parses: the command is there, with these options and no missing argument."""
+    lines = [line for block in blocks("amd.md", "bash") for line in block.splitlines()]
+    assert len(lines) > 5
+    for line in lines:
+        program, *words = shlex.split(line)
+        assert program == "rewrite"
+        group = DefaultGroup("rewrite")
+        name, *arguments = words if words[0] in COMMANDS else ["apply", *words]
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        context = click.Context(command)
+        options, _, _ = command.make_parser(context).parse_args(args=arguments)
+        for parameter in command.params:
+            if not isinstance(parameter.type, click.Path):
+                parameter.handle_parse_result(context, options, [])
+        assert set(context.params.get("names", ())) <= set(known_kernels())
+
+
+def test_calls_for_amd_exist() -> None:
+    """The page's Python parses, and what it calls of `rocm` takes these keywords."""
+    calls = 0
+    for block in blocks("amd.md", "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rocm."):
+                calls += 1
+                function = getattr(rocm, ast.unparse(node.func).removeprefix("rocm."))
+                inspect.signature(function).bind(*node.args, **{word.arg: word.value for word in node.keywords})
+    assert calls > 3
 
 
 def test_links_lead_somewhere() -> None:

@@ -15,7 +15,7 @@ from rewrite.runtime.launch import Kernel
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 FLOATS = ("eps", "offset", "scaling", "softcap")
-KEYED = {"inner", "intermediate_size"}
+KEYED = {"inner", "intermediate_size", "vocabulary"}
 """Counts that are handed over as strides, so a variant is remembered with what they are divisible by."""
 MODULES = sorted(path.stem for path in Path(next(iter(runtime.__path__))).glob("*.py") if path.stem != "__init__")
 

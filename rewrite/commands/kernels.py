@@ -1,0 +1,47 @@
+"""`rewrite kernels`: what the kernels take of AMD's and NVIDIA's chips, by compiling them ahead of time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rewrite.commands.options import json_option
+
+CHIPS = ("gfx90a", "gfx942", "gfx950", "sm_80", "sm_90")
+
+
+@click.command(short_help="Compile the kernels for chips that need not be there.")
+@click.argument("names", metavar="[KERNEL]…", nargs=-1)
+@click.option(
+    "--target", "targets", type=click.Choice(CHIPS), multiple=True, help="A chip; repeatable.  [default: all]"
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
+@json_option
+def kernels(names: tuple[str, ...], targets: tuple[str, ...], jobs: int | None, json_path: Path | None) -> int:
+    """Compile every kernel at the shapes of real models and print what it takes of each chip: no GPU is needed.
+
+    Tiles and options are those of a launch there. Exits with 1 if a kernel does not compile, spills registers to
+    memory, takes more LDS than the chip has, reads element by element, or has more than 1,024 threads.
+    """
+    import os
+
+    from rewrite import report
+    from rewrite.console import Screen
+    from rewrite.kernels import findings, run, tables
+
+    screen = Screen(quiet_output=str(json_path) == "-")
+    with screen.working("compiling") as progress:
+        rows = run.compile_all(targets or CHIPS, names, jobs=jobs or os.cpu_count() or 1, progress=progress)
+    found = findings.judge(rows)
+    for table in tables.tables(rows):
+        screen.figures(table.title, table.headings, table.rows, table.notes, gap=1)
+    for finding in found:
+        screen.line("finding", str(finding), style="red")
+    archs = list(dict.fromkeys(row.arch for row in rows))
+    chips = archs[0] if len(archs) == 1 else f"{len(archs)} chips"
+    findings_text = "no findings" if not found else f"{len(found)} finding{'s' if len(found) > 1 else ''}"
+    launches = "1 launch" if len(rows) == 1 else f"{len(rows)} launches"
+    screen.line("compiled", f"{launches} for {chips} by {rows[0].compiler}: {findings_text}")
+    report.write(json_path, tables.record(rows, found))
+    return 1 if found else 0

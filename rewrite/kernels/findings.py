@@ -1,0 +1,97 @@
+"""What must not come out of a compiler, and where it may nevertheless."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from .assembly import share_below
+from .chips import CHIPS, MOST_THREADS
+from .row import Row
+
+Kind = Literal["does not compile", "spills", "shared memory", "scalar loads", "threads"]
+
+WIDE = 64
+"""Bits from which on a load is no scalar one: 4 bf16 elements. AMD's memory units want 128."""
+MOST_NARROW = 0.5
+"""Part of what a kernel reads that may come in narrower loads: a position, a bias, the ends of a table."""
+
+
+@dataclass(frozen=True)
+class Exemption:
+    """A finding that is known and stays."""
+
+    kind: Kind
+    kernel: str
+    reason: str
+    shape: str | None = None
+    """None for every shape."""
+
+
+EXEMPTIONS = (
+    Exemption("scalar loads", "rotary", "a program of 8 heads of 64 columns has 2 elements a thread", "Llama 1B"),
+    Exemption("scalar loads", "rotary_rows", "one row of a table: 256 bytes that one wave reads at once"),
+    Exemption("scalar loads", "rope_cache", "one head a program: 2 pairs of columns a thread at most"),
+    Exemption("scalar loads", "take_best", "one program a step, for one number a block of the vocabulary"),
+    Exemption("scalar loads", "select_experts", "one score a thread"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with one row."""
+
+    kind: Kind
+    row: Row
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.row.name}: {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as plain JSON values."""
+        return {"kind": self.kind, "kernel": self.row.kernel, "shape": self.row.shape, "text": self.text}
+
+
+def judge(rows: Sequence[Row]) -> list[Finding]:
+    """Return what is wrong, without what is exempt."""
+    found = [finding for row in rows for finding in _of(row)]
+    return [finding for finding in found if not any(_covers(exemption, finding) for exemption in EXEMPTIONS)]
+
+
+def unused_exemptions(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the exemptions that no row needs."""
+    found = [finding for row in rows for finding in _of(row)]
+    return [asdict(e) for e in EXEMPTIONS if not any(_covers(e, finding) for finding in found)]
+
+
+def _covers(exemption: Exemption, finding: Finding) -> bool:
+    return (
+        exemption.kind == finding.kind
+        and exemption.kernel == finding.row.kernel
+        and exemption.shape in (None, finding.row.shape)
+    )
+
+
+def _of(row: Row) -> list[Finding]:
+    chip, found = CHIPS[row.arch], []
+
+    def say(kind: Kind, text: str) -> None:
+        found.append(Finding(kind, row, text))
+
+    if row.threads > MOST_THREADS:
+        say("threads", f"{row.threads} threads in a workgroup, at most {MOST_THREADS} can be launched")
+    if row.figures is None:
+        say("does not compile", f"does not compile: {row.error}")
+        return found
+    if row.figures.spills:
+        unit = "vector registers" if chip.backend == "hip" else "bytes"
+        say("spills", f"{row.figures.spills} {unit} are spilled to memory")
+    if row.shared > chip.shared_of_group:
+        say("shared memory", f"{row.shared} bytes of LDS, {row.arch} has {chip.shared_of_group}")
+    narrow = share_below(row.figures.loads, WIDE)
+    if narrow > MOST_NARROW:
+        widths = ", ".join(f"{count} of {width} bits" for width, count in row.figures.loads.items())
+        say("scalar loads", f"{narrow:.0%} of what it reads comes in loads under {WIDE} bits ({widths})")
+    return found

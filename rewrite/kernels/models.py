@@ -1,0 +1,40 @@
+"""Sizes of real models, as far as kernels depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes that kernels depend on."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sizes of a layer of experts."""
+
+    name: str
+    experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+
+LLAMA_1B = Model("Llama 1B", 2048, 8192, 32, 8, 64, 128256)
+LLAMA_8B = Model("Llama 8B", 4096, 14336, 32, 8, 128, 128256)
+LLAMA_70B = Model("Llama 70B", 8192, 28672, 64, 8, 128, 128256)
+LLAMAS = (LLAMA_1B, LLAMA_8B, LLAMA_70B)
+QWEN3_30B = Model("Qwen3 30B-A3B", 2048, 6144, 32, 4, 128, 151936)
+GEMMA_9B = Model("Gemma 9B", 3584, 14336, 16, 8, 256, 256000)
+QWEN3_MOE = Mixture("Qwen3 30B-A3B", 128, 8, 2048, 768)
+MIXTRAL = Mixture("Mixtral 8x7B", 8, 2, 4096, 14336)
+DEEPSEEK_V3 = Mixture("DeepSeek V3", 256, 8, 7168, 2048)

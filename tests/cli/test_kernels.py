@@ -1,0 +1,74 @@
+"""`rewrite kernels`: what it prints and returns; the compiling itself is in tests/runtime/test_ahead_of_time.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+from command_line import CommandLine
+
+from rewrite.commands.kernels import CHIPS
+from rewrite.kernels import chips, run
+from rewrite.kernels.assembly import Figures
+from rewrite.kernels.row import Row
+
+FINE = Figures(40, 0, 30, 0, 0, 900, {128: 4, 64: 1}, {}, False, False)
+
+
+def row(**changes: object) -> Row:
+    return Row(**{"arch": "gfx942", "kernel": "linear", "shape": "8B", "threads": 256, "figures": FINE, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """What the compilers are made to say."""
+    rows = [row(occupancy=8, compiler="triton 3.6.0")]
+    monkeypatch.setattr(run, "compile_all", lambda archs, names, **options: rows)
+    return rows
+
+
+def test_chips_of_the_option_are_those_with_limits() -> None:
+    assert set(CHIPS) == set(chips.CHIPS)
+
+
+def test_a_table_and_nothing_to_find(rewrite: CommandLine, compiled: list[Row]) -> None:
+    shown = rewrite("kernels", "--target", "gfx942")
+    assert shown.code == 0
+    assert "gfx942 · AMD MI300, MI325" in shown.out
+    line = next(line for line in shown.out.splitlines() if line.startswith("  8B"))
+    assert line.split() == ["8B", "256", "40", "30", "0", "0", "8", "128", "89%", "–", "900"]
+    assert "1 launch for gfx942 by triton 3.6.0: no findings" in shown.out
+
+
+def test_findings_are_lines_and_the_exit_code(rewrite: CommandLine, compiled: list[Row]) -> None:
+    compiled.append(row(shape="70B", error="LLVM ERROR: no", figures=None))
+    compiled.append(row(shape="1B", shared=70000))
+    shown = rewrite("kernels", "--json", "-")
+    assert shown.code == 1
+    record = json.loads(shown.out)["chips"]["gfx942"]
+    assert [found["kind"] for found in record["findings"]] == ["does not compile", "shared memory"]
+    assert Row.from_json(record["rows"][0]) == compiled[0]
+    assert "gfx942 · linear · 70B: does not compile: LLVM ERROR: no" in shown.err
+    assert "gfx942 · linear · 1B: 70000 bytes of LDS, gfx942 has 65536" in shown.err
+
+
+def test_a_kernel_that_there_is_not(rewrite: CommandLine) -> None:
+    shown = rewrite("kernels", "rms")
+    assert shown.code == 2
+    assert "no kernel 'rms': there are best_of_block, decode_attention," in shown.err
+
+
+def test_triton_is_missing(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else there(name))
+    shown = rewrite("kernels")
+    assert shown.code == 2
+    assert shown.err.strip() == "error: triton is not installed and compiling kernels needs it: pip install triton"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_one_kernel_is_compiled(rewrite: CommandLine) -> None:
+    shown = rewrite("kernels", "rotary_rows", "--target", "gfx942", "--jobs", "1")
+    assert shown.code == 0, shown.out + shown.err
+    assert "1 launch for gfx942" in shown.out

@@ -1,0 +1,73 @@
+"""Kernels that each have one thing wrong with them, for test_ahead_of_time.py: what `rewrite kernels` must find."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from rewrite.kernels.cases import Case, tensor
+from rewrite.runtime.launch import HIP, WAVE, Kernel
+
+
+@triton.jit
+def _spills_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, x - tl.max(x, 0))
+
+
+@triton.jit
+def _scalar_loads_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + 3 * at))
+
+
+@triton.jit
+def _shared_memory_kernel(x_ptr, y_ptr, out_ptr, STEPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    square = at[:, None] * BLOCK + at[None, :]
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=4):
+        x = tl.load(x_ptr + step * BLOCK * BLOCK + square)
+        y = tl.load(y_ptr + step * BLOCK * BLOCK + square)
+        total = tl.dot(x, y, total, input_precision="ieee")
+    tl.store(out_ptr + square, total)
+
+
+@triton.jit
+def _fine_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at))
+
+
+class _Fatal:
+    """Stands for a kernel that a compiler dies of."""
+
+    __name__ = "_fatal_kernel"
+
+    def warmup(self, *arguments: object, **options: object) -> None:
+        os.abort()
+
+
+def cases() -> list[Case]:
+    """A case for each, and one with nothing wrong; a process has to be started anew after the one that is fatal."""
+
+    def launching(function: object, num_warps: int, dtype: torch.dtype, *constants: int) -> Callable[[], object]:
+        kernel = Kernel(function, dot=function is _shared_memory_kernel)
+        count = 3 if kernel.dot else 2
+        tensors = tuple(tensor(1 << 20, dtype=dtype) for _ in range(count))
+        return lambda: kernel.launch((1, 1, 1), num_warps, tensors, (), (), (), constants)
+
+    fatal = [Case("planted", launching(_Fatal(), 4, torch.float32))] if HIP else []
+    return [
+        *fatal,
+        Case("planted", launching(_spills_kernel, 1, torch.float32, 512 * WAVE)),
+        Case("planted", launching(_scalar_loads_kernel, 4, torch.bfloat16, 1024)),
+        Case("planted", launching(_shared_memory_kernel, 8, torch.bfloat16, 8, 128)),
+        Case("planted, many threads", launching(_fine_kernel, 32, torch.bfloat16, 16384)),
+        Case("planted, nothing", launching(_fine_kernel, 4, torch.bfloat16, 2048)),
+    ]
