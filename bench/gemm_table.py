@@ -29,8 +29,6 @@ def text(record: dict[str, Any]) -> str:
         f"{_slower(results, 'alone')} alone. A form is rows/columns/warps of the weight for one row, with splits and "
         "stages behind for more."
     )
-    if any(_turned(result) for result in results):
-        said += " A star marks a form with the input on the left of the tensor cores, which the kernel had then."
     lines = [
         *textwrap.wrap(said, 118, break_long_words=False, break_on_hyphens=False),
         "",
@@ -46,10 +44,6 @@ def _slower(results: list[dict[str, Any]], which: str) -> str:
     return f"{sum(us[which] > min(us['cublas'], us['cublaslt']) for us in times)} of {len(times)}"
 
 
-def _turned(result: dict[str, Any]) -> bool:
-    return len(result["form"]) > 5 and not result["form"][5]
-
-
 def _place(result: dict[str, Any]) -> tuple[Any, ...]:
     case = result["case"]
     return float(case["model"].rstrip("B")), LAYERS.index(case["layer"]), case["rows"]
@@ -59,7 +53,7 @@ def _row(result: dict[str, Any], copy: float) -> str:
     case, us = result["case"], result["us"]
     moved = 2 * (case["outputs"] * case["inputs"] + case["rows"] * (case["inputs"] + case["outputs"]))
     rate = moved / (us["ours"] * 1e-6)
-    form = "/".join(str(part) for part in result["form"][:5]) + "*" * _turned(result)
+    form = "/".join(str(part) for part in result["form"])
     return (
         f"| {case['model']} | {case['layer']} | {case['outputs']}x{case['inputs']} | {case['rows']} "
         f"| {min(us['cublas'], us['cublaslt']):.2f} | {us['ours']:.2f} | {us['alone']:.2f} | {result['ratio']:.2f} "
