@@ -145,8 +145,8 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
 def _skinny_rule(rows: int, cols: int, element_size: int) -> Tile:
     """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, with splits for the 132 processors of an H100.
 
-    The tiles in flight fill more than half of a processor's shared memory, so programs beyond the 132 wait for a second
-    turn: 192 took 22.6 µs where 96 take 19.3 (6144x4096, 8 rows). A program has four tiles of its own or more.
+    The tiles in flight fill more than half of a processor's shared memory, so programs beyond the 132 wait for a
+    second turn: 192 of two splits took 22.6 µs, 96 of one 19.4 (6144x4096, 8 rows). A program has four tiles or more.
     """
     block_rows = max(16, min(64, 1 << (rows - 1).bit_length()))
     block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
