@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,35 @@ PAGE = Path("docs/gemm.md")
 START, END = "<!-- gemm: generated -->\n", "<!-- gemm: end -->"
 PEAK = 3.35e12
 """Bytes a second of an H100 SXM, by its data sheet."""
-LAYERS = ("qkv", "gate-up", "down", "o")
+LAYERS = ("qkv", "gate-up", "down", "o", "head")
 
 
 def text(record: dict[str, Any]) -> str:
     """Return what stands between the marks."""
     results = sorted(record["results"], key=_place)
-    slower = [result for result in results if result["ratio"] < 1]
     copy = record["copy_bytes_per_s"]
+    said = (
+        f"Made by `python bench/gemm.py --json gemm.json` ({record['device']}; bf16; medians of graphs over copies of "
+        "the weight, contenders in turn, each checked against fp32). Microseconds a call; cuBLAS is the faster of "
+        "torch's two ways to it, cuBLAS and cuBLASLt. Ours overlaps with the kernel before it, as in a decode step; "
+        f'"alone" it does not, as in eager code. Shares are of {PEAK / 1e12:.2f} TB/s and of a 1 GiB copy '
+        f"({copy / 1e12:.2f} TB/s, read and written). Slower than cuBLAS: {_slower(results, 'ours')} as in a step, "
+        f"{_slower(results, 'alone')} alone. A form is rows/columns/warps of the weight for one row, with splits and "
+        "stages behind for more."
+    )
     lines = [
-        f"Made by `python bench/gemm.py --json gemm.json` ({record['device']}; bf16; medians of graphs over copies of",
-        "the weight, contenders in turn, each checked against fp32). Microseconds a call; cuBLAS is the faster of",
-        "torch's two ways to it (cuBLAS, cuBLASLt). Ours overlaps with the kernel before it, as in a decode step;",
-        f'"alone" it does not. The last two columns are shares of {PEAK / 1e12:.2f} TB/s and of a 1 GiB copy',
-        f"({copy / 1e12:.2f} TB/s, read and written). Slower than cuBLAS: {len(slower)} of {len(results)}.",
+        *textwrap.wrap(said, 118, break_long_words=False, break_on_hyphens=False),
         "",
         "| Llama | layer | weight | M | cuBLAS | ours | alone | times as fast | form | of peak | of copy |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(_row(result, copy) for result in results),
-        "",
-        "A form is `rows/columns/warps` of the weight for one row, and `rows/columns/warps/splits/stages` otherwise.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _slower(results: list[dict[str, Any]], which: str) -> str:
+    times = [result["us"] for result in results]
+    return f"{sum(us[which] > min(us['cublas'], us['cublaslt']) for us in times)} of {len(times)}"
 
 
 def _place(result: dict[str, Any]) -> tuple[Any, ...]:
@@ -45,7 +53,7 @@ def _row(result: dict[str, Any], copy: float) -> str:
     case, us = result["case"], result["us"]
     moved = 2 * (case["outputs"] * case["inputs"] + case["rows"] * (case["inputs"] + case["outputs"]))
     rate = moved / (us["ours"] * 1e-6)
-    form = "/".join(str(part) for part in result["form"][:5])
+    form = "/".join(str(part) for part in result["form"])
     return (
         f"| {case['model']} | {case['layer']} | {case['outputs']}x{case['inputs']} | {case['rows']} "
         f"| {min(us['cublas'], us['cublaslt']):.2f} | {us['ours']:.2f} | {us['alone']:.2f} | {result['ratio']:.2f} "

@@ -53,7 +53,7 @@ def mm(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
     def proof() -> bool:
         found = call()
-        return found is not None and _near(found, F.linear(rows, weight, bias))
+        return found is not None and near(found, F.linear(rows, weight, bias))
 
     # The table has exact and padded numbers of rows: each may have another kernel.
     variant = (rows.dtype, rows.device, *shape, rows.shape[1], bias is not None)
@@ -61,7 +61,7 @@ def mm(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     return None if product is None else product.contiguous().view(*input.shape[:-1], weight.shape[0])
 
 
-def _near(found: Tensor, own: Tensor) -> bool:
+def near(found: Tensor, own: Tensor) -> bool:
     """Return whether a product is torch's to 1% of the largest element: both round to 16 bits."""
     apart = (found.float() - own.float()).abs().max()
     return bool(torch.isfinite(found).all() & (apart <= 0.01 * own.float().abs().max()))

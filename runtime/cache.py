@@ -139,6 +139,8 @@ class PreallocatedCache(Cache):
         """Whether a decode step is running or being captured."""
         self.fused = True
         """Whether the layers may take their `decode` methods in a step."""
+        self.causal = False
+        """Whether a prompt is being read whose attention is causal by itself: `needs_no_mask`."""
         self.tables: dict[object, tuple[Tensor, Tensor] | None] = {}
         """Cosines and sines `[S, R]` of every position, by who computes them, None for no table: `rotary_rows`."""
         self.refusal: str | None = None
@@ -282,3 +284,8 @@ def _write(layer: PreallocatedLayer, keys: Tensor, values: Tensor, start: int) -
 def decodes(past_key_values: object) -> bool:
     """Return whether a fused decode step is running: one token a row, into a `PreallocatedCache`."""
     return isinstance(past_key_values, PreallocatedCache) and past_key_values.stepping and past_key_values.fused
+
+
+def needs_no_mask(past_key_values: object) -> bool:
+    """Return whether the layers read no mask: in a fused decode step, and in a captured prompt that is `causal`."""
+    return isinstance(past_key_values, PreallocatedCache) and (past_key_values.causal or decodes(past_key_values))

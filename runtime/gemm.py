@@ -6,7 +6,7 @@ M rows of the input, K in_features, N out_features:
 
 A path returns the product, or None where it cannot; then `F.linear`, the vendor's library as torch calls it, does it.
 `gemm.json` beside the package's modeling file says which path was fastest for a size on a chip. Without an entry few
-rows take the kernels of `linear` and `skinny`, and from `threshold()` rows on aiter is asked where it was offered.
+rows take the kernels of `linear` and `skinny`, and from `threshold()` rows on aiter is asked, which has gates.
 Nothing of torch is replaced: a rewritten forward calls `routed_linear`, and `packing` multiplies with `product` once
 this file is imported.
 """
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import backend, packing, preshuffle
+from . import aiter_gemm, backend, packing, preshuffle
 from .explain import reporters
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
@@ -240,6 +240,7 @@ offer("vendor", Path(F.linear))
 offer("skinny", Path(_skinny))
 offer("hipblaslt", Path(_preferring("hipblaslt")))
 offer("rocblas", Path(_preferring("hipblas")))
+offer("aiter", Path(aiter_gemm.mm))
 offer("preshuffled", Path(preshuffle.multiply, takes_bias=False, many_rows=True))
 
 

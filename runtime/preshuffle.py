@@ -7,13 +7,14 @@ checkpoint's weight stays what it is; the copy is made anew when the weight has 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import aiter_preshuffle, aiter_probe
 
 CHIPS = frozenset({"gfx942", "gfx950"})
 BLOCK_ROWS, BLOCK_COLS = 16, 32
@@ -23,10 +24,10 @@ BLOCK_ROWS, BLOCK_COLS = 16, 32
 class Kernels(NamedTuple):
     """Who writes the order and who reads it."""
 
-    shuffle: Callable[[Tensor], Tensor]
-    """Of a weight `[N, K]`; returns the copy."""
-    multiply: Callable[[Tensor, Tensor], Tensor | None]
-    """Of an input `[..., K]` and a copy; returns `[..., N]`, or None where it cannot."""
+    shuffle: Callable[[Tensor], Tensor | None]
+    """Of a weight `[N, K]`; returns the copy, or None where it cannot."""
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor | None]
+    """Of an input `[..., K]`, a copy and its weight; returns `[..., N]`, or None where it cannot."""
 
 
 class _Copy(NamedTuple):
@@ -35,12 +36,12 @@ class _Copy(NamedTuple):
     shuffled: Tensor
 
 
-_kernels: Kernels | None = None
+_kernels: Kernels | None = Kernels(aiter_preshuffle.shuffle, aiter_preshuffle.multiply)
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def offer(kernels: Kernels | None) -> None:
-    """Say who writes and reads the order; None for nobody."""
+    """Say who writes and reads the order, in place of aiter; None for nobody."""
     global _kernels
     _kernels = kernels
     _copies.clear()
@@ -48,10 +49,10 @@ def offer(kernels: Kernels | None) -> None:
 
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return `input @ weight.T` from the copy of a weight; None where there is and can be none. It adds no bias."""
-    if _kernels is None or chip(weight.device) not in CHIPS or not fits(weight):
+    if _kernels is None or aiter_probe.chip(weight.device) not in CHIPS or not fits(weight):
         return None
     shuffled = _shuffled(weight, _kernels)
-    return None if shuffled is None else _kernels.multiply(input, shuffled)
+    return None if shuffled is None else _kernels.multiply(input, shuffled, weight)
 
 
 def fits(weight: Tensor) -> bool:
@@ -77,17 +78,10 @@ def _shuffled(weight: Tensor, kernels: Kernels) -> Tensor | None:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with torch.no_grad():
-        shuffled = kernels.shuffle(weight.detach())
-    _copies[weight] = _Copy(weight._version, weight.data_ptr(), shuffled)
-    return shuffled
-
-
-@functools.cache
-def chip(device: torch.device) -> str | None:
-    """Return the name of an AMD chip as compilers spell it; None for anything else."""
-    if device.type != "cuda" or torch.version.hip is None:
-        return None
-    return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+        made = kernels.shuffle(weight.detach())
+    if made is not None:
+        _copies[weight] = _Copy(weight._version, weight.data_ptr(), made)
+    return made
 
 
 def nbytes() -> int:

@@ -71,11 +71,25 @@ class PromptGraph:
         model = self._model()
         assert model is not None
         self.cache.rewind(0)
-        outputs = model(
-            input_ids=self._input_ids, past_key_values=self.cache, use_cache=True, return_dict=True, **self._inputs
-        )
+        self.cache.causal = is_causal(model, self._input_ids.shape[1])
+        try:
+            outputs = model(
+                input_ids=self._input_ids, past_key_values=self.cache, use_cache=True, return_dict=True, **self._inputs
+            )
+        finally:
+            self.cache.causal = False
         self.cache.rewind(0)
         self._logits = outputs.logits[:, -1]
+
+
+def is_causal(model: Any, length: int) -> bool:
+    """Return whether attention over a prompt of `length` tokens is plainly causal, and torch's own, which knows that.
+
+    transformers makes no mask then, except during a capture.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return config._attn_implementation == "sdpa" and all(window is None or length < window for window in windows)
 
 
 class PromptGraphs:

@@ -35,7 +35,8 @@ Entry = tuple[int, ...] | None
 TUNED = Path(__file__).parent.parent / "tuned.json"
 
 MEASURED: dict[str, dict[str, Entry]] = {
-    # torch 2.11, triton 3.6; Llamas of 1B and 8B parameters at 1 and 8 rows, Qwen3-30B-A3B at one, 512 tokens before.
+    # torch 2.11, triton 3.6. Skinny products by bench/gemm.py, the sizes of Llamas of 1B, 8B and 70B parameters; the
+    # others in whole steps of Llamas of 1B and 8B and of Qwen3-30B-A3B, with 512 tokens before.
     "NVIDIA H100 80GB HBM3": {
         "attention 1x4x8x128 1024": (8, 16, 32, 1, 4),
         "attention 8x8x4x64 1024": (4, 4, 128, 1, 4),
@@ -53,12 +54,36 @@ MEASURED: dict[str, dict[str, Entry]] = {
         "skinny_linear 4096x14336x1": (32, 512, 4),
         "skinny_linear 4096x4096x1": (32, 512, 4),
         "skinny_linear 6144x4096x1": (32, 256, 4),
-        "skinny_linear 128256x2048x2": (16, 256, 2),
-        "skinny_linear 128256x4096x2": (16, 256, 2),
-        "skinny_linear 2048x2048x2": (32, 256, 4),
-        "skinny_linear 4096x14336x2": (16, 256, 2),
-        "skinny_linear 4096x4096x2": (16, 256, 2),
-        "skinny_linear 6144x4096x2": (32, 256, 4),
+        "skinny_linear 10240x8192x2": (64, 128, 4, 3, 3),
+        "skinny_linear 128256x2048x2": (128, 128, 2, 1, 2),
+        "skinny_linear 128256x4096x2": (128, 128, 8, 1, 5),
+        "skinny_linear 128256x8192x2": (32, 256, 4, 1, 6),
+        "skinny_linear 16384x2048x2": (128, 256, 8, 1, 2),
+        "skinny_linear 2048x2048x2": (64, 256, 4, 4, 3),
+        "skinny_linear 2048x8192x2": (64, 256, 4, 4, 4),
+        "skinny_linear 28672x4096x2": (64, 128, 4, 1, 4),
+        "skinny_linear 3072x2048x2": (32, 256, 2, 1, 6),
+        "skinny_linear 4096x14336x2": (64, 256, 4, 2, 3),
+        "skinny_linear 4096x4096x2": (32, 256, 4, 1, 6),
+        "skinny_linear 57344x8192x2": (64, 128, 4, 1, 6),
+        "skinny_linear 6144x4096x2": (64, 256, 4, 1, 3),
+        "skinny_linear 8192x28672x2": (64, 256, 4, 2, 4),
+        "skinny_linear 8192x8192x2": (64, 256, 4, 1, 4),
+        "skinny_linear_32 10240x8192x2": (64, 128, 8, 1, 3),
+        "skinny_linear_32 128256x2048x2": (64, 128, 4, 1, 3),
+        "skinny_linear_32 128256x4096x2": (128, 128, 8, 1, 3),
+        "skinny_linear_32 128256x8192x2": (128, 128, 8, 1, 3),
+        "skinny_linear_32 16384x2048x2": (128, 128, 4, 1, 3),
+        "skinny_linear_32 2048x2048x2": (64, 128, 4, 3, 4),
+        "skinny_linear_32 2048x8192x2": (64, 128, 4, 4, 8),
+        "skinny_linear_32 28672x4096x2": (128, 128, 4, 1, 4),
+        "skinny_linear_32 3072x2048x2": (32, 256, 4, 1, 5),
+        "skinny_linear_32 4096x14336x2": (64, 128, 4, 2, 6),
+        "skinny_linear_32 4096x4096x2": (64, 128, 4, 1, 7),
+        "skinny_linear_32 57344x8192x2": (64, 128, 4, 1, 4),
+        "skinny_linear_32 6144x4096x2": (64, 128, 4, 1, 4),
+        "skinny_linear_32 8192x28672x2": (128, 128, 4, 2, 4),
+        "skinny_linear_32 8192x8192x2": (64, 128, 4, 1, 7),
     },
 }
 
@@ -123,13 +148,14 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
 
 
 def _skinny_rule(rows: int, cols: int, element_size: int) -> Tile:
-    """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, and programs for every processor of an H100.
+    """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, with splits for the 132 processors of an H100.
 
-    A program has four tiles of its own or more: adding parts up costs 1 µs, which fewer would not earn back.
+    The tiles in flight fill more than half of a processor's shared memory, so programs beyond the 132 wait for a
+    second turn: 192 of two splits took 22.6 µs, 96 of one 19.4 (6144x4096, 8 rows). A program has four tiles or more.
     """
     block_rows = max(16, min(64, 1 << (rows - 1).bit_length()))
     block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
-    splits = min(-(-128 * block_rows // rows), cols // (4 * block_cols))
+    splits = min(128 * block_rows // rows, cols // (4 * block_cols))
     return block_rows, block_cols, 128 // WAVE, max(1, splits), STAGES
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rewrite.runtime import backend, gemm, packing, preshuffle
+from rewrite.runtime import aiter_calls, aiter_probe, backend, gemm, packing, preshuffle
 from rewrite.runtime.explain import explain
 from rewrite.runtime.gemm import Product, routed_linear
 from rewrite.runtime.packing import packed_linear
@@ -280,7 +280,7 @@ class Order:
         self.shuffled += 1
         return weight.flip(1).contiguous()
 
-    def multiply(self, input: Tensor, shuffled: Tensor) -> Tensor:
+    def multiply(self, input: Tensor, shuffled: Tensor, weight: Tensor) -> Tensor:
         return F.linear(input.flip(-1), shuffled)
 
 
@@ -288,13 +288,14 @@ class Order:
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     """A chip that has the order, and a table that asks for it."""
     made = Order()
-    monkeypatch.setattr(preshuffle, "chip", lambda device: "gfx942")
+    monkeypatch.setattr(aiter_probe, "chip", lambda device=None: "gfx942")
+    before = preshuffle._kernels
     preshuffle.offer(preshuffle.Kernels(made.shuffle, made.multiply))
     write_table(
         {f"{count}x{OUTPUTS}x{INPUTS} bfloat16{bias}": "preshuffled" for count in (2, 64) for bias in ("", " bias")}
     )
     yield made
-    preshuffle.offer(None)
+    preshuffle.offer(before)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -321,7 +322,7 @@ def test_few_rows_read_the_weight_itself(order: Order) -> None:
 
 
 def test_chips_without_the_order(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preshuffle, "chip", lambda device: "gfx90a")
+    monkeypatch.setattr(aiter_probe, "chip", lambda device=None: "gfx90a")
     module, x = projection().bfloat16(), rows(64).bfloat16()
     assert torch.equal(routed_linear(x, module), module(x))
     assert order.shuffled == 0
@@ -335,5 +336,35 @@ def test_packed_weights_have_no_copy(order: Order) -> None:
     assert not preshuffle.fits(nn.Parameter(torch.zeros(OUTPUTS + 1, INPUTS, dtype=torch.bfloat16)))
 
 
-def test_no_chip_on_the_cpu() -> None:
-    assert preshuffle.chip(torch.device("cpu")) is None
+class Aiter:
+    """`shuffle_weight` and the GEMM of a release, which knows such a weight by an attribute; or does not."""
+
+    def __init__(self, knows: bool):
+        self.knows = knows
+
+    def function(self, operator: str, path: str, *rest: object) -> Any:
+        return self.shuffle_weight if path == "shuffle_weight" else self.mm
+
+    def shuffle_weight(self, x: Tensor, layout: tuple[int, int]) -> Tensor:
+        assert layout == (16, 16)
+        shuffled = x.flip(1).contiguous()
+        shuffled.is_shuffled = True  # type: ignore[attr-defined]
+        return shuffled
+
+    def mm(self, inp: Tensor, weights: Tensor, bias: None) -> Tensor:
+        return F.linear(inp.flip(-1) if self.knows and getattr(weights, "is_shuffled", False) else inp, weights)
+
+
+@pytest.mark.filterwarnings("ignore:aiter")
+@pytest.mark.parametrize("knows", [True, False])
+def test_aiter_s_order_is_used_once_proven(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiter_probe, "chip", lambda device=None: "gfx950")
+    monkeypatch.setattr(aiter_calls, "chosen", lambda operator, tensor: True)
+    monkeypatch.setattr(aiter_calls, "function", Aiter(knows).function)
+    monkeypatch.setattr(aiter_calls, "_states", {})
+    write_table({str(Product(64, OUTPUTS, INPUTS, "bfloat16", True)): "preshuffled"})
+    module, x = projection().bfloat16(), rows(64).bfloat16()
+    for _ in range(2):
+        torch.testing.assert_close(routed_linear(x, module), module(x), atol=0.02, rtol=0.0)
+    assert gemm.counts() == {"preshuffled" if knows else "vendor": 2}
+    assert backend.fallbacks() == ({} if knows else {("aiter.gemm", "differs"): 2})

@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from rewrite.runtime.graph import DecodeGraph
-from rewrite.runtime.prompt_graph import MOST_TOKENS, ROUNDING
+from rewrite.runtime.cache import needs_no_mask
+from rewrite.runtime.prompt_graph import MOST_TOKENS, ROUNDING, is_causal
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {
@@ -53,6 +54,37 @@ def test_prompts_of_all_lengths_share_a_graph(kind: str) -> None:
             torch.testing.assert_close(graph.step(following), longer, rtol=1e-4, atol=1e-4)
     assert graph.prompts.refusal is None
     assert graph.prompts.lengths == [ROUNDING, 2 * ROUNDING]
+
+
+def test_no_mask_where_attention_is_causal_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, mistral = model_of(), model_of("mistral")
+    assert llama.config._attn_implementation == "sdpa"
+    assert is_causal(llama, 512)
+    assert [is_causal(mistral, length) for length in (5, 6, 128)] == [True, False, False]
+    llama.config.attention_chunk_size = 64
+    assert [is_causal(llama, length) for length in (63, 64)] == [True, False]
+    monkeypatch.setattr(mistral.config, "sliding_window", None)
+    assert is_causal(mistral, 128)
+    mistral.config._attn_implementation = "eager"
+    assert not is_causal(mistral, 128)
+    mistral.config._attn_implementation = "sdpa"
+    del llama.config.attention_chunk_size
+
+
+def test_masks_are_left_out_in_the_graph_and_nowhere_else() -> None:
+    seen: list[bool] = []
+    model = model_of()
+    graph = DecodeGraph(model, batch_size=1, capacity=256)
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(needs_no_mask(kwargs["past_key_values"])), with_kwargs=True
+    )
+    graph.prefill(prompt(1, 9))
+    assert not needs_no_mask(graph.cache)
+    assert True in seen
+    assert False in seen
+    with graph.cache.step():
+        assert needs_no_mask(graph.cache)
+    assert not needs_no_mask(None)
 
 
 def test_prompts_with_padding_and_long_ones_are_read_as_they_are() -> None:
