@@ -35,7 +35,7 @@ class _Copy:
     weight: Quantized
     state: Hashable
     storages: tuple[StorageWeakRef, ...]
-    """Of those weights: while one is held weakly, no other storage has its identity, though it may its address."""
+    """Of those weights: while one is held weakly no other storage has its identity, though it may have its address."""
     projections: tuple[weakref.ref[nn.Module], ...]
 
 
