@@ -76,6 +76,7 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
         uses |= used
     if not uses and not any(report.rewritten for report in reports):
         return Rewritten(text, tuple(reports))
+    uses = {use for use in uses if module.references.get(use.split(".")[1])}  # a later transform replaces some calls
     tree = imports.without_unused(module, before)
     tree = imports.with_runtime(tree, sorted(uses))
     rewritten = tree.code

@@ -106,6 +106,15 @@ class NothingToTune(UsageError):
         super().__init__(f"{what} cannot be tuned: {why}.")
 
 
+class NothingToExport(UsageError):
+    """A table of products has nothing that another program could read."""
+
+    def __init__(self, path: object):
+        super().__init__(
+            f"{path} has no product in 16 bits that was measured on an AMD card or that torch should not compute."
+        )
+
+
 class MissingProgram(UsageError):
     """A program that the request needs is not installed."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from . import backend, rows
+from . import aiter_norms, backend, rows
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
 from .rms_norm import result_dtype
@@ -68,6 +68,9 @@ def _forward(
     offset: float,
     weight_in_fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    found = aiter_norms.add_rms_norm(hidden_states, residual, weight, eps, offset, weight_in_fp32, norm_reference)
+    if found is not None:
+        return found
     if backend.uses_triton(hidden_states):
         reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
         if reason is None:

@@ -7,6 +7,9 @@ is given; here the group moves into a dimension that the keys do not have:
     few queries      [B, Hk, G S, D] against [B, Hk, T, D]: the group becomes part of the query length
     one sequence     [G, Hk, S, D] against [1, Hk, T, D]: keys broadcast over the group with stride 0
     cuDNN            takes grouped keys and a mask as they are, and is the fastest where it runs
+
+Without a mask, torch's own kernels share keys and values; on AMD's chips aiter's flash attention runs instead, where
+it is installed. Queries, keys and values come as `[B, H, S, D]` views of `[B, S, H, D]`, which is how the result lies.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import backend
+from . import aiter_attention, aiter_calls, aiter_flash, backend
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -31,9 +35,11 @@ _DEVICES = frozenset({"cpu", "cuda"})
 def native_gqa(interface: Attention) -> Attention:
     """Return the attention function to call in place of `interface`.
 
-    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and `interface`
-    itself for anything else.
+    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and on an AMD GPU
+    with aiter for `flash_attention_forward`; `interface` itself for anything else.
     """
+    if interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
+        return aiter_flash.forward
     return _sdpa if interface is sdpa_attention_forward else interface
 
 
@@ -50,6 +56,12 @@ def _sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     groups = getattr(module, "num_key_value_groups", 1)
+    if aiter_calls.candidate("attention"):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        reason = _aiter_refusal(query, key, value, attention_mask, dropout, kwargs)
+        if reason is None:
+            return _flash_op(query, key, value, scaling, causal and query.shape[2] > 1), None
+        aiter_calls.refuse("attention", reason)
     if groups == 1 or (attention_mask is None and key.shape[-1] == value.shape[-1] <= 256):
         reason = None  # transformers expands nothing here
     else:
@@ -78,6 +90,50 @@ def _refusal(
     if query.shape[0] != key.shape[0] or query.shape[1] != key.shape[1] * groups:
         return "shape"
     return None
+
+
+def _aiter_refusal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Return why a call cannot go through the operator that asks aiter, a key of `aiter_calls.REASONS`."""
+    if mask is not None:
+        return "mask"
+    if dropout:
+        return "dropout"
+    if backend.wants_gradient(query, key, value):
+        return "gradient_wanted"
+    if any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux")):
+        return "softcap"
+    if kwargs.get("cache") is not None or kwargs.get("output_attentions"):
+        return "layout"
+    heads = query.shape[1] % key.shape[1] or query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]
+    if heads:
+        return "heads"
+    return "head_dim" if max(query.shape[-1], value.shape[-1]) > aiter_attention.MAX_HEAD_DIM else None
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, is_causal: bool
+) -> torch.Tensor:
+    """Attend without a mask, by aiter or as torch does; `is_causal` as torch has it. The result is `[B, S, H, Dv]`."""
+    if is_causal and key.shape[2] > query.shape[2]:  # what a prefill into an empty static cache sees
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if is_causal and key.shape[2] < query.shape[2]:
+        aiter_calls.refuse("attention", "more_queries_than_keys")
+    else:
+        out = aiter_attention.attend(query, key, value, scaling=scaling, causal=is_causal)
+        if out is not None:
+            return out
+    if key.shape[-1] != value.shape[-1]:
+        return _grouped(query, key, value, None, scaling, is_causal)
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=is_causal, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
 
 
 def _grouped(
@@ -168,6 +224,19 @@ def _fake(
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1])
 
+
+def _flash_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, is_causal: bool
+) -> torch.Tensor:
+    return _fake(query, key, value, None, scaling, is_causal)
+
+
+_flash_op = backend.register(
+    "flash_attention",
+    "(Tensor query, Tensor key, Tensor value, float? scaling, bool is_causal) -> Tensor",
+    _flash,
+    _flash_fake,
+)
 
 _op = backend.register(
     "grouped_attention",

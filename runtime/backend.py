@@ -2,7 +2,8 @@
 
 Every operator has a plain torch reference and, where it pays, a Triton kernel. The choice between them is made when
 the operator runs, from the device of its first tensor and from `set_backend` or the environment variable
-`REWRITE_BACKEND` (`auto`, `reference` or `triton`), so that a wrong result can be bisected without editing a file.
+`REWRITE_BACKEND` (`auto`, `reference`, `triton` or `aiter`), so that a wrong result can be bisected without editing a
+file. `aiter` is AMD's library, for the operators that `aiter_calls` lists; the others run as under `auto`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.nn.modules.module import _has_any_global_hook
 
-from . import launch
+from . import aiter_probe, launch
 
-BACKENDS = ("auto", "reference", "triton")
+BACKENDS = ("auto", "reference", "triton", "aiter")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
@@ -56,7 +57,8 @@ def set_backend(name: str) -> None:
 
     Raises:
         ValueError: if `name` is not one of `BACKENDS`.
-        BackendUnavailable: if `name` is `"triton"` and Triton is not installed.
+        BackendUnavailable: if `name` is `"triton"` and Triton is not installed, or `"aiter"` and AMD's aiter cannot be
+            imported on an AMD GPU.
     """
     global _chosen
     _chosen = _checked(name)
@@ -95,11 +97,16 @@ def plainly() -> Iterator[None]:
         _PLAIN.active = before
 
 
+def runs_plainly() -> bool:
+    """Return whether this thread is inside `plainly`."""
+    return _PLAIN.active
+
+
 def uses_triton(tensor: torch.Tensor) -> bool:
     """Return whether an operator on `tensor` runs its Triton kernel.
 
-    `auto` takes Triton on CUDA and HIP devices. A named `triton` is honoured or raises `BackendUnavailable`; on a CPU
-    tensor it needs Triton's interpreter (`TRITON_INTERPRET=1`).
+    `auto` takes Triton on CUDA and HIP devices, and `aiter` does so where aiter has nothing. A named `triton` is
+    honoured or raises `BackendUnavailable`; on a CPU tensor it needs Triton's interpreter (`TRITON_INTERPRET=1`).
     """
     backend = get_backend()
     if backend == "reference" or _PLAIN.active:
@@ -218,6 +225,8 @@ def _checked(name: str) -> str:
         raise ValueError(f"unknown backend '{name}': choose one of {', '.join(BACKENDS)}")
     if name == "triton" and not triton_installed():
         raise BackendUnavailable(name, "triton is not installed")
+    if name == "aiter" and (failure := aiter_probe.failure()) is not None:
+        raise BackendUnavailable(name, failure)
     return name
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from . import arrivals
 from .launch import rehearsing
 
 CAPTURING = threading.RLock()
@@ -60,9 +61,12 @@ def capture(
 
 def _capture(run: Callable[[], None], pool: Any, index: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
+    counters = arrivals.new(torch.device("cuda", index))
+    graph.counters = counters  # type: ignore[attr-defined]  # which live as long as the graph
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        run()
+        with arrivals.of_graph(counters):
+            run()
     except BaseException as error:
         _abandon(graph, pool, index)
         if isinstance(error, RuntimeError):

@@ -20,7 +20,7 @@ class Explanation:
     """What ran in its slower form since the last `reset_fallbacks`."""
 
     backend: str
-    """The backend in force: auto, reference or triton."""
+    """The backend in force: auto, reference, triton or aiter."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """How often, by `operator: reason`, in this package."""
     modules: dict[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2CLS
 
-from . import backend, rows
+from . import aiter_activation, backend, rows
 from .launch import HIP, WAVE, Kernel, grid
 
 if backend.triton_installed():
@@ -140,6 +140,9 @@ def _function_kind(function: Callable[[torch.Tensor], torch.Tensor]) -> str | No
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    product = aiter_activation.gated_activation(gate, up, activation)
+    if product is not None:
+        return product
     if backend.uses_triton(gate):
         reason = _refusal(gate, up)
         if reason is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from . import backend, rows
+from . import aiter_norms, backend, rows
 from .launch import Kernel
 
 if backend.triton_installed():
@@ -153,6 +153,9 @@ def refusal(hidden_states: torch.Tensor, *parameters: torch.Tensor | None) -> st
 def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
+    normed = aiter_norms.layer_norm(hidden_states, weight, bias, eps, _reference)
+    if normed is not None:
+        return normed
     if backend.uses_triton(hidden_states):
         reason = refusal(hidden_states, weight, bias)
         if reason is None:

@@ -24,7 +24,7 @@ from .gated_activation import activation_kind, gated_activation
 from .launch import Kernel, overlaps
 from .prologue import Prologue, norm_arguments, prologue_of
 from .rows import KERNEL_DTYPES
-from .skinny import MOST_ROWS, launch_skinny_linear, takes_norm
+from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 from .tiles import Tile, tile
 
 if backend.triton_installed():
@@ -258,7 +258,8 @@ def few_rows(
     """Return the product by a kernel; None where torch's own operators are to run instead."""
     rows, cols = weight.shape
     one_row = is_one_row(input)
-    shape = tile_for("linear" if one_row else "skinny_linear", rows, cols, weight)
+    kind = "linear" if one_row else skinny_kind(input.numel() // cols)
+    shape = tile_for(kind, rows, cols, weight)
     if shape is None:
         return None
     out = input.new_empty((*input.shape[:-1], rows))

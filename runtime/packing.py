@@ -12,7 +12,7 @@ product. Where packing is not safe the modules themselves are called, and the re
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ REASONS = {
 }
 
 _lock = threading.Lock()
+_multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
 RETURNED_BYTES = 16 * 2**20
 """Weights of this size, once packed, leave their old memory to the device and not to torch's allocator."""
@@ -47,7 +48,7 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
-    reason = _unsafe(input, projections)
+    reason = unsafe(input, projections)
     if reason is not None:
         return _separately(input, projections, reason)
     weights = [_parameter(projection, "weight") for projection in projections]
@@ -67,7 +68,7 @@ def packed_parameters(input: Tensor, projections: Sequence[nn.Module]) -> tuple[
 
     For kernels that read weights themselves; also for a single projection. The reason is a key of `REASONS`.
     """
-    if (reason := _unsafe(input, projections)) is not None:
+    if (reason := unsafe(input, projections)) is not None:
         return reason
     weights = [_parameter(projection, "weight") for projection in projections]
     biases = [projection._parameters["bias"] for projection in projections]
@@ -81,7 +82,8 @@ def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) ->
     return tuple(projection(input) for projection in projections)
 
 
-def _unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
+def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
+    """Return why the projections have to be called themselves, a key of `REASONS`; None where weights will do."""
     gradient = torch.is_grad_enabled()
     if gradient and input.requires_grad:
         return "gradient"
@@ -109,7 +111,13 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _one_product(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    return F.linear(input, _packed_weight(weights), _packed_bias(weights, biases))
+    return _multiply(input, _packed_weight(weights), _packed_bias(weights, biases))
+
+
+def multiply_with(product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+    """Compute packed products by `product`, of input, weight and bias, in place of `F.linear`; `gemm` does so."""
+    global _multiply
+    _multiply = product
 
 
 def _packed_weight(weights: Sequence[Tensor]) -> Tensor:

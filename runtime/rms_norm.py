@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from . import backend, rows
+from . import aiter_norms, backend, rows
 from .launch import Kernel
 
 if backend.triton_installed():
@@ -157,6 +157,9 @@ def refusal(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | N
 def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> torch.Tensor:
+    normed = aiter_norms.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, reference)
+    if normed is not None:
+        return normed
     if backend.uses_triton(hidden_states):
         reason = refusal(hidden_states, weight)
         if reason is None:

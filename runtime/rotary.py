@@ -273,10 +273,17 @@ def _forward(
         if reason is None:
             return _launch(q, k, cos, sin, named)
         backend.count_fallback("rotary", reason)
+    rotated_q, rotated_k = _reference(q, k, cos, sin, named)
     q_out, k_out = _fake(q, k, cos, sin, *form)
-    for out, computed in zip((q_out, k_out), _reference(q, k, cos, sin, named), strict=True):
-        out.copy_(computed)
-    return q_out, k_out
+    return _laid_out(rotated_q, q_out), _laid_out(rotated_k, k_out)
+
+
+def _laid_out(computed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `computed` with the strides of `like`; copied where its elements lie in another order."""
+    pairs = zip(computed.shape, computed.stride(), like.stride(), strict=True)
+    if all(size == 1 or own == wanted for size, own, wanted in pairs):
+        return computed.as_strided(like.shape, like.stride())
+    return like.copy_(computed)
 
 
 def _head_axis(q: torch.Tensor, form: Form) -> int:

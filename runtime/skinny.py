@@ -1,48 +1,79 @@
-"""Products of 2 to 16 rows with large weights, with what stands before and after them in the same kernel.
+"""Products of 2 to 32 rows with large weights, with what stands before and after them in the same kernel.
 
 I in_features, O out_features, M rows. The formulas are those of `linear.py`; what an RMSNorm divides by is a factor of
 the row, so the product need not wait for it:
 
     norm(x) Wᵀ = rsqrt(mean(x²) + eps) * ((x * w) Wᵀ)
 
-The time is again that of reading the weight, once: a program takes some rows of it and all M rows of the input, filled
-up to the 16 that the tensor cores want. `x * w` is computed in fp32 and rounded once to the weight's dtype, where the
-norm as an operator rounds before and after its weight; sums are fp32. The activation of a gated product is an operator
-of its own: a kernel with both halves took 61 µs a call longer than cuBLAS (H100, 1B Llama, 8 rows).
+The time is again that of reading the weight, once: a program multiplies a tile of it, 64 rows as a rule, with all M
+rows of the input, filled up to 16 or 32; the weight is the left side, whose 64 rows the tensor cores of Hopper take
+from shared memory as they are. Where there are fewer tiles than the chip has room for programs, several share one and
+each takes a part of the columns (split-K): the last to arrive adds up what all of them have written, in one order.
+`x * w` is computed in fp32 and rounded once to the weight's dtype, where the norm as an operator rounds before and
+after its weight; sums are fp32. The activation of a gated product is an operator of its own: a kernel with both halves
+took 61 µs a call longer than cuBLAS (H100, 1B Llama, 8 rows).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import backend
-from .launch import HIP, Kernel, overlaps
+from .arrivals import arrivals
+from .launch import Kernel, overlaps
 from .prologue import Prologue, norm_arguments
-from .tiles import Tile
+from .tiles import STAGES
 
-MOST_ROWS = 16
-STAGES = 2 if HIP else 4
-"""Tiles of a program in flight; LDS is 64 KiB on AMD cards."""
+MOST_ROWS = 32
+HEIGHTS = (16, 32)
+"""Rows that the tensor cores are given; what is missing is filled up."""
 
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
     @triton.jit
+    def _weight(  # type: ignore[no-untyped-def]
+        row_ptr,
+        row,
+        start,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
+        """Load columns of the rows of a program; a mask only where the tiles do not divide the weight."""
+        col = start + tl.arange(0, BLOCK_COLS)
+        if I % BLOCK_COLS == 0:
+            if O % BLOCK_ROWS == 0:
+                return tl.load(row_ptr + col)
+            else:
+                return tl.load(row_ptr + col, mask=(row < O)[:, None], other=0.0)
+        else:
+            return tl.load(row_ptr + col, mask=(row < O)[:, None] & (col < I)[None, :], other=0.0)
+
+    @triton.jit
     def _input(  # type: ignore[no-untyped-def]
         x_ptr,
         norm_ptr,
         rows,
-        col,
+        start,
         count,
         offset,
         I: tl.constexpr,  # noqa: E741
         NORM: tl.constexpr,
         WEIGHT: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
     ):
         """Load columns of all rows, times the norm's weight where there is one, and their squares in fp32."""
-        x = tl.load(x_ptr + rows[:, None] * I + col, mask=(rows < count)[:, None] & (col < I)[None, :], other=0.0)
+        col = start + tl.arange(0, BLOCK_COLS)
+        mask = (rows < count)[:, None]
+        if I % BLOCK_COLS:
+            mask = mask & (col < I)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * I + col, mask=mask, other=0.0)
         wide = x.to(tl.float32)
         square = wide * wide
         if NORM and WEIGHT:
@@ -57,6 +88,9 @@ if backend.triton_installed():
         weight_ptr,
         bias_ptr,
         residual_ptr,
+        part_ptr,
+        square_ptr,
+        arrived_ptr,
         out_ptr,
         count,
         eps,
@@ -71,32 +105,63 @@ if backend.triton_installed():
         M: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
+        SPLITS: tl.constexpr,
         STAGES: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
-        column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        live = column < O
-        weight_row = weight_ptr + column.to(tl.int64)[:, None] * I
+        split = tl.program_id(0)
+        tile = tl.program_id(1)
+        share: tl.constexpr = (I + SPLITS * BLOCK_COLS - 1) // (SPLITS * BLOCK_COLS) * BLOCK_COLS
+        begin = split * share
+        end = tl.minimum(begin + share, I)
+        column = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         rows = tl.arange(0, M)
-        col = tl.arange(0, BLOCK_COLS)
-        weight = tl.load(weight_row + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        x, square = _input(x_ptr, norm_ptr, rows, col, count, offset, I, NORM, NORM_WEIGHT)
-        y = tl.dot(x, tl.trans(weight), input_precision="ieee")
-        for start in tl.range(BLOCK_COLS, I, BLOCK_COLS, num_stages=STAGES):
-            col = start + tl.arange(0, BLOCK_COLS)
-            weight = tl.load(weight_row + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
-            x, more = _input(x_ptr, norm_ptr, rows, col, count, offset, I, NORM, NORM_WEIGHT)
-            square += more
-            y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+        weight_row = weight_ptr + column.to(tl.int64)[:, None] * I
+        first = begin
+        y = tl.zeros([BLOCK_ROWS, M], tl.float32)
         if NORM:
-            y *= tl.rsqrt(tl.sum(square, 1) / I + eps)[:, None]
+            square = tl.zeros([M, BLOCK_COLS], tl.float32)
+        if OVERLAP:  # one tile of the weight on its way while the kernel before ends
+            weight = _weight(weight_row, column, begin, I, O, BLOCK_ROWS, BLOCK_COLS)
+            tl.extra.cuda.gdc_wait()
+            x, more = _input(x_ptr, norm_ptr, rows, begin, count, offset, I, NORM, NORM_WEIGHT, BLOCK_COLS)
+            if NORM:
+                square += more
+            y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+            first += BLOCK_COLS
+        for start in tl.range(first, end, BLOCK_COLS, num_stages=STAGES):
+            weight = _weight(weight_row, column, start, I, O, BLOCK_ROWS, BLOCK_COLS)
+            x, more = _input(x_ptr, norm_ptr, rows, start, count, offset, I, NORM, NORM_WEIGHT, BLOCK_COLS)
+            if NORM:
+                square += more
+            y = tl.dot(weight, tl.trans(x), y, input_precision="ieee")
+        if NORM:
+            squares = tl.sum(square, 1)
+        there = (column < O)[:, None] & (rows < count)[None, :]
+        if SPLITS > 1:
+            inner = tl.arange(0, BLOCK_ROWS)[:, None] + rows[None, :] * BLOCK_ROWS
+            part = part_ptr + tile.to(tl.int64) * SPLITS * M * BLOCK_ROWS + inner
+            tl.store(part + split * M * BLOCK_ROWS, y, mask=there)
+            if NORM:
+                square_row = square_ptr + tile * SPLITS * M + rows
+                tl.store(square_row + split * M, squares, mask=rows < count)
+            tl.debug_barrier()
+            if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+                return
+            tl.store(arrived_ptr + tile, 0)
+            y = tl.zeros([BLOCK_ROWS, M], tl.float32)
+            if NORM:
+                squares = tl.zeros([M], tl.float32)
+            for one in tl.static_range(SPLITS):
+                y += tl.load(part + one * M * BLOCK_ROWS, mask=there, other=0.0, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(square_row + one * M, mask=rows < count, other=0.0, cache_modifier=".cg")
+        if NORM:
+            y *= tl.rsqrt(squares / I + eps)[None, :]
         if BIAS:
-            y += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
-        at = rows[:, None] * O + column[None, :]
-        there = (rows < count)[:, None] & live[None, :]
+            y += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)[:, None]
+        at = rows[None, :] * O + column[:, None]
         if RESIDUAL:
             y += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=there)
@@ -109,6 +174,30 @@ def takes_norm(input: Tensor) -> bool:
     return input.dtype != torch.float16
 
 
+def height_for(rows: int) -> int:
+    """Return how many rows the kernel computes for `rows`."""
+    return min(size for size in HEIGHTS if size >= rows)
+
+
+def skinny_kind(rows: int) -> str:
+    """Return the kind under which the tables have products of `rows` rows."""
+    return "skinny_linear" if rows <= HEIGHTS[0] else f"skinny_linear_{height_for(rows)}"
+
+
+class Form(NamedTuple):
+    """How the work is divided."""
+
+    block_rows: int
+    """Rows of the weight that a program takes."""
+    block_cols: int
+    """Columns of one tile."""
+    num_warps: int
+    splits: int = 1
+    """Programs that share a row of the weight, at most."""
+    stages: int = STAGES
+    """Tiles of a program in flight."""
+
+
 def launch_skinny_linear(
     input: Tensor,
     weight: Tensor,
@@ -116,27 +205,38 @@ def launch_skinny_linear(
     prologue: Prologue | None,
     residual: Tensor | None,
     out: Tensor,
-    shape: Tile,
+    form: tuple[int, ...],
 ) -> None:
-    """Run the kernel of `linear` for up to 16 rows with a tile."""
-    block_rows, block_cols, num_warps = shape
+    """Run the kernel of `linear` for up to `MOST_ROWS` rows with a `Form`, or the first fields of one."""
+    block_rows, block_cols, num_warps, splits, stages = Form(*form)
     rows, cols = weight.shape
+    count = out.numel() // rows
+    height = height_for(count)
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     overlap = overlaps(input)
+    blocks = -(-rows // block_rows)
+    # Programs without a column of their own would never arrive.
+    splits = -(-cols // (-(-cols // (splits * block_cols)) * block_cols))
+    part = square = arrived = out
+    if splits > 1:
+        arrived = arrivals(input, blocks)
+        part = input.new_empty(blocks * splits * height * block_rows, dtype=torch.float32)
+        if prologue is not None:
+            square = input.new_empty(blocks * splits * height, dtype=torch.float32)
     with backend.device_guard(input):
         skinny_linear_kernel.launch(
-            (-(-rows // block_rows), 1, 1),
+            (splits, blocks, 1),
             num_warps,
             (
                 input.contiguous(), norm, weight, weight if bias is None else bias,
-                input if residual is None else residual.contiguous(), out,
+                input if residual is None else residual.contiguous(), part, square, arrived, out,
             ),
-            (out.numel() // rows,),
+            (count,),
             (),
             (eps, offset),
             (
                 cols, rows, prologue is not None, has_weight, bias is not None, residual is not None, overlap,
-                MOST_ROWS, block_rows, block_cols, STAGES,
+                height, block_rows, block_cols, splits, stages,
             ),
             overlap=overlap,
         )  # fmt: skip

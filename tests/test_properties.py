@@ -22,7 +22,7 @@ from rewrite.transforms import select
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "property_package"
-TRANSFORMS = select(("fuse_qkv", "fuse_gate_up", "fuse_gated_activation", "fuse_add_norm"))
+TRANSFORMS = select(("fuse_qkv", "fuse_gate_up", "fuse_gated_activation", "fuse_add_norm", "route_gemm"))
 PROJECTIONS = ("q_proj", "k_proj", "value", "wo", "shared")
 INPUTS = ("x", "y")
 LOCALS = ("a", "b", "c")

@@ -41,7 +41,7 @@ class NativeGQA(Transform):
 
     Known limits:
         Backends other than eager and sdpa (flash_attention_2, flex_attention …) share keys and values by themselves
-        and are left as they are.
+        and are left as they are; but on an AMD GPU with aiter, flash_attention_2 runs aiter's kernel.
     """
 
     name: ClassVar[str] = "native_gqa"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,21 +13,36 @@ if TYPE_CHECKING:
     from .contenders import Contender
 
 TOP = 16
+_COPY = re.compile(r"copy|CatArray|Memcpy DtoD", re.IGNORECASE)
+_TRANSFER = ("Memcpy", "Memset")
+
+
+def is_kernel(name: str) -> bool:
+    """Return whether a GPU activity is a kernel: copies and fills of the driver are none."""
+    return not name.startswith(_TRANSFER)
+
+
+def is_copy(name: str) -> bool:
+    """Return whether a GPU activity only moves memory: torch's copies and concatenations, and the driver's."""
+    return bool(_COPY.search(name)) and not name.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memset"))
 
 
 def kernels(side: Contender, prompt: Tensor) -> dict[str, Any]:
-    """Kernels per token, GPU ms per token and the largest kernels, from the difference of two generations.
+    """Kernels per token, GPU ms per token, the largest kernels and all copies, from the difference of two generations.
 
-    Copies and fills are no kernels; a graph's replay is counted kernel by kernel.
+    A graph's replay is counted kernel by kernel.
     """
     steps = min(side.steps, 64)
     long, short = (_census(side, prompt, side.short + more) for more in (steps, 0))
     counts, times = _difference(long[0], short[0], steps), _difference(long[1], short[1], steps)
-    largest = sorted(times, key=lambda name: -times[name])[:TOP]
+    ranked = sorted(times, key=lambda name: -times[name])
+    row = lambda name: {"name": name[:120], "per_token": counts.get(name, 0.0), "us": times[name]}
+    kernels = [name for name in ranked if is_kernel(name)]
     return {
-        "kernels_per_token": sum(counts.values()),
-        "gpu_ms_per_token": sum(times.values()) / 1e3,
-        "largest": [{"name": name[:120], "per_token": counts.get(name, 0.0), "us": times[name]} for name in largest],
+        "kernels_per_token": sum(count for name, count in counts.items() if is_kernel(name)),
+        "gpu_ms_per_token": sum(times[name] for name in kernels) / 1e3,
+        "largest": [row(name) for name in kernels[:TOP]],
+        "copies": [row(name) for name in ranked if is_copy(name)],
     }
 
 
@@ -36,7 +52,7 @@ def _difference(long: Mapping[str, float], short: Mapping[str, float], steps: in
 
 
 def _census(side: Contender, prompt: Tensor, new: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """How often each kernel ran in a generation that is not the first of its length, and for how many µs in all."""
+    """How often each kernel, copy and fill ran in a generation not the first of its length, and for how many µs."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -48,7 +64,7 @@ def _census(side: Contender, prompt: Tensor, new: int) -> tuple[Mapping[str, flo
         side.generate(prompt, new)
         torch.cuda.synchronize()
     for event in profiler.events():
-        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
+        if event.device_type.name == "CUDA":
             counts[event.name] += 1
             times[event.name] += event.time_range.elapsed_us()
     return counts, times

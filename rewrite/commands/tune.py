@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rewrite.commands.bench import SHAPES, numbers
 from rewrite.commands.options import DTYPES, FOLDER
+
+if TYPE_CHECKING:
+    from rewrite.console import Screen
+    from rewrite.tuning import Plan
+
+OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(short_help="Find the fastest tiles for this GPU.")
@@ -18,6 +25,10 @@ from rewrite.commands.options import DTYPES, FOLDER
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Tokens before decoding.")
 @click.option("--seconds", type=float, default=75.0, show_default=True, help="Time for each batch size.")
 @click.option("--dtype", type=click.Choice((*DTYPES, "float32")), default="bfloat16", show_default=True)
+@click.option("--products", is_flag=True, help="Measure instead who multiplies (packages made --with route_gemm).")
+@click.option("--rows", callback=numbers, default="64,512,2048", metavar="N,…", help="Tokens of the prompts for that.")
+@click.option("--export", type=OUTPUT, metavar="FILE", help="Only write DIR/gemm.json as a tuned table for aiter.")
+@click.option("--export-shapes", type=OUTPUT, metavar="FILE", help="The same, of shapes for aiter's own tuner.")
 @click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/tiles.py.")
 def tune(
     folder: Path,
@@ -27,13 +38,22 @@ def tune(
     context: int,
     seconds: float,
     dtype: str,
+    products: bool,
+    rows: tuple[int, ...],
+    export: Path | None,
+    export_shapes: Path | None,
     table: bool,
 ) -> int:
     """Measure tiles on this GPU and write the fastest ones to DIR/tuned.json, which the package reads.
 
     A tile is judged by the time of a whole captured decode step of a few layers, and torch's own product is among the
     candidates. What tuned.json says of other shapes and GPUs stays.
+
+    With --products the libraries and kernels of each product of a prompt are compared instead, and DIR/gemm.json says
+    which one to take.
     """
+    if export is not None or export_shapes is not None:
+        return _export(folder, export, export_shapes)
     from rewrite import judge
     from rewrite.console import Screen
 
@@ -45,11 +65,37 @@ def tune(
     screen = Screen()
     sizes = None if weights else shape or "1b"
     plan = Plan(folder, sizes, str(weights) if weights else None, dtype, batch, context, seconds)
+    if products:
+        return _products(plan, rows, screen)
     with screen.working("tuning") as progress:
         outcome = search(plan, progress)
-    for rows, changes in outcome.changes.items():
-        screen.figures(title(plan, outcome.chip, rows), results.HEADINGS, results.rows(changes), ())
+    for count, changes in outcome.changes.items():
+        screen.figures(title(plan, outcome.chip, count), results.HEADINGS, results.rows(changes), ())
     if table:
         click.echo(results.literal(outcome.chip, results.entries(outcome.changes.values())))
     screen.line("written", str(outcome.path))
+    return 0
+
+
+def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen) -> int:
+    from rewrite.tuning import products
+
+    with screen.working("tuning") as progress:
+        outcome = products.tune_products(plan, lengths, progress)
+    name = plan.shape or Path(str(plan.weights)).name
+    screen.figures(f"{name} · products · {outcome.chip}", products.HEADINGS, products.rows(outcome.choices), ())
+    screen.line("written", str(outcome.path))
+    return 0
+
+
+def _export(folder: Path, tuned: Path | None, shapes: Path | None) -> int:
+    from rewrite.console import Screen
+    from rewrite.tuning.export import export
+
+    tables = export(folder)
+    screen = Screen()
+    for path, text in ((tuned, tables.tuned), (shapes, tables.shapes)):
+        if path is not None:
+            path.write_text(text, encoding="utf-8")
+            screen.line("written", str(path))
     return 0

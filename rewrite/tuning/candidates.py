@@ -9,9 +9,12 @@ from collections.abc import Iterable
 Entry = tuple[int, ...] | None
 
 MOST = 20
-SHARED_BYTES = 96 * 1024
-STAGES = 4
-"""As in `runtime/skinny.py`: tiles in flight of a skinny product."""
+SHARED_BYTES = 227 * 1024
+BLOCKS = (
+    (64, 128, 4, 5), (64, 256, 4, 3), (128, 128, 4, 4), (32, 256, 2, 6), (64, 64, 4, 5), (128, 128, 4, 2),
+    (128, 64, 4, 5), (16, 512, 2, 5), (16, 256, 2, 4), (64, 256, 4, 4), (16, 32, 1, 4), (32, 64, 2, 4),
+)  # fmt: skip
+"""Rows, columns, warps and stages of skinny products, the likeliest first."""
 
 
 def candidates(name: str, current: Entry) -> list[Entry]:
@@ -21,8 +24,9 @@ def candidates(name: str, current: Entry) -> list[Entry]:
         found: Iterable[Entry] = splits(current)
     else:
         rows, cols, element_size = map(int, shape.split("x"))
-        tiles = skinny(rows, cols, element_size) if kind.startswith("skinny") else one_row(kind, rows, cols)
-        found = [None, *varied(tiles)[: MOST - 1]]
+        if kind.startswith("skinny"):
+            return skinny(kind, rows, cols, element_size, current)
+        found = [None, *varied(one_row(kind, rows, cols))[: MOST - 1]]
     return [entry for entry in dict.fromkeys(found) if entry != current][:MOST]
 
 
@@ -55,20 +59,18 @@ def one_row(kind: str, rows: int, cols: int) -> list[tuple[int, int, int]]:
     return sorted(tiles, key=distance)
 
 
-def skinny(rows: int, cols: int, element_size: int) -> list[tuple[int, int, int]]:
-    """Tiles for 2 to 16 input rows, whose stages fit into shared memory twice, by how near they are to 8 KiB."""
-    longest = max(16, 1 << (cols - 1).bit_length())
-    tiles = []
-    for block_rows, block_cols, warps in itertools.product((16, 32, 64), (64, 128, 256, 512), (2, 4, 8)):
-        size = block_rows * block_cols * element_size
-        fits = STAGES * (size + 16 * block_cols * element_size) <= SHARED_BYTES
-        if fits and block_cols <= longest and block_rows >= 4 * warps and block_rows <= max(16, rows):
-            tiles.append((block_rows, block_cols, warps))
-
-    def distance(tile: tuple[int, int, int]) -> float:
-        return abs(math.log2(tile[0] * tile[1] * element_size / 8192)) + 0.4 * abs(math.log2(tile[2] / 4))
-
-    return sorted(tiles, key=distance)
+def skinny(kind: str, rows: int, cols: int, element_size: int, current: Entry) -> list[Entry]:
+    """Divisions for 2 to 32 input rows: blocks that won some shape on an H100, with splits for 128 or 256 programs."""
+    height = int(kind.rpartition("_")[2]) if kind[-1].isdigit() else 16
+    found: list[Entry] = [None]
+    for block_rows, block_cols, warps, stages in BLOCKS:
+        row_blocks = -(-rows // block_rows)
+        wanted = (max(1, 128 // row_blocks), max(1, 256 // row_blocks), 1)
+        for splits in dict.fromkeys(min(n, max(1, cols // (2 * block_cols))) for n in wanted):
+            shared = (stages + 1) * (block_rows + height) * block_cols * element_size
+            if shared <= SHARED_BYTES and block_cols <= max(16, 1 << (cols - 1).bit_length()):
+                found.append((block_rows, block_cols, warps, splits, stages))
+    return [entry for entry in dict.fromkeys(found) if entry != current][:MOST]
 
 
 def splits(current: Entry) -> list[Entry]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ..benchmark.profiling import is_copy, is_kernel
 from ..errors import DeviceNotUsable
 
 
@@ -72,12 +74,15 @@ def memory_bandwidth(device: str) -> float:
     return values.numel() * values.element_size() / best
 
 
-def kernels_per_token(run: Callable[[Any, int], Any], model: Any) -> float:
-    """GPU kernels between a 9-token and a 25-token generation, over the 16 tokens."""
-    return (_kernels(run, model, 25) - _kernels(run, model, 9)) / 16
+def kernels_per_token(run: Callable[[Any, int], Any], model: Any) -> tuple[float, dict[str, float]]:
+    """GPU kernels between a 9-token and a 25-token generation, over the 16 tokens; and the copies, by name."""
+    long, short = (_activities(run, model, new) for new in (25, 9))
+    per_token = {name: (long[name] - short[name]) / 16 for name in long | short if long[name] != short[name]}
+    kernels = sum(count for name, count in per_token.items() if is_kernel(name))
+    return kernels, {name: count for name, count in sorted(per_token.items()) if is_copy(name)}
 
 
-def _kernels(run: Callable[[Any, int], Any], model: Any, new: int) -> int:
+def _activities(run: Callable[[Any, int], Any], model: Any, new: int) -> Counter[str]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -85,8 +90,7 @@ def _kernels(run: Callable[[Any, int], Any], model: Any, new: int) -> int:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run(model, new)
         torch.cuda.synchronize()
-    names = [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
-    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+    return Counter(event.name for event in profiler.events() if event.device_type.name == "CUDA")
 
 
 def peak_memory(device: str, run: Callable[[Any], Any], model: Any) -> int:

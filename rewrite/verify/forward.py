@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .compare import Mismatch, NotRun, Observations, finite, join, near_exact
 from .inputs import Padding
 from .model_inputs import TEXT, make, tensors
+from .unrounded import unrounded
 from .verdict import Figure
 from .workbench import Workbench, on_original
 
@@ -40,7 +41,14 @@ def _in_dtype(bench: Workbench, implementation: str, dtype: str) -> dict[str, Fi
     if any(not bool((again[name] == tensor).all()) for name, tensor in original.items()):
         raise NotRun("the original computes something else each time")
     rewritten = observe(pair.rewritten, bench, dtype)
-    return near_exact(original, rewritten, "fp64 max" if dtype == "float64" else "fp32 max")
+    if dtype != "float64":
+        return near_exact(original, rewritten, "fp32 max")
+
+    def truth() -> Observations:
+        with unrounded():
+            return on_original(observe, pair.original, bench, dtype)
+
+    return near_exact(original, rewritten, unrounded=truth)
 
 
 def observe(model: Any, bench: Workbench, dtype: str) -> Observations:

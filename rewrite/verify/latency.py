@@ -192,13 +192,17 @@ class _Stage:
         bandwidth = memory_bandwidth(self.device)
         limit_ms = weight_bytes(pair.original) / bandwidth * 1e3
         run = lambda model, new: greedy(model, self._ids(0), new)
+        original, rewritten = (kernels_per_token(run, model) for model in (pair.original, pair.rewritten))
+        layers = int(pair.original.config.get_text_config().num_hidden_layers)
         return {
             "bandwidth GB/s": bandwidth / 1e9,
             "memory limit ms": limit_ms,
             "original share": limit_ms / self._decode_ms[0],
             "rewritten share": limit_ms / self._decode_ms[1],
-            "original kernels per token": kernels_per_token(run, pair.original),
-            "rewritten kernels per token": kernels_per_token(run, pair.rewritten),
+            "original kernels per token": original[0],
+            "rewritten kernels per token": rewritten[0],
+            "original copies a layer": copies_a_layer(original[1], layers),
+            "rewritten copies a layer": copies_a_layer(rewritten[1], layers),
         }
 
     def memory(self) -> Mapping[str, Figure]:
@@ -208,6 +212,12 @@ class _Stage:
             "original peak MiB": peak_memory(self.device, run, pair.original) / 2**20,
             "rewritten peak MiB": peak_memory(self.device, run, pair.rewritten) / 2**20,
         }
+
+
+def copies_a_layer(per_token: Mapping[str, float], layers: int) -> str:
+    """The copies of a token that each layer makes, by the name of the kernel; what runs once a token is left out."""
+    rows = [f"{count / layers:g} × {name[:80]}" for name, count in per_token.items() if count >= layers / 2]
+    return ", ".join(rows) or "none"
 
 
 def _directly(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -11,6 +11,7 @@ from .checks import CheckRun
 from .compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
 from .configs import Variant
 from .scenarios import FORWARD, Scenario, Setting
+from .unrounded import unrounded
 from .verdict import Figure
 from .workbench import Pair, Workbench, on_original
 from .yardstick import compare
@@ -66,7 +67,8 @@ def _exact(bench: Workbench, variant: Variant, implementation: str, scenario: Sc
         try:
             expected, found = _both(bench, variant, implementation, scenario, "float64")
             if finite(expected):
-                return near_exact(expected, found)
+                truth = partial(_unrounded, bench, variant, implementation, scenario)
+                return near_exact(expected, found, unrounded=truth)
             why = "the original's fp64 is not finite"
         except NotRun as reason:
             why = f"not in fp64: {reason}"
@@ -89,6 +91,15 @@ def _both(
         found.append(run_scenario(pair.rewritten, scenario, setting))
     _require_not_flat(expected)
     return join(expected), join(found)
+
+
+def _unrounded(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario) -> Observations:
+    """The original's runs of `_both` in fp64, without what it rounds to fp32 inside."""
+    pair = pair_for(bench, variant, implementation, "float64", scenario)
+    trials = range(1 if bench.options.quick else bench.options.seeds)
+    with unrounded():
+        settings = [setting_for(bench, variant, scenario, trial) for trial in trials]
+        return join([on_original(run_scenario, pair.original, scenario, setting) for setting in settings])
 
 
 def _require_not_flat(runs: list[Observations]) -> None:

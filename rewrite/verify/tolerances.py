@@ -24,7 +24,15 @@ TABLE: dict[str, Tolerance] = {
     "fp64 rms": Tolerance(
         4e-7,
         "RMS error / RMS of the expected tensor",
-        "fp32 roundings inside norms are independent, so their RMS stays near 1e-7",
+        "fp32 roundings inside norms are independent, so their RMS stays near 1e-7; where it does not, the original "
+        "without its roundings to fp32 is the truth, and 'fp64 roundings' holds",
+    ),
+    "fp64 roundings": Tolerance(
+        2.0,
+        "RMS error of the original from its own roundings to fp32, in the same tensor",
+        "a norm's sum in another order moves a whole row by one factor, so one tensor is a sample of a few rows: the "
+        "original itself came out between 3.8e-7 and 4.6e-7 as its memory lay, with the same sums in another order at "
+        "5.8e-7",
     ),
     "gradient zero": Tolerance(
         1e-12,

@@ -224,3 +224,15 @@ def test_on_a_gpu(batch: int, tmp_path: Path) -> None:
     kinds = {name.split()[0] for name in written}
     assert {"attention", "linear" if batch == 1 else "skinny_linear"} <= kinds
     assert written.keys() == {change.name for change in outcome.changes[batch]}
+
+
+@pytest.mark.parametrize("kind", ["skinny_linear", "skinny_linear_32"])
+def test_products_of_few_rows_are_split_over_programs(kind: str) -> None:
+    narrow, wide = (tiles.key(kind, rows, 8192, 2) for rows in (2048, 57344))
+    for name, splits in ((narrow, {1, 2, 4, 8, 16}), (wide, {1})):
+        options = candidates.candidates(name, None)
+        assert {option[3] for option in options if option} <= splits
+    assert any(option and option[3] > 1 for option in candidates.candidates(narrow, None))
+    assert tiles.rule(kind, 2048, 8192)[3] == 4
+    assert tiles.rule(kind, 57344, 8192)[3] == 1
+    assert tiles.rule(kind, 64, 48) == (64, 64, tiles.rule(kind, 64, 48)[2], 1, tiles.STAGES)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import fake_aiter
 import pytest
 import torch
 
-from rewrite.runtime import backend
+from rewrite.runtime import aiter_calls, aiter_gemm, aiter_probe, backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -46,3 +48,34 @@ def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 def seeded() -> None:
     torch.manual_seed(0)
     backend.reset_fallbacks()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine with an MI300X and no aiter."""
+    monkeypatch.setattr(aiter_probe, "chip", lambda device=None: "gfx942")
+    monkeypatch.setenv("AITER_LOG_LEVEL", "WARNING")
+    for name in (aiter_calls.SWITCH, aiter_gemm.TABLE, backend.ENVIRONMENT_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    fake_aiter.calls.clear()
+    aiter_calls.forget()
+    backend.warn_once.cache_clear()
+    yield monkeypatch
+    aiter_calls.forget()
+
+
+@pytest.fixture
+def install(machine: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_aiter.Install]:
+    """A function that installs a release."""
+    installed = []
+
+    def install(tag: str = fake_aiter.NEWEST, **bodies: Callable[..., Any]) -> fake_aiter.Release:
+        release = fake_aiter.Release(tag, bodies)
+        fake_aiter.install(tmp_path, release)
+        machine.syspath_prepend(tmp_path)
+        installed.append(release)
+        return release
+
+    yield install
+    for release in installed:
+        release.take_back()

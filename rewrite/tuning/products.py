@@ -1,0 +1,245 @@
+"""Who multiplies: times every path of `runtime/gemm.py` for the products of a model, and writes `gemm.json`.
+
+The products are those that prompts of the given lengths make. A path is timed alone, inside a graph over copies of the
+weight that do not fit into any cache; one that computes something else, or cannot be captured, is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from ..benchmark.models import lock_of
+from ..benchmark.plan import write_json
+from ..errors import NothingToTune
+from .run import Plan, require_gpu, small_model
+
+FILE = "gemm.json"
+VENDOR = "vendor"
+ROWS = (64, 512, 2048)
+LEAST_GAIN = 0.02
+"""A path has to be faster than the vendor's by this share of its time."""
+ROUNDS = 11
+ROTATED_BYTES = 512 << 20
+"""Of copies of a weight: more than the last cache of any chip here holds."""
+GRAPH_US = 400.0
+FURTHEST = 0.02
+"""Relative distance from the vendor's product; both round to 16 bits, in orders of their own."""
+HEADINGS = ("rows x out x in", "n", "us", "path", "us")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What came of one size."""
+
+    size: str
+    calls: int
+    path: str
+    us: dict[str, float]
+    """Microseconds of a call by each path that can compute it."""
+
+
+class Bench(Protocol):
+    """Something that times products."""
+
+    def times(self, size: Any) -> dict[str, float]:
+        """Return the microseconds of a call by each path that computes a size, the vendor's among them."""
+        ...
+
+
+def choose(
+    bench: Bench, sizes: Mapping[Any, int], progress: Callable[[str], None] = lambda message: None
+) -> list[Choice]:
+    """Return the fastest path of every size; the vendor's where none is faster beyond the noise."""
+    choices = []
+    for size in sorted(sizes):
+        progress(str(size))
+        us = bench.times(size)
+        fastest = min(us, key=lambda name: (us[name], name))
+        path = fastest if us[fastest] < us[VENDOR] * (1 - LEAST_GAIN) else VENDOR
+        choices.append(Choice(str(size), sizes[size], path, us))
+    return choices
+
+
+def rows(choices: Sequence[Choice]) -> list[tuple[str, ...]]:
+    """A row of text for each size: calls of one prompt, the vendor's time, the path taken and its time."""
+    return [
+        (c.size, str(c.calls), f"{c.us[VENDOR]:.4g}", c.path if c.path != VENDOR else "=", f"{c.us[c.path]:.4g}")
+        for c in choices
+    ]
+
+
+def write(package: Path, chip: str, facts: Mapping[str, Any], choices: Sequence[Choice]) -> Path:
+    """Put what was found beside the modeling file; what the file says of other sizes and chips stays.
+
+    Args:
+        package: its folder.
+        chip: the device's name.
+        facts: what `export` needs to know about the chip: `gfx` and `cu_num` on AMD cards.
+        choices: of the sizes.
+    """
+    path = package / FILE
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    products = content.get(chip, {}).get("products", {})
+    products |= {choice.size: {"path": choice.path, "us": dict(sorted(choice.us.items()))} for choice in choices}
+    content[chip] = {**facts, "products": dict(sorted(products.items()))}
+    write_json(path, dict(sorted(content.items())))
+    return path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found, on which chip, and where it was written."""
+
+    chip: str
+    choices: list[Choice]
+    path: Path
+
+
+def tune_products(
+    plan: Plan, lengths: Sequence[int] = ROWS, progress: Callable[[str], None] = lambda message: None
+) -> Outcome:
+    """Time the products of prompts of `lengths` tokens.
+
+    Raises:
+        NeedsGpu: there is no GPU, or no triton.
+        NothingToTune: the package was made without `--with route_gemm`.
+        RewriteError: the package cannot be loaded or built.
+    """
+    lock_of(plan.package)
+    require_gpu()
+    import torch
+
+    progress("building the model")
+    products = Products(small_model(plan))
+    choices = choose(products, products.sizes(lengths), progress)
+    properties = torch.cuda.get_device_properties(products.device)
+    facts: dict[str, Any] = {}
+    if torch.version.hip is not None:
+        facts = {"gfx": properties.gcnArchName.split(":")[0], "cu_num": properties.multi_processor_count}
+    path = write(plan.package, properties.name, facts, choices)
+    products.gemm.forget()
+    return Outcome(properties.name, choices, path)
+
+
+class Products:
+    """A model of the package whose products are timed."""
+
+    def __init__(self, model: Any):
+        package = type(model).__module__.rpartition(".")[0]
+        try:
+            self.gemm = importlib.import_module(f"{package}.runtime.gemm")
+        except ModuleNotFoundError as error:
+            raise NothingToTune(type(model).__name__, "its package was made without --with route_gemm") from error
+        self.arrivals = importlib.import_module(f"{package}.runtime.arrivals")
+        self.model, self.device = model, model.device
+
+    def sizes(self, lengths: Sequence[int]) -> dict[Any, int]:
+        """Return the sizes of the products that prompts of these lengths make, and how often one prompt does."""
+        import torch
+
+        found: dict[Any, int] = {}
+
+        def heard(size: Any, path: str) -> None:
+            found[size] = found.get(size, 0) + 1
+
+        self.gemm.listen(heard)
+        try:
+            with torch.no_grad():
+                for length in lengths:
+                    self.model(torch.full((1, length), 4, device=self.device), use_cache=False)
+        finally:
+            self.gemm.listen(None)
+        return found
+
+    def times(self, size: Any) -> dict[str, float]:
+        """Return the microseconds of a call by each path that computes a size."""
+        import torch
+
+        dtype = getattr(torch, size.dtype)
+        copies = max(2, min(64, ROTATED_BYTES // (size.outputs * size.inputs * dtype.itemsize)))
+        x = torch.randn(size.rows, size.inputs, device=self.device).to(dtype)
+        weights = [self._weight(size, dtype) for _ in range(copies if self.device.type == "cuda" else 2)]
+        bias = torch.randn(size.outputs, device=self.device).to(dtype) if size.bias else None
+        with torch.no_grad():
+            wanted = self._product(VENDOR, x, bias, weights[0])
+            timers = {}
+            for name in self.gemm.PATHS:
+                run = functools.partial(self._product, name, x, bias)
+                found = run(weights[0])
+                if found is not None and self._near(found, wanted):
+                    timer = self._timer(run, weights)
+                    if timer is not None:
+                        timers[name] = timer
+            values: dict[str, list[float]] = {name: [] for name in timers}
+            for turn in range(ROUNDS + 1):
+                for name, timer in timers.items():
+                    value = timer()
+                    if turn:
+                        values[name].append(value)
+        return {name: median(found) for name, found in values.items()}
+
+    def _weight(self, size: Any, dtype: Any) -> Any:
+        import torch
+
+        weight = torch.randn(size.outputs, size.inputs, device=self.device, dtype=dtype) * size.inputs**-0.5
+        return torch.nn.Parameter(weight, requires_grad=False)
+
+    def _product(self, name: str, x: Any, bias: Any, weight: Any) -> Any:
+        return self.gemm.by_path(name, x, weight, bias, x.shape[0])
+
+    @staticmethod
+    def _near(found: Any, wanted: Any) -> bool:
+        return bool((found.float() - wanted.float()).norm() <= FURTHEST * wanted.float().norm())
+
+    def _timer(self, run: Callable[[Any], Any], weights: Sequence[Any]) -> Callable[[], float] | None:
+        """Return what times a call once; None if the calls cannot be captured."""
+        import torch
+
+        if self.device.type != "cuda":
+            return lambda: _wall_us(run, weights)
+        launches = len(weights) * max(1, math.ceil(GRAPH_US / 20 / len(weights)))
+
+        def several() -> None:
+            for number in range(launches):
+                run(weights[number % len(weights)])
+
+        def once() -> None:
+            for weight in weights:  # each may have something to prepare
+                run(weight)
+
+        graph = torch.cuda.CUDAGraph()
+        counters = self.arrivals.new(self.device)
+        graph.counters = counters  # type: ignore[attr-defined]  # which live as long as the graph
+        once()
+        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.graph(graph), self.arrivals.of_graph(counters):
+                several()
+        except RuntimeError:
+            return None
+
+        def timed() -> float:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize(self.device)
+            return float(start.elapsed_time(stop)) * 1e3 / launches
+
+        return timed
+
+
+def _wall_us(run: Callable[[Any], Any], weights: Sequence[Any]) -> float:
+    started = time.perf_counter()
+    for weight in weights:
+        run(weight)
+    return (time.perf_counter() - started) * 1e6 / len(weights)

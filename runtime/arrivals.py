@@ -1,0 +1,57 @@
+"""Counters in which the programs that share a sum count themselves, so that the last one adds up the parts.
+
+A kernel finds zeros in its counters and leaves zeros. Kernels of one stream follow each other and may share them;
+kernels of two streams may not, and a graph runs on whichever stream replays it. So a graph of ours brings counters of
+its own, every stream has some, and a graph that somebody else captures clears new ones before each kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+COUNT = 8192
+"""Counters that streams and graphs start with."""
+
+
+class _Graph(threading.local):
+    counters: Tensor | None = None
+
+
+_GRAPH = _Graph()
+_by_stream: dict[tuple[int, int], list[Tensor]] = {}
+
+
+def new(device: torch.device) -> Tensor:
+    """Return counters for a graph: zeros that have to live as long as it does."""
+    with torch.inference_mode(False):
+        return torch.zeros(COUNT, dtype=torch.int32, device=device)
+
+
+@contextlib.contextmanager
+def of_graph(counters: Tensor) -> Iterator[None]:
+    """Count in `counters` what this thread launches: it captures the graph that they belong to."""
+    before, _GRAPH.counters = _GRAPH.counters, counters
+    try:
+        yield
+    finally:
+        _GRAPH.counters = before
+
+
+def arrivals(tensor: Tensor, count: int) -> Tensor:
+    """Return at least `count` int32 zeros on the device of `tensor`, for one launch on the current stream."""
+    if _GRAPH.counters is not None and _GRAPH.counters.device == tensor.device and _GRAPH.counters.numel() >= count:
+        return _GRAPH.counters
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=tensor.device)
+    index = tensor.get_device()
+    stream = torch.cuda.current_stream(index).cuda_stream if tensor.is_cuda else 0
+    owned = _by_stream.setdefault((index, stream), [])
+    if not owned or owned[-1].numel() < count:  # a kernel in flight may count in the smaller ones
+        with torch.inference_mode(False):
+            owned.append(torch.zeros(max(count, COUNT), dtype=torch.int32, device=tensor.device))
+    return owned[-1]

@@ -1,0 +1,35 @@
+"""Which activities of a GPU are kernels, and which only move memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from rewrite.benchmark.profiling import is_copy, is_kernel
+from rewrite.verify.latency import copies_a_layer
+
+COPYING = (
+    "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",
+    "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::OpaqueType<2u>, unsigned int, 4, 64, 64>",
+    "Memcpy DtoD (Device -> Device)",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "copy"),
+    [
+        (COPYING[0], True, True),
+        (COPYING[1], True, True),
+        (COPYING[2], False, True),
+        ("Memcpy HtoD (Pageable -> Device)", False, False),
+        ("Memset (Device)", False, False),
+        ("_decode_attention_kernel", True, False),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", True, False),
+    ],
+)
+def test_kernels_and_copies(name: str, kernel: bool, copy: bool) -> None:
+    assert (is_kernel(name), is_copy(name)) == (kernel, copy)
+
+
+def test_copies_of_a_layer_are_named() -> None:
+    assert copies_a_layer({COPYING[2]: 32.0, "sampled": 1.0}, 16) == "2 × Memcpy DtoD (Device -> Device)"
+    assert copies_a_layer({"sampled": 1.0}, 16) == "none"

@@ -1,0 +1,64 @@
+"""Where roundings to fp32 inside a model are larger than usual, they are measured; nothing else is let through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rewrite.verify.compare import Mismatch, NotRun, Observations, near_exact
+from rewrite.verify.tolerances import bound
+from rewrite.verify.unrounded import unrounded
+
+TRUTH = torch.randn(4, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+NOISE = torch.randn(2, 4, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def off(by: float, direction: int) -> Observations:
+    return {"logits": TRUTH + by * NOISE[direction]}
+
+
+def exact() -> Observations:
+    return {"logits": TRUTH}
+
+
+def test_as_far_from_the_truth_as_the_original_passes() -> None:
+    with pytest.raises(Mismatch, match="relative RMS error"):
+        near_exact(off(4e-7, 0), off(4e-7, 1))
+    figures = near_exact(off(4e-7, 0), off(4e-7, 1), unrounded=exact)
+    assert figures["rms"] > bound("fp64 rms")
+    assert figures["rms ratio of the roundings to fp32"] == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(("own", "new"), [(4e-7, 8.5e-7), (1e-8, 4.5e-7), (0.0, 4.5e-7)])
+def test_further_from_the_truth_than_the_original_fails(own: float, new: float) -> None:
+    with pytest.raises(Mismatch, match="the original's own roundings to fp32 make"):
+        near_exact(off(own, 0), off(new, 1), unrounded=exact)
+
+
+def test_a_truth_that_does_not_run_proves_nothing() -> None:
+    def fails() -> Observations:
+        raise NotRun("float expected")
+
+    with pytest.raises(Mismatch, match="float expected"):
+        near_exact(off(4e-7, 0), off(4e-7, 1), unrounded=fails)
+
+
+def test_every_way_of_asking_for_fp32_is_widened() -> None:
+    x = TRUTH
+    wanted = torch.softmax(x, dim=-1)
+    with unrounded():
+        found = [
+            x.float(),
+            x.to(torch.float32),
+            x.to(dtype=torch.float32),
+            x.type(torch.float32),
+            torch.softmax(x, dim=-1, dtype=torch.float32),
+            F.softmax(x, dim=-1, dtype=torch.float32),
+            x.softmax(-1, torch.float32),
+        ]
+        made = torch.zeros(2, dtype=torch.float32)
+    assert all(torch.equal(value, x) for value in found[:4])
+    assert all(torch.equal(value, wanted) for value in found[4:])
+    assert made.dtype == torch.float64
+    assert x.float().dtype == torch.float32

@@ -1,0 +1,111 @@
+"""A linear projection is computed by the library or kernel that is fastest for its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+import libcst as cst
+
+from rewrite.analysis.module import ClassInfo, Module, self_assignments, self_attribute
+from rewrite.analysis.replacement import name_is_free, with_call
+from rewrite.analysis.step import LINEAR
+from rewrite.analysis.syntax import called_attribute, calls_in, single_argument
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
+
+OPERATOR = "routed_linear"
+
+
+class RouteGemm(Transform):
+    """Choose who computes a linear projection by the size of the product. Runs on request only.
+
+    What it does:
+        `self.o_proj(x)` becomes `routed_linear(x, self.o_proj)` in `forward`, for every attribute that `__init__`
+        makes a plain `nn.Linear`; so does `linear(x, self.lm_head)` that decode_head wrote. What is packed stays as it
+        is and takes the same way inside the runtime.
+
+    Why:
+        No library is the fastest for all sizes. On AMD cards aiter, hipBLASLt and rocBLAS differ by shape, and for few
+        rows a kernel that splits the columns beats a general product; `rewrite tune` measures which one to take.
+
+    What it needs:
+        The projection is called with one positional argument.
+
+    Numerics:
+        Reordered: the same sums, which each library takes in an order of its own. A path that takes no bias adds it
+        after a rounding of its own.
+
+    Known limits:
+        Gradients, autocast, hooks, adapters and quantised layers take the original call, at run time and with the
+        reason counted. Calls outside of `forward` stay. A call under torch.compile is opaque to the compiler, which
+        then fuses nothing into the product.
+    """
+
+    name: ClassVar[str] = "route_gemm"
+    summary: ClassVar[str] = "A linear projection is computed by the library or kernel that is fastest for its size."
+    numerics: ClassVar[Numerics] = Numerics.REORDERED
+    on_request: ClassVar[bool] = True
+    after: ClassVar[tuple[str, ...]] = ("decode_head", "decode_layers", "fuse_gate_up", "fuse_qkv", "native_gqa")
+    reasons: ClassVar[Mapping[str, str]] = {
+        "not_linear": "the layer is not built as a plain nn.Linear",
+        "other_call": "the projection is called with other arguments",
+        "name_taken": f"the file has a name `{OPERATOR}` of its own",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every call in a `forward` of something whose class is called linear."""
+        for owner, name, method in module.methods():
+            if name == "forward":
+                for call, attribute in _projections(method):
+                    if _may_be_linear(owner, attribute, module):
+                        yield Candidate(call, f"{owner.name}.forward", attribute)
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Replace the call."""
+        owner = module.classes[candidate.where.split(".")[0]]
+        call = candidate.node
+        assert isinstance(call, cst.Call)
+        if not _is_linear(owner, candidate.label, module):
+            return Skip("not_linear", candidate.label)
+        argument = single_argument(call) if called_attribute(call) else call.args[0].value
+        if argument is None or isinstance(argument, cst.GeneratorExp):
+            return Skip("other_call", candidate.label)
+        if not name_is_free(OPERATOR, module, owner.methods["forward"]):
+            return Skip("name_taken")
+        arguments = [module.code(argument), f"self.{candidate.label}"]
+        old, new = with_call(call, OPERATOR, arguments, module)
+        return Found((Edit(old, (new,)),), (f"gemm.{OPERATOR}",))
+
+
+def _projections(method: cst.FunctionDef) -> Iterator[tuple[cst.Call, str]]:
+    """Yield the calls `self.x(...)` and `linear(..., self.x)` of a method, and x."""
+    for call in calls_in(method.body):
+        attribute = called_attribute(call)
+        if attribute is None and _is_operator(call):
+            attribute = self_attribute(call.args[1].value)
+        if attribute is not None:
+            yield call, attribute
+
+
+def _is_operator(call: cst.Call) -> bool:
+    """Whether this is `linear(x, y)`, the runtime's operator without a norm or a residual."""
+    named = isinstance(call.func, cst.Name) and call.func.value == "linear"
+    return named and len(call.args) == 2 and all(a.keyword is None and not a.star for a in call.args)
+
+
+def _may_be_linear(owner: ClassInfo, attribute: str, module: Module) -> bool:
+    built = (call for value in module.assignments(owner, attribute) for call in calls_in(value))
+    return any(module.qualified(call.func).rsplit(".", 1)[-1].lower().endswith("linear") for call in built)
+
+
+def _is_linear(owner: ClassInfo, attribute: str, module: Module) -> bool:
+    """Whether `__init__`, of the class or else of its bases in this file, makes the attribute a plain one.
+
+    Other methods may put in another of its kind (`set_output_embeddings`), which the operator looks at when it runs.
+    """
+    init = owner.methods.get("__init__")
+    made = [value for name, value in (self_assignments(init) if init else ()) if name == attribute]
+    if made:
+        return all(isinstance(v, cst.Call) and module.qualified(v.func) in LINEAR for v in made)
+    bases = (module.classes[base] for base in owner.bases if base in module.classes)
+    return any(_is_linear(base, attribute, module) for base in bases)
