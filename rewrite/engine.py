@@ -78,6 +78,8 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
         return Rewritten(text, tuple(reports))
     uses = {use for use in uses if module.references.get(use.split(".")[1])}  # a later transform replaces some calls
     tree = imports.without_unused(module, before)
+    called = Module(tree).references
+    uses = {use for use in uses if called.get(use.split(".")[1], 0)}  # a later transform may have replaced a call
     tree = imports.with_runtime(tree, sorted(uses))
     rewritten = tree.code
     compile(rewritten, "<rewritten>", "exec", dont_inherit=True)

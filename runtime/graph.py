@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 from . import backend
 from .cache import CacheFull, PreallocatedCache, preallocated_like
-from .capture import CAPTURING, capture
+from .capture import CAPTURING, before_replay, capture
 from .compile_ahead import compile_all, variants
 from .greedy import choose
 from .launch import rehearsing
@@ -189,6 +189,8 @@ class DecodeGraph:
         Returns:
             `[B, V]` logits of the next token; the next prompt may overwrite them.
         """
+        for look_after in before_replay:
+            look_after(self.model)
         rows, tokens = input_ids.shape
         length = self.prompts.length_for(rows, tokens, self.cache.capacity)
         if length is None or self.cache.length:

@@ -109,6 +109,11 @@ def pretends() -> bool:
     return _pretended is not None
 
 
+def chip_of(tensor: torch.Tensor) -> Target | None:
+    """Return the chip that operators on a tensor are for; None on a CPU."""
+    return _pretended or (target(tensor.get_device()) if tensor.is_cuda else None)
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch that a collector was told of; called, it compiles the kernel and returns what Triton made of it."""

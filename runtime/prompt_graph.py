@@ -26,8 +26,11 @@ ROUNDING = 128
 """Lengths of graphs are multiples of this."""
 MOST_TOKENS = 2048
 """Tokens of all rows together; with more of them the device is the slower one."""
+FEWEST_TOKENS = 1
+"""Of a prompt that is read in a graph; a file of this folder that computes a single token in another way raises it."""
 TOLERANCE = 0.1
-"""Largest relative distance of the logits in both ways: products of other shapes round in another order."""
+"""Largest relative distance of the logits in both ways: products of other shapes round in another order. Who rounds
+more coarsely raises it."""
 
 
 class PromptGraph:
@@ -109,7 +112,7 @@ class PromptGraphs:
     def length_for(self, rows: int, tokens: int, capacity: int) -> int | None:
         """Return the length of the graph for a prompt; None if it is read without one."""
         length = -(-tokens // ROUNDING) * ROUNDING
-        if self.refusal is not None or rows * length > MOST_TOKENS:
+        if self.refusal is not None or tokens < FEWEST_TOKENS or rows * length > MOST_TOKENS:
             return None
         assert self._positions is not None
         return length if length <= min(capacity, self._positions) else None

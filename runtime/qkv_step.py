@@ -181,19 +181,56 @@ def qkv_step(
         q, k, v = packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
     else:
         q, k, v = packing.packed_linear(hidden_states, *projections)
+    return _plain_step(
+        (q, k, v), position_embeddings, past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm,
+        interleaved=interleaved, half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype,
+    )  # fmt: skip
+
+
+def projected_step(
+    packed: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    past_key_values: PreallocatedCache,
+    layer_idx: int,
+    *,
+    head_dim: int,
+    num_key_value_heads: int,
+    q_norm: nn.Module | None = None,
+    k_norm: nn.Module | None = None,
+    interleaved: bool = False,
+    half_table: bool = False,
+    in_fp32: bool = False,
+    keep_dtype: bool = False,
+) -> Tensor:
+    """Do what `qkv_step` does after the product, whose result is `packed` `[B, 1, (H + 2 Hk) D]`."""
+    layer = past_key_values.layers[layer_idx]
+    rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
+    if _kernels_take(packed, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+        return _norm_rope_cache(packed, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm)
+    kv_size = num_key_value_heads * head_dim
+    return _plain_step(
+        packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1), position_embeddings,
+        past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, interleaved=interleaved,
+        half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype,
+    )  # fmt: skip
+
+
+def _plain_step(
+    projected: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    past_key_values: PreallocatedCache,
+    layer_idx: int,
+    *,
+    head_dim: int,
+    q_norm: nn.Module | None,
+    k_norm: nn.Module | None,
+    **options: bool,
+) -> Tensor:
+    q, k, v = projected
     query, key = _heads(q, q_norm, head_dim), _heads(k, k_norm, head_dim)
     if position_embeddings is not None:
         cos, sin = position_embeddings
-        query, key = rotary(
-            query,
-            key,
-            cos,
-            sin,
-            interleaved=interleaved,
-            half_table=half_table,
-            in_fp32=in_fp32,
-            keep_dtype=keep_dtype,
-        )
+        query, key = rotary(query, key, cos, sin, **options)
     past_key_values.update(key, _heads(v, None, head_dim), layer_idx)
     return query
 

@@ -39,8 +39,13 @@ MEASURED: dict[str, dict[str, Entry]] = {
     "NVIDIA H100 80GB HBM3": {
         "attention 1x4x8x128 1024": (8, 16, 32, 1, 4),
         "attention 8x8x4x64 1024": (4, 4, 128, 1, 4),
+        "gated 14336x4096x1": (2, 4096, 8),
+        "linear 128256x4096x1": (2, 4096, 8),
+        "linear 4096x14336x1": (8, 1024, 4),
+        "linear 4096x4096x1": (4, 2048, 4),
         "linear 4096x4096x2": (4, 2048, 8),
         "linear 5120x2048x2": (8, 1024, 8),
+        "linear 6144x4096x1": (8, 4096, 8),
         "qkv 32x2048x2": (1, 1024, 4),
         "qkv 64x4096x2": None,
         "skinny_linear 128256x2048x2": (16, 256, 2),

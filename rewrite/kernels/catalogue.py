@@ -21,6 +21,11 @@ from ..runtime import (
     add_rms_norm,
     decode_attention,
     experts,
+    fp8_add_rms_norm,
+    fp8_format,
+    fp8_gated_activation,
+    fp8_rows,
+    fp8_step,
     gated_activation,
     greedy,
     layer_norm,
@@ -276,6 +281,45 @@ def mixtures() -> list[Case]:
     ]
 
 
+def eight_bits() -> list[Case]:
+    """Products with weights in 8 bits, and rows that are quantised by who writes them."""
+
+    def weight(rows: int, cols: int) -> fp8_format.Quantized:
+        kind = fp8_format.dtype_for(tensor(1))
+        return fp8_format.Quantized(tensor(rows, cols, dtype=kind), tensor(rows, dtype=torch.float32))
+
+    def product(rows: int, cols: int, out: int, norm: bool) -> Callable[[], object]:
+        prologue = Prologue(tensor(cols), EPS) if norm else None
+        residual = None if norm else tensor(rows, 1, out)
+        return lambda: fp8_step.few_rows(tensor(rows, 1, cols), weight(out, cols), None, prologue, residual)
+
+    def gated(model: Model) -> object:
+        size = model.hidden_size
+        both = weight(2 * model.intermediate_size, size)
+        return fp8_step.gated(tensor(1, 1, size), both, None, "silu", Prologue(tensor(size), EPS))
+
+    def activated(model: Model) -> object:
+        gate, up = tensor(PROMPT, 2 * model.intermediate_size).chunk(2, -1)
+        return fp8_gated_activation.quantized_gated_activation(gate, up, "silu")
+
+    def normed(model: Model) -> object:
+        x = tensor(PROMPT, model.hidden_size)
+        return fp8_add_rms_norm._op(x, x, tensor(model.hidden_size), EPS, 0.0, False)
+
+    size, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
+    return [
+        Case("8B, qkv", product(1, size, 6144, norm=True)),
+        Case("8B, down", product(1, inner, size, norm=False)),
+        Case("8B, head", product(1, size, LLAMA_8B.vocabulary, norm=True)),
+        Case("8B, qkv, 8 rows", product(8, size, 6144, norm=True)),
+        Case("8B, down, 8 rows", product(8, inner, size, norm=False)),
+        Case("8B", partial(gated, LLAMA_8B)),
+        Case("8B, prompt", partial(activated, LLAMA_8B)),
+        Case("8B, prompt", partial(normed, LLAMA_8B)),
+        Case("8B, prompt", lambda: fp8_rows.quantized_rows(tensor(PROMPT, size))),
+    ]
+
+
 def cases() -> list[Case]:
     """Return the whole catalogue."""
-    return [*norms(), *activations(), *rotations(), *products(), *steps(), *mixtures()]
+    return [*norms(), *activations(), *rotations(), *products(), *eight_bits(), *steps(), *mixtures()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from .approximate import approximation_checks
 from .checkpoints import round_trip
 from .checks import CheckRun
 from .compiled import compile_checks
@@ -55,10 +56,11 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     if bench.options.device != "cpu" and not bench.options.quick:
         yield from low_precision_checks(bench, wide_variant(bench))
     yield from compile_checks(bench, bench.base)
+    yield from approximation_checks(bench, bench.base)
 
 
 def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:
     """A class beside the main one: a forward pass and a checkpoint round trip."""
     variants = on_original(small_variants, subject.original, False, bench.options.config)
-    other = Workbench(subject, variants[:1], bench.options)
+    other = Workbench(subject, variants[:1], bench.options, bench.rounding)
     return {**forward_parity(other), **round_trip(other, other.base)}

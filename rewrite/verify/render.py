@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from .verdict import Check, Divergence, Figure, Gate, Verdict
 
 WIDTH = 80
+APPROXIMATE = "approximate, "
+"""What the checks of a package that rounds on request begin with; they are shown also where they pass."""
 SIGNS = {"passed": "ok", "failed": "FAILED", "not run": "not run"}
 
 
@@ -21,7 +23,19 @@ def summary(verdict: Verdict) -> str:
     parts += [_speed(check) for check in timed if not str(check.figures["outcome"]).startswith("not claimed")]
     parts += [f"{share:.0%} of the memory limit" for share in _figures(checks, "rewritten share")]
     parts.append(f"{verdict.seconds:.0f} s" if verdict.passed else _short(verdict.reason))
-    return f"parity: {'pass' if verdict.passed else 'FAIL'}{_low_precision(checks)} · {' · '.join(parts)}"
+    outcome = f"pass{_approximate(verdict)}" if verdict.passed else "FAIL"
+    return f"parity: {outcome}{_low_precision(checks)} · {' · '.join(parts)}"
+
+
+def _approximate(verdict: Verdict) -> str:
+    """How far a package that rounds on request is from the original; empty for an exact one."""
+    checks = [check for gate in verdict.gates for check in gate.checks if check.name.startswith(APPROXIMATE)]
+    if not checks:
+        return ""
+    figures = checks[-1].figures
+    moved, alone = (float(figures.get(name, 0.0)) for name in ("KL mean", "KL mean, of the rounding alone"))
+    times = moved / alone if alone else 1.0
+    return f", approximate: KL {moved:.2g} from the original, {times:.2f}× that of the rounding"
 
 
 def _low_precision(checks: Sequence[Check]) -> str:
@@ -58,7 +72,8 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
         lines += _divergence(verdict.divergence)
     if verdict.reason and not verdict.passed:
         lines += _wrap(f"failed: {verdict.reason}", "")
-    lines.append("passed" if verdict.passed else "NOT PASSED")
+    approximate = ", approximate" if _approximate(verdict) else ""
+    lines.append(f"passed{approximate}" if verdict.passed else "NOT PASSED")
     return "\n".join(lines)
 
 
@@ -77,7 +92,8 @@ def _gate(gate: Gate, verbose: bool) -> Iterator[str]:
     counts = f"{passed}/{len(ran)} checks" + (f", {left} not run" if left else "")
     yield f"gate {gate.number}  {gate.name:<11} {SIGNS[gate.status]:<8} {counts} · {gate.seconds:.1f} s"
     for check in gate.checks:
-        if verbose or check.status == "failed" or (gate.name == "latency" and check.status == "passed"):
+        told = gate.name == "latency" or check.name.startswith(APPROXIMATE)
+        if verbose or check.status == "failed" or (told and check.status == "passed"):
             yield from _check(check)
     if not verbose:
         yield from _left_out(gate)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from . import sides
+from .approximate import Rounding
 from .checks import CheckRun, Progress, describe, run_gate
 from .compare import Mismatch
 from .isolation import CleanImport
@@ -132,7 +133,8 @@ class _Run:
         from .configs import small_variants
 
         main = subjects.main
-        return Workbench(main, small_variants(main.original, main.causal, self.options.config), self.options)
+        variants = small_variants(main.original, main.causal, self.options.config)
+        return Workbench(main, variants, self.options, Rounding.of(self.rewritten))
 
     def _later(self, name: str) -> Iterator[CheckRun]:
         from .gates import later_checks

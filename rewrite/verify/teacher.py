@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from . import approximate
 from .checks import CheckRun
 from .compare import Mismatch
 from .inputs import tokens
@@ -43,12 +44,20 @@ def _teacher(bench: Workbench) -> Mapping[str, Figure]:
     options = bench.options
     truth_model = _load(bench.subject.original, bench, torch.float32)
     text = _text(truth_model, bench)
-    truth = _scores(truth_model, text)
-    del truth_model
+    truth = original = _scores(truth_model, text)
     low = getattr(torch, options.dtype)
-    own = _scores(_load(bench.subject.original, bench, low), text)
-    new = _scores(_load(bench.subject.rewritten, bench, low), text)
-    return judged(truth, own, new)
+    new_model, own_model = (_load(side, bench, low) for side in (bench.subject.rewritten, bench.subject.original))
+    if bench.rounding is not None:
+        truth = _scores(bench.rounding.apply(truth_model, new_model), text)
+        bench.rounding.apply(own_model, new_model)
+    del truth_model
+    own, new = (_scores(model, text) for model in (own_model, new_model))
+    figures = judged(truth, own, new)
+    if bench.rounding is None:
+        return figures
+    moved = approximate.judged(divergence(original, own), divergence(original, new), divergence(own, new))
+    change = new.perplexity / original.perplexity - 1
+    return figures | {f"approximate, {name}": value for name, value in moved.items()} | {"perplexity change": change}
 
 
 def _load(model_class: Any, bench: Workbench, dtype: Any) -> Any:

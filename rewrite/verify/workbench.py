@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from .approximate import Rounding
 from .compare import NotRun
 from .configs import Variant
 from .subjects import Subject
@@ -32,6 +33,8 @@ class Workbench:
     subject: Subject
     variants: list[Variant]
     options: Options
+    rounding: Rounding | None = None
+    """What the rewritten side rounds on request, and the original here with it."""
     _weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pairs: dict[tuple[str, str, str], Pair] = field(default_factory=dict)
 
@@ -64,7 +67,15 @@ class Workbench:
         )
         for model in (pair.original, pair.rewritten):
             model.load_state_dict(self.weights(variant))
+        if self.rounding is not None:
+            self.rounding.apply(pair.original, pair.rewritten)
         return pair
+
+    def unrounded(self, variant: Variant, implementation: str, dtype: str) -> Any:
+        """The original as it is, also where the rewritten side rounds."""
+        model = on_original(build, self.subject.original, variant, implementation, dtype, self.options.device)
+        model.load_state_dict(self.weights(variant))
+        return model
 
     def pair(self, variant: Variant, implementation: str, dtype: str) -> Pair:
         """The shared pair of this kind; checks leave it as they found it."""

@@ -1,0 +1,187 @@
+"""The kernels of weights and rows in 8 bits: bits against plain torch, products against fp64.
+
+Under the interpreter, whose own 8-bit casts are wrong, kernels read weights as bytes that they decode by shifts, as on
+chips without the conversion; that of a chip is run where there is one, and compiled for all in test_ahead_of_time.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import INTERPRETED, KERNEL_DTYPES
+from test_step_kernels import Norm, projection
+from tolerances import assert_as_exact_as
+from torch import Tensor, nn
+
+from rewrite.runtime import backend, fp8_add_rms_norm, fp8_gated_activation, fp8_rows, fp8_step
+from rewrite.runtime.add_rms_norm import add_rms_norm
+from rewrite.runtime.cache import PreallocatedCache
+from rewrite.runtime.fp8_format import Quantized, dtype_for, quantize
+from rewrite.runtime.fp8_linear import fp8_gated_linear, fp8_linear, is_step
+from rewrite.runtime.fp8_qkv_step import fp8_qkv_step
+from rewrite.runtime.fp8_rows import quantized_rows
+from rewrite.runtime.gated_activation import gated_activation
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+HARD = (1.0, 448.0, 448.0001, 240.0001, 1e-20, 0.0, 3e38)
+"""Largest magnitudes of a row: the ends of both formats, subnormals of fp32, and its own end."""
+
+
+def same_bits(got: Quantized, wanted: Quantized) -> None:
+    assert got.values.dtype == wanted.values.dtype
+    assert torch.equal(got.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert torch.equal(got.scale, wanted.scale)
+
+
+def rows_of(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    x = torch.randn(count, size, device=device) * torch.rand(count, size, device=device) ** 6
+    largest = torch.tensor(HARD, device=device).repeat(count)[:count, None].clamp_max(torch.finfo(dtype).max)
+    return (x / x.abs().amax(-1, keepdim=True) * largest).to(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("size", [1, 63, 1000])
+def test_rows_are_quantised_to_the_same_bits(
+    size: int, dtype: torch.dtype, device: torch.device, poisoned: None
+) -> None:
+    x = rows_of(9, 2 * size, dtype, device)[:, size:]
+    same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
+    assert not backend.fallbacks()
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_wide_rows_are_walked(block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_rows.rows, "tile", lambda size, count: (1, block, 1))
+    monkeypatch.setattr(fp8_gated_activation, "MAX_BLOCK_COLS", block)
+    x, y = rows_of(3, 100, torch.float32, device), rows_of(3, 100, torch.float32, device)
+    same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
+    got = fp8_gated_activation.quantized_gated_activation(x, y, "relu")
+    same_bits(got, quantize(x.relu() * y, dtype_for(x)))
+
+
+def test_rows_that_are_no_numbers_show(device: torch.device) -> None:
+    for bad in (torch.nan, torch.inf):
+        x = torch.ones(2, 8, device=device)
+        x[1, 3] = bad
+        scale = quantized_rows(x).scale
+        assert scale[0] == 2.0**-8
+        assert scale[1].isnan()
+
+
+@dtypes
+def test_norm_and_activation_quantise_what_they_would_write(
+    dtype: torch.dtype, device: torch.device, poisoned: None
+) -> None:
+    """Of the rounded result: the bits that a kernel of its own would give."""
+    x, residual = (torch.randn(20, 1000, device=device).to(dtype) for _ in range(2))
+    norm = Norm(1000).to(device, dtype)
+    normed, summed = fp8_add_rms_norm.fp8_add_norm(x, residual, norm)
+    wanted = add_rms_norm(x, residual, norm.weight, 1e-5)
+    torch.testing.assert_close(normed, wanted[0], rtol=torch.finfo(dtype).eps, atol=0)  # sums over other tiles
+    assert torch.equal(summed, wanted[1])
+    same_bits(quantized_rows(normed), quantize(normed, dtype_for(normed)))
+    assert quantized_rows(normed).values.data_ptr() == quantized_rows(normed).values.data_ptr()  # not made anew
+    packed = torch.randn(20, 600, device=device).to(dtype)
+    gate, up = packed.chunk(2, -1)
+    got = fp8_gated_activation.quantized_gated_activation(gate, up, "silu")
+    product = gated_activation(gate, up, nn.functional.silu)
+    same_bits(got, quantize(product, dtype_for(product)))
+    assert not backend.fallbacks()
+
+
+def test_rows_written_to_since_are_quantised_anew(device: torch.device) -> None:
+    x = torch.randn(20, 64, device=device)
+    normed, _ = fp8_add_rms_norm.fp8_add_norm(x, x, Norm(64).to(device))
+    normed.mul_(3)
+    same_bits(quantized_rows(normed), quantize(normed, dtype_for(normed)))
+
+
+def rounded(module: nn.Linear, kind: torch.dtype) -> Tensor:
+    """A weight rounded to 8 bits and back, by the definition."""
+    weight = module.weight.detach()
+    return quantize(weight, dtype_for(weight)).dequantized(kind)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize(("inputs", "outputs", "bias", "offset"), [(64, 48, True, 0.0), (290, 7, False, 1.0)])
+def test_products_of_few_rows(
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    offset: float,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    poisoned: None,
+) -> None:
+    """Against the product of the rounded weights in fp64: a wrong scale, row or order is a hundred times the bound."""
+    if dtype == torch.float32 and rows > 1:
+        pytest.skip("more than one row are for the tensor cores, which have no fp32")
+    norm, one, two = Norm(inputs, offset), projection(inputs, outputs, bias), projection(inputs, outputs, bias)
+    for module in (norm, one, two):
+        module.to(device, dtype)
+    one.weight.data[::3] *= 5.0  # rows with scales of their own
+    x = torch.randn(rows, 1, inputs, device=device).to(dtype)
+    residual = torch.randn(rows, 1, outputs, device=device).to(dtype)
+
+    def plain(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        weights = [rounded(module, kind) for module in (one, two)]
+        biases = [None if module.bias is None else module.bias.detach().to(kind) for module in (one, two)]
+        with backend.use_backend("reference"):
+            norm.to(kind)
+            normed = norm(x.to(kind))
+            norm.to(dtype)
+        gate, up = (nn.functional.linear(normed, w, b) for w, b in zip(weights, biases, strict=True))
+        return residual.to(kind) + gate, nn.functional.silu(gate) * up
+
+    got = (
+        fp8_linear(x, one, norm=norm, residual=residual),
+        fp8_gated_linear(x, (one, two), nn.functional.silu, norm=norm),
+    )
+    assert not backend.fallbacks()
+    for ours, theirs, exact in zip(got, plain(dtype), plain(torch.float64), strict=True):
+        assert_as_exact_as(theirs, ours, exact, torch.finfo(dtype).eps)
+
+
+@dtypes
+@pytest.mark.parametrize("tile", [(2, 32, 1), (4, 64, 2)], ids=str)
+def test_tiles(tile: Any, dtype: torch.dtype, device: torch.device, poisoned: None) -> None:
+    inputs, outputs = 192, 56
+    weight = (torch.randn(2 * outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+    in_8_bits = quantize(weight, dtype_for(weight))
+    x = torch.randn(1, inputs, device=device).to(dtype)
+    y = torch.empty(1, 2 * outputs, device=device, dtype=dtype)
+    fp8_step.launch_linear(x, in_8_bits, None, None, None, y, tile)
+    plain = x @ in_8_bits.dequantized(dtype).T
+    assert_as_exact_as(plain, y, x.double() @ in_8_bits.dequantized(torch.float64).T, torch.finfo(dtype).eps)
+
+
+@dtypes
+@pytest.mark.parametrize("batch", [1, 3])
+def test_query_and_cache_write(batch: int, dtype: torch.dtype, device: torch.device) -> None:
+    heads, kv_heads, head_dim, hidden = 4, 2, 16, 64
+    modules = [projection(hidden, count * head_dim, True).to(device, dtype) for count in (heads, kv_heads, kv_heads)]
+    norm = Norm(hidden).to(device, dtype)
+    x = torch.randn(batch, 1, hidden, device=device).to(dtype)
+    angle = torch.rand(batch, 1, head_dim, device=device)
+
+    def run() -> Tensor:
+        cache = PreallocatedCache(1, batch, 32, device)
+        cache.layers[0].allocate(kv_heads, head_dim, head_dim, dtype, device)
+        cache.position.fill_(5)
+        tables = (angle.cos().to(dtype), angle.sin().to(dtype))
+        with cache.step():
+            query = fp8_qkv_step(x, modules, tables, cache, 0, head_dim=head_dim, norm=norm)
+        written = [t[:, :, 5].flatten(1) for t in (cache.layers[0].keys, cache.layers[0].values)]
+        return torch.cat([query.flatten(1), *written], dim=1)
+
+    got = run()
+    assert not backend.fallbacks()
+    with backend.use_backend("reference"):
+        wanted = run()
+    assert is_step(x)
+    torch.testing.assert_close(got, wanted, rtol=4 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)

@@ -1,0 +1,158 @@
+"""Weights of projections are read in 8 bits: on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import libcst as cst
+
+from rewrite.analysis.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.replacement import name_is_free
+from rewrite.analysis.step import LINEAR
+from rewrite.analysis.syntax import called_attribute, calls_in, expression, single_argument
+from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
+
+FORMS = {
+    "linear": "fp8_linear.fp8_linear",
+    "gated_linear": "fp8_linear.fp8_gated_linear",
+    "packed_linear": "fp8_linear.fp8_packed_linear",
+    "qkv_step": "fp8_qkv_step.fp8_qkv_step",
+    "add_norm": "fp8_add_rms_norm.fp8_add_norm",
+}
+"""What the other transforms call, and the form of it that reads weights, or writes rows, in 8 bits."""
+PRODUCTS = tuple(name for name in FORMS if name != "add_norm")
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A call, the function that takes its place, and the projections that it reads."""
+
+    call: cst.Call
+    new: str
+    label: str
+
+
+class Fp8(Transform):
+    """Projections read their weights in 8 bits, on request only.
+
+    What it does:
+        The products that other transforms wrote (`linear`, `gated_linear`, `packed_linear`, `qkv_step`), the other
+        projections of the same attention and MLP, and the head, become calls of the same form with weights in e4m3.
+        The copies in 8 bits are made on the device at first use and kept beside the parameters: the checkpoint, the
+        state dict and what is saved stay as they are. Prompts quantise the activations too, in the kernels that add
+        the residual and normalise, and that activate.
+
+    Why:
+        A decode step reads every weight once, so half the bytes are nearly half the time; a chip that multiplies
+        8-bit floats reads a prompt at up to twice the speed.
+
+    What it needs:
+        `rewrite MODEL --with fp8`, and memory for the copies: half of what the bf16 weights take.
+
+    Numerics:
+        Approximate: a weight is rounded to 3 mantissa bits with a power of two for each output row. Verification
+        compares with the original's weights rounded in the same way, and says how far that is from the original.
+
+    Known limits:
+        Embeddings, norms, routers and the experts of a mixture stay. With gradients, hooks, adapters or quantised
+        weights the weights are read as they are, and `explain` says so. `torch.compile` quantises in every call.
+    """
+
+    name = "fp8"
+    summary = "Projections read their weights in 8 bits: half the bytes of a decode step."
+    numerics = Numerics.APPROXIMATE
+    stage = Stage.STEP
+    on_request = True
+    after = (
+        "decode_head", "decode_layers", "fuse_add_norm", "fuse_gate_up", "fuse_gated_activation", "fuse_qkv",
+        "fuse_rms_norm",
+    )  # fmt: skip
+    reasons: ClassVar[Mapping[str, str]] = {
+        "other_call": "a projection is called with other arguments than its input",
+        "name_taken": "the file has a name of its own that the new code would call",
+    }
+
+    def candidates(self, module: Module) -> Iterable[Candidate]:
+        """Every product of a class that has one of the runtime's, and every sum that is normalised for them."""
+        for info in module.classes.values():
+            for name, method in info.methods.items():
+                for site in _sites(info, method, module):
+                    yield Candidate(site.call, f"{info.name}.{name}", site.label)
+
+    def match(self, candidate: Candidate, module: Module) -> Found | Skip:
+        """Replace the function's name, or the call of the module by one of the function."""
+        owner, name = candidate.where.split(".")
+        method = module.classes[owner].methods[name]
+        sites = _sites(module.classes[owner], method, module)
+        site = next(site for site in sites if site.call is candidate.node)
+        if not name_is_free(site.new.split(".")[1], module, method):
+            return Skip("name_taken")
+        call = site.call
+        attribute = called_attribute(call)
+        if attribute is None:
+            return Found((Edit(call.func, (cst.Name(site.new.split(".")[1]),)),), (site.new,))
+        argument = single_argument(call)
+        if argument is None:
+            return Skip("other_call")
+        if _calls(argument, "gated_activation", module) and isinstance(argument, cst.Call):
+            arguments = ", ".join(module.code(inner.value) for inner in argument.args)
+            product = expression(f"fp8_gated_product({arguments}, self.{attribute})")
+            return Found((Edit(call, (product,)),), ("fp8_linear.fp8_gated_product",))
+        return Found(
+            (Edit(call, (expression(f"fp8_linear({module.code(argument)}, self.{attribute})"),)),), (site.new,)
+        )
+
+
+def _sites(info: ClassInfo, method: cst.FunctionDef, module: Module) -> Iterator[_Site]:
+    """Yield what is to be rewritten in a method, in source order."""
+    projections = _projections(info, module)
+    packs = any(_calls(call, "packed_linear", module) or _is_new(call) for call in calls_in(method.body))
+    for call in calls_in(method.body):
+        name = next((name for name in FORMS if _calls(call, name, module)), None)
+        attribute = called_attribute(call)
+        if name == "add_norm" and any(_projections(other, module) for other in module.classes.values()):
+            yield _Site(call, FORMS[name], module.code(call.args[-1].value).removeprefix("self."))
+        elif name is not None and name != "add_norm" and (read := _read(call)):
+            yield _Site(call, FORMS[name], f"{name}: {', '.join(read)}")
+        elif attribute is not None and (attribute in projections or (packs and _is_linear(info, attribute, module))):
+            yield _Site(call, FORMS["linear"], attribute)
+
+
+def _projections(info: ClassInfo, module: Module) -> set[str]:
+    """Return the attributes that the runtime's products read in any method, in 8 bits or not."""
+    calls = [call for method in info.methods.values() for call in calls_in(method.body)]
+    products = (c for c in calls if _is_new(c) or any(_calls(c, name, module) for name in PRODUCTS))
+    return {attribute for call in products for attribute in _read(call)}
+
+
+def _read(call: cst.Call) -> list[str]:
+    """Return the attributes that a product is given as its projections: all but its first argument, or in a tuple."""
+    found = []
+    for argument in call.args[1:]:
+        if argument.keyword is not None:
+            continue
+        given = argument.value
+        values = [element.value for element in given.elements] if isinstance(given, cst.Tuple) else [given]
+        names = [self_attribute(value) for value in values]
+        found += [name for name in names if name is not None]
+        if isinstance(given, cst.Tuple):
+            break
+    return found
+
+
+def _calls(node: cst.CSTNode, name: str, module: Module) -> bool:
+    """Whether `node` calls the runtime's function of a name: nothing in the file itself is called that."""
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Name) or node.func.value != name:
+        return False
+    return name_is_free(name, module)
+
+
+def _is_new(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Name) and call.func.value in {form.split(".")[1] for form in FORMS.values()}
+
+
+def _is_linear(info: ClassInfo, attribute: str, module: Module) -> bool:
+    values = module.assignments(info, attribute)
+    return bool(values) and all(isinstance(v, cst.Call) and module.qualified(v.func) in LINEAR for v in values)
