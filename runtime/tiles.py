@@ -120,9 +120,9 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
 def _skinny_rule(rows: int, cols: int, element_size: int) -> Tile:
     """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, and programs for every processor of an H100.
 
-    A program has four tiles of its own or more: adding parts up costs 1 µs, which fewer would not earn back. AMD's waves
-    of 64 are as many as warps of 32: two would hold twice the registers each, and LDS leaves no room for more programs
-    (compiled for gfx942).
+    A program has four tiles of its own or more: adding parts up costs 1 µs, which fewer would not earn back. There are
+    as many of AMD's waves of 64 as of warps: two would hold twice the registers each, and LDS leaves no room for more
+    programs (compiled for gfx942).
     """
     block_rows = max(16, min(64, 1 << (rows - 1).bit_length()))
     block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
