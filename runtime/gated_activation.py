@@ -21,7 +21,7 @@ from torch import nn
 from transformers.activations import ACT2CLS
 
 from . import aiter_activation, backend, rows
-from .launch import WAVE, Kernel, grid
+from .launch import HIP, WAVE, Kernel, grid
 
 if backend.triton_installed():
     import triton
@@ -169,7 +169,8 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
     else:
         gate, gate_stride = rows.flatten(gate)
         up, up_stride = rows.flatten(up)
-    block, num_warps = (1024, 256 // WAVE) if count >= 1 << 20 else (512, 128 // WAVE)
+    block, threads = (1024, 256) if count >= 1 << 20 else (512, 128)
+    num_warps = threads // (2 * WAVE if HIP else WAVE)  # AMD's memory units want 16 bytes a thread
     with backend.device_guard(out):
         gated_activation_kernel.launch(
             grid(-(-size // block), count // size),

@@ -7,14 +7,13 @@ from pathlib import Path
 import click
 
 from rewrite.commands.options import json_option
-
-CHIPS = ("gfx90a", "gfx942", "gfx950", "sm_80", "sm_90")
+from rewrite.kernels.chips import CHIPS
 
 
 @click.command(short_help="Compile the kernels for chips that need not be there.")
 @click.argument("names", metavar="[KERNEL]…", nargs=-1)
 @click.option(
-    "--target", "targets", type=click.Choice(CHIPS), multiple=True, help="A chip; repeatable.  [default: all]"
+    "--target", "targets", type=click.Choice(tuple(CHIPS)), multiple=True, help="A chip; repeatable.  [default: all]"
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
 @json_option
@@ -32,7 +31,7 @@ def kernels(names: tuple[str, ...], targets: tuple[str, ...], jobs: int | None, 
 
     screen = Screen(quiet_output=str(json_path) == "-")
     with screen.working("compiling") as progress:
-        rows = run.compile_all(targets or CHIPS, names, jobs=jobs or os.cpu_count() or 1, progress=progress)
+        rows = run.compile_all(targets or tuple(CHIPS), names, jobs=jobs or os.cpu_count() or 1, progress=progress)
     found = findings.judge(rows)
     for table in tables.tables(rows):
         screen.figures(table.title, table.headings, table.rows, table.notes, gap=1)

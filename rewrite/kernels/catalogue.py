@@ -166,7 +166,9 @@ def products() -> list[Case]:
             cases.append(Case(f"{model.name}, down{name}", product(rows, inner, size, norm=False, residual=True)))
             cases.append(Case(f"{model.name}, head{name}", product(rows, size, model.vocabulary, True, False)))
     kv = LLAMA_8B.hidden_size + 2 * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
-    cases.append(Case("Llama 8B, qkv, 8 rows", product(8, LLAMA_8B.hidden_size, kv, norm=True, residual=False)))
+    for rows in (8, 32):
+        qkv = product(rows, LLAMA_8B.hidden_size, kv, norm=True, residual=False)
+        cases.append(Case(f"Llama 8B, qkv, {rows} rows", qkv))
     return [*cases, *(Case(model.name, partial(gated, model)) for model in LLAMAS)]
 
 

@@ -55,10 +55,10 @@ CHIPS = {
 }
 
 
-def occupancy(chip: Chip, threads: int, registers: int, scalars: int | None, shared: int) -> int:
+def occupancy(chip: Chip, threads: int, registers: int, scalars: int | None, shared: int) -> float:
     """Return how many waves of a kernel one SIMD unit holds at a time, at most `chip.most_waves`; 0 if it cannot run.
 
-    As AMD describes it: what the registers allow, in whole workgroups, and what LDS allows.
+    As AMD describes it: what the registers allow, in whole workgroups, and what LDS allows; an average of the four.
 
     Args:
         chip: that it runs on.
@@ -74,7 +74,7 @@ def occupancy(chip: Chip, threads: int, registers: int, scalars: int | None, sha
     groups = min(allowed * SIMDS // waves, chip.most_groups)
     if shared:
         groups = min(groups, chip.shared // (shared + chip.shared_taken))
-    return groups * waves // SIMDS if groups * waves >= SIMDS else min(1, groups)
+    return groups * waves / SIMDS
 
 
 def _up(number: int, granule: int) -> int:

@@ -27,11 +27,15 @@ class Exemption:
     reason: str
     shape: str | None = None
     """None for every shape."""
+    backend: str | None = None
+    """Of the chips that it is for; None for all."""
 
 
 EXEMPTIONS = (
     Exemption("scalar loads", "rotary", "a program of 8 heads of 64 columns has 2 elements a thread", "Llama 1B"),
-    Exemption("scalar loads", "rotary_rows", "one row of a table: 256 bytes that one wave reads at once"),
+    Exemption(
+        "scalar loads", "rotary_rows", "one row of a table: 256 bytes that one wave reads at once", backend="hip"
+    ),
     Exemption("scalar loads", "rope_cache", "one head a program: 2 pairs of columns a thread at most"),
     Exemption("scalar loads", "take_best", "one program a step, for one number a block of the vocabulary"),
     Exemption("scalar loads", "select_experts", "one score a thread"),
@@ -61,9 +65,11 @@ def judge(rows: Sequence[Row]) -> list[Finding]:
 
 
 def unused_exemptions(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the exemptions that no row needs."""
+    """Return the exemptions that no row of their chips needs."""
+    backends = {None, *(CHIPS[row.arch].backend for row in rows)}
     found = [finding for row in rows for finding in _of(row)]
-    return [asdict(e) for e in EXEMPTIONS if not any(_covers(e, finding) for finding in found)]
+    wanted = [exemption for exemption in EXEMPTIONS if exemption.backend in backends]
+    return [asdict(e) for e in wanted if not any(_covers(e, finding) for finding in found)]
 
 
 def _covers(exemption: Exemption, finding: Finding) -> bool:
@@ -71,6 +77,7 @@ def _covers(exemption: Exemption, finding: Finding) -> bool:
         exemption.kind == finding.kind
         and exemption.kernel == finding.row.kernel
         and exemption.shape in (None, finding.row.shape)
+        and exemption.backend in (None, CHIPS[finding.row.arch].backend)
     )
 
 

@@ -24,7 +24,7 @@ class Row:
     figures: Figures | None = None
     shared: int = 0
     """Bytes of LDS (shared memory) of a workgroup."""
-    occupancy: int = 0
+    occupancy: float = 0.0
     """Waves that a SIMD unit holds at a time."""
     compiler: str = ""
     """Its name and version."""

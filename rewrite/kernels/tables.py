@@ -59,7 +59,7 @@ def _line(row: Row, backend: str) -> tuple[str, ...]:
         return (*head, "does not compile", *[""] * (len(HEADINGS[backend]) - 3))
     loads, reads = _widths(figures.loads), _widths(figures.shared_loads)
     if backend == "cuda":
-        middle = (str(figures.registers), str(figures.spills), str(row.shared), str(row.occupancy))
+        middle = (str(figures.registers), str(figures.spills), str(row.shared), f"{row.occupancy:.2g}")
         return (*head, *middle, loads, reads)
     plus = f"+{figures.accumulators}" if figures.accumulators else ""
     scalar = f"+{figures.scalar_spills}" if figures.scalar_spills else ""
@@ -69,7 +69,7 @@ def _line(row: Row, backend: str) -> tuple[str, ...]:
         str(figures.scalars),
         f"{figures.spills}{scalar}",
         str(row.shared),
-        str(row.occupancy),
+        f"{row.occupancy:.2g}",
         loads,
         reads,
         str(figures.code),

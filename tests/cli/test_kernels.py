@@ -8,8 +8,7 @@ import json
 import pytest
 from command_line import CommandLine
 
-from rewrite.commands.kernels import CHIPS
-from rewrite.kernels import chips, run
+from rewrite.kernels import run
 from rewrite.kernels.assembly import Figures
 from rewrite.kernels.row import Row
 
@@ -26,10 +25,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     rows = [row(occupancy=8, compiler="triton 3.6.0")]
     monkeypatch.setattr(run, "compile_all", lambda archs, names, **options: rows)
     return rows
-
-
-def test_chips_of_the_option_are_those_with_limits() -> None:
-    assert set(CHIPS) == set(chips.CHIPS)
 
 
 def test_a_table_and_nothing_to_find(rewrite: CommandLine, compiled: list[Row]) -> None:

@@ -46,13 +46,13 @@ def test_kernels_are_fit_for_the_chip(arch: str) -> None:
     assert [str(finding) for finding in findings.judge(rows)] == []
     assert {row.kernel for row in rows} == set(run.known_kernels()), "the catalogue has no case of these kernels"
     if arch in WHOLE:
-        assert arch == "sm_90" or findings.unused_exemptions(rows) == []
+        assert findings.unused_exemptions(rows) == []
     for row in rows:
         assert row.figures is not None
         assert row.figures.overlaps == ("launch_pdl" in row.options), row.name
         amd = {"waves_per_eu", "matrix_instr_nonkdim", "kpack"} if row.figures.matrix else {"waves_per_eu"}
         assert row.options.keys() - {"launch_pdl"} == {"num_warps"} | (amd if arch.startswith("gfx") else set())
-        assert row.occupancy >= 1
+        assert row.occupancy > 0
     for table in tables.tables(rows):
         widths = [max(len(row[i]) for row in (table.headings, *table.rows)) for i in range(len(table.headings))]
         assert sum(widths) + len(widths) - 1 <= 80
@@ -151,7 +151,7 @@ def test_8_bit_floats_of_chips(arch: str, dtype: torch.dtype) -> None:
         ("gfx942", 1024, 80, 30, 0, 4),  # in groups of 16: one fits
         ("gfx942", 256, 64, 30, 32768, 2),  # LDS: two groups of 4 waves
         ("gfx950", 256, 64, 30, 32768, 5),
-        ("gfx942", 64, 64, 30, 65536, 1),
+        ("gfx942", 64, 64, 30, 65536, 0.25),
         ("gfx942", 256, 64, 30, 65537, 0),
         ("gfx942", 1024, 256, 30, 0, 0),
         ("sm_90", 128, 32, None, 0, 16),
@@ -162,5 +162,5 @@ def test_8_bit_floats_of_chips(arch: str, dtype: torch.dtype) -> None:
         ("sm_90", 128, 32, None, 40 * 1024, 5),
     ],
 )
-def test_occupancy(arch: str, threads: int, registers: int, scalars: int | None, shared: int, waves: int) -> None:
+def test_occupancy(arch: str, threads: int, registers: int, scalars: int | None, shared: int, waves: float) -> None:
     assert occupancy(CHIPS[arch], threads, registers, scalars, shared) == waves

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from rewrite.runtime.graph import DecodeGraph
 from rewrite.runtime.cache import needs_no_mask
+from rewrite.runtime.graph import DecodeGraph
 from rewrite.runtime.prompt_graph import MOST_TOKENS, ROUNDING, is_causal
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
