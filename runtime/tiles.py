@@ -150,24 +150,15 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
 def _skinny_rule(rows: int, cols: int, element_size: int) -> Tile:
     """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, with splits for the 132 processors of an H100.
 
-<<<<<<< HEAD
     The tiles in flight fill more than half of a processor's shared memory, so programs beyond the 132 wait for a
     second turn: 192 of two splits took 22.6 µs, 96 of one 19.4 (6144x4096, 8 rows). A program has four tiles or more.
+    There are as many of AMD's waves of 64 as of warps: two would hold twice the registers each, and LDS leaves no room
+    for more programs (compiled for gfx942).
     """
     block_rows = max(16, min(64, 1 << (rows - 1).bit_length()))
     block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
     splits = min(128 * block_rows // rows, cols // (4 * block_cols))
-    return block_rows, block_cols, 128 // WAVE, max(1, splits), STAGES
-=======
-    A program has four tiles of its own or more: adding parts up costs 1 µs, which fewer would not earn back. There are
-    as many of AMD's waves of 64 as of warps: two would hold twice the registers each, and LDS leaves no room for more
-    programs (compiled for gfx942).
-    """
-    block_rows = max(16, min(64, 1 << (rows - 1).bit_length()))
-    block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
-    splits = min(-(-128 * block_rows // rows), cols // (4 * block_cols))
     return block_rows, block_cols, 4, max(1, splits), STAGES
->>>>>>> amd-kernels
 
 
 @functools.cache
