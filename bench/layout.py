@@ -125,7 +125,7 @@ def measure(models, ids):
 
 
 def attention_layouts(length):
-    """Whether torch's attention, given views of `[B, S, H, D]`, leaves its result in that order, by kernel and mask."""
+    """Whether torch's attention, given views of `[B, S, H, D]`, leaves its result so, by kernel and mask."""
     heads, kv_heads, head_dim = (SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     size = {"dtype": torch.bfloat16, "device": "cuda"}
     query = torch.randn(2, length, heads, head_dim, **size).transpose(1, 2)
