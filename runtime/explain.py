@@ -27,7 +27,7 @@ class Explanation:
     """The last fallback at each module, `operator: reason` by the module's name; for a group of projections that was
     not packed, the first of them stands for all; the model itself has the name `""`."""
     graphs: list[str] = field(default_factory=list)
-    """The decode graphs that `generate()` keeps for the model: batch size, capacity and size of each."""
+    """What is kept for the model: the decode graphs of `generate()`, copies in 8 bits, who multiplies."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]

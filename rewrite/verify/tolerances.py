@@ -29,7 +29,7 @@ TABLE: dict[str, Tolerance] = {
     ),
     "fp64 roundings": Tolerance(
         2.0,
-        "RMS error of the original from its own roundings to fp32, in the same tensor",
+        "RMS error of the original from its own roundings to fp32, in that tensor: at most this, at least one by it",
         "a norm's sum in another order moves a whole row by one factor, so one tensor is a sample of a few rows: the "
         "original itself came out between 3.8e-7 and 4.6e-7 as its memory lay, with the same sums in another order at "
         "5.8e-7",

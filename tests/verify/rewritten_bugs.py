@@ -37,7 +37,7 @@ REWRITTEN = (
     Bug(
         "llama",
         "packed weights stale",
-        "F.linear(input, _packed_weight(weights), ",
+        "_multiply(input, _packed_weight(weights), ",
         "F.linear(input, weights[0].__dict__.setdefault('_kept', _packed_weight(weights).detach().clone()), ",
         file="runtime/packing.py",
     ),
@@ -67,8 +67,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "bias dropped",
-        "F.linear(input, _packed_weight(weights), _packed_bias(weights, biases))",
-        "F.linear(input, _packed_weight(weights))",
+        "_multiply(input, _packed_weight(weights), _packed_bias(weights, biases))",
+        "_multiply(input, _packed_weight(weights))",
         file="runtime/packing.py",
     ),
     Bug("qwen3", "query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),

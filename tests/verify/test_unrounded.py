@@ -30,8 +30,10 @@ def test_as_far_from_the_truth_as_the_original_passes() -> None:
     assert figures["rms ratio of the roundings to fp32"] == pytest.approx(1.0, abs=0.1)
 
 
-@pytest.mark.parametrize(("own", "new"), [(4e-7, 8.5e-7), (1e-8, 4.5e-7), (0.0, 4.5e-7)])
-def test_further_from_the_truth_than_the_original_fails(own: float, new: float) -> None:
+@pytest.mark.parametrize(
+    ("own", "new"), [(4e-7, 8.5e-7), (1e-8, 4.5e-7), (0.0, 4.5e-7), (4.5e-7, 1e-7), (4.5e-7, 0.0)]
+)
+def test_further_from_the_truth_than_the_original_or_closer_fails(own: float, new: float) -> None:
     with pytest.raises(Mismatch, match="the original's own roundings to fp32 make"):
         near_exact(off(own, 0), off(new, 1), unrounded=exact)
 
