@@ -119,7 +119,7 @@ def test_what_is_collected_does_not_run(device: torch.device) -> None:
 
 
 HALVES = [dtype for dtype in KERNEL_DTYPES if dtype.itemsize == 2]
-WHOLE = [(16, 32, 1), (32, 64, 4), (64, 256, 8)]
+WHOLE = [(16, 32, 1), (32, 64, 4), (64, 256, 8, 1, 3)]
 SPLIT = [(16, 32, 1, 2, 3), (32, 32, 2, 6, 3), (64, 64, 4, 3, 4), (16, 64, 2, 9)]
 
 
