@@ -51,7 +51,7 @@ class PreallocateBuffers(Transform):
         "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
         "other_result": "the module does not return two tables",
         "not_a_number": "nothing shows that the value put on the device is a number",
-        "may_overflow": "the number is the limit of another dtype: `torch.tensor` makes it infinite, a fill refuses it",
+        "may_overflow": "the number may be beyond the dtype: `torch.tensor` makes that infinite, a fill refuses it",
         "written_in_place": "the method writes in place, and a slice is a view where a list makes a copy",
         "name_taken": "the file has a name `rotary_rows` of its own",
     }
