@@ -258,12 +258,13 @@ class PreallocatedCache(Cache):
 def preallocated_like(
     dynamic: DynamicCache, batch_size: int, capacity: int, device: torch.device | str
 ) -> PreallocatedCache | None:
-    """Return a cache with the layers of transformers' growing one; None if it has layers of another kind."""
+    """Return a cache with the layers of transformers' growing one; None if it has layers of another kind, or none."""
     known = (DynamicLayer, DynamicSlidingWindowLayer)
     empty = {index: layer for index, layer in enumerate(dynamic.layers) if not isinstance(layer, CacheLayerMixin)}
     if any(type(layer).__name__ != "DummyLayer" for layer in empty.values()):
         return None
-    if any(type(layer) not in known for layer in _kept(dynamic.layers)):
+    kept = _kept(dynamic.layers)
+    if not kept or any(type(layer) not in known for layer in kept):
         return None
     return PreallocatedCache(len(dynamic.layers), batch_size, capacity, device, empty)
 

@@ -56,10 +56,11 @@ class StepFails(RuntimeError):
 
 
 class UnknownCache(TypeError):
-    """The model keeps something else than keys and values of every token."""
+    """The model keeps something else than keys and values of every token, or its configuration does not say what."""
 
     def __init__(self, model: nn.Module):
-        super().__init__(f"the cache of {type(model).__name__} has layers that no preallocated buffer can stand for")
+        name = type(model).__name__
+        super().__init__(f"the cache of {name} has layers that no preallocated buffer can stand for, or names none")
 
 
 class Program:
@@ -326,7 +327,7 @@ class DecodeGraph:
                     ours = self.forward().float()
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
                 raise StepFails(error) from error
             finally:
                 for layer in self.cache.attention_layers:

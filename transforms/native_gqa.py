@@ -51,12 +51,16 @@ class NativeGQA(Transform):
         "other_use": "the expanded tensor is read by something other than a matrix product",
         "values_change": "the tensor is written between its expansion and a product that reads it",
         "not_a_statement": "the expansion or the look-up is part of a larger statement",
+        "never_called": "the file defines the expanding function and does not use it",
         "name_taken": "the file has a name `grouped_matmul` or `native_gqa` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
-        """Yield every call of an expanding function, and every look-up of an attention function that may expand."""
-        repeats = {name for name, function in module.functions.items() if expands_heads(function, module)}
+        """Yield every call of an expanding function, and every look-up of an attention function that may expand; an
+        expanding function that nothing uses stands for itself.
+        """
+        repeats = [name for name, function in module.functions.items() if expands_heads(function, module)]
+        yield from (Candidate(module.functions[name], name) for name in repeats if not _is_used(name, module))
         for where, function in _functions(module):
             for node in walk(function.body):
                 if m.matches(node, m.Call(func=m.Name())) and module.code(node.func) in repeats:  # type: ignore[attr-defined]
@@ -66,6 +70,8 @@ class NativeGQA(Transform):
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Replace products with the expanded tensor, or insert the line after the look-up."""
+        if isinstance(candidate.node, cst.FunctionDef):
+            return Skip("never_called")
         enclosing = [above for above in module.ancestors(candidate.node) if isinstance(above, cst.FunctionDef)]
         if not all(name_is_free(name, module, *enclosing) for name in ("grouped_matmul", "native_gqa")):
             return Skip("name_taken")
@@ -78,6 +84,15 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef]]:
     yield from module.functions.items()
     for owner, name, method in module.methods():
         yield f"{owner.name}.{name}", method
+
+
+def _is_used(name: str, module: Module) -> bool:
+    """Whether a name stands anywhere but at the function that it names, or stood there before this transform ran."""
+    names = {name, "grouped_matmul", "native_gqa"}
+    return any(
+        isinstance(node, cst.Name) and node.value in names and node is not module.functions[name].name
+        for node in walk(module.tree)
+    )
 
 
 def _is_lookup(node: cst.CSTNode, module: Module) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.host_constants import constants, is_number, listed
+from rewrite.analysis.host_constants import constants, is_number, listed, may_overflow
 from rewrite.analysis.module import ClassInfo, Module, walk
 from rewrite.analysis.replacement import name_is_free, with_call
 from rewrite.analysis.syntax import called_attribute, calls_in, expression, mutated_names, parameters
@@ -51,6 +51,7 @@ class PreallocateBuffers(Transform):
         "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
         "other_result": "the module does not return two tables",
         "not_a_number": "nothing shows that the value put on the device is a number",
+        "may_overflow": "the number may be beyond the dtype: `torch.tensor` makes that infinite, a fill refuses it",
         "written_in_place": "the method writes in place, and a slice is a view where a list makes a copy",
         "name_taken": "the file has a name `rotary_rows` of its own",
     }
@@ -94,9 +95,11 @@ class PreallocateBuffers(Transform):
 
 
 def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:
-    """Turn `torch.tensor(number, …)` into `torch.full((), number, …)`."""
+    """Turn `torch.tensor(number, …)` into `torch.full((), number, …)`, which refuses what the dtype cannot hold."""
     if not is_number(call, owner, module):
         return Skip("not_a_number", module.code(call.args[0].value))
+    if may_overflow(call, module):
+        return Skip("may_overflow", module.code(call.args[0].value))
     arguments = ["()", *(module.code(argument).rstrip(", ") for argument in call.args)]
     old, new = with_call(call, "torch.full", arguments, module)
     return Found((Edit(old, (new,)),))

@@ -25,7 +25,7 @@ def constants(method: cst.FunctionDef, module: Module) -> Iterator[cst.Call | cs
         if isinstance(node, cst.Call) and module.qualified(node.func) == "torch.tensor" and node.args:
             value = node.args[0].value
             named = {argument.keyword.value for argument in node.args if argument.keyword is not None}
-            seen = m.matches(value, _NUMBER) or self_attribute(value) is not None or _limit(value, node, module)
+            seen = m.matches(value, _NUMBER) or self_attribute(value) is not None or limit(node, module) is not None
             if "device" in named and seen:
                 yield node
         elif isinstance(node, cst.Subscript) and listed(node) is not None:
@@ -63,15 +63,29 @@ def _dots(element: cst.SubscriptElement) -> bool:
     return isinstance(element.slice, cst.Index) and isinstance(element.slice.value, cst.Ellipsis)
 
 
-def _limit(value: cst.BaseExpression, node: cst.Call, module: Module) -> bool:
-    """Whether `value` is the limit of a dtype, by name or not; the name's last value in the block counts."""
+def limit(call: cst.Call, module: Module) -> str | None:
+    """Return the limit of a dtype that a call's first argument is, by name or not; the name's last value in the
+    block counts.
+    """
+    value = call.args[0].value
     if not isinstance(value, cst.Name):
-        return m.matches(value, _LIMIT)
-    statement, last = module.statement(node), None
-    for line in block_of(node, module):
+        return module.code(value) if m.matches(value, _LIMIT) else None
+    statement, last = module.statement(call), None
+    for line in block_of(call, module):
         if line is statement:
             break
         if value.value in bound_names(line):
             last = line
     assigned = last.body[0] if isinstance(last, cst.SimpleStatementLine) else None
-    return isinstance(assigned, cst.Assign) and m.matches(assigned.value, _LIMIT)
+    if not isinstance(assigned, cst.Assign) or not m.matches(assigned.value, _LIMIT):
+        return None
+    return module.code(assigned.value)
+
+
+def may_overflow(call: cst.Call, module: Module) -> bool:
+    """Whether the number may be beyond the tensor's dtype: the limit of another dtype, which may be fp64."""
+    code = limit(call, module)
+    if code is None or "finfo(" not in code:
+        return False
+    dtypes = [argument for argument in call.args if argument.keyword is not None and argument.keyword.value == "dtype"]
+    return not any(f"finfo({module.code(argument.value)})" in code for argument in dtypes)

@@ -68,13 +68,14 @@ class Group:
 def projection_groups(module: Module) -> Iterator[Group]:
     """Yield every group of two or more projections of one argument, in source order."""
     for owner, _, method in module.methods():
-        by_argument: dict[str, list[Call]] = {}
+        by_argument: dict[tuple[str, str], list[Call]] = {}
         for node in calls_in(method.body):
             attribute, value = called_attribute(node), single_argument(node)
-            if attribute is not None and value is not None and _may_be_linear(module, owner, attribute):
+            kind = _kind(module, owner, attribute) if attribute is not None else None
+            if attribute is not None and value is not None and kind is not None:
                 call = Call(attribute, node, module.statement(node))
-                by_argument.setdefault(module.code(value), []).append(call)
-        for argument, calls in by_argument.items():
+                by_argument.setdefault((module.code(value), kind), []).append(call)
+        for (argument, _), calls in by_argument.items():
             yield from _groups(module, owner, method, argument, calls)
 
 
@@ -168,13 +169,26 @@ def _reassigned(first: cst.BaseStatement, last: cst.BaseStatement, module: Modul
     return {t.target.value for a in assigns for t in a.targets if isinstance(t.target, cst.Name)}
 
 
-def _may_be_linear(module: Module, owner: ClassInfo, attribute: str) -> bool:
-    """Return whether any value assigned to the attribute builds something called linear: broad, for candidates."""
-    for value in module.assignments(owner, attribute):
-        for call in calls_in(value):
-            if module.qualified(call.func).rsplit(".", 1)[-1].lower().endswith(("linear", "conv1d")):
-                return True
-    return False
+def _kind(module: Module, owner: ClassInfo, attribute: str) -> str | None:
+    """Return what any value assigned to the attribute builds, something called linear or a convolution that sees one
+    place at a time; None for anything else. Broad, for candidates.
+    """
+    values = module.assignments(owner, attribute)
+    if any(_is_called(call, ("linear", "conv1d"), module) for value in values for call in calls_in(value)):
+        return "linear"
+    convolutions = (value for value in values if isinstance(value, cst.Call) and _is_called(value, "conv2d", module))
+    return "convolution" if any(_sees_one_place(value) for value in convolutions) else None
+
+
+def _is_called(call: cst.Call, ending: str | tuple[str, ...], module: Module) -> bool:
+    return module.qualified(call.func).rsplit(".", 1)[-1].lower().endswith(ending)
+
+
+def _sees_one_place(convolution: cst.Call) -> bool:
+    by_name = {argument.keyword.value: argument.value for argument in convolution.args if argument.keyword is not None}
+    third = convolution.args[2].value if len(convolution.args) > 2 else None
+    size = by_name.get("kernel_size", third)
+    return isinstance(size, cst.Integer) and size.value == "1"
 
 
 def _is_linear(module: Module, owner: ClassInfo, attribute: str) -> bool:

@@ -6,6 +6,7 @@ run, profiles of other values are tried. A second variant flips biases, tying an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from .sizes import ESSENTIAL, HEAD_DIM, HEADS, OVERRIDES, SET_WHERE_NONE, SMALL,
 __all__ = ["VOCAB", "WINDOW", "Variant", "flipped_fields", "small_fields", "small_variants"]
 
 MAX_PARAMETERS = 20_000_000
+LAYER_LISTS = ("layer_types", "layers_block_type")
+"""Fields that name the kind of every layer."""
 MAX_TRIES = 40
 SWITCHES = (
     "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "bias", "add_bias_linear", "add_qkv_bias",
@@ -66,7 +69,19 @@ def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any])
     Raises:
         VerificationError: no profile of small values makes a model that can be built.
     """
-    config_class = model_class.config_class
+    whole = model_class.config_class
+    try:
+        return _variants(model_class, whole, causal, overrides)
+    except VerificationError as error:
+        if f"'{whole.__name__}' object has no attribute" not in str(error):
+            raise
+        for part in _part_classes(whole).values():  # the class of a part, which does not say whose it is
+            with contextlib.suppress(VerificationError):
+                return _variants(model_class, part, causal, overrides)
+        raise
+
+
+def _variants(model_class: Any, config_class: Any, causal: bool, overrides: Mapping[str, Any]) -> list[Variant]:
     try:
         defaults = _defaults(config_class)
     except Exception as error:  # configuration classes raise what they like
@@ -78,18 +93,29 @@ def small_variants(model_class: Any, causal: bool, overrides: Mapping[str, Any])
         | dict(OVERRIDES.get(getattr(config_class, "model_type", ""), {}))
     )
     decoder |= dict(overrides)
-    base, inputs = _first_that_builds(model_class, small_fields(defaults) | decoder)
+    base, inputs = _first_that_builds(model_class, config_class, small_fields(defaults) | decoder)
     flipped = flipped_fields(defaults)
     variants = [Variant("base", base, inputs)]
     if flipped:
         fields = small_fields(defaults, window=True) | flipped | decoder
-        variants.append(Variant("switched", *_first_that_builds(model_class, fields)))
+        variants.append(Variant("switched", *_first_that_builds(model_class, config_class, fields)))
     return variants
 
 
 def _defaults(config_class: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = config_class().to_dict()
-    return fields
+    return _with_padding(config_class())
+
+
+def _with_padding(config: Any) -> dict[str, Any]:
+    """The fields of a configuration, and the padding token that models of 5.0 read where the class declares none."""
+    missing: dict[str, Any] = {} if hasattr(config, "pad_token_id") else {"pad_token_id": None}
+    return missing | config.to_dict()
+
+
+def _part_classes(config_class: Any) -> dict[str, Any]:
+    """The configuration classes of the parts of a model of models, those that any model can be left out."""
+    parts: Mapping[str, Any] = getattr(config_class, "sub_configs", {})
+    return {name: part for name, part in parts.items() if callable(getattr(part, "to_dict", None))}
 
 
 def _nested_fields(config_class: Any, profile: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -106,17 +132,28 @@ def _nested_fields(config_class: Any, profile: Mapping[str, Any] | None = None) 
 
 def _small_part(part: Any, profile: Mapping[str, Any]) -> Any:
     """A small configuration of the class of `part`; as it is where its class accepts no small values."""
-    defaults = part.to_dict()
+    defaults = _with_padding(part)
     fields = small_fields(defaults) | _rope_fields(type(part), defaults) | _nested_fields(type(part), profile)
     fields |= dict(OVERRIDES.get(getattr(part, "model_type", ""), {}))
     fewer = {name: value for name, value in fields.items() if name in ESSENTIAL}
-    for values in (fields, fields | {"num_key_value_heads": HEADS}, fewer):
+    declared = {name: value for name, value in fields.items() if name != "pad_token_id"}
+    for values in (fields, fields | {"num_key_value_heads": HEADS}, fewer, declared):
         known = {name: value for name, value in values.items() if name in fields}
         try:
-            return type(part)(**known | _changed(profile, defaults))
+            return _configured(type(part), known | _changed(profile, defaults, known))
         except Exception:  # configuration classes raise what they like; the next set is tried
             continue
     return part
+
+
+def _absent_parts(config_class: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Small configurations for the parts that a configuration lacks by default; some models read them nevertheless."""
+    absent: dict[str, Any] = {}
+    for name, part_class in _part_classes(config_class).items():
+        if name not in fields:
+            with contextlib.suppress(Exception):  # configuration classes raise what they like
+                absent[name] = _small_part(part_class(), {})
+    return absent
 
 
 def _rope_fields(config_class: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,8 +166,25 @@ def _rope_fields(config_class: Any, defaults: Mapping[str, Any]) -> dict[str, An
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope, "mrope_section": [2, 3, 3]}}
 
 
-def _changed(profile: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in profile.items() if name in fields}
+def _changed(profile: Mapping[str, Any], defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a profile changes of a configuration; lists of the kinds of layers repeat until they fit their number."""
+    changed = {name: value for name, value in profile.items() if name in defaults}
+    count = changed.get("num_hidden_layers", 0)
+    for name in LAYER_LISTS if count else ():
+        if kinds := fields.get(name):
+            changed[name] = [kinds[index % len(kinds)] for index in range(count)]
+    return changed
+
+
+def _configured(config_class: Any, fields: Mapping[str, Any]) -> Any:
+    """A configuration; its parts are handed over as objects, or as dicts where the class reads them as such."""
+    try:
+        return config_class(**fields)
+    except (AttributeError, TypeError):
+        plain = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in fields.items()}
+        if plain == fields:
+            raise
+        return config_class(**plain)
 
 
 def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str, Any]:
@@ -156,11 +210,12 @@ def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str,
 
 def _layer_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """As many layers as there are kinds of layer, at least two, every kind once; lists per layer or stage fit them."""
-    kinds = list(dict.fromkeys(defaults.get("layer_types") or ()))
     fields: dict[str, Any] = {}
-    if len(kinds) > 1:
-        layers = kinds if "num_hidden_layers" in defaults else kinds[:2]
-        fields |= {"layer_types": layers, "num_hidden_layers": len(layers)}
+    for name in LAYER_LISTS:
+        kinds = list(dict.fromkeys(defaults.get(name) or ()))
+        if len(kinds) > 1:
+            layers = kinds if "num_hidden_layers" in defaults else kinds[:2]
+            fields |= {name: layers, "num_hidden_layers": len(layers)}
     if defaults.get("no_rope_layers"):
         fields["no_rope_layers"] = [1, 0]
     if isinstance(defaults.get("image_size"), (list, tuple)):
@@ -180,10 +235,10 @@ def flipped_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return flipped
 
 
-def _first_that_builds(model_class: Any, fields: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+def _first_that_builds(model_class: Any, config_class: Any, fields: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
     """A configuration of which a model runs, and the arguments that it runs on."""
     problems: list[str] = []
-    for config in _candidates(model_class.config_class, fields, problems):
+    for config in _candidates(config_class, fields, problems):
         found = _runs_on(model_class, config, problems)
         if found is not None:
             return config, found
@@ -199,14 +254,15 @@ def _candidates(config_class: Any, fields: Mapping[str, Any], problems: list[str
     defaults = _defaults(config_class)
     nested = getattr(config_class, "sub_configs", {})
     fewer = {name: value for name, value in fields.items() if name in ESSENTIAL or name in nested}
-    for start in (fields, fewer):
+    absent = _absent_parts(config_class, fields)
+    for start in (fields, fewer, *([{**fields, **absent}] if absent else [])):
         for profile in PROFILES:
-            changed = _changed(profile, defaults)
+            changed = _changed(profile, defaults, start)
             try:
                 inner = _nested_fields(config_class, profile) if profile and nested else {}
                 if profile and not changed and not inner:
                     continue
-                yield config_class(**{**start, **inner, **changed})
+                yield _configured(config_class, {**start, **inner, **changed})
             except Exception as error:  # configuration classes raise what they like; the next profile is tried
                 problems.append(f"{type(error).__name__}: {error}")
 
@@ -221,9 +277,7 @@ def _runs_on(model_class: Any, config: Any, problems: list[str]) -> tuple[str, .
     import torch
 
     try:
-        with torch.device("meta"):
-            skeleton = model_class._from_config(copy.deepcopy(config))
-        parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+        parameters = _parameter_count(model_class, config)
         if parameters > MAX_PARAMETERS:
             problems.append(f"it still has {parameters:,} parameters")
             return None
@@ -242,3 +296,36 @@ def _runs_on(model_class: Any, config: Any, problems: list[str]) -> tuple[str, .
             tried.append(f"{type(error).__name__}: {error}")
     problems.append(tried[0] if tried else "its forward takes none of the arguments known")
     return None
+
+
+def _parameter_count(model_class: Any, config: Any) -> int:
+    """Number of parameters of a model, without memory for them; of one that reads a value as it is made, at least."""
+    import copy
+
+    import torch
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    count = 0
+
+    def counted(module: Any, name: str, parameter: Any) -> None:
+        nonlocal count
+        count += 0 if parameter is None else parameter.numel()
+        if count > MAX_PARAMETERS:
+            raise _TooLarge
+
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in model_class._from_config(copy.deepcopy(config)).parameters())
+    except NotImplementedError:  # `item()` on the meta device
+        hook = register_module_parameter_registration_hook(counted)
+        try:
+            model_class._from_config(copy.deepcopy(config))
+        except _TooLarge:
+            pass
+        finally:
+            hook.remove()
+        return count
+
+
+class _TooLarge(Exception):
+    """A model has more parameters than is small, and needs not be finished."""

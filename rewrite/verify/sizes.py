@@ -66,6 +66,10 @@ SMALL: dict[str, Any] = {
     "linear_num_heads": HEADS,
     **dict.fromkeys(("linear_num_key_heads",), 2),
     **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+    "use_mamba_kernels": False,
+    "encoder_hash_byte_group_vocab": VOCAB,
     "image_size": IMAGE,
     "patch_size": PATCH,
     "img_size": IMAGE,
@@ -84,7 +88,7 @@ ESSENTIAL = (
 
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}},
+             "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": HIDDEN, "moe_num_experts": 4, "moe_top_k": 2}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "is_decoder": True},
     "xlm": {"emb_dim": HIDDEN, "n_words": VOCAB},
@@ -99,7 +103,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 24},  # a third of it is rotated
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_mem_blocks": 1},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_mem_blocks": 1,
+               "use_mem_rope": True},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
