@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,16 @@ _OWN_LOOP = (
     "_prefill",
     "_prepare_cache_for_generation",
 )
+
+
+def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a `prepare_inputs_for_generation` that is transformers' but for one thing, and return it.
+
+    It forgets the cache when the text grows beyond the original context, so that keys are computed anew with other
+    rotary frequencies. The loop here does not run where frequencies change, and else the keys would be the same.
+    """
+    method._recomputes_at_switch = True  # type: ignore[attr-defined]
+    return method
 
 
 class Unfit(Exception):
@@ -244,8 +255,8 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 def _overrides(model_class: type, name: str) -> bool:
-    inherited = getattr(GenerationMixin, name, None)
-    return inherited is not None and inspect.getattr_static(model_class, name) is not inherited
+    inherited, found = getattr(GenerationMixin, name, None), inspect.getattr_static(model_class, name)
+    return inherited is not None and found is not inherited and not getattr(found, "_recomputes_at_switch", False)
 
 
 def _text_config(model: Any) -> Any:

@@ -9,6 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.cache_length import Lengths, lengths, sized_argument, sliced, uses
+from rewrite.analysis.loop_inputs import only_recomputes
 from rewrite.analysis.module import ClassInfo, Module, walk
 from rewrite.analysis.replacement import name_is_free, with_call
 from rewrite.analysis.syntax import expression, parameters, replace_nodes
@@ -34,7 +35,8 @@ class StaticCache(Transform):
         step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
         `x.index_select(1, torch.arange(n) + past)`, `torch.ones(b, past + n)` →
-        `torch.ones(b, key_length(past_key_values, past, n))`.
+        `torch.ones(b, key_length(past_key_values, past, n))`. A `prepare_inputs_for_generation` that only forgets the
+        cache where the rotary frequencies change (Phi-3) is marked: the loop runs where they do not.
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
@@ -112,7 +114,13 @@ class StaticCache(Transform):
         base = _mixin(info, module)
         if base is None:
             raise TypeError(f"{info.name} has no GenerationMixin")
-        return Found((Edit(base, (cst.Name("GraphGeneration"),)),), ("generation.GraphGeneration",))
+        edits, found_uses = [Edit(base, (cst.Name("GraphGeneration"),))], ["generation.GraphGeneration"]
+        method = info.methods.get("prepare_inputs_for_generation")
+        if method is not None and only_recomputes(method) and name_is_free("recomputes_at_switch", module):
+            decorator = cst.Decorator(cst.Name("recomputes_at_switch"))
+            edits.append(Edit(method, (method.with_changes(decorators=[*method.decorators, decorator]),)))
+            found_uses.append("fitness.recomputes_at_switch")
+        return Found(tuple(edits), tuple(found_uses))
 
 
 def _mixin(info: ClassInfo, module: Module) -> cst.BaseExpression | None:

@@ -38,6 +38,7 @@ from transformers import (
 from rewrite.runtime import backend, fitness, generation, graph_store
 from rewrite.runtime.cache import CacheFull
 from rewrite.runtime.explain import explain
+from rewrite.runtime.fitness import recomputes_at_switch
 from rewrite.runtime.generation import GraphGeneration
 from rewrite.runtime.graph import DecodeGraph
 from rewrite.runtime.graph_store import release_graphs, store_of
@@ -764,3 +765,16 @@ def test_graph_memory_comes_back():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before + 2**21
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_inputs_of_a_model_s_own_are_taken_only_if_they_are_marked(marked):
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return super(Own, self).prepare_inputs_for_generation(*args, **kwargs)
+
+    method = recomputes_at_switch(prepare_inputs_for_generation) if marked else prepare_inputs_for_generation
+    Own = type("Own", (Llama,), {"prepare_inputs_for_generation": method})
+    model, original = pair()
+    model.__class__ = Own
+    same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
+    assert loops(model) == ([] if marked else ["own_loop"])
