@@ -316,7 +316,7 @@ def _parameter_count(model_class: Any, config: Any) -> int:
     try:
         with torch.device("meta"):
             return sum(p.numel() for p in model_class._from_config(copy.deepcopy(config)).parameters())
-    except NotImplementedError:  # `item()` on the meta device
+    except RuntimeError:  # the meta device has no values
         hook = register_module_parameter_registration_hook(counted)
         try:
             model_class._from_config(copy.deepcopy(config))
