@@ -619,6 +619,13 @@ def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monk
         DecodeGraph(model, batch_size=1, capacity=8)
 
 
+def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
+    model, _ = pair()
+    monkeypatch.setattr(model.config, "get_text_config", lambda decoder: object())
+    with pytest.raises(UnknownCache):
+        DecodeGraph(model, batch_size=1, capacity=8)
+
+
 def test_every_reason_is_used():
     text = "".join(inspect.getsource(module) for module in (fitness, generation))
     assert all(text.count(f'"{reason}"') >= 2 for reason in fitness.REASONS)

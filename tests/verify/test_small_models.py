@@ -10,7 +10,8 @@ import torch
 
 from rewrite.errors import VerificationError
 from rewrite.verify import configs
-from rewrite.verify.configs import MAX_PARAMETERS, small_variants
+from rewrite.verify.configs import small_variants
+from rewrite.verify.tryout import MAX_PARAMETERS, parameter_count
 
 KINDS = {
     "bert.BertForMaskedLM": ("input_ids",),
@@ -129,5 +130,5 @@ def test_a_model_that_reads_a_value_as_it_is_made_is_counted(width):
         def _from_config(cls, config):
             return cls()
 
-    count = configs._parameter_count(Reading, None)
+    count = parameter_count(Reading, None)
     assert count == width * width + 1
