@@ -135,7 +135,7 @@ class DecodeGraph:
         self.device: torch.device = model.device
         self.captures = self.device.type == "cuda" if captures is None else captures
         if like is None or not like.layers:
-            like = DynamicCache(config=model.config.get_text_config(decoder=True))
+            like = self._configured_cache(model)
         cache = preallocated_like(like, batch_size, capacity, self.device)
         if cache is None:
             raise UnknownCache(model)
@@ -149,6 +149,14 @@ class DecodeGraph:
         accepted = inspect.signature(model.forward).parameters
         self._inputs = self._static_inputs(accepted)
         self.prompts = PromptGraphs(model, set(accepted), self.captures)
+
+    @staticmethod
+    def _configured_cache(model: Any) -> DynamicCache:
+        """Return the growing cache that a model's configuration asks for."""
+        try:
+            return DynamicCache(config=model.config.get_text_config(decoder=True))
+        except AttributeError as error:  # a model of several stacks has no single number of layers
+            raise UnknownCache(model) from error
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

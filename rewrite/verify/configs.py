@@ -7,17 +7,17 @@ run, profiles of other values are tried. A second variant flips biases, tying an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import VerificationError
-from .model_inputs import TEXT, kinds_of, make
+from .model_inputs import TEXT
 from .sizes import ESSENTIAL, HEAD_DIM, HEADS, OVERRIDES, SET_WHERE_NONE, SMALL, VOCAB, WINDOW
+from .tryout import runs_on
 
 __all__ = ["VOCAB", "WINDOW", "Variant", "flipped_fields", "small_fields", "small_variants"]
 
-MAX_PARAMETERS = 20_000_000
 LAYER_LISTS = ("layer_types", "layers_block_type")
 """Fields that name the kind of every layer."""
 MAX_TRIES = 40
@@ -239,7 +239,7 @@ def _first_that_builds(model_class: Any, config_class: Any, fields: Mapping[str,
     """A configuration of which a model runs, and the arguments that it runs on."""
     problems: list[str] = []
     for config in _candidates(config_class, fields, problems):
-        found = _runs_on(model_class, config, problems)
+        found = runs_on(model_class, config, problems)
         if found is not None:
             return config, found
         if len(problems) > MAX_TRIES:
@@ -254,9 +254,13 @@ def _candidates(config_class: Any, fields: Mapping[str, Any], problems: list[str
     defaults = _defaults(config_class)
     nested = getattr(config_class, "sub_configs", {})
     fewer = {name: value for name, value in fields.items() if name in ESSENTIAL or name in nested}
-    absent = _absent_parts(config_class, fields)
-    for start in (fields, fewer, *([{**fields, **absent}] if absent else [])):
-        for profile in PROFILES:
+    sets: list[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]] = [(fields, PROFILES), (fewer, PROFILES)]
+    if absent := _absent_parts(config_class, fields):
+        sets.append(({**fields, **absent}, PROFILES[:1]))
+    if defaults.get("use_cache"):  # without a cache, where the model cannot make one from its configuration
+        sets.append(({**fields, "use_cache": False}, PROFILES[:1]))
+    for start, profiles in sets:
+        for profile in profiles:
             changed = _changed(profile, defaults, start)
             try:
                 inner = _nested_fields(config_class, profile) if profile and nested else {}
@@ -265,67 +269,3 @@ def _candidates(config_class: Any, fields: Mapping[str, Any], problems: list[str
                 yield _configured(config_class, {**start, **inner, **changed})
             except Exception as error:  # configuration classes raise what they like; the next profile is tried
                 problems.append(f"{type(error).__name__}: {error}")
-
-
-def _runs_on(model_class: Any, config: Any, problems: list[str]) -> tuple[str, ...] | None:
-    """The first set of arguments that a model of this configuration runs on; None, and the problem, if there is none.
-
-    It has to run twice alike, in fp32, with one prompt and with two.
-    """
-    import copy
-
-    import torch
-
-    try:
-        parameters = _parameter_count(model_class, config)
-        if parameters > MAX_PARAMETERS:
-            problems.append(f"it still has {parameters:,} parameters")
-            return None
-        model = model_class._from_config(copy.deepcopy(config)).eval()
-    except Exception as error:  # models raise what they like on sizes they do not support
-        problems.append(f"{type(error).__name__}: {error}")
-        return None
-    tried: list[str] = []
-    for kind in kinds_of(model_class):
-        try:
-            with torch.no_grad():
-                for batch in (1, 2):
-                    model(**make(kind, model.config, batch, batch, torch.float32))
-            return kind
-        except Exception as error:  # the same; the next set of arguments is tried
-            tried.append(f"{type(error).__name__}: {error}")
-    problems.append(tried[0] if tried else "its forward takes none of the arguments known")
-    return None
-
-
-def _parameter_count(model_class: Any, config: Any) -> int:
-    """Number of parameters of a model, without memory for them; of one that reads a value as it is made, at least."""
-    import copy
-
-    import torch
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    count = 0
-
-    def counted(module: Any, name: str, parameter: Any) -> None:
-        nonlocal count
-        count += 0 if parameter is None else parameter.numel()
-        if count > MAX_PARAMETERS:
-            raise _TooLarge
-
-    try:
-        with torch.device("meta"):
-            return sum(p.numel() for p in model_class._from_config(copy.deepcopy(config)).parameters())
-    except NotImplementedError:  # `item()` on the meta device
-        hook = register_module_parameter_registration_hook(counted)
-        try:
-            model_class._from_config(copy.deepcopy(config))
-        except _TooLarge:
-            pass
-        finally:
-            hook.remove()
-        return count
-
-
-class _TooLarge(Exception):
-    """A model has more parameters than is small, and needs not be finished."""

@@ -40,7 +40,7 @@ from rewrite.runtime.cache import CacheFull
 from rewrite.runtime.explain import explain
 from rewrite.runtime.fitness import recomputes_at_switch
 from rewrite.runtime.generation import GraphGeneration
-from rewrite.runtime.graph import DecodeGraph
+from rewrite.runtime.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.graph_store import release_graphs, store_of
 
 GPU = torch.cuda.is_available()
@@ -587,7 +587,8 @@ def test_a_step_that_sees_unwritten_slots_is_noticed():
     assert "differ" in str(explain(model))
 
 
-def test_a_step_that_needs_the_length_as_a_number_is_noticed():
+@pytest.mark.parametrize("error", [TypeError, AssertionError], ids=lambda error: error.__name__)
+def test_a_step_that_needs_the_length_as_a_number_is_noticed(error):
     model, original = pair()
     inner = type(model.model)
 
@@ -595,13 +596,35 @@ def test_a_step_that_needs_the_length_as_a_number_is_noticed():
         def forward(self, *args, **kwargs):
             past = kwargs["past_key_values"]
             if past is not None and not isinstance(past.get_seq_length(), int):
-                raise TypeError("an integer is required")
+                raise error("an integer is required")
             return super().forward(*args, **kwargs)
 
     model.model.__class__ = Counting
     for _ in range(2):
         same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
         assert loops(model) == ["step_fails"]
+
+
+def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monkeypatch):
+    """Release 5.0 counts none where `num_kv_shared_layers` is 0, and adds layers as they are written."""
+    model, original = pair()
+    monkeypatch.setattr("rewrite.runtime.graph.DynamicCache", lambda config: DynamicCache())
+    for _ in range(2):
+        inputs = prompt()
+        mine, theirs = (
+            run(m, {**inputs, "past_key_values": DynamicCache()}, do_sample=False) for m in (model, original)
+        )
+        same(mine, theirs)
+        assert loops(model) == ["cache_kind"]
+    with pytest.raises(UnknownCache):
+        DecodeGraph(model, batch_size=1, capacity=8)
+
+
+def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
+    model, _ = pair()
+    monkeypatch.setattr(model.config, "get_text_config", lambda decoder: object())
+    with pytest.raises(UnknownCache):
+        DecodeGraph(model, batch_size=1, capacity=8)
 
 
 def test_every_reason_is_used():

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import importlib
+from typing import ClassVar
 
 import pytest
+import torch
 
 from rewrite.errors import VerificationError
-from rewrite.verify.configs import MAX_PARAMETERS, small_variants
+from rewrite.verify import checkpoints, configs
+from rewrite.verify.configs import small_variants
+from rewrite.verify.tryout import MAX_PARAMETERS, parameter_count
 
 KINDS = {
     "bert.BertForMaskedLM": ("input_ids",),
+    "apertus.ApertusForCausalLM": ("input_ids",),
     "clip.CLIPModel": ("input_ids", "pixel_values"),
     "dbrx.DbrxForCausalLM": ("input_ids",),
     "dinov2.Dinov2Model": ("pixel_values",),
+    "fuyu.FuyuForCausalLM": ("input_ids",),
     "gemma3.Gemma3ForConditionalGeneration": ("input_ids",),
     "gemma3n.Gemma3nForCausalLM": ("input_ids",),
+    "git.GitForCausalLM": ("input_ids",),
     "jamba.JambaForCausalLM": ("input_ids",),
+    "moshi.MoshiForCausalLM": ("input_ids",),
+    "phi.PhiForCausalLM": ("input_ids",),
+    "phi4_multimodal.Phi4MultimodalForCausalLM": ("input_ids",),
     "siglip.SiglipVisionModel": ("pixel_values",),
     "t5.T5ForConditionalGeneration": ("input_ids", "decoder_input_ids"),
     "vit.ViTForImageClassification": ("pixel_values",),
     "wav2vec2.Wav2Vec2Model": ("input_values",),
     "whisper.WhisperForConditionalGeneration": ("input_features", "decoder_input_ids"),
+    "zamba.ZambaForCausalLM": ("input_ids",),
+    "zamba2.Zamba2ForCausalLM": ("input_ids",),
 }
 
 
@@ -46,3 +58,80 @@ def test_a_class_that_does_not_run_says_why():
 
     with pytest.raises(VerificationError, match=r"Broken runs \(RuntimeError: no kernel for this\)"):
         small_variants(Broken, True, {})
+
+
+class Part:
+    def __init__(self, hidden_size=512, pad_token_id=None):
+        self.hidden_size, self.pad_token_id = hidden_size, pad_token_id
+
+    def to_dict(self):
+        return vars(self)
+
+
+def test_parts_are_handed_over_as_dicts_where_a_class_reads_them_as_such():
+    class Whole:
+        def __init__(self, part):
+            self.part = Part(**part)
+
+    assert configs._configured(Whole, {"part": Part(64)}).part.hidden_size == 64
+    with pytest.raises(TypeError):
+        configs._configured(Whole, {"other": 1})
+
+
+def test_a_part_that_is_absent_by_default_is_made_for_a_model_that_reads_it():
+    class Whole:
+        sub_configs: ClassVar = {"part": Part}
+
+        def __init__(self, part=None):
+            self.part = part
+
+        def to_dict(self):
+            return {"part": None}
+
+    found = list(configs._candidates(Whole, {}, []))
+    assert found[0].part is None
+    assert found[-1].part.hidden_size == 64
+
+
+def test_the_padding_token_is_set_where_the_class_does_not_declare_it():
+    class Whole:
+        def to_dict(self):
+            return {"vocab_size": 32000}
+
+    assert configs.small_fields(configs._with_padding(Whole()))["pad_token_id"] == 0
+    assert "pad_token_id" not in configs.small_fields(Whole().to_dict())
+
+
+def test_kinds_of_layers_repeat_until_they_fit_the_number_of_layers():
+    profile, kinds = {"num_hidden_layers": 4, "n_layer": 4}, {"layers_block_type": ["mamba", "hybrid"]}
+    changed = configs._changed(profile, {"num_hidden_layers": 54}, kinds)
+    assert changed == {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
+    assert configs._changed({"head_dim": 8}, {"head_dim": 64}, kinds) == {"head_dim": 8}
+
+
+def test_a_model_of_a_part_that_does_not_say_so_is_built_and_loaded_as_the_part(tmp_path):
+    class Depth(named("csm.CsmDepthDecoderForCausalLM")):
+        config_class = named("csm.CsmForConditionalGeneration").config_class
+
+    base = small_variants(Depth, True, {})[0]
+    assert type(base.config).__name__ == "CsmDepthDecoderConfig"
+    Depth._from_config(base.config).save_pretrained(tmp_path)
+    loaded, _ = checkpoints._load(Depth, tmp_path, base)
+    assert type(loaded.config).__name__ == "CsmDepthDecoderConfig"
+
+
+@pytest.mark.parametrize("width", [8, 8192])
+def test_a_model_that_reads_a_value_as_it_is_made_is_counted(width):
+    class Reading(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.start = self.scale.detach().item()
+            self.projection = torch.nn.Linear(width, width, bias=False)
+
+        @classmethod
+        def _from_config(cls, config):
+            return cls()
+
+    count = parameter_count(Reading, None)
+    assert count == width * width + 1
