@@ -1,4 +1,4 @@
-"""Compiles the kernels of a step side by side, before the first of them runs.
+"""Compiles the kernels of a prompt or a step side by side, before the first of them runs.
 
 Triton compiles a kernel when it is launched for the first time, and a step of a cold process has a dozen. To learn
 which, the step is captured in a graph that is thrown away: a capture runs nothing, and neither do the kernels of this
@@ -8,20 +8,56 @@ package while it lasts (`launch.collect`), so nothing reads what no kernel wrote
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from . import launch
+from . import backend, launch
 from .capture import capture
+from .launch import Launch
+
+if backend.triton_installed():
+    import triton
+
+    @triton.jit
+    def _nothing_kernel(pointer):  # type: ignore[no-untyped-def]
+        pass
+
 
 THREADS = 16
-"""At most; a compilation is one thread and, for NVIDIA, a process that it waits for."""
+"""At most; a compilation is one thread and, for NVIDIA, processes that it waits for."""
+AT_A_TIME = 4
+"""Threads inside Triton's compiler: much of it is Python, of which one thread runs at a time, and with twelve the
+longest kernel was done last (1.2 s against 0.8 s for the kernels of a step, 4 cores). The programs that launch the
+kernels are built beside it."""
 
-Variants = dict[Any, Callable[[], object]]
+Variants = dict[Any, Launch]
+
+
+@contextlib.contextmanager
+def compiler_loading(device: torch.device) -> Iterator[None]:
+    """Load Triton's compiler in a thread meanwhile: it reads itself, and builds and asks programs, for a second."""
+    if not backend.triton_installed():
+        yield
+        return
+    thread = threading.Thread(target=_load_compiler, args=(_index(device),))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@functools.cache
+def _load_compiler(index: int) -> None:
+    torch.cuda.set_device(index)
+    with _not_compiling():
+        _nothing_kernel.warmup(torch.float32, grid=(1, 1, 1))
 
 
 def variants(run: Callable[[], None], device: torch.device) -> Variants:
@@ -35,26 +71,38 @@ def variants(run: Callable[[], None], device: torch.device) -> Variants:
     found: Variants = {}
     launch.collect(lambda key, compile: found.setdefault(key, compile))
     try:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError), torch.no_grad():
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError, AssertionError), torch.no_grad():
             capture(run, lambda: None, device, torch.cuda.graph_pool_handle())
     finally:
         launch.collect(None)
     return found
 
 
-def compile_all(jobs: Mapping[Any, Callable[[], object]], device: torch.device) -> None:
-    """Compile variants in threads; one that does not compile is met again where it is launched."""
+def compile_all(jobs: Mapping[Any, Launch], device: torch.device) -> None:
+    """Compile variants in threads, long ones first; one that does not compile is met again where it is launched."""
     if not jobs:
         return
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    places = threading.Semaphore(AT_A_TIME)
+
+    def compile(job: Launch) -> None:
+        with _not_compiling():
+            with places:
+                variant: Any = job()
+            _ = variant.run  # Triton compiles a C function that launches it, and loads both, when it is asked for this
+
     workers = min(THREADS, os.cpu_count() or 1, len(jobs))
-    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(index,)) as pool:
-        list(pool.map(_compiled, jobs.values()))
+    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(_index(device),)) as pool:
+        list(pool.map(compile, sorted(jobs.values(), key=lambda job: job.length, reverse=True)))
 
 
-def _compiled(compile: Callable[[], object]) -> None:
+@contextlib.contextmanager
+def _not_compiling() -> Iterator[None]:
+    """Leave what Triton raises to the launch of the kernel."""
     from triton import TritonError
 
     with contextlib.suppress(RuntimeError, TritonError):
-        variant: Any = compile()
-        _ = variant.run  # Triton compiles a C function that launches it, and loads both, when it is asked for this
+        yield
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()

@@ -162,7 +162,8 @@ class _Generation:
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
-        last = graph.read_prompt(self.call.input_ids, ordinary) if self._is_unpadded() else ordinary()
+        ids = self.call.input_ids
+        last = graph.read_prompt(ids, ordinary, self.sampling) if self._is_unpadded() else ordinary()
         if self.sampling.reads_ids and graph.cache.length != self.prompt_length:
             raise Unfit("processor_needs_ids")
         mask = self.call.inputs.get("attention_mask")

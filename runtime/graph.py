@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicCache
 from . import backend
 from .cache import CacheFull, PreallocatedCache, preallocated_like
 from .capture import CAPTURING, before_replay, capture
-from .compile_ahead import compile_all, variants
+from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .greedy import choose
 from .launch import rehearsing
 from .prompt_graph import PromptGraphs
@@ -39,6 +39,9 @@ TOLERANCE = 0.5
 """Largest relative distance of a row's logits in both forms of a step. It tells a wrong mask, for which the slots that
 must not be seen are filled with `POISON`, from another order of rounding; a wrong mask gives 1 and more."""
 POISON = 64.0
+
+_WARM: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose kernels were compiled side by side with their first prompt."""
 
 
 class StepDiffers(RuntimeError):
@@ -188,12 +191,15 @@ class DecodeGraph:
         self.prove(logits.argmax(-1))
         return logits
 
-    def read_prompt(self, input_ids: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
+    def read_prompt(
+        self, input_ids: Tensor, ordinary: Callable[[], Tensor], sampling: Sampling | None = None
+    ) -> Tensor:
         """Read a prompt `[B, n]` without padding, in a graph where there is one for it.
 
         Args:
             input_ids: the prompt.
             ordinary: reads it without a graph and returns the logits.
+            sampling: what will follow the logits; its kernels are compiled beside those of the prompt.
 
         Returns:
             `[B, V]` logits of the next token; the next prompt may overwrite them.
@@ -205,7 +211,30 @@ class DecodeGraph:
         if length is None or self.cache.length:
             return ordinary()
         self._find_pool()
-        return self.prompts.read(self.cache, input_ids, length, self.pool, ordinary)
+
+        def warm_up(prompt: Callable[[], None]) -> None:
+            if self.model not in _WARM:
+                self._warm_up(ordinary, prompt, sampling)
+                _WARM.add(self.model)
+
+        return self.prompts.read(self.cache, input_ids, length, self.pool, ordinary, warm_up)
+
+    def _warm_up(self, ordinary: Callable[[], Tensor], prompt: Callable[[], None], sampling: Sampling | None) -> None:
+        """Compile the kernels of a prompt, a step and a sampling side by side; the cache is empty before and after.
+
+        What the model computes once and keeps is made first, by calls without kernels, while the compiler is loaded.
+        """
+        with compiler_loading(self.device), backend.plainly():
+            ordinary()
+            length = self.cache.length
+            room = length < self.cache.capacity
+            if room:
+                self.begin(torch.full_like(self.state.position_ids, length), None)
+                with self._as_for_decoding():
+                    self._ordinary_step(length)
+        self._compile(*([self._step_with(sampling)] if room else []), prompt)
+        self.cache.rewind(0)
+        torch.cuda.empty_cache()  # what only these calls needed
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -324,7 +353,7 @@ class DecodeGraph:
         with self._as_for_decoding():
             with backend.plainly():
                 ordinary = self._ordinary_step(length)
-            self._compile(sampling)
+            self._compile(self._step_with(sampling))
             for layer in self.cache.attention_layers:
                 layer.length = length
                 if layer.values is not None:
@@ -346,20 +375,28 @@ class DecodeGraph:
             raise StepDiffers(distance)
         self._proved = True
 
-    def _compile(self, sampling: Sampling | None) -> None:
-        """Compile the kernels of a step and a sampling side by side; what cannot be captured is compiled as it runs.
+    def _step_with(self, sampling: Sampling | None) -> Callable[[], None]:
+        """Return a step with what follows it."""
+
+        def run() -> None:
+            with self._as_for_decoding():
+                logits = self.forward()
+            if sampling is not None:
+                choose(logits, self.state, sampling)
+
+        return run
+
+    def _compile(self, *runs: Callable[[], None]) -> None:
+        """Compile the kernels of all runs side by side; what cannot be captured is compiled as it runs.
 
         What a model computes once and keeps must be there: a graph that is thrown away has only room for it.
         """
         if not self.captures:
             return
-
-        def run() -> None:
-            logits = self.forward()
-            if sampling is not None:
-                choose(logits, self.state, sampling)
-
-        compile_all(variants(run, self.device), self.device)
+        jobs: Variants = {}
+        for run in runs:
+            jobs |= variants(run, self.device)
+        compile_all(jobs, self.device)
 
     def take_over(self, other: DecodeGraph) -> None:
         """Continue where a graph with less capacity ended."""

@@ -124,6 +124,11 @@ class Launch:
     options: dict[str, int]
     """What the compiler is given, `num_warps` included."""
 
+    @property
+    def length(self) -> int:
+        """Characters of its source, by which one may guess how long it takes to compile."""
+        return len(self.kernel.jit_function.src)
+
     def __call__(self) -> Any:
         """Compile."""
         return self.kernel.jit_function.warmup(*self.arguments, grid=self.grid, **self.options)

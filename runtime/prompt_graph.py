@@ -34,9 +34,9 @@ more coarsely raises it."""
 
 
 class PromptGraph:
-    """The forward of `length` tokens a row, captured."""
+    """The forward of `length` tokens a row."""
 
-    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int, captures: bool, pool: Any):
+    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int):
         self._model = weakref.ref(model)
         self.cache = cache
         device = cache.position.device
@@ -51,7 +51,11 @@ class PromptGraph:
         }
         self._inputs = {name: value for name, value in given.items() if name in inputs}
         self._logits: Tensor | None = None
-        self._graph = capture(self._run, self._run, device, pool) if captures else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, pool: Any) -> None:
+        """Read in a graph from here on, with memory of a pool."""
+        self._graph = capture(self.run, self.run, self._last.device, pool)
 
     def read(self, input_ids: Tensor) -> Tensor:
         """Read `[B, n]` into the empty cache and return the logits `[B, V]` that follow; the next read reuses them."""
@@ -60,14 +64,15 @@ class PromptGraph:
         self._input_ids[:, length:] = input_ids[:, -1:]
         self._last.fill_(length - 1)
         if self._graph is None:
-            self._run()
+            self.run()
         else:
             self._graph.replay()
         self.cache.grow(length)
         assert self._logits is not None
         return self._logits
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Read what is in the buffers, without a graph."""
         model = self._model()
         assert model is not None
         self.cache.rewind(0)
@@ -138,6 +143,7 @@ class PromptGraphs:
         length: int,
         pool: Any,
         ordinary: Callable[[], Tensor],
+        warm_up: Callable[[Callable[[], None]], None],
     ) -> Tensor:
         """Read a prompt `[B, n]` without padding into the empty cache, in the graph of a length.
 
@@ -147,6 +153,7 @@ class PromptGraphs:
             length: N.
             pool: of the graphs' memory.
             ordinary: reads it without a graph and returns the logits.
+            warm_up: is given what a graph will hold before that runs for the first time.
 
         Returns:
             `[B, V]` logits of the next token; the next prompt may overwrite them.
@@ -154,11 +161,15 @@ class PromptGraphs:
         graph = self._graphs.get(length)
         if graph is not None:
             return graph.read(input_ids)
+        graph = PromptGraph(self._model(), cache, self._inputs, length)
+        if self._captures:
+            warm_up(graph.run)
         with rehearsing():
             expected = ordinary().float()
         cache.rewind(0)
         try:
-            graph = PromptGraph(self._model(), cache, self._inputs, length, self._captures, pool)
+            if self._captures:
+                graph.capture(pool)
             logits = graph.read(input_ids)
         except torch.OutOfMemoryError:
             raise

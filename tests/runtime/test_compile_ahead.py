@@ -47,18 +47,26 @@ def test_what_does_not_run_is_not_counted() -> None:
 def test_one_that_does_not_compile_is_left_to_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     done: list[str] = []
 
-    class Variant:
+    class Job:
+        def __init__(self, length: int, error: Exception | None = None):
+            self.length, self.error = length, error
+
+        def __call__(self) -> Job:
+            if self.error is not None:
+                raise self.error
+            done.append(f"compiled {self.length}")
+            return self
+
         @property
         def run(self) -> None:
-            done.append("loaded")
+            done.append(f"loaded {self.length}")
 
-    def fails() -> Variant:
-        raise RuntimeError("out of shared memory")
-
-    compile_all({0: fails, 1: Variant, 2: Variant}, torch.device("cuda", 0))
-    assert done == ["loaded", "loaded"]
+    jobs: Any = {0: Job(2), 1: Job(9, RuntimeError("out of shared memory")), 2: Job(5)}
+    compile_all(jobs, torch.device("cuda", 0))
+    assert done == ["compiled 5", "loaded 5", "compiled 2", "loaded 2"]
 
 
 @pytest.mark.gpu

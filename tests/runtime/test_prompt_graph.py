@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from rewrite.runtime import backend, launch
 from rewrite.runtime.cache import needs_no_mask
 from rewrite.runtime.graph import DecodeGraph
 from rewrite.runtime.prompt_graph import MOST_TOKENS, ROUNDING, is_causal
+from rewrite.runtime.rms_norm import rms_norm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {
@@ -148,3 +150,33 @@ def test_a_model_that_takes_no_index_reads_its_prompts_as_they_are(monkeypatch: 
     )
     assert logits.shape == (1, 99)
     assert graph.prompts.refusal == "TypeError: an index"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_kernels_of_prompt_and_step_are_compiled_together_before_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[object] = []
+    model = model_of()
+    norm = model.model.norm
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        if not backend.runs_plainly() and not launch.collects():
+            events.append("launched")
+        return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+    def compiled(jobs: Any, device: torch.device) -> None:
+        events.append([key[0].jit_function.__name__ for key in jobs])
+
+    monkeypatch.setattr(norm, "forward", normed)
+    monkeypatch.setattr("rewrite.runtime.graph.compile_all", compiled)
+    ids = prompt(1, 9)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        events.clear()
+        for _ in range(2):
+            graph = DecodeGraph(model, batch_size=1, capacity=256)
+            torch.testing.assert_close(graph.prefill(ids), expected, rtol=1e-4, atol=1e-4)
+    together = events.index("launched")
+    assert together == 1
+    assert set(events[0]) == {"_rms_norm_kernel"}  # type: ignore[call-overload]
+    assert sum(event != "launched" for event in events) == 3, "the first prompt's, and a step's of each graph"

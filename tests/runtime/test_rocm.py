@@ -58,7 +58,8 @@ def test_nothing_is_set_on_another_torch() -> None:
     assert str(rocm.tunable_op()) == "not ROCm: nothing set"
 
 
-def test_everything_is_set_and_put_back() -> None:
+def test_everything_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
