@@ -45,10 +45,13 @@ def test_a_bug_in_the_loop_is_caught(bug: Bug, package: Path, tmp_path: Path) ->
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("bug", CAPTURED, ids=lambda bug: bug.id)
 def test_a_bug_in_what_is_captured_is_caught(bug: Bug, package: Path, tmp_path: Path) -> None:
-    assert_caught(bug, package, tmp_path, replace(CHECKED, device="cuda"))
+    # On a GPU every greedy check goes through the loop; the first of them may see the bug.
+    assert_caught(bug, package, tmp_path, replace(CHECKED, device="cuda"), ("decode loop", "greedy"))
 
 
-def assert_caught(bug: Bug, package: Path, tmp_path: Path, options: Options) -> None:
+def assert_caught(
+    bug: Bug, package: Path, tmp_path: Path, options: Options, checks: tuple[str, ...] = ("decode loop",)
+) -> None:
     copy = tmp_path / "llama"
     shutil.copytree(package, copy)
     assert bug.file is not None
@@ -59,5 +62,5 @@ def assert_caught(bug: Bug, package: Path, tmp_path: Path, options: Options) -> 
     assert not verdict.passed
     assert verdict.failed_gate is not None
     assert verdict.failed_gate.name == bug.gate, verdict.reason
-    assert verdict.failed_gate.failures[0].name.startswith("decode loop"), verdict.reason
+    assert verdict.failed_gate.failures[0].name.startswith(checks), verdict.reason
     print(verdict.reason)
