@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -97,10 +98,10 @@ def compile_all(jobs: Mapping[Any, Launch], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _not_compiling() -> Iterator[None]:
-    """Leave what Triton raises to the launch of the kernel."""
+    """Leave what Triton, or a program that it asks, fails with to the launch of the kernel."""
     from triton import TritonError
 
-    with contextlib.suppress(RuntimeError, TritonError):
+    with contextlib.suppress(RuntimeError, TritonError, OSError, subprocess.SubprocessError):
         yield
 
 

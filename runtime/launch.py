@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -112,6 +113,18 @@ def pretends() -> bool:
 def chip_of(tensor: torch.Tensor) -> Target | None:
     """Return the chip that operators on a tensor are for; None on a CPU."""
     return _pretended or (target(tensor.get_device()) if tensor.is_cuda else None)
+
+
+class LauncherNotBuilt(RuntimeError):
+    """The C compiler failed on the function with which Triton launches a kernel."""
+
+    def __init__(self, error: subprocess.CalledProcessError):
+        command = error.cmd[0] if isinstance(error.cmd, (list, tuple)) else error.cmd
+        super().__init__(
+            f"Triton could not build the C function that launches a kernel: {command} failed, as it said above. It "
+            "needs a C compiler and the headers of this Python (Debian, Ubuntu: apt install gcc python3-dev). With "
+            "REWRITE_BACKEND=reference the package runs without kernels, slower."
+        )
 
 
 @dataclass(frozen=True)
@@ -215,7 +228,11 @@ class Kernel:
         *,
         overlap: bool = False,
     ) -> None:
-        """Run the kernel on the current device and stream, with `overlap` as a programmatic dependent launch."""
+        """Run the kernel on the current device and stream, with `overlap` as a programmatic dependent launch.
+
+        Raises:
+            LauncherNotBuilt: if there is no working C compiler, or no header of Python.
+        """
         key = (
             num_warps,
             overlap,
@@ -234,7 +251,10 @@ class Kernel:
         if variant is not None:
             variant[grid](*arguments)
             return
-        variant = self.jit_function[grid](*arguments, **self._options(num_warps, overlap, tensors[0]))
+        try:
+            variant = self.jit_function[grid](*arguments, **self._options(num_warps, overlap, tensors[0]))
+        except subprocess.CalledProcessError as error:
+            raise LauncherNotBuilt(error) from error
         if _REMEMBERS and variant is not None:  # the interpreter returns None
             self._variants[key] = variant
 

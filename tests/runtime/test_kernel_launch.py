@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from rewrite import runtime
-from rewrite.runtime.launch import Kernel
+from rewrite.runtime.launch import Kernel, LauncherNotBuilt
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -32,3 +35,16 @@ def test_counts_are_not_specialised(module: str) -> None:
         counts = {n for n in plain - KEYED if not n.endswith(("_ptr", *FLOATS)) and "stride" not in n}
         exempt = set(function.do_not_specialize or ())
         assert counts <= exempt, f"{name}: {counts - exempt}"
+
+
+def test_a_compiler_that_fails_is_one_clear_error() -> None:
+    class Function:
+        def __getitem__(self, grid: object) -> Any:
+            def launched(*arguments: object, **options: object) -> None:
+                raise subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"])
+
+            return launched
+
+    kernel = Kernel(Function())
+    with pytest.raises(LauncherNotBuilt, match=r"/usr/bin/gcc failed.*python3-dev.*REWRITE_BACKEND=reference"):
+        kernel.launch((1, 1, 1), 4, (torch.zeros(1),), (), (), (), ())
