@@ -19,7 +19,7 @@ from . import backend, packing
 from .capture import before_replay
 from .explain import reporters
 from .fp8_format import Quantized
-from .fp8_rows import quantized_rows
+from .fp8_rows import empty_rows, quantized_rows
 
 REASONS = {
     **packing.REASONS,
@@ -38,6 +38,9 @@ class _Copy:
     """Of those weights: while one is held weakly no other storage has its identity, though it may have its address."""
     projections: tuple[weakref.ref[nn.Module], ...]
 
+
+PART = 2**25
+"""Elements that are quantised at a time: without kernels that takes several fp32 copies of them."""
 
 _copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary()
 """By the first of the projections."""
@@ -96,12 +99,17 @@ def _made(weight: Tensor, before: Quantized | None) -> Quantized:
     """Quantise a weight `[O, I]`, into the memory of `before` where that has its size: graphs go on reading there."""
     # Inference tensors could not be written again.
     with torch.inference_mode(False), torch.no_grad():
-        made = quantized_rows(weight.detach())
-        if before is None or before.values.shape != made.values.shape or before.values.device != made.values.device:
-            return made
-        before.values.copy_(made.values)
-        before.scale.copy_(made.scale)
-    return before
+        weight = weight.detach()
+        fits = before is not None and before.values.shape == weight.shape and before.values.device == weight.device
+        made = before if before is not None and fits else empty_rows(weight)
+        parts = max(1, -(-weight.numel() // PART))
+        for values, scale, rows in zip(
+            made.values.chunk(parts), made.scale.chunk(parts), weight.chunk(parts), strict=True
+        ):
+            quantised = quantized_rows(rows)
+            values.copy_(quantised.values)
+            scale.copy_(quantised.scale)
+    return made
 
 
 def _state(projections: Sequence[nn.Module]) -> Hashable:

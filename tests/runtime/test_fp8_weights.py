@@ -77,6 +77,18 @@ def test_copies_end_with_the_model() -> None:
     assert len(fp8_weights._copies) == kept - 2
 
 
+@pytest.mark.parametrize("part", [1, 300, 64 * 7, 10**6])
+def test_weights_are_quantised_in_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_weights, "PART", part)
+    layer = nn.Linear(64, 37)
+    with torch.no_grad():
+        found = fp8_weights.quantized("fp8_linear", torch.randn(1, 64), (layer,))
+    assert found is not None
+    values, scale = quantize(layer.weight.detach(), found[0].values.dtype)
+    assert torch.equal(found[0].values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(found[0].scale, scale)
+
+
 @pytest.mark.parametrize("steps", [1, 5])
 def test_products_are_those_of_the_rounded_weights(steps: int) -> None:
     """One token a sequence keeps its bits; more are quantised row by row."""
