@@ -44,7 +44,7 @@ def capture(
     Raises:
         CaptureFailed: if it cannot be captured.
     """
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    index = index_of(device)
     stream = _side_stream(index)
     generator = torch.cuda.default_generators[index]
     with CAPTURING, torch.cuda.device(index):
@@ -62,6 +62,11 @@ def capture(
             _drop_workspaces()
             generator.set_offset(offset)
             current.wait_stream(stream)
+
+
+def index_of(device: torch.device) -> int:
+    """Return the index of a CUDA device, which is the current one where it names none."""
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
 def _capture(run: Callable[[], None], pool: Any, index: int) -> torch.cuda.CUDAGraph:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import backend, launch
-from .capture import capture
+from .capture import capture, index_of
 from .launch import Launch
 
 if backend.triton_installed():
@@ -33,9 +33,8 @@ if backend.triton_installed():
 THREADS = 16
 """At most; a compilation is one thread and, for NVIDIA, processes that it waits for."""
 AT_A_TIME = 4
-"""Threads inside Triton's compiler: much of it is Python, of which one thread runs at a time, and with twelve the
-longest kernel was done last (1.2 s against 0.8 s for the kernels of a step, 4 cores). The programs that launch the
-kernels are built beside it."""
+"""Threads inside Triton's compiler, much of which is Python, where they wait for each other: twelve kernels take 1.2 s
+with four threads and 1.8 s with twelve (`bench/compiling.py`, 4 cores). The C functions are built beside it."""
 
 Variants = dict[Any, Launch]
 
@@ -46,7 +45,7 @@ def compiler_loading(device: torch.device) -> Iterator[None]:
     if not backend.triton_installed():
         yield
         return
-    thread = threading.Thread(target=_load_compiler, args=(_index(device),))
+    thread = threading.Thread(target=_load_compiler, args=(index_of(device),))
     thread.start()
     try:
         yield
@@ -92,7 +91,7 @@ def compile_all(jobs: Mapping[Any, Launch], device: torch.device) -> None:
             _ = variant.run  # Triton compiles a C function that launches it, and loads both, when it is asked for this
 
     workers = min(THREADS, os.cpu_count() or 1, len(jobs))
-    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(_index(device),)) as pool:
+    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(index_of(device),)) as pool:
         list(pool.map(compile, sorted(jobs.values(), key=lambda job: job.length, reverse=True)))
 
 
@@ -103,7 +102,3 @@ def _not_compiling() -> Iterator[None]:
 
     with contextlib.suppress(RuntimeError, TritonError, OSError, subprocess.SubprocessError):
         yield
-
-
-def _index(device: torch.device) -> int:
-    return device.index if device.index is not None else torch.cuda.current_device()

@@ -27,6 +27,9 @@ REASONS = {
     "capturing": "a graph was being captured at the first call, when nothing may be allocated",
 }
 
+PART = 2**25
+"""Elements that are quantised at a time: without kernels that takes several fp32 copies of them."""
+
 
 @dataclass
 class _Copy:
@@ -38,9 +41,6 @@ class _Copy:
     """Of those weights: while one is held weakly no other storage has its identity, though it may have its address."""
     projections: tuple[weakref.ref[nn.Module], ...]
 
-
-PART = 2**25
-"""Elements that are quantised at a time: without kernels that takes several fp32 copies of them."""
 
 _copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary()
 """By the first of the projections."""

@@ -20,7 +20,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import backend
-from .capture import CAPTURING, CaptureFailed
+from .capture import CAPTURING, CaptureFailed, index_of
 from .fitness import Call, Unfit, keeps_cache, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
@@ -341,8 +341,7 @@ class _Randomness:
     def __init__(self, device: torch.device):
         self._generator = None
         if device.type == "cuda":
-            index = device.index if device.index is not None else torch.cuda.current_device()
-            self._generator = torch.cuda.default_generators[index]
+            self._generator = torch.cuda.default_generators[index_of(device)]
 
     def mark(self) -> Any:
         """Return where it stands."""

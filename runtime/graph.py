@@ -224,15 +224,16 @@ class DecodeGraph:
 
         What the model computes once and keeps is made first, by calls without kernels, while the compiler is loaded.
         """
+        runs = [prompt]
         with compiler_loading(self.device), backend.plainly():
             ordinary()
             length = self.cache.length
-            room = length < self.cache.capacity
-            if room:
+            if length < self.cache.capacity:
+                runs.insert(0, self._step_with(sampling))
                 self.begin(torch.full_like(self.state.position_ids, length), None)
                 with self._as_for_decoding():
                     self._ordinary_step(length)
-        self._compile(*([self._step_with(sampling)] if room else []), prompt)
+        self._compile(*runs)
         self.cache.rewind(0)
         torch.cuda.empty_cache()  # what only these calls needed
 

@@ -35,12 +35,10 @@ def work(arch: str, module: str, kernels: Sequence[str], one_of_each: bool, part
     from ..runtime import launch
 
     chip = CHIPS[arch]
-    launch.pretend(launch.Target(chip.backend, arch))
+    triton = pretended(chip, launch)
     catalogue = importlib.import_module(module)
     from .cases import entries
 
-    triton = importlib.import_module("triton")
-    triton.runtime.driver.set_active(_Driver(chip))
     cuobjdump = Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
     wanted = [entry for entry in entries(catalogue.cases()) if not kernels or entry.kernel in kernels]
     if one_of_each:
@@ -58,6 +56,14 @@ def work(arch: str, module: str, kernels: Sequence[str], one_of_each: bool, part
         shared = compiled.metadata.shared
         waves = occupancy(chip, row.threads, figures.registers, figures.scalars, shared)
         _tell(replace(row, figures=figures, shared=shared, occupancy=waves))
+
+
+def pretended(chip: Chip, launch: Any) -> Any:
+    """Let Triton and the runtime's `launch` act as on a chip for the rest of the process; return Triton."""
+    launch.pretend(launch.Target(chip.backend, chip.arch))
+    triton = importlib.import_module("triton")
+    triton.runtime.driver.set_active(_Driver(chip))
+    return triton
 
 
 def _tell(row: Row) -> None:

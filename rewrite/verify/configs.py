@@ -214,8 +214,7 @@ def _layer_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
     for name in LAYER_LISTS:
         kinds = list(dict.fromkeys(defaults.get(name) or ()))
         if len(kinds) > 1:
-            layers = kinds if "num_hidden_layers" in defaults else kinds[:2]
-            fields |= {name: layers, "num_hidden_layers": len(layers)}
+            fields |= {name: kinds, "num_hidden_layers": len(kinds)}
     if defaults.get("no_rope_layers"):
         fields["no_rope_layers"] = [1, 0]
     if isinstance(defaults.get("image_size"), (list, tuple)):

@@ -109,8 +109,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 24},  # a third of it is rotated
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"],
-                   "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_mem_blocks": 1,
                "use_mem_rope": True},
     "cohere_compass_text": {

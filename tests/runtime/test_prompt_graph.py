@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +151,40 @@ def test_a_model_that_takes_no_index_reads_its_prompts_as_they_are(monkeypatch: 
     )
     assert logits.shape == (1, 99)
     assert graph.prompts.refusal == "TypeError: an index"
+
+
+def test_the_first_prompt_of_a_model_is_read_plainly_and_compiled_with_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With captures that run what they capture: which forwards there are, of how many tokens, and in what order."""
+    events: list[tuple[str, int]] = []
+    model = model_of()
+
+    def noted(module: Any, args: Any, kwargs: Any) -> None:
+        kind = "plain" if backend.runs_plainly() else "collected" if launch.collects() else "run"
+        events.append((kind, kwargs["input_ids"].shape[1]))
+
+    def captured(run: Any, rehearse: Any, device: Any, pool: Any) -> Any:
+        rehearse()
+        run()
+        return SimpleNamespace(replay=run)
+
+    for module in ("compile_ahead", "graph", "prompt_graph"):
+        monkeypatch.setattr(f"rewrite.runtime.{module}.capture", captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr("rewrite.runtime.graph.compiler_loading", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("rewrite.runtime.graph.compile_all", lambda jobs, device: events.append(("compiled", 0)))
+    model.register_forward_pre_hook(noted, with_kwargs=True)
+    ids = prompt(1, 9)
+    graph = DecodeGraph(model, batch_size=1, capacity=256, captures=True)
+    first = graph.prefill(ids)
+    warm_up = [("plain", 9), ("plain", 1), ("collected", 1), ("collected", ROUNDING), ("compiled", 0)]
+    assert events[:6] == [*warm_up, ("run", 9)]
+    assert graph.cache.length == 9
+    events.clear()
+    another = DecodeGraph(model, batch_size=1, capacity=256, captures=True)
+    torch.testing.assert_close(another.prefill(ids), first)
+    assert events[0] == ("run", 9)
+    with torch.no_grad():
+        torch.testing.assert_close(first, model(input_ids=ids).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
