@@ -75,11 +75,11 @@ def small_config(cls):
 
 def write_package(cls, folder):
     """Write the package of a class's file and return what was skipped of `static_cache` for this class."""
-    from rewrite.build import build
-    from rewrite.lock import Options
-    from rewrite.package import assemble
-    from rewrite.source import resolve
+    from rewrite.engine.build import build
+    from rewrite.package.assemble import assemble
+    from rewrite.package.lock import Options
     from rewrite.transforms import select
+    from rewrite.upstream.source import resolve
 
     transforms = select()
     built = build(resolve(inspect.getsourcefile(cls)), transforms)
@@ -228,7 +228,7 @@ def _line(error):
 
 def check(name, device, packages):
     """Run one class: the original's steps and the rewritten one's, with and without the experts' interface."""
-    from rewrite.runtime.cache import PreallocatedCache
+    from rewrite.runtime.cache.preallocated import PreallocatedCache
     from rewrite.verify.workbench import randomise
 
     torch.set_num_threads(1)
@@ -246,7 +246,9 @@ def check(name, device, packages):
         sys.path.insert(0, str(packages))
         ours = importlib.import_module(package.name) if package.exists() else None
         has_cache = (package / "runtime" / "cache.py").exists()
-        cache = importlib.import_module(f"{package.name}.runtime.cache" if has_cache else "rewrite.runtime.cache")
+        cache = importlib.import_module(
+            f"{package.name}.runtime.cache.preallocated" if has_cache else "rewrite.runtime.cache.preallocated"
+        )
     except Exception as error:  # model code and configurations raise what they like
         return entry | {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     sides = {"before": (cls, PreallocatedCache)}

@@ -29,7 +29,7 @@ def launches(arch: str) -> list[Any]:
     """One launch of each kernel, as on a chip."""
     from rewrite.kernels.chips import CHIPS
     from rewrite.kernels.work import pretended
-    from rewrite.runtime import launch
+    from rewrite.runtime.core import launch
 
     pretended(CHIPS[arch], launch)
     catalogue = importlib.import_module("rewrite.kernels.catalogue")

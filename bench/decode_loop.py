@@ -15,9 +15,9 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rewrite.runtime.explain import explain
-from rewrite.runtime.generation import GraphGeneration
-from rewrite.runtime.graph_store import store_of
+from rewrite.runtime.core.explain import explain
+from rewrite.runtime.decode.generation import GraphGeneration
+from rewrite.runtime.decode.graph_store import store_of
 
 TOKENS = 256
 ROUNDS = 7

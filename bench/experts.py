@@ -26,10 +26,11 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeSparseMoeBlock
 
-from rewrite.runtime import backend, experts
-from rewrite.runtime.experts import fused_experts
-from rewrite.runtime.prologue import Prologue
-from rewrite.runtime.router import RoutingRule, router
+from rewrite.runtime.core import backend
+from rewrite.runtime.moe import experts
+from rewrite.runtime.moe.experts import fused_experts
+from rewrite.runtime.moe.router import RoutingRule, router
+from rewrite.runtime.products.prologue import Prologue
 
 DEVICE = "cuda"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)

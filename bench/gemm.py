@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewrite.runtime import capture, launch, linear, skinny, tiles
-from rewrite.runtime.skinny import HEIGHTS, Form
+from rewrite.runtime.core import capture, launch, tiles
+from rewrite.runtime.products import linear, skinny
+from rewrite.runtime.products.skinny import HEIGHTS, Form
 from rewrite.tuning.candidates import one_row
 
 PEAK = 3.35e12

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rewrite.benchmark import contenders, parity
 from rewrite.benchmark.models import build, load, sharing
 from rewrite.benchmark.plan import Plan, write_json
-from rewrite.benchmark.presets import SHAPES, config_for
 from rewrite.benchmark.run import header
+from rewrite.measure.presets import SHAPES, config_for
 
 BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 

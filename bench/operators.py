@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rewrite.runtime import add_rms_norm, gated_activation, rms_norm, rotary
+from rewrite.runtime.attention import rotary
+from rewrite.runtime.norms import add_rms_norm, rms_norm
+from rewrite.runtime.products import gated_activation
 
 HIDDEN_SIZES = (2048, 4096, 8192, 16384)
 ROWS = (1, 16, 128, 1024, 8192)

@@ -99,7 +99,7 @@ def run(package, shape, lengths, seconds):
     del exact
     torch.cuda.empty_cache()
     result["lengths"] = {n: measure(original, rewritten, n, config.vocab_size, seconds) for n in lengths}
-    explain = importlib.import_module(f"{package.name}.runtime.explain").explain
+    explain = importlib.import_module(f"{package.name}.runtime.core.explain").explain
     result["fallbacks"] = explain(rewritten).fallbacks
     return result
 

@@ -46,7 +46,7 @@ def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def unpacked(wheels: Path, folder: Path) -> dict[str, Path]:
     """Unpack every wheel once, and return the folder that transformers lies in, by version."""
-    from rewrite import release
+    from rewrite.upstream import release
 
     found = {}
     for wheel in sorted(wheels.glob("transformers-*.whl")):
@@ -187,9 +187,9 @@ def edits(arguments: argparse.Namespace) -> None:
 
 
 def generated_texts(trees: dict[str, Path]) -> dict[tuple[str, str], str]:
-    from rewrite.build import build
-    from rewrite.source import resolve
+    from rewrite.engine.build import build
     from rewrite.transforms import select
+    from rewrite.upstream.source import resolve
 
     found = {}
     for model in MODELS:
@@ -215,11 +215,11 @@ def kills(arguments: argparse.Namespace) -> None:
 
 def guard(arguments: argparse.Namespace) -> None:
     """What the guard says where a package of one release meets the next: by bytes alone, and as it is now."""
-    from rewrite.installed import copy_at
-    from rewrite.package import runtime_closure, runtime_file
-    from rewrite.relocate import relocate
-    from rewrite.runtime import definitions
-    from rewrite.source import resolve
+    from rewrite.engine.relocate import relocate
+    from rewrite.package.assemble import runtime_closure, runtime_file
+    from rewrite.runtime.origin import definitions
+    from rewrite.upstream.installed import copy_at
+    from rewrite.upstream.source import resolve
 
     texts = [runtime_file(file).decode("utf-8") for file in runtime_closure(["attention", "generation", "experts"])]
     names = {name for text in texts for name in definitions.imported_names(text).values()}

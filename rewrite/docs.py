@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rewrite import diff
-from rewrite.build import build
-from rewrite.original import text_of
-from rewrite.source import resolve
+from rewrite.engine.build import build
+from rewrite.package.original import text_of
+from rewrite.show import diff
 from rewrite.transform import COMMON_REASONS, Transform
 from rewrite.transforms import all_transforms, select
+from rewrite.upstream.source import resolve
 
 README = Path("README.md")
 TRANSFORMS = Path("docs/transforms.md")

@@ -12,9 +12,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import libcst as cst
+from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.syntax.proposal import Candidate, Edit, Found, Skip
 
-from rewrite.analysis.module import Module
+__all__ = [
+    "COMMON_REASONS",
+    "Candidate",
+    "Edit",
+    "Found",
+    "Numerics",
+    "Rewritten",
+    "Skip",
+    "SkippedSite",
+    "Stage",
+    "Transform",
+    "TransformReport",
+    "order",
+]
 
 
 class Numerics(enum.Enum):
@@ -37,48 +51,6 @@ class Stage(enum.Enum):
     """The loop: what lets a decode step be captured in a graph."""
     STEP = "step"
     """The step inside that graph."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A place that looks like a transform's business."""
-
-    node: cst.CSTNode
-    where: str
-    """Qualified name, `LlamaAttention.forward`."""
-    label: str = ""
-    """What tells it from other candidates in the same place, `q_proj, k_proj, v_proj`."""
-
-    @property
-    def site(self) -> str:
-        """The stable identifier that reports and locks use."""
-        return f"{self.where}: {self.label}" if self.label else self.where
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Replace one node of the tree by others; statements may become any number, expressions exactly one."""
-
-    old: cst.CSTNode
-    new: tuple[cst.CSTNode, ...]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a transform would change at one candidate."""
-
-    edits: tuple[Edit, ...]
-    uses: tuple[str, ...] = ()
-    """Runtime functions that the new code calls, as `file.function`: `packing.packed_linear`."""
-
-
-@dataclass(frozen=True)
-class Skip:
-    """Why a candidate is left alone."""
-
-    reason: str
-    """A key of the transform's `reasons`, or of `COMMON_REASONS`."""
-    detail: str = ""
 
 
 COMMON_REASONS: Mapping[str, str] = {
@@ -136,7 +108,7 @@ class Rewritten:
     text: str
     transforms: tuple[TransformReport, ...]
     runtime: tuple[str, ...] = field(default=())
-    """Files of the runtime that the text imports, without `.py`."""
+    """What the text imports of the runtime, as `room.function`."""
 
     @property
     def sites(self) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.computation import NotComputable, Pattern, body
-from rewrite.analysis.module import Module
-from rewrite.analysis.spelling import Term
+from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.terms.computation import NotComputable, Pattern, body
+from rewrite.analysis.terms.spelling import Term
 
 
 def returned(text: str, prefix: str = "") -> Term:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.build import build
-from rewrite.lock import Options
-from rewrite.package import assemble
-from rewrite.source import resolve
+from rewrite.engine.build import build
+from rewrite.package.assemble import assemble
+from rewrite.package.lock import Options
 from rewrite.transforms import select
+from rewrite.upstream.source import resolve
 from rewrite.verify.configs import small_variants
 from rewrite.verify.tolerances import bound
 
@@ -96,7 +96,7 @@ def inputs(variant):
 
 def prefilled(package, model, ours, ids, mask, positions):
     """Return a cache with the prompt in it, and NaN in the slots behind."""
-    cache_file = importlib.import_module(f"{package(model).__name__}.runtime.cache")
+    cache_file = importlib.import_module(f"{package(model).__name__}.runtime.cache.preallocated")
     cache = cache_file.PreallocatedCache(ours.config.get_text_config().num_hidden_layers, ROWS, LENGTH + 5, "cpu")
     cache.starts[0] = PADDING
     part = {"attention_mask": mask[:, :PROMPT], "position_ids": positions[:, :PROMPT]}

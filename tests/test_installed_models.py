@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.build import build
-from rewrite.engine import rewrite_text
-from rewrite.lock import Options
-from rewrite.package import assemble
-from rewrite.source import resolve
+from rewrite.engine.build import build
+from rewrite.engine.passes import rewrite_text
+from rewrite.package.assemble import assemble
+from rewrite.package.lock import Options
 from rewrite.transforms import select
+from rewrite.upstream.source import resolve
 
 SITES = Path(__file__).parent.parent / "fixtures" / "sites.json"
 VERSION = version("transformers")
@@ -116,8 +116,8 @@ def test_two_packages_and_the_original_live_in_one_process(package):
     ids = torch.arange(12).view(2, 6)
     with torch.no_grad():
         assert torch.allclose(original(ids).logits, rewritten(ids).logits, atol=1e-6)
-    backend = importlib.import_module(f"{llama.__name__}.runtime.backend")
-    other = importlib.import_module(f"{qwen.__name__}.runtime.backend")
+    backend = importlib.import_module(f"{llama.__name__}.runtime.core.backend")
+    other = importlib.import_module(f"{qwen.__name__}.runtime.core.backend")
     assert backend.NAMESPACE == llama.__name__ != other.NAMESPACE
     assert LlamaForCausalLM.__module__.startswith("transformers.")
 

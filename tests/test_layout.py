@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.build import build
-from rewrite.lock import Options
-from rewrite.package import assemble
-from rewrite.source import resolve
+from rewrite.engine.build import build
+from rewrite.package.assemble import assemble
+from rewrite.package.lock import Options
 from rewrite.transforms import select
+from rewrite.upstream.source import resolve
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -73,7 +73,7 @@ def package(tmp_path_factory):
 @pytest.fixture
 def runtime(package, monkeypatch):
     """The runtime of the package, whose operators show their inside to a dispatch mode."""
-    backend = importlib.import_module("laid_out.runtime.backend")
+    backend = importlib.import_module("laid_out.runtime.core.backend")
     monkeypatch.setattr(backend, "_len_torch_dispatch_stack", lambda: 0)
     return {name: importlib.import_module(f"laid_out.runtime.{name}") for name in ("aiter_calls", "aiter_probe")}
 

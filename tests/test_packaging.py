@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite import package
+from rewrite.package import assemble
 
 ROOT = Path(__file__).parents[1]
 MAPPED = {"transforms": "rewrite/transforms", "runtime": "rewrite/runtime"}
@@ -63,13 +63,13 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
 
 
 def test_the_runtime_of_a_package_exports_what_it_has() -> None:
-    plain = package._runtime_init(package.runtime_closure(["rms_norm"]))
+    plain = runtime_files.init(runtime_files.closure(["norms.rms_norm"]))
     assert plain == (
         '"""What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""\n\n'
         "from .backend import get_backend, set_backend, use_backend\n"
         "from .explain import explain\n\n"
         '__all__ = ["explain", "get_backend", "set_backend", "use_backend"]\n'
     )
-    decoding = package._runtime_init(package.runtime_closure(["generation"]))
+    decoding = assemble._runtime_init(assemble.runtime_closure(["generation"]))
     assert "from .graph import DecodeGraph\nfrom .graph_store import release_graphs\n" in decoding
     assert '__all__ = ["DecodeGraph", "explain", ' in decoding

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from rewrite.engine import rewrite_text
+from rewrite.engine.passes import rewrite_text
 from rewrite.transforms import select
 
 RUNTIME = Path(__file__).parent.parent / "runtime"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rewrite.engine.relocate import is_rewritten, relocate
 from rewrite.errors import RelativeImport
-from rewrite.relocate import is_rewritten, relocate
-from rewrite.source import Source
+from rewrite.upstream.source import Source
 
 TEXT = '''\
 #                🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨

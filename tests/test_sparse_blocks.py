@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rewrite.build import build
-from rewrite.lock import Options
-from rewrite.package import assemble
-from rewrite.source import resolve
+from rewrite.engine.build import build
+from rewrite.package.assemble import assemble
+from rewrite.package.lock import Options
 from rewrite.transforms import select
+from rewrite.upstream.source import resolve
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -92,7 +92,7 @@ def test_decode_is_the_block_after_the_norm_and_before_the_residual(
     rewritten: Callable[[str], Any], model: str
 ) -> None:
     module = rewritten(model)
-    backend = importlib.import_module(f"sparse_{model}.runtime.backend")
+    backend = importlib.import_module(f"sparse_{model}.runtime.core.backend")
     theirs, ours = blocks(module, model)
     x, residual = inputs()
     norm = Norm()
@@ -108,7 +108,7 @@ def test_decode_is_the_block_after_the_norm_and_before_the_residual(
 @pytest.mark.parametrize("model", ["glm4_moe", "deepseek_v3"])
 def test_experts_in_several_groups_are_the_routers_own_business(rewritten: Callable[[str], Any], model: str) -> None:
     module = rewritten(model)
-    backend = importlib.import_module(f"sparse_{model}.runtime.backend")
+    backend = importlib.import_module(f"sparse_{model}.runtime.core.backend")
     theirs, ours = blocks(module, model, n_group=4, topk_group=2)
     x, residual = inputs()
     backend.reset_fallbacks()
@@ -119,7 +119,7 @@ def test_experts_in_several_groups_are_the_routers_own_business(rewritten: Calla
 
 def test_hooks_on_the_router_and_the_experts_are_called(rewritten: Callable[[str], Any]) -> None:
     module = rewritten("qwen3_moe")
-    backend = importlib.import_module("sparse_qwen3_moe.runtime.backend")
+    backend = importlib.import_module("sparse_qwen3_moe.runtime.core.backend")
     theirs, ours = blocks(module, "qwen3_moe")
     x, residual = inputs()
     seen: list[str] = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.computation import NotComputable
-from rewrite.analysis.module import Module
-from rewrite.analysis.step import NotWritable, computed_in_step, source
+from rewrite.analysis.step.terms import NotWritable, computed_in_step, source
+from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.terms.computation import NotComputable
 
 CLASS = """
 import torch

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rewrite.errors import NotATransformers
-from rewrite.installed import find_transformers
 from rewrite.sweep import plan, pool
 from rewrite.sweep.against import previous, regressions
 from rewrite.sweep.examine import examine
 from rewrite.sweep.row import ClassRow, Row
 from rewrite.sweep.table import Report
+from rewrite.upstream.installed import find_transformers
 
 CRASHES = """
 import os

@@ -5,11 +5,11 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.computation import Run
-from rewrite.analysis.module import Module
-from rewrite.analysis.spelling import NONE, Term
-from rewrite.analysis.step import source
-from rewrite.analysis.windows import agreed_window, stacked_in
+from rewrite.analysis.step.terms import source
+from rewrite.analysis.step.windows import agreed_window, stacked_in
+from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.terms.computation import Run
+from rewrite.analysis.terms.spelling import NONE, Term
 
 FILE = """
 from torch import nn

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.module import ClassInfo, Module, names_in, self_assignments
-from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.step import LINEAR
-from rewrite.analysis.syntax import called_attribute, calls_in, expression, single_argument
+from rewrite.analysis.step.terms import LINEAR
+from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_assignments
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, single_argument
+from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
@@ -66,7 +66,7 @@ class DecodeHead(Transform):
         if not name_is_free("linear", module, forward):
             return Skip("name_taken")
         fused = expression(f"linear({module.code(argument)}, self.{candidate.label})")
-        return Found((Edit(call, (fused,)),), ("linear.linear",))
+        return Found((Edit(call, (fused,)),), ("products.linear",))
 
 
 def _generates(info: ClassInfo) -> bool:

@@ -8,13 +8,13 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.layer_methods import layer_methods
-from rewrite.analysis.layer_step import PARAMETERS, LayerStep, is_decoded
-from rewrite.analysis.module import ClassInfo, Module
-from rewrite.analysis.replacement import is_docstring, name_is_free
-from rewrite.analysis.step import CACHE, CACHES, NoStep, NotWritable
-from rewrite.analysis.syntax import called_attribute, calls_in, parameters
-from rewrite.analysis.windows import stacked_in
+from rewrite.analysis.step.layer_methods import layer_methods
+from rewrite.analysis.step.layer_step import PARAMETERS, LayerStep, is_decoded
+from rewrite.analysis.step.terms import CACHE, CACHES, NoStep, NotWritable
+from rewrite.analysis.step.windows import stacked_in
+from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters
+from rewrite.analysis.syntax.replacement import is_docstring, name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.layer_step import is_decoded
-from rewrite.analysis.module import ClassInfo, Module, walk
-from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.step import CACHE
-from rewrite.analysis.syntax import LINE_LENGTH, calls_in, expression, parameters, single_assignments
-from rewrite.analysis.windows import mask_functions, stacked_in
+from rewrite.analysis.step.layer_step import is_decoded
+from rewrite.analysis.step.terms import CACHE
+from rewrite.analysis.step.windows import mask_functions, stacked_in
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.nodes import LINE_LENGTH, calls_in, expression, parameters, single_assignments
+from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _MASK = "attention_mask"

@@ -8,11 +8,11 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.expert_loop import ExpertLoop, NotALoop, expert_loop
-from rewrite.analysis.integration_loop import NotBounded, turns
-from rewrite.analysis.module import Module, walk
-from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.syntax import replace_nodes
+from rewrite.analysis.loops.integration_loop import NotBounded, turns
+from rewrite.analysis.moe.expert_loop import ExpertLoop, NotALoop, expert_loop
+from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.syntax.nodes import replace_nodes
+from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _PER_ITEM = m.Call(func=m.Attribute(attr=m.Name("tolist")), args=[])
@@ -87,7 +87,7 @@ class FixedCountLoops(Transform):
             return Skip("other_use" if error.other_use else "other_loop", error.what)
         if not all(name_is_free(taken, module, method) for taken in ("routed", "select")):
             return Skip("name_taken")
-        return Found(_edits(loop), ("routed.routed", "routed.select"))
+        return Found(_edits(loop), ("moe.routed", "moe.select"))
 
 
 def _hits(iterated: cst.Name, method: cst.FunctionDef, module: Module) -> bool:

@@ -8,18 +8,18 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.module import ClassInfo, Module, self_attribute
-from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.step import LINEAR
-from rewrite.analysis.syntax import called_attribute, calls_in, expression, single_argument
+from rewrite.analysis.step.terms import LINEAR
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, single_argument
+from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 FORMS = {
-    "linear": "fp8_linear.fp8_linear",
-    "gated_linear": "fp8_linear.fp8_gated_linear",
-    "packed_linear": "fp8_linear.fp8_packed_linear",
-    "qkv_step": "fp8_qkv_step.fp8_qkv_step",
-    "add_norm": "fp8_add_rms_norm.fp8_add_norm",
+    "linear": "fp8.fp8_linear",
+    "gated_linear": "fp8.fp8_gated_linear",
+    "packed_linear": "fp8.fp8_packed_linear",
+    "qkv_step": "fp8.fp8_qkv_step",
+    "add_norm": "fp8.fp8_add_norm",
 }
 """What the other transforms call, and the form of it that reads weights, or writes rows, in 8 bits."""
 PRODUCTS = tuple(name for name in FORMS if name != "add_norm")
@@ -99,7 +99,7 @@ class Fp8(Transform):
         if _calls(argument, "gated_activation", module) and isinstance(argument, cst.Call):
             arguments = ", ".join(module.code(inner.value) for inner in argument.args)
             product = expression(f"fp8_gated_product({arguments}, self.{attribute})")
-            return Found((Edit(call, (product,)),), ("fp8_linear.fp8_gated_product",))
+            return Found((Edit(call, (product,)),), ("fp8.fp8_gated_product",))
         return Found(
             (Edit(call, (expression(f"fp8_linear({module.code(argument)}, self.{attribute})"),)),), (site.new,)
         )

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.module import ClassInfo, Module
-from rewrite.analysis.norms import runtime_norm
-from rewrite.analysis.pairing import fused_statements
-from rewrite.analysis.replacement import call_statement, name_is_free
-from rewrite.analysis.residual import Pair, is_fused, norm_classes, pairs
-from rewrite.analysis.syntax import expression
+from rewrite.analysis.sites.norms import runtime_norm
+from rewrite.analysis.sites.pairing import fused_statements
+from rewrite.analysis.sites.residual import Pair, is_fused, norm_classes, pairs
+from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.syntax.nodes import expression
+from rewrite.analysis.syntax.replacement import call_statement, name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _KERNEL = "add_rms_norm"
@@ -77,7 +77,7 @@ class FuseAddNorm(Transform):
         edits, uses = _add_forward([module.classes[name] for name in norms if name in module.classes], module)
         if edits is None:
             return Skip("name_taken")
-        return Found((*edits, *_edits(pair, module)), ("add_norm.add_norm", *uses))
+        return Found((*edits, *_edits(pair, module)), ("norms.add_norm", *uses))
 
 
 def _refusal(pair: Pair, module: Module) -> str | None:
@@ -126,7 +126,7 @@ def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] |
         if existing is not None or not name_is_free(_KERNEL, module):
             return None, []
         edits.append(Edit(forward, (forward, _method(call.arguments, module))))
-        uses.append(f"{_KERNEL}.{_KERNEL}")
+        uses.append(f"norms.{_KERNEL}")
     return edits, uses
 
 

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.computation import NotComputable
-from rewrite.analysis.methods import Method
-from rewrite.analysis.mixture import Mixture, classes_of, experts_attributes, layout_of, mixture
-from rewrite.analysis.mlp_step import PARAMETERS, mlp_method
-from rewrite.analysis.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.replacement import call_statement, line, name_is_free
-from rewrite.analysis.routing import routing_rule
-from rewrite.analysis.syntax import called_attribute, calls_in, expression
+from rewrite.analysis.moe.mixture import Mixture, classes_of, experts_attributes, layout_of, mixture
+from rewrite.analysis.moe.routing import routing_rule
+from rewrite.analysis.step.mlp_step import PARAMETERS, mlp_method
+from rewrite.analysis.syntax.methods import Method
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression
+from rewrite.analysis.syntax.replacement import call_statement, line, name_is_free
+from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
@@ -106,7 +106,7 @@ def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Fo
         return Skip("name_taken")
     first, *rest = (module.code(argument.value) for argument in call.args)
     fused = expression(f"fused_experts({', '.join([first, f'self.{attribute}', *rest])})")
-    return Found((Edit(call, (fused,)),), ("experts.fused_experts",))
+    return Found((Edit(call, (fused,)),), ("moe.fused_experts",))
 
 
 def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
@@ -141,7 +141,7 @@ def _router(info: ClassInfo, module: Module) -> Found | Skip:
     if not name_is_free("RoutingRule", module, forward):
         return Skip("name_taken")
     statement = call_statement("return ", "RoutingRule", list(given), module)
-    uses = ("router.RoutingRule",)
+    uses = ("moe.RoutingRule",)
     method = Method(forward, "rule", (), "Returns what this router computes.", (statement,), uses)
     return Found((method.edit(module),), uses)
 
@@ -206,6 +206,6 @@ def _method(info: ClassInfo, found: Mixture, shared_has_step: bool, module: Modu
         statements += [line(text, module) for text in _added(found, shared_has_step)]
     arguments = ["hidden_states", f"self.{found.experts}", "top_k_index", "top_k_weights", "residual=residual"]
     statements.append(call_statement("return ", "fused_experts", arguments, module))
-    uses = ("experts.fused_experts", "router.router")
+    uses = ("moe.fused_experts", "moe.router")
     text = "Returns `residual + self(norm(hidden_states))` for one token a row."
     return Method(info.methods["forward"], "decode", PARAMETERS, text, tuple(statements), uses)

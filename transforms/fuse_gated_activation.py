@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.module import ClassInfo, Module, names_in, self_attribute, walk
-from rewrite.analysis.replacement import name_is_free
-from rewrite.analysis.syntax import (
+from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
+from rewrite.analysis.syntax.nodes import (
     block_of,
     bound_names,
     expression,
@@ -18,6 +17,7 @@ from rewrite.analysis.syntax import (
     single_argument,
     single_assignments,
 )
+from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _FUNCTIONS = ("silu", "gelu", "relu")
@@ -88,7 +88,7 @@ class FuseGatedActivation(Transform):
             if (skip := _cannot_move(product, method, module)) is not None:
                 return skip
             edits.append(Edit(module.statement(product.activated), ()))
-        return Found(tuple(edits), ("gated_activation.gated_activation",))
+        return Found(tuple(edits), ("products.gated_activation",))
 
 
 def _place(candidate: Candidate, module: Module) -> tuple[ClassInfo, cst.FunctionDef]:

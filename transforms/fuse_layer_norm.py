@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.computation import NotComputable
-from rewrite.analysis.module import Module
-from rewrite.analysis.norms import (
+from rewrite.analysis.sites.norms import (
     computed,
     divides_by_root_mean_square,
     layer_norm_call,
     looks_like_norm,
     subtracts_mean,
 )
-from rewrite.analysis.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -67,4 +67,4 @@ class FuseLayerNorm(Transform):
         if not name_is_free(call.function, module, forward):
             return Skip("name_taken")
         new = returning(forward, call_statement("return ", call.function, call.given, module))
-        return Found((Edit(forward, (new,)),), ("layer_norm.layer_norm",))
+        return Found((Edit(forward, (new,)),), ("norms.layer_norm",))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.computation import NotComputable
-from rewrite.analysis.module import Module, names_in
-from rewrite.analysis.norms import (
+from rewrite.analysis.sites.norms import (
     computed,
     divides_by_root_mean_square,
     looks_like_norm,
@@ -15,7 +13,9 @@ from rewrite.analysis.norms import (
     rms_norm_obstacle,
     subtracts_mean,
 )
-from rewrite.analysis.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.syntax.module import Module, names_in
+from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -80,4 +80,4 @@ class FuseRmsNorm(Transform):
         if not name_is_free(call.function, module, forward):
             return Skip("name_taken")
         new = returning(forward, call_statement("return ", call.function, call.given, module))
-        return Found((Edit(forward, (new,)),), ("rms_norm.rms_norm",))
+        return Found((Edit(forward, (new,)),), ("norms.rms_norm",))

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.computation import NotComputable, body
-from rewrite.analysis.module import Module, walk
-from rewrite.analysis.replacement import call_statement, name_is_free, returning
-from rewrite.analysis.rope import Rotation, rotations, same_rotation
-from rewrite.analysis.syntax import calls_in, parameters
+from rewrite.analysis.sites.rope import Rotation, rotations, same_rotation
+from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.syntax.nodes import calls_in, parameters
+from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.terms.computation import NotComputable, body
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 
@@ -77,7 +77,7 @@ class FuseRope(Transform):
         if not name_is_free(name, module, function):
             return Skip("name_taken")
         call = call_statement("return ", name, _arguments(found), module, indent=4)
-        return Found((Edit(function, (returning(function, call),)),), (f"rotary.{name}",))
+        return Found((Edit(function, (returning(function, call),)),), (f"attention.{name}",))
 
 
 def _multiplies(function: cst.FunctionDef, module: Module) -> bool:

@@ -8,10 +8,10 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.expansion import expands_heads, grouped_product, product_of, reads_a_kept_size
-from rewrite.analysis.module import Module, walk
-from rewrite.analysis.replacement import call_statement, name_is_free
-from rewrite.analysis.syntax import block_of, bound_names
+from rewrite.analysis.sites.expansion import expands_heads, grouped_product, product_of, reads_a_kept_size
+from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.syntax.nodes import block_of, bound_names
+from rewrite.analysis.syntax.replacement import call_statement, name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _GROUPS = "num_key_value_groups"

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.host_constants import constants, is_number, listed, may_overflow
-from rewrite.analysis.module import ClassInfo, Module, walk
-from rewrite.analysis.replacement import name_is_free, with_call
-from rewrite.analysis.syntax import called_attribute, calls_in, expression, mutated_names, parameters
+from rewrite.analysis.loops.host_constants import constants, is_number, listed, may_overflow
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, mutated_names, parameters
+from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
@@ -91,7 +91,7 @@ class PreallocateBuffers(Transform):
             return Skip("name_taken")
         all_arguments = [module.code(call.func), *arguments[:2], "past_key_values", *arguments[2:]]
         old, new = with_call(call, "rotary_rows", all_arguments, module)
-        return Found((Edit(old, (new,)),), ("rotary_rows.rotary_rows",))
+        return Found((Edit(old, (new,)),), ("attention.rotary_rows",))
 
 
 def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:

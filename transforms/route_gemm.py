@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.module import ClassInfo, Module, self_assignments, self_attribute
-from rewrite.analysis.replacement import name_is_free, with_call
-from rewrite.analysis.step import LINEAR
-from rewrite.analysis.syntax import called_attribute, calls_in, single_argument
+from rewrite.analysis.step.terms import LINEAR
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, single_argument
+from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 OPERATOR = "routed_linear"
@@ -74,7 +74,7 @@ class RouteGemm(Transform):
             return Skip("name_taken")
         arguments = [module.code(argument), f"self.{candidate.label}"]
         old, new = with_call(call, OPERATOR, arguments, module)
-        return Found((Edit(old, (new,)),), (f"gemm.{OPERATOR}",))
+        return Found((Edit(old, (new,)),), (f"products.{OPERATOR}",))
 
 
 def _projections(method: cst.FunctionDef) -> Iterator[tuple[cst.Call, str]]:

@@ -8,11 +8,11 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.cache_length import Lengths, lengths, sized_argument, sliced, uses
-from rewrite.analysis.loop_inputs import only_recomputes
-from rewrite.analysis.module import ClassInfo, Module, walk
-from rewrite.analysis.replacement import name_is_free, with_call
-from rewrite.analysis.syntax import expression, parameters, replace_nodes
+from rewrite.analysis.loops.cache_length import Lengths, lengths, sized_argument, sliced, uses
+from rewrite.analysis.loops.loop_inputs import only_recomputes
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.nodes import expression, parameters, replace_nodes
+from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _OWN_LOOP = ("generate", "_sample", "_prefill", "_prepare_cache_for_generation", "_update_model_kwargs_for_generation")
@@ -114,12 +114,12 @@ class StaticCache(Transform):
         base = _mixin(info, module)
         if base is None:
             raise TypeError(f"{info.name} has no GenerationMixin")
-        edits, found_uses = [Edit(base, (cst.Name("GraphGeneration"),))], ["generation.GraphGeneration"]
+        edits, found_uses = [Edit(base, (cst.Name("GraphGeneration"),))], ["decode.GraphGeneration"]
         method = info.methods.get("prepare_inputs_for_generation")
         if method is not None and only_recomputes(method) and name_is_free("recomputes_at_switch", module):
             decorator = cst.Decorator(cst.Name("recomputes_at_switch"))
             edits.append(Edit(method, (method.with_changes(decorators=[*method.decorators, decorator]),)))
-            found_uses.append("fitness.recomputes_at_switch")
+            found_uses.append("decode.recomputes_at_switch")
         return Found(tuple(edits), tuple(found_uses))
 
 
@@ -226,4 +226,4 @@ def _size(
     asked = expression(f"key_length({cache}, {length}, {more})")
     arguments = [module.code(replace_nodes(argument, {id(size): (asked,)})).rstrip(", ") for argument in call.args]
     old, new = with_call(call, module.code(call.func), arguments, module)
-    return Found((Edit(old, (new,)),), ("key_length.key_length",))
+    return Found((Edit(old, (new,)),), ("cache.key_length",))

@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..errors import RewriteError
+from rewrite.errors import RewriteError
+from rewrite.measure.presets import SHAPES
+
 from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP, Cell, Plan, cells, write_json
-from .presets import SHAPES
 
 
 def numbers(text: str) -> tuple[int, ...]:

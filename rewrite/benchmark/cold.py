@@ -62,8 +62,9 @@ def measure(plan: Plan, side: str, cell: Cell) -> dict[str, Any]:
     """Build one model, generate, and say when tokens came and how much memory it took."""
     import torch
 
+    from rewrite.measure.presets import config_for
+
     from . import models
-    from .presets import config_for
 
     subject = models.load(plan.package, plan.original)
     model_class = subject.rewritten if side == OURS else subject.original

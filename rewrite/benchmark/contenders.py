@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ..verify.loop import SWITCH
+from rewrite.measure.contender import Contender
+from rewrite.verify.loop import SWITCH
+
 from .parity import keeping
 from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP
 
@@ -21,18 +23,6 @@ if TYPE_CHECKING:
 
 SLOW_STEPS = 16
 """Tokens that an eager side decodes in a repeat: 10 to 80 ms each, so 16 are long enough to time."""
-
-
-class Contender(Protocol):
-    """A side: its name, the tokens its short generation has, how many more its long one has."""
-
-    name: str
-    short: int
-    steps: int
-
-    def generate(self, prompt: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
-        """Greedy tokens `[B, new]` that follow `prompt` `[B, L]`."""
-        ...
 
 
 class Generating:

@@ -16,11 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..errors import RewriteError, UsageError
-from . import contenders, parity, profiling, timing
+from rewrite.errors import RewriteError, UsageError
+from rewrite.measure import profiling, timing
+from rewrite.measure.presets import SHAPES, config_for
+
+from . import contenders, parity
 from .models import build, load, sharing
 from .plan import ORIGINAL, OURS, Cell, Plan, write_json
-from .presets import SHAPES, config_for
 from .run import _quiet, claim, header
 from .tables import NONE, Table, narrow, plain_rows, ratio_text
 

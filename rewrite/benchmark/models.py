@@ -18,9 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import NotAPackage, OriginalNotFound, VerificationError
-from ..verify import sides
-from ..verify.subjects import find_subjects
+from rewrite.errors import NotAPackage, OriginalNotFound, VerificationError
+from rewrite.verify import sides
+from rewrite.verify.subjects import find_subjects
 
 LOCK = "rewrite.lock"
 
@@ -52,7 +52,7 @@ def load(package: Path, original: str | None = None) -> Subject:
     main = find_subjects(module, rewritten).main
     if not main.causal or not hasattr(main.original, "generate"):
         raise VerificationError(f"{main.name} does not generate, so there is no decoding to measure.")
-    explain = importlib.import_module(f"{rewritten.__package__}.runtime.explain").explain
+    explain = importlib.import_module(f"{rewritten.__package__}.runtime.core.explain").explain
     return Subject(package, main.original, main.rewritten, explain, module)
 
 

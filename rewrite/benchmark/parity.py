@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..verify.tolerances import bound
+from rewrite.verify.tolerances import bound
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .contenders import Contender
+    from rewrite.measure.contender import Contender
 
 CHANCE = 4
 """Standard deviations of a count that are left to chance."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from . import timing
+from rewrite.measure import timing
+
 from .overhead import new_graph
 from .parity import keeping
 from .plan import ORIGINAL, OURS, Plan

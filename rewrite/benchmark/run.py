@@ -16,15 +16,17 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from . import cold, contenders, limits, overhead, parity, prefill, profiling, timing
+from rewrite.measure import limits, profiling, timing
+from rewrite.measure.presets import config_for
+
+from . import cold, contenders, overhead, parity, prefill
 from .models import Subject, build, from_checkpoint, load, sharing
 from .plan import COMPILED, LIGER, ORIGINAL, OURS, SCHEMA, STATIC, STEP, Cell, Plan
-from .presets import config_for
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .contenders import Contender
+    from rewrite.measure.contender import Contender
 
 Progress = Callable[[str], None]
 Keep = Callable[[dict[str, Any]], None]

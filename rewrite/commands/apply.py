@@ -20,11 +20,11 @@ from rewrite.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from rewrite.console import Screen
-    from rewrite.judge import Request
-    from rewrite.output import Output
-    from rewrite.source import Source
+    from rewrite.deliver.verification import Request
+    from rewrite.package.output import Output
+    from rewrite.show.console import Screen
     from rewrite.transform import Transform
+    from rewrite.upstream.source import Source
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def apply(**given: Any) -> int:
     MODEL is a model type of the installed transformers (llama, qwen3), a path of a modeling file, a dotted module, or
     a local checkpoint folder.
     """
-    from rewrite.console import Screen
+    from rewrite.show.console import Screen
 
     job = _job(**given)
     screen = Screen(quiet_output=_patch_on_output(job))
@@ -99,7 +99,7 @@ def _job(
     quick: bool,
     **rest: Any,
 ) -> Job:
-    from rewrite.judge import Request
+    from rewrite.deliver.verification import Request
 
     if out is None and not dry_run:
         raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
@@ -126,9 +126,9 @@ def _patch_on_output(job: Job) -> bool:
 
 
 def _run(job: Job, screen: Screen) -> int:
-    from rewrite import exchange, output
-    from rewrite.source import resolve, weights_fit
+    from rewrite.package import output, swap
     from rewrite.transforms import select
+    from rewrite.upstream.source import resolve, weights_fit
 
     transforms = select(job.only, job.skip, job.also)
     source = resolve(job.model, job.trust_remote_code)
@@ -136,20 +136,21 @@ def _run(job: Job, screen: Screen) -> int:
         weights_fit(source, job.request.weights)
     if job.dry_run or job.out is None:
         return _rewrite(job, screen, source, transforms, None)
-    with exchange.alone(job.out):
+    with swap.alone(job.out):
         place = output.prepare(job.out, source.path, job.force)
         return _rewrite(job, screen, source, transforms, place)
 
 
 def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
-    from rewrite import judge, original, report
-    from rewrite.build import build
-    from rewrite.delivery import Delivery, deliver
-    from rewrite.lock import Options
-    from rewrite.package import assemble
+    from rewrite.deliver import report, verification
+    from rewrite.deliver.delivery import Delivery, deliver
+    from rewrite.engine.build import build
+    from rewrite.package import original
+    from rewrite.package.assemble import assemble
+    from rewrite.package.lock import Options
 
     if job.verify:
-        judge.require_libraries("verification (--no-verify leaves it out)")
+        verification.require_libraries("verification (--no-verify leaves it out)")
     with screen.working(f"rewriting {source.path.name}"):
         built = build(source, transforms)
     report.show_build(screen, built)

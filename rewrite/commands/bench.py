@@ -16,8 +16,8 @@ from rewrite.commands.options import DTYPES, FOLDER, complete_models, json_optio
 if TYPE_CHECKING:
     from rewrite.benchmark import Plan
     from rewrite.benchmark.tables import Table
-    from rewrite.console import Screen
-    from rewrite.source import Source
+    from rewrite.show.console import Screen
+    from rewrite.upstream.source import Source
 
 SHAPES = ("tiny", "1b", "8b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
@@ -76,13 +76,13 @@ def bench(target: str, ladder: bool, ladder_prepare: Path | None, **options: Any
     turn; a ratio comes with its 95% interval. The exit code is 1 if the package is slower than its original as it
     stands, or if its tokens are not the original's.
     """
-    from rewrite import judge
-    from rewrite.console import Screen
+    from rewrite.deliver import verification
+    from rewrite.show.console import Screen
 
     screen = Screen(quiet_output=str(options["json_path"]) == "-")
     if ladder_prepare is not None:
         return _prepare(screen, _source(target, options), ladder_prepare)
-    judge.require_libraries("measuring")
+    verification.require_libraries("measuring")
     if options["png"] is not None:
         from rewrite.benchmark.chart import require_matplotlib
 
@@ -94,9 +94,9 @@ def bench(target: str, ladder: bool, ladder_prepare: Path | None, **options: Any
 
 
 def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
-    from rewrite import report
     from rewrite.benchmark import chart, run, tables
     from rewrite.benchmark.plan import plain, write_json
+    from rewrite.deliver import report
 
     json_path = options["json_path"]
     keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
@@ -113,9 +113,9 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
 
 
 def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
-    from rewrite import report
     from rewrite.benchmark import ladder
     from rewrite.benchmark.plan import plain, write_json
+    from rewrite.deliver import report
 
     with contextlib.ExitStack() as stack:
         folder, original = Path(target), None
@@ -134,7 +134,7 @@ def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
 
 
 def _prepare(screen: Screen, source: Source, folder: Path) -> int:
-    from rewrite.rungs import prepare
+    from rewrite.benchmark.rungs import prepare
     from rewrite.transforms import select
 
     with screen.working("rewriting") as progress:
@@ -171,10 +171,10 @@ def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Pl
 @contextlib.contextmanager
 def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     """The package in a folder; one made for the time of the measurement where a model is named."""
-    from rewrite.build import build
-    from rewrite.lock import Options
-    from rewrite.package import assemble
-    from rewrite.rungs import write
+    from rewrite.benchmark.rungs import write
+    from rewrite.engine.build import build
+    from rewrite.package.assemble import assemble
+    from rewrite.package.lock import Options
     from rewrite.transforms import select
 
     source = _source(target, options)
@@ -190,15 +190,16 @@ def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
 
 def _source(target: str, options: Mapping[str, Any]) -> Source:
     """The original of a package, or the file of a model."""
-    from rewrite import judge, original
-    from rewrite.lock import read_lock
-    from rewrite.source import resolve
+    from rewrite.deliver import verification
+    from rewrite.package import original
+    from rewrite.package.lock import read_lock
+    from rewrite.upstream.source import resolve
 
     if _is_package(target):
         source = original.find(Path(target), read_lock(Path(target)), options["given"])
     else:
         source = resolve(target, options["trust_remote_code"])
-    judge.require_trust(source, options["trust_remote_code"])
+    verification.require_trust(source, options["trust_remote_code"])
     return source
 
 

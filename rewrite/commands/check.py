@@ -30,8 +30,11 @@ from rewrite.commands.options import FOLDER, json_option
 @json_option
 def check(folders: tuple[Path, ...], asked: str | None, style: str, full: bool, json_path: Path | None) -> int:
     """Check the packages in DIR, or every package below the working folder; exit with 1 if one is out of date."""
-    from rewrite import find, formats, release, report
-    from rewrite.findings import of_all
+    from rewrite.deliver import report
+    from rewrite.package import find
+    from rewrite.sync import formats
+    from rewrite.sync.check import of_all
+    from rewrite.upstream import release
 
     places = folders or find.packages(Path())
     with release.library(asked) as library:

@@ -34,15 +34,16 @@ def diff(folder: Path, diff_style: str, given: Path | None, generated: bool, mar
 
     `rewrite sync DIR --dry-run --show upstream` and `--show rewritten` show the other differences of an upgrade.
     """
-    from rewrite import original, renewal, review
-    from rewrite.console import Screen
-    from rewrite.lock import read_lock
-    from rewrite.package import KEPT
+    from rewrite.package import original
+    from rewrite.package.assemble import KEPT
+    from rewrite.package.lock import read_lock
+    from rewrite.show.console import Screen
+    from rewrite.sync import rebuild, review
 
     lock = read_lock(folder)
     after = original.text_of(folder / lock.modeling)
     if markdown:
-        before = renewal.kept_original(folder, lock) if given is None else None
+        before = rebuild.kept_original(folder, lock) if given is None else None
         text = before if before is not None else original.text_of(original.find(folder, lock, given).path)
         sys.stdout.write(review.markdown(folder, lock, text, after))
         return 0

@@ -13,8 +13,8 @@ from rewrite.commands.options import FOLDER
 @click.argument("folder", type=FOLDER)
 def eject(folder: Path) -> int:
     """Drop the lock of the package in FOLDER and the kept texts: its files stay, sync and check forget them."""
-    from rewrite import restore
-    from rewrite.console import Screen
+    from rewrite.show.console import Screen
+    from rewrite.sync import restore
 
     gone = restore.eject(folder)
     Screen().line("ejected", f"{folder}: {', '.join(gone)} dropped; the other files stay as they are")

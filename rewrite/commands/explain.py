@@ -13,8 +13,8 @@ def explain(transform: str) -> int:
     """Say what TRANSFORM does, why, what it needs, and when it leaves a place alone."""
     from rich.markdown import Markdown
 
-    from rewrite.console import Screen
     from rewrite.docs import section
+    from rewrite.show.console import Screen
     from rewrite.transforms import select
 
     text = section(select(only=(transform,))[0])

@@ -25,9 +25,9 @@ def kernels(names: tuple[str, ...], targets: tuple[str, ...], jobs: int | None, 
     """
     import os
 
-    from rewrite import report
-    from rewrite.console import Screen
+    from rewrite.deliver import report
     from rewrite.kernels import findings, run, tables
+    from rewrite.show.console import Screen
 
     screen = Screen(quiet_output=str(json_path) == "-")
     with screen.working("compiling") as progress:

@@ -14,10 +14,10 @@ from rewrite.commands.options import json_option
 @json_option
 def models(filter_text: str, json_path: Path | None) -> int:
     """List the model types whose name contains FILTER, with the modeling file of each."""
-    from rewrite import report
-    from rewrite.console import Screen
+    from rewrite.deliver import report
     from rewrite.errors import MissingLibrary, UnknownModel
-    from rewrite.installed import find_transformers
+    from rewrite.show.console import Screen
+    from rewrite.upstream.installed import find_transformers
 
     installed = find_transformers()
     if installed is None:

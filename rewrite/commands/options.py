@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from rewrite.diff import STYLES
+from rewrite.show.diff import STYLES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -20,7 +20,7 @@ FOLDER = click.Path(path_type=Path)
 
 def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the model types that begin with `incomplete`; the shell's own files where there are none."""
-    from rewrite.installed import find_transformers
+    from rewrite.upstream.installed import find_transformers
 
     installed = find_transformers()
     names = [name for name in installed.model_types if name.startswith(incomplete)] if installed else []

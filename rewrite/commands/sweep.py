@@ -45,7 +45,7 @@ def sweep(
     """
     import tempfile
 
-    from rewrite.console import Screen
+    from rewrite.show.console import Screen
     from rewrite.sweep import plan, pool, table
     from rewrite.sweep.against import previous, regressions
 

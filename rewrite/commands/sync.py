@@ -11,8 +11,8 @@ import click
 from rewrite.commands.options import FOLDER, diff_option, json_option, verification_options
 
 if TYPE_CHECKING:
-    from rewrite.console import Screen
-    from rewrite.upgrade import Result, Wish
+    from rewrite.show.console import Screen
+    from rewrite.sync.upgrade import Result, Wish
 
 FILE = click.Path(path_type=Path)
 VIEWS = click.Choice(["upstream", "rewritten", "edits"])
@@ -46,8 +46,9 @@ def sync(
     Without DIR: every package below the working folder. A conflict is shown with markers in a copy beside the file,
     which stays as it is: resolve it there and give the copy with --resolved.
     """
-    from rewrite import find, release
-    from rewrite.console import Screen
+    from rewrite.package import find
+    from rewrite.show.console import Screen
+    from rewrite.upstream import release
 
     if (resolved or given) and len(folders) != 1:
         raise click.UsageError("--resolved and --original are for one DIR")
@@ -60,16 +61,16 @@ def sync(
 
 
 def _wish(device: str | None, dtype: str | None, weights: Path | None, quick: bool, **options: Any) -> Wish:
-    from rewrite.judge import Request
-    from rewrite.upgrade import Wish
+    from rewrite.deliver.verification import Request
+    from rewrite.sync.upgrade import Wish
 
     return Wish(request=Request(device, dtype, weights, quick=quick), **options)
 
 
 def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:
     """Sync one package; where there are several, an error of one is said and the others go on."""
-    from rewrite import upgrade
     from rewrite.errors import RewriteError
+    from rewrite.sync import upgrade
 
     if alone:
         return upgrade.sync(folder, wish, screen)
@@ -82,7 +83,7 @@ def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:
 
 
 def _end(results: dict[str, Result], json_path: Path | None, changed_is_failure: bool) -> int:
-    from rewrite import report
+    from rewrite.deliver import report
 
     report.write(json_path, {folder: asdict(result) for folder, result in results.items()})
     code = max((result.code for result in results.values()), default=0)
@@ -91,8 +92,8 @@ def _end(results: dict[str, Result], json_path: Path | None, changed_is_failure:
 
 def _by_name(resolved: tuple[Path, ...]) -> dict[str, Path]:
     """Return resolved files by the name that they have in the package: that of the copy less `.conflict`."""
-    from rewrite.edits import MODELING
-    from rewrite.package import INIT
+    from rewrite.package.assemble import INIT
+    from rewrite.sync.edits import MODELING
 
     init = [path for path in resolved if path.name.startswith(INIT)]
     others = [path for path in resolved if path not in init]

@@ -13,8 +13,8 @@ from rewrite.commands.options import json_option
 @json_option
 def transforms(json_path: Path | None) -> int:
     """List the transforms in the order in which they run; `rewrite explain TRANSFORM` says more about one."""
-    from rewrite import report
-    from rewrite.console import Screen
+    from rewrite.deliver import report
+    from rewrite.show.console import Screen
     from rewrite.transforms import all_transforms
 
     found = all_transforms()

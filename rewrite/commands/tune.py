@@ -11,7 +11,7 @@ from rewrite.commands.bench import SHAPES, numbers
 from rewrite.commands.options import DTYPES, FOLDER
 
 if TYPE_CHECKING:
-    from rewrite.console import Screen
+    from rewrite.show.console import Screen
     from rewrite.tuning import Plan
 
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
@@ -29,7 +29,7 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--rows", callback=numbers, default="64,512,2048", metavar="N,…", help="Tokens of the prompts for that.")
 @click.option("--export", type=OUTPUT, metavar="FILE", help="Only write DIR/gemm.json as a tuned table for aiter.")
 @click.option("--export-shapes", type=OUTPUT, metavar="FILE", help="The same, of shapes for aiter's own tuner.")
-@click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/tiles.py.")
+@click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/core/tiles.py.")
 def tune(
     folder: Path,
     shape: str | None,
@@ -54,10 +54,10 @@ def tune(
     """
     if export is not None or export_shapes is not None:
         return _export(folder, export, export_shapes)
-    from rewrite import judge
-    from rewrite.console import Screen
+    from rewrite.deliver import verification
+    from rewrite.show.console import Screen
 
-    judge.require_libraries("tuning")
+    verification.require_libraries("tuning")
     from rewrite.tuning import Plan, results
     from rewrite.tuning import tune as search
     from rewrite.tuning.run import title
@@ -89,7 +89,7 @@ def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen) -> int:
 
 
 def _export(folder: Path, tuned: Path | None, shapes: Path | None) -> int:
-    from rewrite.console import Screen
+    from rewrite.show.console import Screen
     from rewrite.tuning.export import export
 
     tables = export(folder)

@@ -16,8 +16,8 @@ def undo(folder: Path) -> int:
 
     Each edited file is kept beside it, with .undone at the end of its name.
     """
-    from rewrite import restore
-    from rewrite.console import Screen
+    from rewrite.show.console import Screen
+    from rewrite.sync import restore
 
     screen = Screen()
     names = restore.undo(folder)

@@ -10,8 +10,8 @@ import click
 from rewrite.commands.options import json_option, verification_options
 
 if TYPE_CHECKING:
-    from rewrite.console import Screen
-    from rewrite.judge import Request
+    from rewrite.deliver.verification import Request
+    from rewrite.show.console import Screen
 
 
 @click.command(short_help="Verify a package, or any two modeling files.")
@@ -33,11 +33,11 @@ def verify(
 
     A side is a package folder, a modeling file, a dotted module or a model type. Both are run.
     """
-    from rewrite import judge, report
-    from rewrite.console import Screen
+    from rewrite.deliver import report, verification
+    from rewrite.show.console import Screen
 
-    judge.require_libraries("verification")
-    request = judge.Request(device, dtype, weights, quick=quick)
+    verification.require_libraries("verification")
+    request = verification.Request(device, dtype, weights, quick=quick)
     screen = Screen(quiet_output=str(json_path) == "-")
     if len(sides) == 1:
         return _package(screen, Path(sides[0]), given, request, trust_remote_code, json_path)
@@ -45,8 +45,8 @@ def verify(
         raise click.UsageError("give one package, or two files or packages")
     original, rewritten = (_side(side, trust_remote_code) for side in sides)
     with screen.working("verifying") as progress:
-        verdict = judge.judge(original, rewritten, request, progress)
-    screen.said.print(judge.rendered(verdict), markup=False, soft_wrap=True)
+        verdict = verification.judge(original, rewritten, request, progress)
+    screen.said.print(verification.rendered(verdict), markup=False, soft_wrap=True)
     report.write(json_path, verdict.to_json())
     return 0 if verdict.passed else 1
 
@@ -54,32 +54,33 @@ def verify(
 def _package(
     screen: Screen, folder: Path, given: Path | None, request: Request, trusted: bool, json_path: Path | None
 ) -> int:
-    from rewrite import judge, original, output, report
-    from rewrite.lock import read_lock
-    from rewrite.package import VERDICT_NAME
-    from rewrite.source import weights_fit
+    from rewrite.deliver import report, verification
+    from rewrite.package import original, output
+    from rewrite.package.assemble import VERDICT_NAME
+    from rewrite.package.lock import read_lock
+    from rewrite.upstream.source import weights_fit
 
     lock = read_lock(folder)
     source = original.find(folder, lock, given)
-    judge.require_trust(source, trusted)
+    verification.require_trust(source, trusted)
     if request.weights is not None:
         weights_fit(source, request.weights)
     with screen.working("verifying") as progress:
-        verdict = judge.judge(source.path, folder, request, progress)
-    screen.said.print(judge.rendered(verdict), markup=False, soft_wrap=True)
-    output.write_beside(folder / VERDICT_NAME, judge.record(verdict, lock, folder).encode("utf-8"))
+        verdict = verification.judge(source.path, folder, request, progress)
+    screen.said.print(verification.rendered(verdict), markup=False, soft_wrap=True)
+    output.write_beside(folder / VERDICT_NAME, verification.record(verdict, lock, folder).encode("utf-8"))
     report.write(json_path, verdict.to_json())
     return 0 if verdict.passed else 1
 
 
 def _side(side: str, trust_remote_code: bool) -> str | Path:
     """Return a path for anything that is one, the file of a model type or module otherwise."""
-    from rewrite import judge
-    from rewrite.source import resolve
+    from rewrite.deliver import verification
+    from rewrite.upstream.source import resolve
 
     path = Path(side)
     if path.is_dir() and not (path / "config.json").is_file():
         return path
     source = resolve(side, trust_remote_code)
-    judge.require_trust(source, trust_remote_code)
+    verification.require_trust(source, trust_remote_code)
     return source.path

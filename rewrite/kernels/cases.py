@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..runtime import launch
+from rewrite.runtime.core import launch
 
 
 @dataclass(frozen=True)

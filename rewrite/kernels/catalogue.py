@@ -16,42 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime import (
-    add_layer_norm,
-    add_rms_norm,
-    decode_attention,
-    experts,
-    fp8_add_rms_norm,
-    fp8_format,
-    fp8_gated_activation,
-    fp8_rows,
-    fp8_step,
-    gated_activation,
-    greedy,
-    layer_norm,
-    linear,
-    qkv_step,
-    rms_norm,
-    rope_cache,
-    rotary,
-    rotary_rows,
-    router,
-)
-from ..runtime.prologue import Prologue
-from ..runtime.sampling import Sampling, StepState
+from rewrite.runtime.attention.decode_attention import choose as choose_split
+from rewrite.runtime.attention.decode_attention import launch as launch_attention
+from rewrite.runtime.attention.qkv_step import launch_qkv
+from rewrite.runtime.attention.rope_cache import Rotation, rope_cache
+from rewrite.runtime.attention.rotary import rotary
+from rewrite.runtime.attention.rotary_rows import _op as rotary_rows
+from rewrite.runtime.decode import greedy
+from rewrite.runtime.decode.sampling import Sampling, StepState
+from rewrite.runtime.fp8 import add_rms_norm as fp8_add_rms_norm
+from rewrite.runtime.fp8 import format as fp8_format
+from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
+from rewrite.runtime.fp8 import rows as fp8_rows
+from rewrite.runtime.fp8 import step as fp8_step
+from rewrite.runtime.moe.experts import fused_experts
+from rewrite.runtime.moe.router import RoutingRule, router
+from rewrite.runtime.norms.add_layer_norm import add_layer_norm
+from rewrite.runtime.norms.add_rms_norm import add_rms_norm
+from rewrite.runtime.norms.layer_norm import layer_norm
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.gated_activation import gated_activation
+from rewrite.runtime.products.linear import _gated as gated_rows
+from rewrite.runtime.products.linear import few_rows, tile_for
+from rewrite.runtime.products.prologue import Prologue
+
 from .cases import Case, int64, tensor
-from .models import (
-    DEEPSEEK_V3,
-    GEMMA_9B,
-    LLAMA_1B,
-    LLAMA_8B,
-    LLAMAS,
-    MIXTRAL,
-    QWEN3_30B,
-    QWEN3_MOE,
-    Mixture,
-    Model,
-)
+from .models import DEEPSEEK_V3, GEMMA_9B, LLAMA_1B, LLAMA_8B, LLAMAS, MIXTRAL, QWEN3_30B, QWEN3_MOE, Mixture, Model
 
 CONTEXT = 1024
 LONG_CONTEXT = 32768
@@ -64,20 +54,20 @@ def norms() -> list[Case]:
     """RMSNorm and LayerNorm of the hidden states, of heads, and of rows that no block holds."""
 
     def plain(rows: int, size: int, **rounding: Any) -> Callable[[], object]:
-        return lambda: rms_norm.rms_norm(tensor(rows, size), tensor(size), EPS, **rounding)
+        return lambda: rms_norm(tensor(rows, size), tensor(size), EPS, **rounding)
 
     def added(size: int, **rounding: Any) -> Callable[[], object]:
-        return lambda: add_rms_norm.add_rms_norm(tensor(1, size), tensor(1, size), tensor(size), EPS, **rounding)
+        return lambda: add_rms_norm(tensor(1, size), tensor(1, size), tensor(size), EPS, **rounding)
 
     def of_heads(model: Model) -> object:
         packed = tensor(1, PROMPT, model.heads + 2 * model.kv_heads, model.head_dim)
-        return rms_norm.rms_norm(packed[:, :, : model.heads], tensor(model.head_dim), EPS)
+        return rms_norm(packed[:, :, : model.heads], tensor(model.head_dim), EPS)
 
     def layer(size: int, bias: bool) -> object:
-        return layer_norm.layer_norm(tensor(1, size), tensor(size), tensor(size) if bias else None, EPS)
+        return layer_norm(tensor(1, size), tensor(size), tensor(size) if bias else None, EPS)
 
     def added_layer(size: int) -> object:
-        return add_layer_norm.add_layer_norm(tensor(1, size), tensor(1, size), tensor(size), tensor(size), EPS)
+        return add_layer_norm(tensor(1, size), tensor(1, size), tensor(size), tensor(size), EPS)
 
     return [
         *(Case(model.name, plain(1, model.hidden_size)) for model in LLAMAS),
@@ -99,12 +89,12 @@ def activations() -> list[Case]:
     def halves(tokens: int, size: int, activation: nn.Module) -> Callable[[], object]:
         def call() -> object:
             gate, up = tensor(tokens, 2 * size).chunk(2, -1)
-            return gated_activation.gated_activation(gate, up, activation)
+            return gated_activation(gate, up, activation)
 
         return call
 
     def whole(size: int) -> object:
-        return gated_activation.gated_activation(tensor(PROMPT, size), tensor(PROMPT, size), nn.SiLU())
+        return gated_activation(tensor(PROMPT, size), tensor(PROMPT, size), nn.SiLU())
 
     size = LLAMA_8B.intermediate_size
     return [
@@ -125,12 +115,12 @@ def rotations() -> list[Case]:
             packed = tensor(1, PROMPT, model.heads + model.kv_heads, model.head_dim).transpose(1, 2)
             q, k = torch.split(packed, [model.heads, model.kv_heads], 1)
             cos, sin = tensor(1, PROMPT, table or columns), tensor(1, PROMPT, table or columns)
-            return rotary.rotary(q, k, cos, sin, **form)
+            return rotary(q, k, cos, sin, **form)
 
         return call
 
     def rows() -> object:
-        return rotary_rows._op(int64(1, 1), tensor(CONTEXT, 128), tensor(CONTEXT, 128))
+        return rotary_rows(int64(1, 1), tensor(CONTEXT, 128), tensor(CONTEXT, 128))
 
     return [
         *(Case(model.name, rotate(model, model.head_dim)) for model in (LLAMA_8B, LLAMA_1B, GEMMA_9B)),
@@ -145,7 +135,7 @@ def products() -> list[Case]:
     """Linear layers of one row and of 8, with norm, activation and residual as a decode step has them."""
 
     def product(rows: int, cols: int, out: int, norm: bool, residual: bool) -> Callable[[], object]:
-        return lambda: linear.few_rows(
+        return lambda: few_rows(
             tensor(rows, 1, cols),
             tensor(out, cols),
             None,
@@ -156,7 +146,7 @@ def products() -> list[Case]:
     def gated(model: Model) -> object:
         size = model.hidden_size
         weight = tensor(2 * model.intermediate_size, size)
-        return linear._gated(tensor(1, 1, size), weight, None, "silu", Prologue(tensor(size), EPS))
+        return gated_rows(tensor(1, 1, size), weight, None, "silu", Prologue(tensor(size), EPS))
 
     cases = []
     for rows in (1, 8):
@@ -184,23 +174,23 @@ def steps() -> list[Case]:
         keys, values = _cache(model, 1, CONTEXT)
         weight = tensor((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden_size)
         table = columns // 2 if form.get("half_table") else columns
-        rotation = rope_cache.Rotation(tensor(1, 1, table), tensor(1, 1, table), **form)
-        tile = linear.tile_for("qkv", model.head_dim // 2, model.hidden_size, weight)
+        rotation = Rotation(tensor(1, 1, table), tensor(1, 1, table), **form)
+        tile = tile_for("qkv", model.head_dim // 2, model.hidden_size, weight)
         assert tile is not None
         x, norm = tensor(1, 1, model.hidden_size), Prologue(tensor(model.hidden_size), EPS)
-        return qkv_step.launch_qkv(x, weight, None, norm, keys, values, int64(1), rotation, tile)
+        return launch_qkv(x, weight, None, norm, keys, values, int64(1), rotation, tile)
 
     def write(model: Model, normed: bool) -> object:
         sizes = [model.heads * model.head_dim, *2 * [model.kv_heads * model.head_dim]]
         q, k, v = torch.split(tensor(8, 1, sum(sizes)), sizes, -1)
-        rotation = rope_cache.Rotation(tensor(8, 1, model.head_dim), tensor(8, 1, model.head_dim))
+        rotation = Rotation(tensor(8, 1, model.head_dim), tensor(8, 1, model.head_dim))
         norm = Prologue(tensor(model.head_dim), EPS) if normed else None
-        return rope_cache.rope_cache(q, k, v, *_cache(model, 8, CONTEXT), int64(1), rotation, norm, norm)
+        return rope_cache(q, k, v, *_cache(model, 8, CONTEXT), int64(1), rotation, norm, norm)
 
     def attend(model: Model, rows: int, capacity: int, all_forms: bool = False) -> object:
         keys, values = _cache(model, rows, capacity)
         query = tensor(rows, model.heads, 1, model.head_dim)
-        return decode_attention.launch(
+        return launch_attention(
             query,
             keys,
             values,
@@ -211,7 +201,7 @@ def steps() -> list[Case]:
             4096 if all_forms else None,
             50.0 if all_forms else None,
             tensor(model.heads) if all_forms else None,
-            decode_attention.choose(rows, model.heads, model.kv_heads, capacity, model.head_dim),
+            choose_split(rows, model.heads, model.kv_heads, capacity, model.head_dim),
         )
 
     def token(rows: int, model: Model) -> object:
@@ -241,9 +231,9 @@ class _Gate(nn.Module):
         self.top_k = sizes.top_k
         self.correction = tensor(sizes.experts, dtype=torch.float32) if corrected else None
 
-    def rule(self) -> router.RoutingRule:
+    def rule(self) -> RoutingRule:
         scores = "softmax" if self.correction is None else "sigmoid"
-        return router.RoutingRule(self.weight, self.top_k, scores, correction_bias=self.correction)
+        return RoutingRule(self.weight, self.top_k, scores, correction_bias=self.correction)
 
 
 class _Norm(nn.Module):
@@ -268,11 +258,11 @@ def mixtures() -> list[Case]:
     """Routers and experts of one token."""
 
     def route(sizes: Mixture, corrected: bool) -> object:
-        return router.router(tensor(1, 1, sizes.hidden_size), _Gate(sizes, corrected), norm=_Norm(sizes.hidden_size))
+        return router(tensor(1, 1, sizes.hidden_size), _Gate(sizes, corrected), norm=_Norm(sizes.hidden_size))
 
     def run(sizes: Mixture) -> object:
         x, chosen = tensor(1, 1, sizes.hidden_size), int64(1, sizes.top_k)
-        return experts.fused_experts(x, _Experts(sizes), chosen, tensor(1, sizes.top_k), residual=x)
+        return fused_experts(x, _Experts(sizes), chosen, tensor(1, sizes.top_k), residual=x)
 
     return [
         *(Case(sizes.name, partial(route, sizes, corrected=False)) for sizes in (QWEN3_MOE, MIXTRAL)),

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from ..errors import MissingLibrary, UnknownKernel
+from rewrite.errors import MissingLibrary, UnknownKernel
+
 from .row import Row
 from .work import MARK
 
@@ -43,8 +44,8 @@ class Task:
 
 def known_kernels() -> list[str]:
     """Return the names of the kernels of `runtime/`."""
-    found = [re.findall(r"(\w+)_kernel = Kernel\(", path.read_text("utf-8")) for path in _RUNTIME.glob("*.py")]
-    return sorted(name for names in found for name in names)
+    texts = (path.read_text("utf-8") for path in _RUNTIME.rglob("*.py"))
+    return sorted(name for text in texts for name in re.findall(r"(\w+)_kernel = Kernel\(", text))
 
 
 def compile_all(

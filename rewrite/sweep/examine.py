@@ -12,15 +12,15 @@ from typing import Literal
 
 import libcst as cst
 
-from rewrite.build import Build
-from rewrite.engine import rewrite_text
+from rewrite.engine.build import Build
+from rewrite.engine.passes import rewrite_text
+from rewrite.engine.relocate import relocate
 from rewrite.errors import RewriteError
-from rewrite.lock import Options
-from rewrite.package import assemble
-from rewrite.relocate import relocate
-from rewrite.source import Source, resolve
+from rewrite.package.assemble import assemble
+from rewrite.package.lock import Options
 from rewrite.sweep.row import ClassRow, Row
 from rewrite.transforms import select
+from rewrite.upstream.source import Source, resolve
 
 Depth = Literal["text", "rewritten", "verified"]
 """How far to go: only the text that comes out, with what is promised of it, or with the verifier's answer."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rewrite.errors import MissingLibrary, NotATransformers
-from rewrite.installed import Installed, copy_at, find_transformers
 from rewrite.sweep import pool
 from rewrite.sweep.row import Row
+from rewrite.upstream.installed import Installed, copy_at, find_transformers
 
 
 def library(root: Path | None) -> Installed:

@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..benchmark.__main__ import numbers
-from ..benchmark.presets import SHAPES
-from ..errors import RewriteError
+from rewrite.benchmark.__main__ import numbers
+from rewrite.errors import RewriteError
+from rewrite.measure.presets import SHAPES
+
 from . import results
 from .run import Plan, title, tune
 
@@ -23,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=numbers, default=(1,), metavar="1,8")
     made.add_argument("--context", type=int, default=512)
     made.add_argument("--seconds", type=float, default=75.0, help="for the search at each batch size")
-    made.add_argument("--table", action="store_true", help="also print the entries for runtime/tiles.py")
+    made.add_argument("--table", action="store_true", help="also print the entries for runtime/core/tiles.py")
     return made
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import NotAPackage, NothingToExport
+from rewrite.errors import NotAPackage, NothingToExport
+
 from .products import FILE, VENDOR
 
 TUNED = (

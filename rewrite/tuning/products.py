@@ -1,4 +1,4 @@
-"""Who multiplies: times every path of `runtime/gemm.py` for the products of a model, and writes `gemm.json`.
+"""Who multiplies: times every path of `runtime/products/gemm.py` for the products of a model, and writes `gemm.json`.
 
 The products are those that prompts of the given lengths make. A path is timed alone, inside a graph over copies of the
 weight that do not fit into any cache; one that computes something else, or cannot be captured, is left out.
@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from ..benchmark.models import lock_of
-from ..benchmark.plan import write_json
-from ..errors import NothingToTune
+from rewrite.benchmark.models import lock_of
+from rewrite.benchmark.plan import write_json
+from rewrite.errors import NothingToTune
+
 from .run import Plan, require_gpu, small_model
 
 FILE = "gemm.json"
@@ -136,10 +137,10 @@ class Products:
     def __init__(self, model: Any):
         package = type(model).__module__.rpartition(".")[0]
         try:
-            self.gemm = importlib.import_module(f"{package}.runtime.gemm")
+            self.gemm = importlib.import_module(f"{package}.runtime.products.gemm")
         except ModuleNotFoundError as error:
             raise NothingToTune(type(model).__name__, "its package was made without --with route_gemm") from error
-        self.arrivals = importlib.import_module(f"{package}.runtime.arrivals")
+        self.arrivals = importlib.import_module(f"{package}.runtime.core.arrivals")
         self.model, self.device = model, model.device
 
     def sizes(self, lengths: Sequence[int]) -> dict[Any, int]:

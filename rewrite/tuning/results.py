@@ -1,4 +1,4 @@
-"""What was found: a table for people, `tuned.json` for the package, a Python literal for `runtime/tiles.py`."""
+"""What was found: a table for people, `tuned.json` for the package, a Python literal for `runtime/core/tiles.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..benchmark.plan import write_json
-from ..benchmark.tables import plain_rows
+from rewrite.benchmark.plan import write_json
+from rewrite.benchmark.tables import plain_rows
+
 from .candidates import Entry
 from .search import Change
 

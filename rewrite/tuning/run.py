@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..benchmark.models import build, lock_of
-from ..benchmark.presets import config_for
-from ..errors import NeedsGpu, NothingToTune
-from ..verify import sides
-from ..verify.subjects import find_subjects
+from rewrite.benchmark.models import build, lock_of
+from rewrite.errors import NeedsGpu, NothingToTune
+from rewrite.measure.presets import config_for
+from rewrite.verify import sides
+from rewrite.verify.subjects import find_subjects
+
 from . import results
 from .candidates import candidates
 from .search import Bench, Change, search

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-from ..benchmark.timing import ratio
+from rewrite.measure.timing import ratio
+
 from .candidates import Entry
 
 Table = dict[str, Entry]

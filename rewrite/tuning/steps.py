@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..errors import NothingToTune
+from rewrite.errors import NothingToTune
+
 from .candidates import Entry
 
 ROUNDING = 256
-"""As in `runtime/graph_store.py`: capacities are multiples of this."""
+"""As in `runtime/decode/graph_store.py`: capacities are multiples of this."""
 ROOM = 128
 BLOCK_MS = 5.0
 """Length of a block of replays, which is one figure."""
@@ -25,7 +26,8 @@ class Steps:
         package = type(model).__module__.rpartition(".")[0]
         try:
             self.tiles, self.ahead, graphs = (
-                importlib.import_module(f"{package}.runtime.{name}") for name in ("tiles", "compile_ahead", "graph")
+                importlib.import_module(f"{package}.runtime.{name}")
+                for name in ("core.tiles", "decode.compile_ahead", "decode.graph")
             )
         except ModuleNotFoundError as error:
             raise NothingToTune(type(model).__name__, f"it has no {error.name}") from error

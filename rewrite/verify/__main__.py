@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from ..errors import RewriteError
+from rewrite.errors import RewriteError
+
 from .render import render, summary
 from .runner import verify
 from .verdict import Options

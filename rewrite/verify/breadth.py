@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ..errors import VerificationError
+from rewrite.errors import VerificationError
+
 from . import sides
 from .checkpoints import round_trip
 from .checks import CheckRun, describe, run_check

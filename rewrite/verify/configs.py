@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import VerificationError
+from rewrite.errors import VerificationError
+
 from .model_inputs import TEXT
 from .sizes import ESSENTIAL, HEAD_DIM, HEADS, OVERRIDES, SET_WHERE_NONE, SMALL, VOCAB, WINDOW
 from .tryout import runs_on

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..benchmark.profiling import is_copy, is_kernel
-from ..errors import DeviceNotUsable
+from rewrite.errors import DeviceNotUsable
+from rewrite.measure.profiling import is_copy, is_kernel
 
 
 def usable_device(name: str | None) -> str:

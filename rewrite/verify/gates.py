@@ -12,6 +12,7 @@ from .compiled import compile_checks
 from .configs import small_variants
 from .forward import forward_parity
 from .generation import generation_checks
+from .loop import loop_checks
 from .model_inputs import TEXT
 from .parity import exact_checks, low_precision_checks
 from .shapes import wide_variant
@@ -33,6 +34,7 @@ def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[Ch
     elif name == "generation":
         if bench.subject.causal and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
             yield from generation_checks(bench, bench.base)
+            yield from loop_checks(bench, bench.variants[:1] if bench.options.quick else bench.variants)
     elif not bench.options.quick:
         from .latency import latency_checks
 

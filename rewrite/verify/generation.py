@@ -12,7 +12,6 @@ from .checks import CheckRun
 from .compare import Mismatch, NotRun
 from .configs import Variant
 from .inputs import Batch, prompt
-from .loop import loop_checks
 from .tolerances import bound
 from .verdict import Figure
 from .workbench import Workbench, on_original
@@ -46,7 +45,6 @@ def generation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
                 partial(_greedy, bench, variant, dtype, cache),
             )
     yield CheckRun("greedy, one prompt, an end token", lambda: _ended(bench, variant))
-    yield from loop_checks(bench, bench.variants[:1] if bench.options.quick else bench.variants)
     if not bench.options.quick:
         for name, arguments in WAYS.items():
             yield CheckRun(name, partial(_same, bench, variant, name, arguments))
@@ -98,11 +96,11 @@ def _greedy(bench: Workbench, variant: Variant, dtype: str, cache: str) -> Mappi
         arguments["cache_implementation"] = "static"
     original = on_original(generate, pair.original, batch, new, 0, **arguments)
     rewritten = generate(pair.rewritten, batch, new, 0, **arguments)
-    noise = on_original(_noise, bench, variant, dtype, batch, original)
+    noise = on_original(noise_of, bench, variant, dtype, batch, original)
     return near_tie(original, rewritten, noise)
 
 
-def _noise(bench: Workbench, variant: Variant, dtype: str, batch: Batch, generated: Generated) -> float:
+def noise_of(bench: Workbench, variant: Variant, dtype: str, batch: Batch, generated: Generated) -> float:
     """The original's largest logit error against fp64, teacher-forced on what it generated."""
     import torch
 
@@ -216,7 +214,7 @@ def _streamed(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     batch = _batch(bench, variant, 1, "stream")
 
     def run(model: Any) -> Tensor:
-        sink = _Sink()
+        sink = Sink()
         tokens = generate(model, batch, 8, 0, do_sample=False, streamer=sink).tokens
         if not sink.ended or sink.tokens[-tokens.shape[1] :] != tokens[0].tolist():
             raise Mismatch(f"the streamer got {sink.tokens[-tokens.shape[1] :]}, generated were {tokens[0].tolist()}")
@@ -225,7 +223,7 @@ def _streamed(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     return _equal(bench, variant, batch, run)
 
 
-class _Sink:
+class Sink:
     """Collects what a streamer is given."""
 
     def __init__(self) -> None:
@@ -233,7 +231,9 @@ class _Sink:
         self.ended = False
 
     def put(self, value: Tensor) -> None:
+        """Take tokens."""
         self.tokens += value.flatten().tolist()
 
     def end(self) -> None:
+        """Remember that generation is over."""
         self.ended = True

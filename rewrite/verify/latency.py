@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ..benchmark.limits import weight_bytes
+from rewrite.measure.limits import weight_bytes
+
 from .checks import CheckRun
 from .compare import Mismatch, NotRun
 from .configs import Variant

@@ -17,6 +17,7 @@ from .approximate import step_by_step
 from .checks import CheckRun
 from .compare import Mismatch, NotRun, near_exact
 from .configs import Variant
+from .generation import Sink, generate, near_tie, noise_of
 from .inputs import Batch, prompt
 from .verdict import Figure
 from .workbench import Pair, Workbench, on_original
@@ -113,15 +114,13 @@ def _batch(bench: Workbench, variant: Variant, rows: int, length: int, name: str
 
 def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figure]:
     """Several batch sizes and lengths one after another on one model, each with left padding."""
-    from .generation import _noise, generate, near_tie
-
     pair = loop_pair(bench, variant, dtype)
     package = Package.of(bench.subject.rewritten)
     batches = [_batch(bench, variant, rows, length, f"greedy {rows}") for rows, length in ((1, 9), (3, 14), (8, 24))]
     settings = {"do_sample": False, "disable_compile": True}
     originals = [on_original(generate, pair.original, batch, LONGER, 0, **settings) for batch in batches]
     # One row is too few to know the noise by, above all where a rounding sends a token to another expert.
-    noise = max(on_original(_noise, bench, variant, dtype, *both) for both in zip(batches, originals, strict=True))
+    noise = max(on_original(noise_of, bench, variant, dtype, *both) for both in zip(batches, originals, strict=True))
     figures: dict[str, Figure] = {}
     for batch, original in zip(batches, originals, strict=True):
         with package.taken(pair.rewritten):
@@ -206,8 +205,6 @@ def _poison(graph: Any, value: float) -> None:
 
 def _sampled(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """The same draws; where logits differ by rounding, a draw at the edge of two tokens may rightly differ."""
-    from .generation import generate
-
     pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 8, 12, "sampled")
@@ -226,14 +223,12 @@ def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     """A row that ends by itself, and a streamer that gets every token of it."""
     import torch
 
-    from .generation import _Sink, generate
-
     pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 1, 10, "ended")
     free = on_original(generate, pair.original, batch, NEW, 0, do_sample=False)
     end = int(free.tokens[0, 9])
-    sinks = _Sink(), _Sink()
+    sinks = Sink(), Sink()
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": end, "pad_token_id": 0}
     original = on_original(generate, pair.original, batch, NEW, 0, streamer=sinks[0], **settings)
     with package.taken(pair.rewritten):
@@ -339,8 +334,6 @@ class _Spoiler:
 
 def _same_text(bench: Workbench, variant: Variant, pair: Pair, batch: Batch, streamer: Any = None) -> None:
     """Raise `Mismatch` unless both sides write the same, near-ties aside."""
-    from .generation import generate, near_tie
-
     settings: dict[str, Any] = {"do_sample": False}
     original = on_original(generate, pair.original, batch, NEW, 0, disable_compile=True, **settings)
     if streamer is not None:

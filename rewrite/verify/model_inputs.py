@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .inputs import FIRST_TOKEN, Padding, prompt
+from .sizes import VOCAB
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +67,6 @@ def make(
 
 def vocabulary(config: Any) -> int:
     """The number of token ids that a prompt may use."""
-    from .configs import VOCAB
-
     text = config.get_text_config()
     return max(FIRST_TOKEN + 1, int(_first((text, config), ("vocab_size", "n_words")) or VOCAB))
 

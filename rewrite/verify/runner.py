@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from . import sides
-from .approximate import Rounding
 from .checks import CheckRun, Progress, describe, run_gate
 from .compare import Mismatch
 from .isolation import CleanImport
+from .rounding import Rounding
 from .sides import Side, Source
 from .structure import class_checks, state_checks, text_checks
 from .subjects import Subjects, find_subjects

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from ..errors import SideNotFound
+from rewrite.errors import SideNotFound
+
 from .verdict import Identity
 
 Side = str | Path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..errors import VerificationError
+from rewrite.errors import VerificationError
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 

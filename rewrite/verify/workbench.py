@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .approximate import Rounding
 from .compare import NotRun
 from .configs import Variant
+from .rounding import Rounding
 from .subjects import Subject
 from .verdict import Options
 

@@ -21,13 +21,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rewrite.benchmark import chart, contenders, ladder, limits, pages, parity, presets, run, tables, timing
+from rewrite.benchmark import chart, contenders, ladder, pages, parity, run, tables
 from rewrite.benchmark.models import build, load, sharing
 from rewrite.benchmark.plan import Cell, Plan, cells, write_json
+from rewrite.benchmark.rungs import prepare
 from rewrite.errors import OriginalNotFound, VerificationError
-from rewrite.rungs import prepare
-from rewrite.source import resolve
+from rewrite.measure import limits, presets, timing
 from rewrite.transforms import select
+from rewrite.upstream.source import resolve
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 LLAMA = presets.config_for(LlamaConfig, "tiny")

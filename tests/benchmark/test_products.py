@@ -14,13 +14,13 @@ import pytest
 import torch.nn.functional as F
 
 from rewrite import cli
+from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NotAPackage, NothingToExport, NothingToTune
-from rewrite.rungs import prepare
-from rewrite.source import resolve
 from rewrite.transforms import select
 from rewrite.tuning import products
 from rewrite.tuning.export import SHAPES, TUNED, export, tables_of
 from rewrite.tuning.products import Choice, Products, choose
+from rewrite.upstream.source import resolve
 from rewrite.verify import sides
 from rewrite.verify.subjects import find_subjects
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rewrite.benchmark.profiling import is_copy, is_kernel
+from rewrite.measure.profiling import is_copy, is_kernel
 from rewrite.verify.latency import copies_a_layer
 
 COPYING = (

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NeedsGpu, NotAPackage
-from rewrite.rungs import prepare
-from rewrite.runtime import tiles
-from rewrite.runtime.decode_attention import Split, choose
-from rewrite.source import resolve
+from rewrite.runtime.attention.decode_attention import Split, choose
+from rewrite.runtime.core import tiles
 from rewrite.transforms import select
 from rewrite.tuning import Plan, candidates, results, run, tune
 from rewrite.tuning.candidates import Entry
 from rewrite.tuning.search import Change, search
+from rewrite.upstream.source import resolve
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 LINEAR, GATED, ATTENTION = "linear 2048x2048x2", "gated 8192x2048x2", "attention 1x8x4x64 1024"

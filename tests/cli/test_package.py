@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.lock import read_lock, sha256
-from rewrite.package import public_names, runtime_closure
+from rewrite.package.assemble import public_names, runtime_closure
+from rewrite.package.lock import read_lock, sha256
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,8 +9,8 @@ import pytest
 from command_line import CommandLine
 from rich.console import Console
 
-from rewrite import diff
-from rewrite.console import Screen, folded
+from rewrite.show import diff
+from rewrite.show.console import Screen, folded
 
 BEFORE = "".join(f"line {number}\n" for number in range(30))
 CASES = {

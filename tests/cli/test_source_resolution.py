@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rewrite.errors import CheckpointNotUsable, MissingLibrary, NoModelingFile, SourceNotReadable, UnknownModel
-from rewrite.installed import copy_at, find_transformers
-from rewrite.source import resolve, weights_fit
+from rewrite.upstream.installed import copy_at, find_transformers
+from rewrite.upstream.source import resolve, weights_fit
 
 NEW_AUTO = {
     "auto_mappings.py": """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.merge import three_way
+from rewrite.sync.merge import three_way
 
 UPSTREAM = "modeling_tiny.py"
 
@@ -99,13 +99,13 @@ def test_edits_of_the_runtime_are_dropped_by_name_only(here: Path, package: Path
     upstream_fix(here)
     refused = rewrite("sync", package)
     assert refused.code == 1
-    assert "has your edits in runtime/packing.py" in refused.err
+    assert "has your edits in runtime/products/packing.py" in refused.err
     assert (package / "runtime" / "packing.py").read_text() == "# mine\n"
-    assert rewrite("sync", package, "--replace", "runtime/packing.py").code == 0
+    assert rewrite("sync", package, "--replace", "runtime/products/packing.py").code == 0
     assert (package / "runtime" / "packing.py.edited").read_text() == "# mine\n"
     (package / "runtime" / "packing.py").write_text("# more\n")
     upstream_fix(here, "attention_dropout = 0.1", "attention_dropout = 0.2")
-    assert rewrite("sync", package, "--replace", "runtime/packing.py").code == 0
+    assert rewrite("sync", package, "--replace", "runtime/products/packing.py").code == 0
     assert (package / "runtime" / "packing.py.edited").read_text() == "# mine\n"
     assert (package / "runtime" / "packing.py.edited2").read_text() == "# more\n"
     assert rewrite("check", package).code == 0

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rewrite.runtime import backend
-from rewrite.runtime.attention import native_gqa
+from rewrite.runtime.attention.native_gqa import native_gqa
+from rewrite.runtime.core import backend
 
 DTYPES = [torch.bfloat16, torch.float16]
 QUIET = "ignore:aiter"

@@ -11,7 +11,9 @@ import fake_aiter
 import pytest
 import torch
 
-from rewrite.runtime import aiter_calls, aiter_gemm, aiter_probe, backend
+from rewrite.runtime.aiter import calls as aiter_calls
+from rewrite.runtime.aiter import gemm as aiter_gemm
+from rewrite.runtime.core import aiter_probe, backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])

@@ -5,7 +5,7 @@
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from rewrite.runtime.generation import GraphGeneration
+from rewrite.runtime.decode.generation import GraphGeneration
 
 
 class Qwen3Moe(GraphGeneration, Qwen3MoeForCausalLM):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrite.runtime.prologue import Prologue
-from rewrite.runtime.rms_norm import rms_norm
-from rewrite.runtime.router import RoutingRule, select_experts
+from rewrite.runtime.moe.router import RoutingRule, select_experts
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.prologue import Prologue
 
 EPS = 1e-6
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from rewrite.kernels.cases import Case, tensor
-from rewrite.runtime.launch import HIP, WAVE, Kernel
+from rewrite.runtime.core.launch import HIP, WAVE, Kernel
 
 
 @triton.jit

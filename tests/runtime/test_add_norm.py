@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rewrite.runtime import backend
-from rewrite.runtime.add_norm import add_norm
-from rewrite.runtime.add_rms_norm import add_rms_norm
+from rewrite.runtime.core import backend
+from rewrite.runtime.norms.add_norm import add_norm
+from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 
 
 class RewrittenRMSNorm(LlamaRMSNorm):

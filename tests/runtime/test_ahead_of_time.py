@@ -16,7 +16,7 @@ from rewrite import runtime
 from rewrite.kernels import findings, run, tables
 from rewrite.kernels.chips import CHIPS, occupancy
 from rewrite.kernels.row import Row
-from rewrite.runtime import launch
+from rewrite.runtime.core import launch
 
 TRITON = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -121,7 +121,7 @@ def test_what_is_compiled_is_what_is_launched(
 
 
 def test_pretending_comes_before_the_operators() -> None:
-    from rewrite.runtime import rows
+    from rewrite.runtime.core import rows
 
     assert rows.WAVE
     with pytest.raises(RuntimeError, match=r"already imported for this machine: .*rows"):

@@ -12,8 +12,11 @@ from aiter_cases import QUIET, Attention, assert_attends_as, attended, both, qkv
 from torch import Tensor
 from transformers.integrations import flash_attention
 
-from rewrite.runtime import aiter_attention, aiter_calls, aiter_flash, backend
-from rewrite.runtime.attention import native_gqa
+from rewrite.runtime.aiter import attention as aiter_attention
+from rewrite.runtime.aiter import calls as aiter_calls
+from rewrite.runtime.aiter import flash as aiter_flash
+from rewrite.runtime.attention.native_gqa import native_gqa
+from rewrite.runtime.core import backend
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

@@ -18,13 +18,14 @@ from aiter_cases import QUIET, Attention, assert_attends_as, attended, both, qkv
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rewrite.runtime import aiter_calls, aiter_probe, backend
-from rewrite.runtime.add_rms_norm import add_rms_norm
-from rewrite.runtime.attention import native_gqa
-from rewrite.runtime.explain import explain
-from rewrite.runtime.gated_activation import gated_activation
-from rewrite.runtime.layer_norm import layer_norm
-from rewrite.runtime.rms_norm import rms_norm
+from rewrite.runtime.aiter import calls as aiter_calls
+from rewrite.runtime.attention.native_gqa import native_gqa
+from rewrite.runtime.core import aiter_probe, backend
+from rewrite.runtime.core.explain import explain
+from rewrite.runtime.norms.add_rms_norm import add_rms_norm
+from rewrite.runtime.norms.layer_norm import layer_norm
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.gated_activation import gated_activation
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

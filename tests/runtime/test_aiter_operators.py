@@ -12,11 +12,13 @@ import torch
 from aiter_cases import DTYPES, QUIET, both, reasons, states
 from torch import Tensor, nn
 
-from rewrite.runtime import aiter_calls, aiter_gemm, aiter_probe, backend
-from rewrite.runtime.add_rms_norm import add_rms_norm
-from rewrite.runtime.gated_activation import gated_activation
-from rewrite.runtime.layer_norm import layer_norm
-from rewrite.runtime.rms_norm import rms_norm
+from rewrite.runtime.aiter import calls as aiter_calls
+from rewrite.runtime.aiter import gemm as aiter_gemm
+from rewrite.runtime.core import aiter_probe, backend
+from rewrite.runtime.norms.add_rms_norm import add_rms_norm
+from rewrite.runtime.norms.layer_norm import layer_norm
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.gated_activation import gated_activation
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine")]
 

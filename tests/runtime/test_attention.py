@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from rewrite.runtime import backend
-from rewrite.runtime.attention import grouped_matmul, native_gqa
+from rewrite.runtime.attention.native_gqa import grouped_matmul, native_gqa
+from rewrite.runtime.core import backend
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 6, 16
 

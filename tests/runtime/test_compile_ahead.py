@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rewrite.runtime import backend, launch
-from rewrite.runtime.compile_ahead import compile_all, variants
-from rewrite.runtime.gated_activation import gated_activation
-from rewrite.runtime.rms_norm import rms_norm
+from rewrite.runtime.core import backend, launch
+from rewrite.runtime.decode.compile_ahead import compile_all, variants
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.gated_activation import gated_activation
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.runtime import definitions
+from rewrite.runtime.origin import definitions
 
 CODE = '''
 """A module."""

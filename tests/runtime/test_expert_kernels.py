@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from rewrite.runtime import backend, experts, router
+from rewrite.runtime.core import backend
+from rewrite.runtime.moe import experts, router
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

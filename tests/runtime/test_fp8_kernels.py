@@ -15,15 +15,19 @@ from test_step_kernels import Norm, projection
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime import backend, fp8_add_rms_norm, fp8_gated_activation, fp8_rows, fp8_step
-from rewrite.runtime.add_rms_norm import add_rms_norm
-from rewrite.runtime.cache import PreallocatedCache
-from rewrite.runtime.fp8_format import Quantized, dtype_for, has_fp8, quantize
-from rewrite.runtime.fp8_linear import fp8_gated_linear, fp8_linear, is_step
-from rewrite.runtime.fp8_qkv_step import fp8_qkv_step
-from rewrite.runtime.fp8_rows import quantized_rows
-from rewrite.runtime.fp8_weights import refresh
-from rewrite.runtime.gated_activation import gated_activation
+from rewrite.runtime.cache.preallocated import PreallocatedCache
+from rewrite.runtime.core import backend
+from rewrite.runtime.fp8 import add_rms_norm as fp8_add_rms_norm
+from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
+from rewrite.runtime.fp8 import rows as fp8_rows
+from rewrite.runtime.fp8 import step as fp8_step
+from rewrite.runtime.fp8.format import Quantized, dtype_for, has_fp8, quantize
+from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_linear, is_step
+from rewrite.runtime.fp8.qkv_step import fp8_qkv_step
+from rewrite.runtime.fp8.rows import quantized_rows
+from rewrite.runtime.fp8.weights import refresh
+from rewrite.runtime.norms.add_rms_norm import add_rms_norm
+from rewrite.runtime.products.gated_activation import gated_activation
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

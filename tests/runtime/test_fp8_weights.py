@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rewrite.runtime import backend, fp8_weights
-from rewrite.runtime.explain import explain
-from rewrite.runtime.fp8_format import quantize
-from rewrite.runtime.fp8_linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
-from rewrite.runtime.packing import packed_linear
+from rewrite.runtime.core import backend
+from rewrite.runtime.core.explain import explain
+from rewrite.runtime.fp8 import weights as fp8_weights
+from rewrite.runtime.fp8.format import quantize
+from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
+from rewrite.runtime.products.packing import packed_linear
 
 
 class Block(nn.Module):
@@ -225,6 +226,6 @@ def test_compiles_in_one_graph() -> None:
 
 def test_prompts_of_one_token_are_read_without_a_graph() -> None:
     """A graph reads them as the first of many tokens, which are quantised."""
-    from rewrite.runtime import prompt_graph
+    from rewrite.runtime.decode import prompt_graph
 
     assert prompt_graph.FEWEST_TOKENS == 2

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rewrite.runtime import aiter_calls, aiter_probe, backend, gemm, packing, preshuffle
-from rewrite.runtime.explain import explain
-from rewrite.runtime.gemm import Product, routed_linear
-from rewrite.runtime.packing import packed_linear
+from rewrite.runtime.aiter import calls as aiter_calls
+from rewrite.runtime.core import aiter_probe, backend
+from rewrite.runtime.core.explain import explain
+from rewrite.runtime.products import gemm, packing, preshuffle
+from rewrite.runtime.products.gemm import Product, routed_linear
+from rewrite.runtime.products.packing import packed_linear
 
 INPUTS, OUTPUTS = 32, 48
 

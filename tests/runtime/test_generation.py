@@ -35,13 +35,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rewrite.runtime import backend, fitness, generation, graph_store
-from rewrite.runtime.cache import CacheFull
-from rewrite.runtime.explain import explain
-from rewrite.runtime.fitness import recomputes_at_switch
-from rewrite.runtime.generation import GraphGeneration
-from rewrite.runtime.graph import DecodeGraph, UnknownCache
-from rewrite.runtime.graph_store import release_graphs, store_of
+from rewrite.runtime.cache.preallocated import CacheFull
+from rewrite.runtime.core import backend
+from rewrite.runtime.core.explain import explain
+from rewrite.runtime.decode import fitness, generation, graph_store
+from rewrite.runtime.decode.fitness import recomputes_at_switch
+from rewrite.runtime.decode.generation import GraphGeneration
+from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
+from rewrite.runtime.decode.graph_store import release_graphs, store_of
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -608,7 +609,7 @@ def test_a_step_that_needs_the_length_as_a_number_is_noticed(error):
 def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monkeypatch):
     """Release 5.0 counts none where `num_kv_shared_layers` is 0, and adds layers as they are written."""
     model, original = pair()
-    monkeypatch.setattr("rewrite.runtime.graph.DynamicCache", lambda config: DynamicCache())
+    monkeypatch.setattr("rewrite.runtime.decode.graph.DynamicCache", lambda config: DynamicCache())
     for _ in range(2):
         inputs = prompt()
         mine, theirs = (

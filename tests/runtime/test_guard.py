@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from rewrite.runtime import definitions, guard
+from rewrite.runtime.origin import definitions, guard
 
 MODULE = "transformers.models.llama.modeling_llama"
 FILE = Path(transformers.__file__).parent / "models" / "llama" / "modeling_llama.py"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rewrite import runtime
-from rewrite.runtime.launch import Kernel, LauncherNotBuilt
+from rewrite.runtime.core.launch import Kernel, LauncherNotBuilt
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

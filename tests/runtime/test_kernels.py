@@ -12,12 +12,13 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from layouts import LAYOUTS
 from tolerances import assert_as_exact_as
 
-from rewrite.runtime import backend, gated_activation, rows
-from rewrite.runtime.add_layer_norm import add_layer_norm
-from rewrite.runtime.add_rms_norm import add_rms_norm
-from rewrite.runtime.layer_norm import layer_norm
-from rewrite.runtime.rms_norm import rms_norm
-from rewrite.runtime.rotary import rotary, rotary_single
+from rewrite.runtime.attention.rotary import rotary, rotary_single
+from rewrite.runtime.core import backend, rows
+from rewrite.runtime.norms.add_layer_norm import add_layer_norm
+from rewrite.runtime.norms.add_rms_norm import add_rms_norm
+from rewrite.runtime.norms.layer_norm import layer_norm
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products import gated_activation
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rewrite.runtime import backend
-from rewrite.runtime.packing import packed_linear
+from rewrite.runtime.core import backend
+from rewrite.runtime.products.packing import packed_linear
 
 
 class Attention(nn.Module):

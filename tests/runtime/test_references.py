@@ -11,11 +11,11 @@ import torch
 from tolerances import assert_same_gradient
 from transformers.activations import ACT2FN
 
-from rewrite.runtime import backend
-from rewrite.runtime.gated_activation import activation_kind, gated_activation
-from rewrite.runtime.layer_norm import layer_norm
-from rewrite.runtime.rms_norm import rms_norm
-from rewrite.runtime.rotary import rotary, rotary_single
+from rewrite.runtime.attention.rotary import rotary, rotary_single
+from rewrite.runtime.core import backend
+from rewrite.runtime.norms.layer_norm import layer_norm
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.gated_activation import activation_kind, gated_activation
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 

@@ -13,7 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from rewrite.runtime import backend, experts, router
+from rewrite.runtime.core import backend
+from rewrite.runtime.moe import experts, router
 
 
 def mixture(tokens: int = 3) -> tuple[Tensor, Any, Tensor, Tensor]:

@@ -11,20 +11,20 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime import arrivals, backend, tiles
-from rewrite.runtime import linear as linear_module
-from rewrite.runtime import qkv_step as qkv_module
-from rewrite.runtime.cache import PreallocatedCache
-from rewrite.runtime.capture import capture
-from rewrite.runtime.decode_attention import Split, _reference, decode_attention, launch
-from rewrite.runtime.greedy import choose
-from rewrite.runtime.launch import collect
-from rewrite.runtime.linear import gated_linear, linear
-from rewrite.runtime.prologue import Prologue
-from rewrite.runtime.qkv_step import qkv_step
-from rewrite.runtime.rms_norm import rms_norm
-from rewrite.runtime.sampling import Sampling, StepState
-from rewrite.runtime.skinny import launch_skinny_linear, takes_norm
+from rewrite.runtime.attention import qkv_step as qkv_module
+from rewrite.runtime.attention.decode_attention import Split, _reference, decode_attention, launch
+from rewrite.runtime.attention.qkv_step import qkv_step
+from rewrite.runtime.cache.preallocated import PreallocatedCache
+from rewrite.runtime.core import arrivals, backend, tiles
+from rewrite.runtime.core.capture import capture
+from rewrite.runtime.core.launch import collect
+from rewrite.runtime.decode.greedy import choose
+from rewrite.runtime.decode.sampling import Sampling, StepState
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products import linear as linear_module
+from rewrite.runtime.products.linear import gated_linear, linear
+from rewrite.runtime.products.prologue import Prologue
+from rewrite.runtime.products.skinny import launch_skinny_linear, takes_norm
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)

@@ -87,7 +87,7 @@ def synced(place: Path, kill_at: int | None) -> tuple[int, int]:
 def main(count: int, seed: int, exchange: bool) -> dict[str, int]:
     choose = random.Random(seed)
     if not exchange:
-        import rewrite.exchange
+        import rewrite.package.swap
 
         rewrite.exchange.exchange = lambda one, other: False
     counts: Counter[str] = Counter()

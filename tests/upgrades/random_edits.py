@@ -10,8 +10,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from rewrite.edits import problems_of
-from rewrite.merge import LABELS, three_way
+from rewrite.sync.edits import problems_of
+from rewrite.sync.merge import LABELS, three_way
 
 Edit = Callable[[str, random.Random], str]
 Function = ast.FunctionDef

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from command_line import CommandLine, Outcome
 
-from rewrite import lock_text
-from rewrite.lock import read_lock
+from rewrite.package import lock_text
+from rewrite.package.lock import read_lock
 
 from .conftest import Releases, edit
 from .test_releases import DROPOUT

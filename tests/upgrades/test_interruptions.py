@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite import exchange, output
+from rewrite.package import output, swap
 
 from . import killed
 from .conftest import Releases, edit
@@ -44,11 +44,11 @@ def test_folders_change_places_in_one_step(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    if not exchange.exchange(tmp_path / "a", tmp_path / "b"):
+    if not swap.exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system has no such step")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
     with pytest.raises(FileNotFoundError):
-        exchange.exchange(tmp_path / "a", tmp_path / "nowhere")
+        swap.exchange(tmp_path / "a", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 12, 20])
@@ -102,7 +102,7 @@ def test_a_place_that_refuses(
 def test_two_at_once(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.1.0", DROPOUT)
     before = contents(package)
-    with exchange.alone(package):
+    with swap.alone(package):
         busy = rewrite("sync", package, "--transformers", tree)
         assert (busy.code, "another run is writing out" in busy.err) == (1, True)
         assert contents(package) == before
@@ -111,7 +111,7 @@ def test_two_at_once(package: Path, releases: Releases, rewrite: CommandLine) ->
 
 
 def test_a_claim_that_a_kill_left_is_taken_over(package: Path, releases: Releases, rewrite: CommandLine) -> None:
-    exchange.claim(package.resolve()).touch()
+    swap.claim(package.resolve()).touch()
     assert "up to date" in rewrite("sync", package, "--transformers", releases("6.0.0")).out
     assert [path.name for path in package.resolve().parent.iterdir()] == ["out"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite import merge
-from rewrite.build import build
-from rewrite.merge import Merged
-from rewrite.source import resolve
+from rewrite.engine.build import build
+from rewrite.sync import merge
+from rewrite.sync.merge import Merged
 from rewrite.transforms import select
+from rewrite.upstream.source import resolve
 
 from . import random_edits
 from .conftest import FIXTURE, Releases, edit

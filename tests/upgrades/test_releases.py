@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite import pins, release
-from rewrite.changes import rule_changes
-from rewrite.lock import Lock, Options, Origin, read_lock
+from rewrite.package.lock import Lock, Options, Origin, read_lock
+from rewrite.sync.changes import rule_changes
 from rewrite.transform import SkippedSite, TransformReport
+from rewrite.upstream import pins, release
 
 from .conftest import Releases, edit
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite import review
-from rewrite.lock import read_lock
+from rewrite.package.lock import read_lock
+from rewrite.sync import review
 
 from .conftest import Releases, edit
 from .test_releases import DROPOUT
@@ -42,7 +42,7 @@ def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     assert {name: data for name, data in after.items() if name in before} == before
     assert after["modeling_tiny.py.undone"].decode() == mine
     assert set(after) - set(before) == {
-        "modeling_tiny.py.undone", "__init__.py.undone", "runtime/packing.py.undone", "notes.txt",
+        "modeling_tiny.py.undone", "__init__.py.undone", "runtime/products/packing.py.undone", "notes.txt",
     }  # fmt: skip
     assert rewrite("check", package, "--transformers", releases("6.0.0")).code == 0
 
@@ -164,6 +164,6 @@ def test_what_is_not_what_the_lock_says(package: Path, releases: Releases, rewri
     tree = releases("6.0.0")
     assert rewrite("check", package, "--transformers", tree, "--full").code == 0
     (package / "runtime" / "backend.py").unlink()
-    assert "runtime/backend.py is missing" in rewrite("check", package, "--transformers", tree).out
+    assert "runtime/core/backend.py is missing" in rewrite("check", package, "--transformers", tree).out
     assert rewrite("sync", package, "--transformers", tree).code == 0
     assert rewrite("check", package, "--transformers", tree).code == 0

@@ -14,34 +14,34 @@ def bug(name: str, file: str, old: str, new: str) -> Bug:
 
 
 LOOP = (
-    bug("stale position", "runtime/sampling.py", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
+    bug("stale position", "runtime/decode/sampling.py", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
     bug(
         "position one ahead",
-        "runtime/graph.py",
+        "runtime/decode/graph.py",
         "position_ids.copy_(position_ids)",
         "position_ids.copy_(position_ids + 1)",
     ),
     bug(
         "token not fed back",
-        "runtime/sampling.py",
+        "runtime/decode/sampling.py",
         ADVANCE,
         ADVANCE.replace("input_ids.copy_(tokens[:, None])", "input_ids"),
     ),
     bug(
         "padding not masked",
-        "runtime/graph.py",
+        "runtime/decode/graph.py",
         "self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))",
         "pass",
     ),
     bug(
         "cache slot off by one",
-        "runtime/cache.py",
+        "runtime/cache/preallocated.py",
         "self.keys.index_copy_(2, self.cache.position, key_states)",
         "self.keys.index_copy_(2, (self.cache.position - 1).clamp(min=0), key_states)",
     ),
     bug(
         "a slot ahead is read",
-        "runtime/decode_attention.py",
+        "runtime/attention/decode_attention.py",
         "(slots <= position)",
         "(slots <= position + 1)",
     ),
@@ -53,23 +53,26 @@ LOOP = (
         "self.mlp.decode(hidden_states, self.post_attention_layernorm, hidden_states)",
         "self.mlp.decode(hidden_states, self.input_layernorm, hidden_states)",
     ),
-    bug("processors left out", "runtime/sampling.py", "for form in sampling.forms:\n", "for form in ():\n"),
+    bug("processors left out", "runtime/decode/sampling.py", "for form in sampling.forms:\n", "for form in ():\n"),
     bug(
         "other random numbers",
-        "runtime/sampling.py",
+        "runtime/decode/sampling.py",
         "torch.empty_like(probabilities).exponential_(1)",
         "torch.empty_like(probabilities).exponential_(1).exponential_(1)",
     ),
-    bug("cache not emptied", "runtime/graph.py", "self.state.position.fill_(self.cache.length)", "pass"),
+    bug("cache not emptied", "runtime/decode/graph.py", "self.state.position.fill_(self.cache.length)", "pass"),
 )
 
 CAPTURED = (
     bug(
-        "graph of the old weights", "runtime/graph_store.py", "signature != self._signature", "self._signature is None"
+        "graph of the old weights",
+        "runtime/decode/graph_store.py",
+        "signature != self._signature",
+        "self._signature is None",
     ),
     bug(
         "a replay too few",
-        "runtime/generation.py",
+        "runtime/decode/generation.py",
         "for _ in range(count):\n                program.replay()",
         "for _ in range(count):\n                graph.state.position.add_(0) if made % 7 == 0 else program.replay()",
     ),

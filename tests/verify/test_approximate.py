@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rewrite.verify import Options, Verdict, render, summary, verify
-from rewrite.verify.approximate import Rounding, judged, rounded
+from rewrite.verify.approximate import judged
 from rewrite.verify.compare import Mismatch
+from rewrite.verify.rounding import Rounding, rounded
 from rewrite.verify.sides import locate
 
 from .bugs import Bug

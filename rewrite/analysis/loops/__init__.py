@@ -1,0 +1,1 @@
+"""Loops, and what they ask the host for."""

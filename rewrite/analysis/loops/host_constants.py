@@ -1,0 +1,91 @@
+"""Constants that are copied from the host to the device each time a line runs, which a stream capture refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+import libcst.matchers as m
+
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.syntax.nodes import block_of, bound_names
+
+_NUMBER = m.Integer() | m.Float() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer() | m.Float())
+_LIMIT = m.Attribute(
+    value=m.Call(func=m.Attribute(attr=m.Name("finfo") | m.Name("iinfo"))), attr=m.Name("min") | m.Name("max")
+)
+_LISTED = m.List(
+    elements=[m.Element(value=m.Integer() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer()))]
+)
+
+
+def constants(method: cst.FunctionDef, module: Module) -> Iterator[cst.Call | cst.Subscript]:
+    """Yield `torch.tensor(x, device=…)` of what may be a number, and `x[…, [i], …]`, in source order."""
+    for node in walk(method.body):
+        if isinstance(node, cst.Call) and module.qualified(node.func) == "torch.tensor" and node.args:
+            value = node.args[0].value
+            named = {argument.keyword.value for argument in node.args if argument.keyword is not None}
+            seen = m.matches(value, _NUMBER) or self_attribute(value) is not None or limit(node, module) is not None
+            if "device" in named and seen:
+                yield node
+        elif isinstance(node, cst.Subscript) and listed(node) is not None:
+            yield node
+
+
+def is_number(call: cst.Call, owner: ClassInfo, module: Module) -> bool:
+    """Whether the value is a literal, a limit of a dtype, or an attribute that its class compares with a number."""
+    value = call.args[0].value
+    if self_attribute(value) is None:
+        return True
+    code = module.code(value)
+    compared = (node for node in walk(owner.node) if isinstance(node, cst.Comparison))
+    return any(
+        module.code(node.left) == code and m.matches(node.comparisons[0].comparator, _NUMBER) for node in compared
+    )
+
+
+def listed(node: cst.Subscript) -> tuple[cst.SubscriptElement, int] | None:
+    """Return the one element of a subscript that is a list of one number, and that number."""
+    found = [e for e in node.slice if isinstance(e.slice, cst.Index) and m.matches(e.slice.value, _LISTED)]
+    if (
+        len(found) != 1
+        or len(node.slice) < 2
+        or not all(isinstance(e.slice, cst.Slice) or e is found[0] or _dots(e) for e in node.slice)
+    ):
+        return None
+    number = cst.ensure_type(cst.ensure_type(found[0].slice, cst.Index).value, cst.List).elements[0].value
+    if isinstance(number, cst.UnaryOperation):
+        return found[0], -int(cst.ensure_type(number.expression, cst.Integer).value)
+    return found[0], int(cst.ensure_type(number, cst.Integer).value)
+
+
+def _dots(element: cst.SubscriptElement) -> bool:
+    return isinstance(element.slice, cst.Index) and isinstance(element.slice.value, cst.Ellipsis)
+
+
+def limit(call: cst.Call, module: Module) -> str | None:
+    """Return the limit of a dtype that a call's first argument is, by name or not; the name's last value in the
+    block counts.
+    """
+    value = call.args[0].value
+    if not isinstance(value, cst.Name):
+        return module.code(value) if m.matches(value, _LIMIT) else None
+    statement, last = module.statement(call), None
+    for line in block_of(call, module):
+        if line is statement:
+            break
+        if value.value in bound_names(line):
+            last = line
+    assigned = last.body[0] if isinstance(last, cst.SimpleStatementLine) else None
+    if not isinstance(assigned, cst.Assign) or not m.matches(assigned.value, _LIMIT):
+        return None
+    return module.code(assigned.value)
+
+
+def may_overflow(call: cst.Call, module: Module) -> bool:
+    """Whether the number may be beyond the tensor's dtype: the limit of another dtype, which may be fp64."""
+    code = limit(call, module)
+    if code is None or "finfo(" not in code:
+        return False
+    dtypes = [argument for argument in call.args if argument.keyword is not None and argument.keyword.value == "dtype"]
+    return not any(f"finfo({module.code(argument.value)})" in code for argument in dtypes)

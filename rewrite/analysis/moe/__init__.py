@@ -1,0 +1,1 @@
+"""Sparse mixtures of experts: routers, blocks, the loop over experts."""

@@ -1,0 +1,1 @@
+"""Where the operators of a layer stand in a modeling file."""

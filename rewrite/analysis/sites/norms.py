@@ -1,0 +1,204 @@
+"""The normalisations that the runtime computes, recognised by what a class's `forward` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk, without_runtime
+from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, body, subterms
+from rewrite.analysis.terms.spelling import Term, constant
+
+_RMS = """
+class Norm:
+    def norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.EPS)
+
+    def forward(self, x):
+        return {}
+"""
+_LAYER = """
+class Norm:
+    def norm(self, x):
+        centered = x - x.mean(-1, keepdim=True)
+        return centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + self.EPS)
+
+    def forward(self, x):
+        return {}
+"""
+_FP32 = {"weight_in_fp32": "True"}
+
+RMS_NORMS = tuple(
+    Pattern(_RMS.format(returned), keywords)
+    for returned, keywords in (
+        ("self.WEIGHT * self.norm(x.float()).to(x.dtype)", {}),
+        ("(self.WEIGHT * self.norm(x.float())).to(x.dtype)", _FP32),
+        ("(self.WEIGHT.float() * self.norm(x.float())).to(x.dtype)", {"CAST": ".float()", **_FP32}),
+        ("((1 + self.WEIGHT.float()) * self.norm(x.float())).to(x.dtype)", {"offset": "1.0", **_FP32}),
+        ("self.norm(x.float()).to(x.dtype)", {}),
+        (
+            "(self.norm(x.float()) * self.WEIGHT.float() if self.WITH else self.norm(x.float())).to(x.dtype)",
+            {"CAST": ".float()", **_FP32},
+        ),
+    )
+)
+"""RMSNorm; the marks are the keywords of `rms_norm`, and what is appended to its weight (`CAST`).
+
+A weight that the file casts is cast in the call: without an offset `rms_norm` multiplies as torch promotes, so fp64
+weights would not be rounded.
+"""
+
+LAYER_NORMS = tuple(
+    Pattern(_LAYER.format(returned))
+    for returned in (
+        "(self.WEIGHT.float() * self.norm(x.float())).to(x.dtype)",
+        "(self.WEIGHT.float() * self.norm(x.float()) + self.BIAS.float()).to(x.dtype)",
+    )
+)
+"""LayerNorm written out in fp32, the weight applied before the rounding."""
+
+
+@dataclass(frozen=True)
+class NormCall:
+    """The runtime call that computes what a norm class's `forward` computes."""
+
+    function: str
+    tensor: str
+    """The parameter of `forward` that is normalised."""
+    arguments: tuple[str, ...]
+    """The source of the arguments after the tensor."""
+
+    @property
+    def given(self) -> list[str]:
+        """The source of all arguments."""
+        return [self.tensor, *self.arguments]
+
+
+def computed(info: ClassInfo, module: Module) -> Term | NotComputable:
+    """Return what the class's `forward` computes, or what keeps it from having a canonical form."""
+    function = module.method(info, "forward")
+    if function is None:
+        return NotComputable("no forward")
+    try:
+        return body(function, module, info)
+    except NotComputable as error:
+        return error
+
+
+def divides_by_root_mean_square(term: Term) -> bool:
+    """Whether `term` takes the root, or its inverse, of a mean of squares over any dimension."""
+    return any(_mean_square(inner) is not None for root in _roots(term) for inner in subterms(root))
+
+
+def subtracts_mean(term: Term) -> bool:
+    """Whether `term` is a LayerNorm's: the squares are taken of differences from a mean."""
+    squares = (square for t in subterms(term) if (square := _mean_square(t)) is not None)
+    return any(t.op == "neg" and t.args[0].op == "mean" for square in squares for t in subterms(square))
+
+
+def looks_like_norm(info: ClassInfo) -> bool:
+    """Whether `forward` names a mean and a root or power of something (broad)."""
+    if "forward" not in info.methods:
+        return False
+    nodes = list(walk(info.methods["forward"].body))
+    helpers = {self_attribute(node) for node in nodes} & info.methods.keys()
+    nodes += [node for helper in sorted(map(str, helpers)) for node in walk(info.methods[helper].body)]
+    names = {node.value for node in nodes if isinstance(node, cst.Name)}
+    root = bool(names & {"rsqrt", "sqrt", "pow"}) or any(isinstance(node, cst.Power) for node in nodes)
+    return "mean" in names and root
+
+
+def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | None:
+    """Return the `rms_norm` call that computes `term`."""
+    for pattern in RMS_NORMS:
+        if (bound := pattern.match(term)) is None or not _parameters(bound, info, module):
+            continue
+        keywords = [f"{key}={value}" for key, value in pattern.marks.items() if key != "CAST"]
+        weight = _weight(bound, str(pattern.marks.get("CAST", "")))
+        return NormCall("rms_norm", bound["x"].value, (weight, f"self.{bound['EPS'].value}", *keywords))
+    return None
+
+
+def layer_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | None:
+    """Return the `layer_norm` call that computes `term`."""
+    for pattern in LAYER_NORMS:
+        if (bound := pattern.match(term)) is not None and _parameters(bound, info, module):
+            bias = f"self.{bound['BIAS'].value}" if "BIAS" in bound else "None"
+            eps = f"self.{bound['EPS'].value}"
+            return NormCall("layer_norm", bound["x"].value, (_weight(bound), bias, eps))
+    return None
+
+
+def runtime_norm(info: ClassInfo, module: Module) -> tuple[cst.FunctionDef, NormCall] | None:
+    """Return the `forward` of a class that only calls a runtime norm, and that call."""
+    function = module.method(info, "forward")
+    last = function.body.body[-1] if function is not None and function.body.body else None
+    if function is None or not isinstance(last, cst.SimpleStatementLine) or not _only_statement(function):
+        return None
+    value = last.body[-1].value if isinstance(last.body[-1], cst.Return) else None
+    if not isinstance(value, cst.Call):
+        return None
+    short = without_runtime(module.qualified(value.func))
+    if short not in ("rms_norm", "layer_norm") or short in module.functions:
+        return None
+    tensor, *rest = (module.code(argument).rstrip(", ") for argument in value.args)
+    return function, NormCall(short, tensor, tuple(rest))
+
+
+def _only_statement(function: cst.FunctionDef) -> bool:
+    """Whether nothing but a docstring stands before the last statement."""
+    before = function.body.body[:-1]
+    return len(before) <= 1 and all(
+        isinstance(statement, cst.SimpleStatementLine)
+        and isinstance(statement.body[0], cst.Expr)
+        and isinstance(statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+        for statement in before
+    )
+
+
+def rms_norm_obstacle(term: Term) -> str:
+    """Name what tells `term` from the computations of `rms_norm`."""
+    if len({t.value for t in subterms(term) if t.op == "parameter"}) > 1:
+        return "second_tensor"
+    means = [t for root in _roots(term) for t in subterms(root) if _mean_square(t) is not None]
+    if any(mean.args[1:2] != (constant(-1),) for mean in means):
+        return "other_dimension"
+    scaled = (t.args for t in subterms(term) if t.op == "mul")
+    if any(factor.op == "parameter" and any(_roots(other) for other in args) for args in scaled for factor in args):
+        return "product_in_input_dtype"
+    return "other_computation"
+
+
+def _roots(term: Term) -> list[Term]:
+    """Return what `term` takes the square root or its inverse of."""
+    exponents = (constant(0.5), constant(-0.5))
+    return [t.args[0] for t in subterms(term) if t.op == "pow" and t.args[1] in exponents]
+
+
+def _mean_square(term: Term) -> Term | None:
+    if term.op == "mean" and len(term.args) > 1:
+        square = term.args[0]
+        if square.op == "pow" and square.args[1] == constant(2):
+            return square.args[0]
+    return None
+
+
+def _weight(bound: Bindings, cast: str = "") -> str:
+    if "WEIGHT" not in bound:
+        return "None"
+    weight = f"self.{bound['WEIGHT'].value}{cast}"
+    return f"{weight} if self.{bound['WITH'].value} else None" if "WITH" in bound else weight
+
+
+def _parameters(bound: Bindings, info: ClassInfo, module: Module) -> bool:
+    """Whether what is multiplied and added are tensors of the module, not numbers."""
+    names = [bound[key].value for key in ("WEIGHT", "BIAS") if key in bound]
+    return all(_is_parameter(name, info, module) for name in names)
+
+
+def _is_parameter(name: str, info: ClassInfo, module: Module) -> bool:
+    values = module.assignments(info, name)
+    calls = [value for value in values if isinstance(value, cst.Call)]
+    tensors = ("torch.nn.Parameter", "torch.nn.Buffer", "torch.nn.parameter.Parameter")
+    return bool(calls) and len(calls) == len(values) and all(module.qualified(c.func) in tensors for c in calls)

@@ -1,0 +1,1 @@
+"""What a layer computes for one new token."""

@@ -1,0 +1,190 @@
+"""Attention in a decode step: the parts of the usual `forward`, and the `decode` that is made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+import libcst.matchers as m
+
+from rewrite.analysis.step.attention_heads import Turned, check_alike, projections_of, split_heads, turned_heads
+from rewrite.analysis.step.terms import CACHE, NoStep, computed_in_step, is_linear, keyword, source
+from rewrite.analysis.syntax.methods import Method
+from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.syntax.replacement import call_statement, line
+from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.terms.spelling import NONE, Term, constant
+
+PARAMETERS = ("hidden_states", "norm", "residual", "position_embeddings", "past_key_values")
+CACHE_PARAMETER = Term("parameter", (), CACHE)
+
+_KEYWORDS = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "output_attentions",
+             "cache_position", "use_cache", "is_causal"}  # fmt: skip
+"""What the attention functions of transformers take and a step can do; a name that is missing here is a refusal."""
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """The attention of a class in one decode step."""
+
+    info: ClassInfo
+    projections: tuple[Term, ...]
+    query: Turned
+    key: Turned
+    layer_idx: Term
+    head_dim: Term
+    num_key_value_heads: Term | None
+    call: Term
+    """The call of the attention function."""
+    output: Term
+    """The last projection."""
+    window: Term
+    """The window that the attention function is given; None's term for none."""
+
+    @property
+    def norms(self) -> list[str]:
+        """The attributes that normalise queries and keys."""
+        return [t.heads.norm.value for t in (self.query, self.key) if t.heads.norm is not None]
+
+    def method(self, module: Module) -> Method:
+        """Return its `decode`."""
+        forward = self.info.methods["forward"]
+        layer_idx, projections = source(self.layer_idx, module), [source(p, module) for p in self.projections]
+        packed = ", ".join(projections) + ("," if len(projections) == 1 else "")
+        before, positions = self._positions(module)
+        query = call_statement(
+            "query = ",
+            "qkv_step",
+            ["hidden_states", f"({packed})", positions, CACHE, layer_idx, *self._options(module)],
+            module,
+        )
+        window = self.window
+        if window.op == "select" and window.args[0].op == "eq":
+            before.append(line(f"is_sliding = {source(window.args[0], module)}", module))
+            window = Term("select", (Term("parameter", (), "is_sliding"), *window.args[1:]))
+        attended = call_statement(
+            "attn_output = ", "decode_attention", ["query", CACHE, layer_idx, *self._attention(window, module)], module
+        )
+        last = call_statement(
+            "return ", "linear", ["attn_output", source(self.output, module), "residual=residual"], module
+        )
+        uses = ("attention.qkv_step", "attention.decode_attention", "products.linear")
+        text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
+        return Method(forward, "decode", PARAMETERS, text, (*before, query, attended, last), uses)
+
+    def _positions(self, module: Module) -> tuple[list[cst.SimpleStatementLine], str]:
+        """Return the statements before, and the argument, that hand over cosines and sines."""
+        if not self.query.turns:
+            return [], "None"
+        before: list[cst.SimpleStatementLine] = []
+        tables = "position_embeddings"
+        if self.query.halves:
+            before = [
+                line("cos, sin = position_embeddings", module),
+                line("halves = (cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2])", module),
+            ]
+            tables = "halves"
+        test = self.query.turned_if
+        return before, tables if test is None else f"{tables} if {source(test, module)} else None"
+
+    def _options(self, module: Module) -> list[str]:
+        options = [f"head_dim={source(self.head_dim, module)}"]
+        if self.num_key_value_heads is not None:
+            options.append(f"num_key_value_heads={source(self.num_key_value_heads, module)}")
+        options.append("norm=norm")
+        for name, turned in (("q_norm", self.query), ("k_norm", self.key)):
+            if (norm := turned.heads.norm) is not None:
+                test = turned.heads.normed_if
+                condition = "" if test is None else f" if {source(test, module)} else None"
+                options.append(f"{name}={source(norm, module)}{condition}")
+        return [*options, *self.query.options]
+
+    def _attention(self, window: Term, module: Module) -> list[str]:
+        given = [
+            ("scaling", keyword(self.call, "scaling")),
+            ("sliding_window", window),
+            ("softcap", self._unless_sdpa("softcap", module)),
+            ("sinks", self._unless_sdpa("s_aux", module)),
+        ]
+        return [f"{name}={source(value, module)}" for name, value in given if value is not None and value != NONE]
+
+    def _unless_sdpa(self, name: str, module: Module) -> Term | None:
+        """Return an argument that torch's attention function leaves out, where a model may use that."""
+        value, chosen = keyword(self.call, name), _implementation(self.call.args[0])
+        if value is None or value == NONE or chosen is None or _refuses_sdpa(module):
+            return value
+        return Term("select", (Term("ne", (chosen, Term("constant", (), '"sdpa"'))), value, NONE))
+
+
+def _refuses_sdpa(module: Module) -> bool:
+    """Whether models of the file never use torch's attention function."""
+    refusal = m.Assign(targets=[m.AssignTarget(m.Name("_supports_sdpa"))], value=m.Name("False"))
+    lines = (line for info in module.classes.values() for line in info.node.body.body)
+    return any(m.matches(line, m.SimpleStatementLine(body=[refusal])) for line in lines)
+
+
+def attention_step(info: ClassInfo, module: Module) -> AttentionStep:
+    """Return what the attention class `info` computes in one decode step.
+
+    Raises:
+        NoStep: with the reason why that is not what the step's operators compute.
+    """
+    forward = info.methods.get("forward")
+    if forward is None:
+        raise NoStep("other_attention", "no forward of its own")
+    try:
+        return _read(computed_in_step(forward, module, info), info, module)
+    except NotComputable as error:
+        raise NoStep("other_attention", error.what) from error
+
+
+def _read(term: Term, info: ClassInfo, module: Module) -> AttentionStep:
+    output = term.args[0] if term.op == "tuple" else term
+    if output.op != "call" or len(output.args) != 2 or output.args[0].op != "attribute":
+        raise NoStep("other_attention", "what is returned is no projection")
+    if not is_linear(output.args[0], info, module):
+        raise NoStep("not_linear", output.args[0].value)
+    call = _attention_call(output.args[1])
+    query, key, value = call.args[2:5]
+    update = key.args[0] if key.op == "index" else key
+    if update.op != "update" or update.args[0] != CACHE_PARAMETER or len(update.args) < 4:
+        raise NoStep("other_attention", "keys do not come from the cache")
+    if (key, value) != (Term("index", (update, constant(0))), Term("index", (update, constant(1)))):
+        raise NoStep("other_attention", "keys or values change after the cache")
+    turned_query, turned_key = turned_heads(query, info, module), turned_heads(update.args[1], info, module)
+    values = split_heads(update.args[2], info, module)
+    check_alike(turned_query, turned_key, values)
+    projections, kv_heads = projections_of((turned_query.heads, turned_key.heads, values), info, module)
+    if keyword(call, "scaling") is None:
+        raise NoStep("other_attention", "the scaling is not given")
+    for argument in call.args[6:]:
+        if argument.op == "keyword" and argument.value not in _KEYWORDS:
+            raise NoStep("attention_argument", argument.value)
+    window = keyword(call, "sliding_window") or NONE
+    step = AttentionStep(
+        info, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
+        output.args[0], window,
+    )  # fmt: skip
+    step.method(module)
+    return step
+
+
+def _attention_call(term: Term) -> Term:
+    """Return the call of the attention function whose heads `term` merges."""
+    while term.op in ("contiguous", "reshape", "view", "flatten"):
+        term = term.args[0]
+    call = term.args[0] if term.op == "index" and term.args[1:] == (constant(0),) else term
+    if call.op != "call" or len(call.args) < 6 or _implementation(call.args[0]) is None:
+        raise NoStep("other_attention", "what is projected is not the result of an attention function")
+    return call
+
+
+def _implementation(term: Term) -> Term | None:
+    """Return the name by which `term` is chosen among transformers' attention functions, None if it is not."""
+    if term.op == "native_gqa":
+        term = term.args[0]
+    if term.op == "select":
+        return next((found for choice in term.args[1:] if (found := _implementation(choice)) is not None), None)
+    if term.op == "index" and term.args[0].op == "name" and term.args[0].value.endswith(".ALL_ATTENTION_FUNCTIONS"):
+        return term.args[1]
+    return term.args[0] if term.op.endswith(".ALL_ATTENTION_FUNCTIONS.get_interface") and term.args else None

@@ -1,0 +1,1 @@
+"""Modeling files as trees: an index, questions to nodes, replacements."""

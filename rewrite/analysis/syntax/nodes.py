@@ -1,0 +1,190 @@
+"""Small questions that transforms ask about expressions and statements, and the code they build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import libcst as cst
+
+from rewrite.analysis.syntax.module import Module, names_in, self_attribute, walk
+
+LINE_LENGTH = 119
+"""transformers' own line length: generated statements wrap where its formatter would wrap them."""
+
+
+def expression(text: str) -> cst.BaseExpression:
+    """Parse an expression."""
+    return cst.parse_expression(text)
+
+
+def called_attribute(node: cst.CSTNode) -> str | None:
+    """Return `x` of the call `self.x(...)`, else None."""
+    return self_attribute(node.func) if isinstance(node, cst.Call) else None
+
+
+def calls_in(node: cst.CSTNode) -> Iterator[cst.Call]:
+    """Yield every call below `node`, in source order."""
+    return (inner for inner in walk(node) if isinstance(inner, cst.Call))
+
+
+def single_argument(call: cst.Call) -> cst.BaseExpression | None:
+    """Return the argument of a call with exactly one plain positional argument, else None."""
+    if len(call.args) != 1 or call.args[0].keyword is not None or call.args[0].star:
+        return None
+    return call.args[0].value
+
+
+def fresh_name(wanted: str, taken: set[str]) -> str:
+    """Return `wanted`, or the first of `wanted_1`, `wanted_2`, … that is not in `taken`; adds it to `taken`."""
+    name, number = wanted, 0
+    while name in taken:
+        number += 1
+        name = f"{wanted}_{number}"
+    taken.add(name)
+    return name
+
+
+def parameters(function: cst.FunctionDef) -> list[str]:
+    """Return the names of all parameters, `self` included."""
+    params = function.params
+    named = [*params.posonly_params, *params.params, *params.kwonly_params]
+    starred = [p for p in (params.star_arg, params.star_kwarg) if isinstance(p, cst.Param)]
+    return [param.name.value for param in (*named, *starred)]
+
+
+def bound_names(node: cst.CSTNode) -> set[str]:
+    """Return the local names that `node` may bind or write through: targets, `x[...] =`, `x += `, `x.op_(...)`."""
+    bound: set[str] = set()
+    for inner in walk(node):
+        if isinstance(inner, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.CompFor)):
+            bound |= _target_names(inner.target)
+        elif isinstance(inner, cst.Del):
+            bound |= names_in([inner])
+        elif isinstance(inner, cst.AsName):
+            bound |= names_in([inner.name])
+        elif isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+            if inner.func.attr.value.endswith("_") and not inner.func.attr.value.endswith("__"):
+                bound |= names_in([inner.func.value])
+    return bound
+
+
+def mutated_names(node: cst.CSTNode) -> set[str]:
+    """Return the names whose value `node` may change in place: `x += `, `x[...] =`, `x.op_()`, `f(x, out=...)`.
+
+    Another name may mean the same tensor, so a value is safe only where this set is empty or known to be fresh.
+    """
+    mutated: set[str] = set()
+    for inner in walk(node):
+        if isinstance(inner, cst.AugAssign):
+            mutated |= _target_names(inner.target)
+        elif isinstance(inner, cst.AssignTarget) and isinstance(inner.target, (cst.Subscript, cst.Attribute)):
+            mutated |= _target_names(inner.target) - {"self"}
+        elif isinstance(inner, cst.Call):
+            mutated |= _mutated_by_call(inner)
+    return mutated
+
+
+def _mutated_by_call(call: cst.Call) -> set[str]:
+    named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+    mutated = names_in(call.args) - named if named & {"out", "inplace"} else set()
+    if isinstance(call.func, cst.Attribute):
+        name = call.func.attr.value
+        if name.endswith("_") and not name.endswith("__"):
+            mutated |= names_in([call.func.value])
+    return mutated
+
+
+def written_names(node: cst.CSTNode) -> set[str]:
+    """Return the local names that evaluating a statement's expressions may write, its own targets left out."""
+    targets = {id(inner) for inner in walk(node) if isinstance(inner, cst.AssignTarget)}
+    values = [inner.value for inner in walk(node) if isinstance(inner, cst.Assign)]
+    return set().union(*(bound_names(value) for value in values)) if targets else bound_names(node)
+
+
+def local_names(function: cst.FunctionDef, module: Module) -> set[str]:
+    """Return every name that stands in a function as a name of its own, not as an attribute or a keyword."""
+    names = set(parameters(function))
+    for node in walk(function.body):
+        if isinstance(node, cst.Name):
+            parent = module.parent(node)
+            attribute = isinstance(parent, cst.Attribute) and parent.attr is node
+            keyword = isinstance(parent, cst.Arg) and parent.keyword is node
+            if not attribute and not keyword:
+                names.add(node.value)
+    return names
+
+
+def single_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
+    """Return the value of every local that is assigned exactly once, by `name = value`, and is no parameter."""
+    values: dict[str, cst.BaseExpression] = {}
+    times: dict[str, int] = dict.fromkeys(parameters(function), 1)
+    for node in walk(function.body):
+        if isinstance(node, (cst.Assign, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.With)):
+            for name in bound_names(node) if not isinstance(node, (cst.For, cst.With)) else names_in([node]):
+                times[name] = times.get(name, 0) + 1
+        if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.targets[0].target, cst.Name):
+            values[node.targets[0].target.value] = node.value
+    return {name: value for name, value in values.items() if times[name] == 1}
+
+
+def block_of(node: cst.CSTNode, module: Module) -> Sequence[cst.CSTNode]:
+    """Return the statements of the block that `node`'s statement stands in."""
+    parent = module.parent(module.statement(node))
+    body = getattr(parent, "body", ())
+    return body if isinstance(body, Sequence) else ()
+
+
+def _target_names(target: cst.CSTNode) -> set[str]:
+    if isinstance(target, cst.Name):
+        return {target.value}
+    if isinstance(target, (cst.Tuple, cst.List)):
+        return {name for element in target.elements for name in _target_names(element.value)}
+    if isinstance(target, cst.StarredElement):
+        return _target_names(target.value)
+    if isinstance(target, (cst.Subscript, cst.Attribute)):
+        return _target_names(target.value)
+    return set()
+
+
+def replace_nodes(
+    top: cst.CSTNode, new: Mapping[int, tuple[cst.CSTNode, ...]], around: Set[int] | None = None
+) -> cst.CSTNode:
+    """Return `top` with every node whose `id` is in `new` replaced; none, or several, only for a statement.
+
+    `around`, where known, holds the ids of all nodes above those: nothing else is visited, and what is not visited
+    stays the same object (a pass over a 4,300-line file took 1.0 s and takes 0.1 s).
+    """
+    replaced = top.visit(_Replace(new, around))
+    if not isinstance(replaced, cst.CSTNode):
+        raise TypeError("the node itself was replaced")
+    return replaced
+
+
+class _Replace(cst.CSTTransformer):
+    def __init__(self, new: Mapping[int, tuple[cst.CSTNode, ...]], around: Set[int] | None):
+        super().__init__()
+        self.new = new
+        self.around = around
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return id(node) not in self.new and (self.around is None or id(node) in self.around)
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
+        new = self.new.get(id(original_node))
+        if new is None:
+            if isinstance(original_node, cst.IndentedBlock) and isinstance(updated_node, cst.IndentedBlock):
+                return self._without_gap(original_node, updated_node)
+            return updated_node
+        return new[0] if len(new) == 1 else cst.FlattenSentinel(new)
+
+    def _without_gap(self, original: cst.IndentedBlock, updated: cst.IndentedBlock) -> cst.IndentedBlock:
+        """Drop the blank lines that a block would begin with because its first statements were removed."""
+        if self.new.get(id(original.body[0])) != () or not updated.body:
+            return updated
+        first = updated.body[0]
+        lines = list(getattr(first, "leading_lines", ()))
+        while lines and lines[0].comment is None:
+            lines.pop(0)
+        return updated.with_changes(body=[first.with_changes(leading_lines=lines), *updated.body[1:]])

@@ -1,0 +1,1 @@
+"""What code computes, apart from how it is spelled."""

@@ -1,0 +1,314 @@
+"""What a function computes, apart from how it is spelled.
+
+`body` runs a function symbolically: locals are inlined in order, helper methods and functions of the file are
+followed, annotations and docstrings do not count, and spellings of the same operation (`x.float()` and
+`x.to(torch.float32)`, `x ** 2` and `x.square()`, `torch.rsqrt(v)` and `v ** -0.5`) become the same term. The order of
+roundings is kept: a cast before a multiplication and one after it are different terms. `unify` finds a pattern in the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import libcst as cst
+
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.terms.spelling import ARGUMENTS, BINARY, COMPARISON, Term, constant, make
+from rewrite.errors import RewriteError
+
+MAX_DEPTH = 4
+"""How many calls of helpers inside helpers are followed."""
+MAX_SIZE = 4000
+"""Inlining repeats terms; a body of more nodes than this is no fused operator's."""
+
+Bindings = dict[str, Term]
+
+
+class NotComputable(RewriteError):
+    """The function does something that has no canonical form."""
+
+    def __init__(self, what: str):
+        super().__init__(what)
+        self.what = what
+
+
+def body(function: cst.FunctionDef, module: Module, owner: ClassInfo | None = None) -> Term:
+    """Return what `function` returns, as a term over its parameters and the attributes of `self`.
+
+    Raises:
+        NotComputable: if it has statements other than assignments to locals, conditional assignments and one return.
+    """
+    params = [p.name.value for p in (*function.params.posonly_params, *function.params.params)]
+    params += [p.name.value for p in function.params.kwonly_params]
+    environment = {name: Term("parameter", (), name) for name in params}
+    if owner is not None:
+        environment.pop("self", None)
+    return Run(module, owner, MAX_DEPTH).function(function, environment)
+
+
+@dataclass
+class Run:
+    """One symbolic execution; the methods are what a subclass may read otherwise."""
+
+    module: Module
+    owner: ClassInfo | None
+    depth: int
+
+    def function(self, function: cst.FunctionDef, environment: Bindings) -> Term:
+        """Return what the function returns where its parameters are bound as in `environment`."""
+        result = self.block(function.body.body, environment)
+        if result is None:
+            raise NotComputable("no return")
+        return result
+
+    def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
+        """Execute statements; return what the first `return` among them returns, None if there is none."""
+        for statement in statements:
+            if isinstance(statement, cst.If):
+                if (returned := self.branch(statement, environment)) is not None:
+                    return returned
+                continue
+            if not isinstance(statement, cst.SimpleStatementLine):
+                raise NotComputable(_kind(statement))
+            for small in statement.body:
+                if isinstance(small, cst.Return):
+                    return self.expression(small.value or cst.Name("None"), environment)
+                self.small(small, environment)
+        return None
+
+    def branch(self, statement: cst.If, environment: Bindings) -> Term | None:
+        """Execute a conditional statement: a local that both ways bind differently becomes a `select`."""
+        test = self.expression(statement.test, environment)
+        yes, no = dict(environment), dict(environment)
+        returned = self.block(statement.body.body, yes)
+        if isinstance(statement.orelse, cst.If):
+            returned = returned or self.branch(statement.orelse, no)
+        elif statement.orelse is not None:
+            returned = returned or self.block(statement.orelse.body.body, no)
+        if returned is not None:
+            raise NotComputable("a return under a condition")
+        for name in {*yes, *no}:
+            if name not in yes or name not in no:
+                environment.pop(name, None)
+            elif yes[name] != no[name]:
+                environment[name] = make("select", test, yes[name], no[name])
+        return None
+
+    def small(self, small: cst.BaseSmallStatement, environment: Bindings) -> None:
+        """Execute one simple statement."""
+        if isinstance(small, cst.Expr) and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString)):
+            return
+        if isinstance(small, cst.Assign):
+            value = self.expression(small.value, environment)
+            for target in small.targets:
+                self.bind(target.target, value, environment)
+        elif isinstance(small, cst.AnnAssign) and small.value is not None:
+            self.bind(small.target, self.expression(small.value, environment), environment)
+        else:
+            raise NotComputable(_kind(small))
+
+    def bind(self, target: cst.BaseExpression, value: Term, environment: Bindings) -> None:
+        """Give the targets of an assignment their values."""
+        if isinstance(target, cst.Name):
+            environment[target.value] = value
+        elif isinstance(target, (cst.Tuple, cst.List)):
+            for index, element in enumerate(target.elements):
+                if isinstance(element, cst.StarredElement):
+                    raise NotComputable("a starred target")
+                self.bind(element.value, make("index", value, constant(index)), environment)
+        else:
+            raise NotComputable("an assignment to an attribute or item")
+
+    def expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
+        """Return the term of an expression."""
+        term = self._expression(node, environment)
+        if term.size > MAX_SIZE:
+            raise NotComputable("too large")
+        return term
+
+    def _expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
+        if isinstance(node, cst.Name):
+            return environment.get(node.value) or self.named(node)
+        if isinstance(node, (cst.Integer, cst.Float)):
+            return constant(node.evaluated_value)
+        if isinstance(node, (cst.SimpleString, cst.Ellipsis)):
+            return Term("constant", (), self.module.code(node))
+        if isinstance(node, cst.Attribute):
+            return self.attribute(node, environment)
+        if isinstance(node, cst.Call):
+            return self.call(node, environment)
+        if isinstance(node, cst.BinaryOperation):
+            operands = (self.expression(side, environment) for side in (node.left, node.right))
+            return make(BINARY[type(node.operator)], *operands)
+        if isinstance(node, cst.UnaryOperation):
+            name = {"Minus": "neg", "Not": "not"}.get(_kind(node.operator), _kind(node.operator))
+            return make(name, self.expression(node.expression, environment))
+        if isinstance(node, cst.Subscript):
+            items = [self.slice(element.slice, environment) for element in node.slice]
+            return make("index", self.expression(node.value, environment), *items)
+        if isinstance(node, (cst.Tuple, cst.List)):
+            return make("tuple", *(self.element(element, environment) for element in node.elements))
+        if isinstance(node, cst.IfExp):
+            parts = (self.expression(part, environment) for part in (node.test, node.body, node.orelse))
+            return make("select", *parts)
+        if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
+            target = node.comparisons[0]
+            sides = (self.expression(side, environment) for side in (node.left, target.comparator))
+            return make(COMPARISON.get(type(target.operator), _kind(target.operator)), *sides)
+        raise NotComputable(_kind(node))
+
+    def named(self, node: cst.BaseExpression) -> Term:
+        """Return the leaf of a name that no local has."""
+        return Term("name", (), self.module.qualified(node))
+
+    def attribute(self, node: cst.Attribute, environment: Bindings) -> Term:
+        """Return the term of `a.b`."""
+        if self.owner is not None and (name := self_attribute(node)) is not None:
+            return Term("attribute", (), name)
+        root: cst.BaseExpression = node
+        while isinstance(root, cst.Attribute):
+            root = root.value
+        if isinstance(root, cst.Name) and root.value not in environment and root.value != "self":
+            return self.named(node)
+        return make(f".{node.attr.value}", self.expression(node.value, environment))
+
+    def element(self, node: cst.Arg | cst.BaseElement, environment: Bindings) -> Term:
+        """Return the term of an argument or of an element of a tuple."""
+        if isinstance(node, cst.StarredElement) or (isinstance(node, cst.Arg) and node.star):
+            raise NotComputable("a starred element")
+        return self.expression(node.value, environment)
+
+    def starred_keywords(self, node: cst.Call) -> None:
+        """Say what becomes of the `**` arguments of a call."""
+        raise NotComputable("a starred argument")
+
+    def slice(self, node: cst.BaseSlice, environment: Bindings) -> Term:
+        """Return the term of an index or slice."""
+        if isinstance(node, cst.Index):
+            return self.expression(node.value, environment)
+        if not isinstance(node, cst.Slice):
+            raise NotComputable(_kind(node))
+        ends = (self.expression(end or cst.Name("None"), environment) for end in (node.lower, node.upper, node.step))
+        return make("slice", *ends)
+
+    def call(self, node: cst.Call, environment: Bindings) -> Term:
+        """Return the term of a call, following helpers of the class and the file."""
+        plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
+        if any(argument.star == "**" for argument in node.args):
+            self.starred_keywords(node)
+        keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}
+        method = self_attribute(node.func)
+        if self.owner is not None and method is not None:
+            if (helper := self.module.method(self.owner, method)) is not None:
+                return self.follow(helper, [Term("self"), *plain], keywords)
+            return operation("call", [Term("attribute", (), method), *plain], keywords)
+        if isinstance(node.func, cst.Name) and node.func.value not in environment:
+            if (helper := self.module.functions.get(node.func.value)) is not None:
+                return self.follow(helper, plain, keywords)
+        function = self.expression(node.func, environment)
+        if function.op == "name":
+            return operation(function.value.removeprefix("torch."), plain, keywords)
+        if function.op.startswith("."):
+            if function.op.endswith("_"):
+                raise NotComputable("an operation in place")
+            return operation(function.op[1:], [*function.args, *plain], keywords)
+        if function.op == "dtype" or function.op == "shape":
+            raise NotComputable(f"a call of {function.op}")
+        return operation("call", [function, *plain], keywords)
+
+    def follow(self, helper: cst.FunctionDef, plain: Sequence[Term], keywords: Mapping[str, Term]) -> Term:
+        """Return what a helper returns for these arguments."""
+        if self.depth == 0:
+            raise NotComputable("helpers nested too deeply")
+        params = [*helper.params.posonly_params, *helper.params.params]
+        if len(plain) > len(params):
+            raise NotComputable("a helper with variable arguments")
+        given = {param.name.value: value for param, value in zip(params, plain, strict=False)} | dict(keywords)
+        for param in (*params, *helper.params.kwonly_params):
+            if param.name.value not in given:
+                if param.default is None:
+                    raise NotComputable("a missing argument")
+                given[param.name.value] = self.expression(param.default, {})
+        given.pop("self", None)
+        return replace(self, depth=self.depth - 1).function(helper, given)
+
+
+def operation(name: str, plain: Sequence[Term], keywords: Mapping[str, Term]) -> Term:
+    """Return the term of a call, with keywords moved to the positions that the function's signature gives them."""
+    order = ARGUMENTS.get(name, ())
+    arguments = list(plain)
+    waiting = {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in keywords.items()}
+    while len(arguments) < len(order) and order[len(arguments)] in waiting:
+        arguments.append(waiting.pop(order[len(arguments)]))
+    arguments += [Term("keyword", (waiting[key],), key) for key in sorted(waiting)]
+    return make(name, *arguments)
+
+
+def subterms(term: Term) -> Iterator[Term]:
+    """Yield `term` and everything below it."""
+    yield term
+    for argument in term.args:
+        yield from subterms(argument)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A computation to look for, written as a function in Python.
+
+    Its parameters stand for any parameter of the candidate, `self.NAME` for any attribute of the candidate's `self`,
+    and parameters in capitals for a parameter or a constant.
+    """
+
+    source: str
+    marks: Mapping[str, object] = field(default_factory=dict)
+    """What a match means to the transform."""
+
+    @cached_property
+    def term(self) -> Term:
+        """The canonical form of the pattern."""
+        module = Module(cst.parse_module(f"import torch\n{self.source}"))
+        if module.classes:
+            owner = next(iter(module.classes.values()))
+            return body(owner.methods["forward"], module, owner)
+        return body(list(module.functions.values())[-1], module)
+
+    def match(self, term: Term) -> Bindings | None:
+        """Return what the pattern's names stand for in `term`, or None if `term` is another computation."""
+        return next(unify(self.term, term, {}), None)
+
+
+def unify(pattern: Term, term: Term, bound: Bindings) -> Iterator[Bindings]:
+    """Yield every way to read `term` as `pattern`, operands of a commutative operation in either order."""
+    if pattern.op in ("parameter", "attribute"):
+        if pattern.value in bound:
+            if bound[pattern.value] == term:
+                yield bound
+        elif _may_bind(pattern, term) and term not in bound.values():
+            yield {**bound, pattern.value: term}
+        return
+    if (pattern.op, pattern.value, len(pattern.args)) != (term.op, term.value, len(term.args)):
+        return
+    yield from _unify_all(pattern.args, term.args, bound)
+    if pattern.commutes:
+        yield from _unify_all(pattern.args, term.args[::-1], bound)
+
+
+def _unify_all(patterns: Sequence[Term], terms: Sequence[Term], bound: Bindings) -> Iterator[Bindings]:
+    if not patterns:
+        yield bound
+        return
+    for first in unify(patterns[0], terms[0], bound):
+        yield from _unify_all(patterns[1:], terms[1:], first)
+
+
+def _may_bind(pattern: Term, term: Term) -> bool:
+    if pattern.value.isupper() and pattern.op == "parameter":
+        return term.op in ("parameter", "constant")
+    return term.op == pattern.op
+
+
+def _kind(node: cst.CSTNode) -> str:
+    return type(node).__name__

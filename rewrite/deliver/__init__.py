@@ -1,0 +1,1 @@
+"""The last steps that `rewrite MODEL` and `rewrite sync` share: check, verify, report."""

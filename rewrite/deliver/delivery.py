@@ -1,0 +1,67 @@
+"""The last steps of a rewrite, whoever asked for it: stage, check, verify, put in place, say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rewrite.deliver import precheck, report, verification
+from rewrite.engine.build import Build
+from rewrite.package import output
+from rewrite.package.assemble import VERDICT_NAME, Package
+from rewrite.package.output import Output, Staged
+from rewrite.show.console import Screen
+from rewrite.verify import Verdict
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How a package is to be checked and put in place."""
+
+    verify: bool
+    request: verification.Request
+    trust_remote_code: bool = False
+    force: bool = False
+    """Accept that fewer places are rewritten than before."""
+    json_path: Path | None = None
+    unverified: str = "not run (--no-verify), the import was not tried"
+    """What to say where `verify` is off."""
+
+
+def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, place: Output) -> int:
+    """Put `package` in place if it passes, and return the exit code of the command.
+
+    Raises:
+        SitesLost: if fewer places are rewritten than in the package that is there.
+        GateFailed: if the package does not hold together.
+        OutputNotWritable: if the disk refuses.
+    """
+    if not delivery.force:
+        output.check_sites(place, package.lock)
+    with output.stage(place, package) as staged:
+        precheck.check_text(staged.folder, package.lock.files)
+        verdict, note = _verified(delivery, screen, built, staged)
+        data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
+        if verdict is not None and not verdict.passed:
+            report.show_rejected(screen, verdict, staged.reject(), place)
+            report.write(delivery.json_path, {**data, "written": False})
+            return verdict.exit_code
+        staged.commit()
+    report.show_written(screen, place, package, verdict, note)
+    report.write(delivery.json_path, {**data, "written": True})
+    return 0
+
+
+def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) -> tuple[Verdict | None, str]:
+    """Return the verdict on a staged package, or None and why there is none."""
+    if not delivery.verify:
+        return None, delivery.unverified
+    if built.source.remote_code and not delivery.trust_remote_code:
+        return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
+    if delivery.request.quick:  # otherwise a gate of the verifier
+        with screen.working("importing the package"):
+            precheck.check_import(staged.folder, built.source.path)
+    with screen.working("verifying") as progress:
+        verdict = verification.judge(built.source.path, staged.folder, delivery.request, progress)
+    staged.add(VERDICT_NAME, verification.record(verdict, staged.package.lock, staged.folder))
+    return verdict, ""

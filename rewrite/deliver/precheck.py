@@ -1,0 +1,117 @@
+"""Checks of a generated package before it is put in place: by reading it, and by importing it in a clean process."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rewrite.errors import GateFailed, SourceDoesNotImport
+from rewrite.package.assemble import KEPT
+
+IMPORT_SECONDS = 300
+_NEEDED = ("torch", "transformers")
+
+# A package or a file is imported by path under a name of its own: its folder's name need not be an identifier, and
+# nothing in the working folder may stand in for torch or transformers.
+_IMPORT = """
+import importlib.util, os, sys
+path = sys.argv[1]
+sys.path[:] = [place for place in sys.path if place]
+file, inside = (path + "/__init__.py", [path]) if os.path.isdir(path) else (path, None)
+spec = importlib.util.spec_from_file_location("rewritten_package", file, submodule_search_locations=inside)
+module = importlib.util.module_from_spec(spec)
+sys.modules["rewritten_package"] = module
+spec.loader.exec_module(module)
+"""
+
+
+def check_text(folder: Path, files: Iterable[str]) -> None:
+    """Check that the generated `files` parse and that every name that one imports from another exists there.
+
+    Raises:
+        GateFailed: if not.
+    """
+    trees = {folder / name: _parsed(folder / name) for name in sorted(files) if name.endswith(".py")}
+    for path, tree in trees.items():
+        if path.parent.name == KEPT:
+            continue
+        for name, place in _relative_names(tree, path):
+            if place not in trees or name not in (*_bound(trees[place]), "*"):
+                raise GateFailed(path.name, f"it imports {name} from {place.name}, which does not have it")
+
+
+def missing_libraries() -> list[str]:
+    """Return what an import of the package would need and is not installed."""
+    return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+
+
+def check_import(folder: Path, source: Path) -> None:
+    """Import the package in a process of its own.
+
+    Raises:
+        SourceDoesNotImport: if that fails, and the file it was made from cannot be imported either.
+        GateFailed: if only the package fails, with the last line of the error.
+    """
+    why = _import_error(folder)
+    if why is None:
+        return
+    if (of_source := _import_error(source)) is not None and not _in_library(source):
+        raise SourceDoesNotImport(source, of_source)
+    raise GateFailed("package", why)
+
+
+def _in_library(source: Path) -> bool:
+    """Return whether a file is one of transformers' own, which import their neighbours and not by path."""
+    return "transformers" in source.resolve().parts
+
+
+def _import_error(path: Path) -> str | None:
+    """Import a package or a file in a process of its own; return the last line of the error, None without one."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", _IMPORT, str(path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=IMPORT_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired as error:
+        raise GateFailed(path.name, f"no end after {IMPORT_SECONDS} s") from error
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+
+
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        raise GateFailed(path.name, f"line {error.lineno}: {error.msg}") from error
+
+
+def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (name, file) of every name that `path` imports relatively; a submodule counts as a name of itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parent
+            for _ in range(node.level - 1):
+                base = base.parent
+            base = base.joinpath(*(node.module or "").split("."))
+            for alias in node.names:
+                if (base / f"{alias.name}.py").is_file():
+                    continue
+                yield alias.name, base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Return every name that is bound anywhere in a file: broad, so that no correct file is refused."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+    return names

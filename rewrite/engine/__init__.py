@@ -1,0 +1,1 @@
+"""From a modeling file to its rewritten text."""

@@ -1,0 +1,63 @@
+"""Text in, text out: a source becomes the text of a rewritten modeling file and the report of what was done."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from rewrite.engine.passes import rewrite_text
+from rewrite.engine.relocate import is_rewritten, relocate
+from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse
+from rewrite.transform import Rewritten, Transform
+from rewrite.upstream.source import Source
+
+
+@dataclass(frozen=True)
+class Build:
+    """A rewritten modeling file, not yet written anywhere."""
+
+    source: Source
+    rewritten: Rewritten
+    """Text and report; `rewritten.text` is the whole generated file, header included."""
+
+
+def build(source: Source, transforms: Sequence[Transform]) -> Build:
+    """Rewrite `source` with `transforms`.
+
+    Raises:
+        SourceDoesNotParse: if the source is not valid Python.
+        AlreadyRewritten: if the source is an output of this tool.
+        NothingToRewrite: if no transform matched.
+    """
+    if is_rewritten(source.text):
+        raise AlreadyRewritten(source.path)
+    _check_parses(source)
+    try:
+        relocated = relocate(source)
+    except cst.ParserSyntaxError as error:
+        raise SourceDoesNotParse(source.path, error.raw_line, error.message.splitlines()[0]) from error
+    rewritten = rewrite_text(relocated.text, transforms, relocated.uses)
+    if not rewritten.sites:
+        raise NothingToRewrite(source.path, _reasons(rewritten))
+    return Build(source, rewritten)
+
+
+def _check_parses(source: Source) -> None:
+    """Ask Python's own parser first: it points closer than libcst's, which deep nesting ends without an error."""
+    try:
+        ast.parse(source.text)
+    except SyntaxError as error:
+        raise SourceDoesNotParse(source.path, error.lineno or 1, error.msg) from error
+    except ValueError as error:  # null bytes, before Python 3.12
+        raise SourceDoesNotParse(source.path, 1, str(error)) from error
+    except (RecursionError, MemoryError) as error:
+        raise SourceDoesNotParse(source.path, 1, "an expression in it is nested too deeply") from error
+
+
+def _reasons(rewritten: Rewritten) -> list[str]:
+    counts = Counter((report.name, skip.reason) for report in rewritten.transforms for skip in report.skipped)
+    return [f"{name} skipped {count} ({reason})" for (name, reason), count in sorted(counts.items())]

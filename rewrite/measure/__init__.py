@@ -1,0 +1,1 @@
+"""What verifying and benchmarking share: limits, profiles, timing, shapes."""

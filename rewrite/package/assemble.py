@@ -1,0 +1,235 @@
+"""The files of an output package, as bytes: modeling file, `__init__.py`, the runtime it needs, lock."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import rewrite
+from rewrite.analysis.syntax.nodes import LINE_LENGTH
+from rewrite.engine.build import Build
+from rewrite.package import runtime_files
+from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
+from rewrite.package.runtime_files import isort_key, runtime_file
+from rewrite.runtime.origin import definitions
+from rewrite.transform import Transform
+from rewrite.upstream.source import LOCK_NAME, Source
+
+KEPT = ".rewrite"
+"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
+ORIGINAL = ".original"
+"""Ends the name of the kept original."""
+INIT = "__init__.py"
+UPSTREAM = "runtime/upstream.py"
+VERDICT_NAME = "verify.json"
+
+_UPSTREAM = '''\
+"""What this package takes from transformers, as it was when the package was made. Generated: the guard reads it."""
+
+CALLED = {called}
+"""The functions that the modeling file calls, with the keywords that it gives."""
+
+REPLACED = {replaced}
+"""Digest of each function whose work this folder does itself."""
+'''
+
+_INIT = '''\
+"""{title}.
+
+This folder is yours: rewrite.lock says what was changed.
+"""
+
+from .runtime import upstream
+from .runtime.origin import guard
+
+with guard.made_from(
+    package=__name__,
+    module={module},
+    sha256="{sha256}",
+    code="{code}",
+    version="{version}",
+    command={command},
+    called=upstream.CALLED,
+    replaced=upstream.REPLACED,
+):
+    from . import {modeling}
+    from .{modeling} import (
+{imported}
+    )
+
+from .runtime.core.explain import explain
+from .runtime.package import auto
+from .runtime.package import selftest as _selftest
+
+
+def selftest(checkpoint: str | None = None) -> _selftest.SelfTest:
+    """Compare this package with the installed original, on this machine, and return what was compared.
+
+    Raises:
+        SelfTestFailed: if it computes something else, or if a checkpoint does not arrive whole.
+    """
+    return _selftest.run({modeling}, {module}, checkpoint)
+
+
+def register() -> list[str]:
+    """Make the Auto classes of transformers build these classes in this process, and return what changed."""
+    return auto.register({modeling})
+
+
+__all__ = [
+{exported}
+]
+'''
+
+
+@dataclass(frozen=True)
+class Package:
+    """Everything that an output folder holds, before it is written."""
+
+    files: Mapping[str, bytes]
+    """By path in the folder, `/` between parts; the lock included."""
+    lock: Lock
+
+
+def assemble(
+    build: Build, transforms: Sequence[Transform], options: Options, folder: Path, previous: Lock | None = None
+) -> Package:
+    """Return the package that holds `build`, made for the output folder `folder` (whose name is in its texts).
+
+    A package that is made anew keeps the name of the modeling file of its `previous` lock, and where the original is
+    if it is still there.
+    """
+    origin = _origin(build.source, folder)
+    if previous is not None and origin.path == previous.source.path:
+        origin = replace(origin, target=previous.source.target)
+    name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
+    text = build.rewritten.text.encode("utf-8")
+    runtime = runtime_files.closure(build.rewritten.runtime)
+    init = _init(build, name, folder).encode("utf-8")
+    files = {
+        INIT: init,
+        f"{name}.py": text,
+        f"{KEPT}/{INIT}": init,
+        f"{KEPT}/{name}.py": text,
+        f"{KEPT}/{name}.py{ORIGINAL}": build.source.path.read_bytes(),
+        **runtime_files.files(runtime),
+        UPSTREAM: _upstream(build, runtime).encode("utf-8"),
+    }
+    lock = Lock(
+        tool=rewrite.__version__,
+        source=origin,
+        options=options,
+        rules=rule_hashes(transforms),
+        transforms=build.rewritten.transforms,
+        upstream={origin.path: build.source.sha256},
+        engine=engine_digest(),
+        files={path: sha256(data) for path, data in sorted(files.items())},
+    )
+    return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)
+
+
+def modeling_name(source: Source) -> str:
+    """Return the module name of the modeling file, always `modeling_<name>`."""
+    stem = re.sub(r"\W", "_", source.path.stem)
+    return stem if stem.startswith("modeling_") else f"modeling_{stem}"
+
+
+def command_for(folder: Path) -> str:
+    """Return the command that makes the package anew and keeps the user's edits; paths in it are relative."""
+    return f'rewrite sync "{folder.name}"' if " " in folder.name else f"rewrite sync {folder.name}"
+
+
+def command_to_make(target: str, folder: Path) -> str:
+    """Return the command that makes a package of `target` without regard to what is in the folder."""
+    name = f'"{folder.name}"' if " " in folder.name else folder.name
+    return f"rewrite {target} --out {name} --force"
+
+
+def public_names(text: str) -> list[str]:
+    """Return what `from module import *` would bind of the module's own: `__all__`, else its public definitions."""
+    tree = ast.parse(text)
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and _names(statement.targets) == ["__all__"]:
+            listed = (node for node in ast.walk(statement.value) if isinstance(node, ast.Constant))
+            return sorted({str(node.value) for node in listed}, key=isort_key)
+    defined = (s.name for s in tree.body if isinstance(s, (ast.ClassDef, ast.FunctionDef)))
+    return sorted({name for name in defined if not name.startswith("_")}, key=isort_key)
+
+
+def _init(build: Build, modeling: str, folder: Path) -> str:
+    source = build.source
+    made_of = f"transformers {source.transformers_version}" if source.module else source.path.name
+    names = public_names(build.rewritten.text)
+    exported = sorted([*names, "explain", "register", "selftest"], key=isort_key)
+    return _INIT.format(
+        title=f"{modeling.removeprefix('modeling_')}, rewritten from {made_of} by hf-rewrite {rewrite.__version__}",
+        module=f'"{source.module}"' if source.module else None,
+        sha256=source.sha256,
+        version=source.transformers_version or "",
+        command=_quoted(command_for(folder)),
+        code=definitions.of_module(source.text),
+        modeling=modeling,
+        imported=textwrap.indent("\n".join(f"{name}," for name in names), " " * 8),
+        exported=textwrap.indent("\n".join(f'"{name}",' for name in exported), " " * 4),
+    )
+
+
+def _upstream(build: Build, runtime: Sequence[str]) -> str:
+    """Return the text of the file that tells the guard what to look at."""
+    root = build.source.transformers_root
+    called: dict[str, list[str]] = {}
+    replaced: dict[str, str] = {}
+    if root is not None:
+        given = {name: keywords for name, keywords in definitions.calls(build.rewritten.text).items() if keywords}
+        called = {name: given[name] for name in definitions.of_functions(root, given)}
+        imported = [definitions.imported_names(runtime_file(file).decode("utf-8")) for file in runtime]
+        replaced = definitions.of_functions(root, {name for names in imported for name in names.values()})
+    return _UPSTREAM.format(called=_table(called), replaced=_table(replaced))
+
+
+def _table(values: Mapping[str, object]) -> str:
+    """Return a dict as a formatter would write it, one line an entry; a list that is too long one line an item."""
+    lines = []
+    for name, value in values.items():
+        line = f"    {_quoted(name)}: {json.dumps(value)},"
+        if len(line) > LINE_LENGTH and isinstance(value, list):
+            line = "\n".join([f"    {_quoted(name)}: [", *(f"        {_quoted(item)}," for item in value), "    ],"])
+        lines.append(line)
+    return "\n".join(["{", *lines, "}"]) if lines else "{}"
+
+
+def _quoted(text: str) -> str:
+    """Return a string literal in double quotes where that needs no escapes, as formatters write it."""
+    return repr(text) if '"' in text or "\\" in text else f'"{text}"'
+
+
+def _origin(source: Source, folder: Path) -> Origin:
+    if source.module is not None:
+        target, path = source.module, "/".join(source.module.split(".")[1:]) + ".py"
+    else:
+        target, path = _relative_target(source.path, folder), source.path.name
+    version = source.transformers_version if source.module is not None else None
+    model_type = source.model_type if source.module is None or _is_plain_model_type(source) else None
+    return Origin(target, path, source.sha256, source.module, model_type, version)
+
+
+def _relative_target(path: Path, folder: Path) -> str:
+    """Return the way from the output folder to a file of the same tree, else its name: no machine path is recorded."""
+    here = Path.cwd().resolve()
+    inside = [place.resolve().is_relative_to(here) for place in (path, folder)]
+    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix() if all(inside) else path.name
+
+
+def _is_plain_model_type(source: Source) -> bool:
+    """Return whether the model type alone leads to this file, whichever way the user named it."""
+    return source.model_type is not None and modeling_name(source) == f"modeling_{source.model_type.replace('-', '_')}"
+
+
+def _names(targets: Sequence[ast.expr]) -> list[str]:
+    return [target.id for target in targets if isinstance(target, ast.Name)]

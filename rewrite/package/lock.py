@@ -1,0 +1,185 @@
+"""`rewrite.lock`: what was rewritten, from what, with which rules. Nothing measured and no time is in it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rewrite.errors import NotAPackage
+from rewrite.package import lock_text
+from rewrite.package.lock_text import sha256
+from rewrite.transform import SkippedSite, Transform, TransformReport
+from rewrite.upstream.source import LOCK_NAME
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+SCHEMA = 2
+ENGINE = ("analysis", "engine", "package/assemble.py", "package/runtime_files.py", "transform.py")
+"""What decides the generated text besides the transforms and the runtime files, in `rewrite/`."""
+
+__all__ = ["SCHEMA", "Lock", "Options", "Origin", "engine_digest", "read_lock", "rule_hashes", "sha256"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the original is to be found again."""
+
+    target: str
+    """Module inside transformers; else the path relative to the output folder, or the bare file name."""
+    path: str
+    """Inside transformers (`models/llama/modeling_llama.py`), else the file name."""
+    sha256: str
+    module: str | None
+    model_type: str | None
+    transformers: str | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose that changes the generated text."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    """Transforms that run on request only, `--with`."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The content of `rewrite.lock`."""
+
+    tool: str
+    """Version of this tool."""
+    source: Origin
+    options: Options
+    rules: Mapping[str, str]
+    """sha256 of the code of each transform that ran, by name."""
+    transforms: tuple[TransformReport, ...]
+    upstream: Mapping[str, str]
+    """sha256 of every file of transformers that was read."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """sha256 of every generated file, by its path in the package."""
+    engine: str = ""
+    """sha256 of what decides the text besides the rules; empty in a lock of schema 1."""
+    intact: bool = True
+    """Whether the file is as this tool wrote it; not part of the file."""
+
+    @property
+    def modeling(self) -> str:
+        """Name of the modeling file."""
+        return next(name for name in self.files if name.startswith("modeling_"))
+
+    @property
+    def rewritten(self) -> dict[str, tuple[str, ...]]:
+        """The rewritten sites of each rule that has some."""
+        return {report.name: report.rewritten for report in self.transforms if report.rewritten}
+
+    def to_json(self) -> str:
+        """Return the text of the file: sorted, one trailing newline."""
+        data = {
+            "schema": SCHEMA,
+            "tool": {"name": "hf-rewrite", "version": self.tool, "engine": self.engine},
+            "source": asdict(self.source),
+            "options": _options(self.options),
+            "rules": dict(self.rules),
+            "transforms": {report.name: _report(report) for report in self.transforms},
+            "upstream": dict(self.upstream),
+            "files": dict(self.files),
+        }
+        return lock_text.dumps({**data, "digest": lock_text.digest(data)})
+
+
+def read_lock(folder: Path) -> Lock:
+    """Read the lock of an output package.
+
+    Raises:
+        NotAPackage: if the folder has none, or one that cannot be read or that asks for something outside the folder.
+    """
+    path = folder / LOCK_NAME
+    if not folder.is_dir():
+        raise NotAPackage(folder, "there is no such folder")
+    if not path.is_file():
+        raise NotAPackage(folder, f"it has no {LOCK_NAME}")
+    try:
+        return _parse(lock_text.loads(path))
+    except lock_text.Malformed as error:
+        raise NotAPackage(folder, f"its {LOCK_NAME} {error}") from error
+
+
+def rule_hashes(transforms: Sequence[Transform]) -> dict[str, str]:
+    """Return the sha256 of the file of each transform, by its name."""
+    sources = {t.name: inspect.getsource(sys.modules[type(t).__module__]) for t in transforms}
+    return {name: sha256(text.encode("utf-8")) for name, text in sources.items()}
+
+
+@cache
+def engine_digest() -> str:
+    """Return the sha256 of the files in `ENGINE`."""
+    root = importlib.resources.files("rewrite")
+    found = {path: text for name in ENGINE for path, text in _sources(root / name, name)}
+    texts = [f"{name} {sha256(found[name])}\n" for name in sorted(found)]
+    return sha256("".join(texts).encode("utf-8"))
+
+
+def _sources(place: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
+    """Yield path and content of a Python file, or of all below a folder."""
+    if place.is_file():
+        yield from [(name, place.read_bytes())] if name.endswith(".py") else []
+    elif not name.endswith("__pycache__"):
+        for inner in place.iterdir():
+            yield from _sources(inner, f"{name}/{inner.name}")
+
+
+def _options(options: Options) -> dict[str, Any]:
+    """As in locks of versions that knew no `also`, where nothing was requested."""
+    return {name: value for name, value in asdict(options).items() if name != "also" or value}
+
+
+def _report(report: TransformReport) -> dict[str, Any]:
+    return {"rewritten": list(report.rewritten), "skipped": [asdict(site) for site in report.skipped]}
+
+
+def _parse(data: lock_text.Table) -> Lock:
+    schema = data.number("schema")
+    if schema not in (1, SCHEMA):
+        raise lock_text.Malformed(f"has schema {schema} and this version reads up to {SCHEMA}: update hf-rewrite")
+    source, options, tool = data.table("source"), data.table("options"), data.table("tool")
+    files = data.table("files")
+    names = lock_text.generated_names(files.names())
+    origin = Origin(
+        target=source.text("target"),
+        path=source.text("path"),
+        sha256=source.text("sha256"),
+        module=source.optional("module"),
+        model_type=source.optional("model_type"),
+        transformers=source.optional("transformers"),
+    )
+    lock_text.check_origin(origin.target, origin.path, origin.module)
+    return Lock(
+        tool=tool.text("version"),
+        source=origin,
+        options=Options(
+            options.texts("only"), options.texts("skip"), options.texts("also") if "also" in options.names() else ()
+        ),
+        rules=data.table("rules").all_text(),
+        transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
+        upstream=data.table("upstream").all_text(),
+        files={name: files.text(name) for name in names},
+        engine=tool.optional("engine") or "",
+        intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),
+    )
+
+
+def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:
+    entry = reports.table(name)
+    skipped = [
+        SkippedSite(s.text("site"), s.text("reason"), s.optional("detail") or "") for s in entry.tables("skipped")
+    ]
+    return TransformReport(name, entry.texts("rewritten"), tuple(skipped))

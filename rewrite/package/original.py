@@ -1,0 +1,85 @@
+"""The original of a package: its exact text, its name in a patch, and where it is found again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from rewrite.errors import MissingLibrary, OriginalChanged, OriginalGone, OriginalNotFound, SourceNotReadable
+from rewrite.package.lock import Lock
+from rewrite.upstream.installed import Installed, find_transformers
+from rewrite.upstream.source import Source, of_library, resolve
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file exactly, byte order mark and newlines included.
+
+    Raises:
+        SourceNotReadable: if it cannot be read as UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise SourceNotReadable(path, error.strerror or str(error)) from error
+    except UnicodeDecodeError as error:
+        raise SourceNotReadable(path, f"byte {error.start} is not UTF-8") from error
+
+
+def patch_path(source: Source) -> str:
+    """Return the name that a patch of the original has: relative to the working folder where it lies in it."""
+    here = Path.cwd().resolve()
+    resolved = source.path.resolve()
+    if source.module is None and resolved.is_relative_to(here):
+        return resolved.relative_to(here).as_posix()
+    return source.path.name
+
+
+def find(folder: Path, lock: Lock, given: Path | None = None) -> Source:
+    """Return the original that the package in `folder` was made from, unchanged since.
+
+    Args:
+        folder: the package.
+        lock: its lock.
+        given: where the user says that the original is.
+
+    Raises:
+        OriginalNotFound: if it is not where the lock says.
+        OriginalChanged: if what is there is not what the package was made from.
+    """
+    source = find_present(folder, lock, given)
+    origin = lock.source
+    if source.sha256 != origin.sha256:
+        raise OriginalChanged(folder, source.path, origin.transformers, source.transformers_version)
+    return source
+
+
+def find_present(folder: Path, lock: Lock, given: Path | None = None, library: Installed | None = None) -> Source:
+    """Return what is now in the place of the original of the package in `folder`, changed or not.
+
+    Args:
+        folder: the package.
+        lock: its lock.
+        given: where the user says that the original is.
+        library: the transformers to look in; None is the installed one.
+
+    Raises:
+        OriginalNotFound: if there is nothing.
+    """
+    origin = lock.source
+    if given is not None:
+        source = resolve(str(given))
+    elif origin.module is not None:
+        library = library or find_transformers()
+        if library is None:
+            raise MissingLibrary("transformers", f"the original of {folder}")
+        found = of_library(origin.path, library)
+        if found is None:
+            raise OriginalGone(folder, origin.module, library.version)
+        source = replace(found, target=origin.module)
+    else:
+        path = folder.resolve() / origin.target
+        if not path.is_file():
+            raise OriginalNotFound(folder, origin.path, origin.sha256)
+        source = resolve(os.path.normpath(path))
+    return source

@@ -1,0 +1,308 @@
+"""Puts a package in place of an output folder such that the old folder survives until the new one is complete.
+
+The new package is written to `.<name>.rewrite-new-*/<name>` beside the folder, under its final name so that it can be
+imported and checked there, and then changes places with the old one in one step of the file system. Where that cannot
+do it (`rewrite.exchange`), in two renames: a run that is killed between them leaves the old folder as
+`.<name>.rewrite-old`, and the next run puts it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rewrite.errors import (
+    ChangedMeanwhile,
+    LinkInPackage,
+    NotAPackage,
+    OutputBusy,
+    OutputNotOurs,
+    OutputNotWritable,
+    SitesLost,
+)
+from rewrite.package import swap
+from rewrite.package.assemble import VERDICT_NAME, Package
+from rewrite.package.lock import Lock, read_lock, sha256
+from rewrite.upstream.source import LOCK_NAME
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output folder that may be written."""
+
+    shown: Path
+    """As the user named it."""
+    folder: Path
+    """With links resolved: what is replaced."""
+    backup: Path | None
+    """Where the present content goes to, because it is not only ours; None where nothing needs keeping."""
+    carried: tuple[str, ...] = ()
+    """The user's own files beside ours, which are copied into the new package."""
+    previous: Lock | None = None
+    """The lock of the package that is there now."""
+    seen: Mapping[str, str] = field(default_factory=dict)
+    """sha256 of the files that were read to make the new package: they must still be the same when it is put in."""
+
+
+class Staged:
+    """A package in its temporary folder, not yet in place."""
+
+    def __init__(self, output: Output, package: Package, folder: Path):
+        self.output = output
+        self.package = package
+        self.folder = folder
+
+    def add(self, name: str, text: str) -> None:
+        """Write one more file into the package.
+
+        Raises:
+            OutputNotWritable: if the disk refuses.
+        """
+        with _reported(self.output.shown):
+            (self.folder / name).write_text(text, encoding="utf-8", newline="")
+
+    def commit(self) -> None:
+        """Put the package in place of the output folder.
+
+        Raises:
+            OutputNotWritable: if the disk refuses; the old folder is in place then.
+            ChangedMeanwhile: if somebody changed the old folder since it was read.
+        """
+        target = self.output.folder
+        with _reported(self.output.shown):
+            self._check_unchanged()
+            if self.output.backup is not None:
+                _copy_aside(target, self.output.backup)
+            if not target.exists():
+                self.folder.rename(target)
+            elif not swap.exchange(self.folder, target):
+                self._rename_twice()
+
+    def _rename_twice(self) -> None:
+        target = self.output.folder
+        aside = _old(target)
+        target.rename(aside)
+        try:
+            self.folder.rename(target)
+        except BaseException:
+            aside.rename(target)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _check_unchanged(self) -> None:
+        for name, digest in self.output.seen.items():
+            path = self.output.folder / name
+            if not path.is_file() or sha256(path.read_bytes()) != digest:
+                raise ChangedMeanwhile(self.output.shown, name)
+
+    def reject(self) -> Path:
+        """Keep the package beside the output folder, for a look at what failed; returns where."""
+        place = self.output.folder.with_name(f"{self.output.folder.name}.rejected")
+        with _reported(self.output.shown):
+            if place.exists():
+                shutil.rmtree(place)
+            self.folder.rename(place)
+        return self.output.shown.with_name(place.name)
+
+
+def prepare(
+    shown: Path, source: Path, force: bool = False, merged: Sequence[str] = (), kept: Sequence[str] = ()
+) -> Output:
+    """Check that the folder `shown` may be written, and put back what an interrupted run left.
+
+    Edits in the files `merged` are in the new package, so they do not stand in its way; the files `kept` are carried
+    over although they are ours.
+
+    Raises:
+        OutputNotOurs: if it holds something that this tool did not write, or files of ours that were edited since,
+            and `force` is not given; or if it can never be an output (a file, the working folder, the source's own).
+    """
+    folder = _recovered(shown.expanduser().resolve())
+    if folder.exists() and not folder.is_dir():
+        raise OutputNotOurs(shown, "is a file", forcible=False)
+    if Path.cwd().resolve().is_relative_to(folder):
+        raise OutputNotOurs(shown, "is, or contains, the folder you are in", forcible=False)
+    if source.resolve().is_relative_to(folder):
+        raise OutputNotOurs(shown, f"contains the source {source.name}", forcible=False)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return Output(shown, folder, backup=None)
+    try:
+        lock = read_lock(folder)
+    except NotAPackage as error:
+        if not force:
+            raise OutputNotOurs(shown, "is not empty and not an output of this tool") from error
+        return Output(shown, folder, backup=_free_backup(folder))
+    edited = [name for name in edited_files(folder, lock) if name not in merged]
+    if edited and not force:
+        raise OutputNotOurs(shown, f"has your edits in {', '.join(edited)} (`rewrite diff {shown} --generated`)")
+    check_links(folder, lock)
+    carried = (*_own_files(folder, lock), *(name for name in kept if (folder / name).is_file()))
+    return Output(shown, folder, _free_backup(folder) if edited else None, carried, lock, snapshot(folder, lock))
+
+
+def snapshot(folder: Path, lock: Lock) -> dict[str, str]:
+    """Return the sha256 of the generated files of a package and of its lock, as they are."""
+    present = [name for name in (*lock.files, LOCK_NAME) if (folder / name).is_file()]
+    return {name: sha256((folder / name).read_bytes()) for name in present}
+
+
+def free_name(folder: Path, name: str, ending: str) -> str:
+    """Return `name` with an ending that no file in the folder has yet: `.edited`, `.edited2`."""
+    number = 1
+    while (folder / (found := f"{name}{ending}{number if number > 1 else ''}")).exists():
+        number += 1
+    return found
+
+
+def clean(shown: Path) -> None:
+    """Put back or remove what a killed run left beside a folder, unless another run is at work there."""
+    folder = shown.expanduser().resolve()
+    left = [_old(folder), swap.claim(folder), *folder.parent.glob(f"{glob.escape(_new_prefix(folder))}*")]
+    if any(path.exists() for path in left):
+        with contextlib.suppress(OutputBusy, OutputNotWritable), swap.alone(shown):
+            _recovered(folder)
+
+
+def check_sites(output: Output, lock: Lock) -> None:
+    """Check that no transform rewrites fewer places than in the package that is there now; one left out counts not.
+
+    Raises:
+        SitesLost: if one does.
+    """
+    before = {report.name: len(report.rewritten) for report in output.previous.transforms} if output.previous else {}
+    now = {report.name: len(report.rewritten) for report in lock.transforms}
+    if lost := {name: (before[name], now[name]) for name in now if now[name] < before.get(name, 0)}:
+        raise SitesLost(output.shown, lost)
+
+
+def edited_files(folder: Path, lock: Lock) -> list[str]:
+    """Return the generated files of a package that are no longer as they were generated."""
+    return [
+        name
+        for name, expected in sorted(lock.files.items())
+        if (folder / name).is_file() and sha256((folder / name).read_bytes()) != expected
+    ]
+
+
+@contextlib.contextmanager
+def stage(output: Output, package: Package) -> Iterator[Staged]:
+    """Write `package` to the temporary folder beside `output`; what is neither committed nor rejected is removed.
+
+    Raises:
+        OutputNotWritable: if the disk refuses; nothing is left behind.
+    """
+    target = output.folder
+    temporary: Path | None = None
+    try:
+        with _reported(output.shown):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=_new_prefix(target), dir=target.parent))
+            staged = temporary / target.name
+            staged.mkdir()
+            if target.is_dir():
+                shutil.copymode(target, staged)
+            for name, data in package.files.items():
+                _write(staged / name, data)
+                if (target / name).is_file():
+                    shutil.copymode(target / name, staged / name)
+            for name in output.carried:
+                (staged / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(output.folder / name, staged / name, follow_symlinks=False)
+        yield Staged(output, package, staged)
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_beside(path: Path, data: bytes) -> None:
+    """Write a file such that it is never seen half written, and a link in its place is not followed.
+
+    Raises:
+        OutputNotWritable: if the disk refuses.
+    """
+    with _reported(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def check_links(folder: Path, lock: Lock) -> None:
+    """Check that every generated file of a package is a file in its folder.
+
+    Raises:
+        LinkInPackage: if one, or a folder on the way to it, is a link.
+    """
+    places = {name for file in lock.files for name in (file, *(str(p) for p in Path(file).parents if p.name))}
+    for name in sorted({*places, LOCK_NAME, VERDICT_NAME}):
+        if (folder / name).is_symlink():
+            raise LinkInPackage(folder, name)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+@contextlib.contextmanager
+def _reported(shown: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputNotWritable(shown, error.strerror or str(error)) from error
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.rewrite-old")
+
+
+def _new_prefix(folder: Path) -> str:
+    return f".{folder.name}.rewrite-new-"
+
+
+def _copy_aside(folder: Path, backup: Path) -> None:
+    """Copy the present content to its backup, which appears as a whole or not at all."""
+    part = folder.with_name(f"{_new_prefix(folder)}backup")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(folder, part, symlinks=True)
+    part.rename(backup)
+
+
+def _recovered(folder: Path) -> Path:
+    """Return `folder` after undoing what a killed run left beside it."""
+    old = _old(folder)
+    with _reported(folder):
+        if old.is_dir() and not folder.exists():
+            old.rename(folder)
+        elif old.is_dir():
+            shutil.rmtree(old)
+        if folder.parent.is_dir():
+            for left in folder.parent.glob(f"{glob.escape(_new_prefix(folder))}*"):
+                shutil.rmtree(left, ignore_errors=True)
+    return folder
+
+
+def _free_backup(folder: Path) -> Path:
+    number = 1
+    while (place := folder.with_name(f"{folder.name}.backup{number}")).exists():
+        number += 1
+    return place
+
+
+def _own_files(folder: Path, lock: Lock) -> tuple[str, ...]:
+    """Return the files in a package that the tool did not generate, `__pycache__` apart."""
+    ours = {*lock.files, LOCK_NAME, VERDICT_NAME, *(f"{name}.conflict" for name in lock.files)}
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = (path.relative_to(folder) for path in found if "__pycache__" not in path.parts)
+    return tuple(sorted(name.as_posix() for name in names if name.as_posix() not in ours))

@@ -1,0 +1,1 @@
+"""Packages that exist: made anew with your edits, checked, reviewed, undone."""

@@ -1,0 +1,144 @@
+"""The user's edits: merged into a package that is made anew, and checked to still make sense there."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rewrite.errors import BaseLost, SourceDoesNotParse, StillInConflict
+from rewrite.package import original
+from rewrite.package.assemble import INIT, KEPT, Package
+from rewrite.package.lock import Lock, sha256
+from rewrite.runtime.origin import definitions
+from rewrite.sync import merge
+
+MODELING = "modeling"
+_IMPLICIT = {"__name__", "__file__", "__doc__", "__package__", "__spec__", "__class__", "__path__", "__qualname__"}
+
+
+@dataclass(frozen=True)
+class WithEdits:
+    """A package with the user's edits in it."""
+
+    package: Package
+    conflicts: Mapping[str, str]
+    """Text with markers, by the name of the file; a file in conflict is not in `package` with its edits."""
+
+
+def merged_names(lock: Lock) -> tuple[str, ...]:
+    """Return the files of a package whose edits are merged."""
+    return (lock.modeling, INIT)
+
+
+def with_edits(folder: Path, lock: Lock, package: Package, resolved: Mapping[str, Path]) -> WithEdits:
+    """Merge the edits in `folder` into `package`, which is made anew.
+
+    Args:
+        folder: the package that is there.
+        lock: its lock.
+        package: as it is generated now.
+        resolved: files whose text is to be taken as it is, by `MODELING` or `INIT`.
+
+    Raises:
+        SourceNotReadable: if a file that takes part in the merge is missing.
+        StillInConflict: if a file still has markers.
+        SourceDoesNotParse: if the user's file is not valid Python.
+    """
+    files, conflicts = dict(package.files), {}
+    for name in merged_names(lock):
+        if (given := resolved.get(INIT if name == INIT else MODELING)) is not None:
+            files[name] = _checked(given).encode("utf-8")
+            continue
+        base = _base(folder, lock, name, package)
+        yours = _checked(folder / name)
+        merged = merge.three_way(base, yours, files[name].decode("utf-8"))
+        if merged.conflicts:
+            conflicts[name] = merged.text
+        else:
+            files[name] = merged.text.encode("utf-8")
+    return WithEdits(replace(package, files=files), conflicts)
+
+
+def problems(folder: Path, package: Package, root: Path | None) -> dict[str, list[str]]:
+    """Return in words, by file, what of the merged texts cannot work, and did before.
+
+    Args:
+        folder: the package that is there.
+        package: with the edits merged.
+        root: package folder of the transformers that it will run with, None where that is not known.
+    """
+    found = {}
+    for name in (package.lock.modeling, INIT):
+        text, generated = (package.files[path].decode("utf-8") for path in (name, f"{KEPT}/{name}"))
+        yours = original.text_of(folder / name)
+        if text not in (generated, yours) and (said := problems_of(text, (generated, yours), root)):
+            found[name] = said
+    return found
+
+
+def problems_of(text: str, known: Sequence[str], root: Path | None) -> list[str]:
+    """Return in words what `text` reads and nothing defines, or imports and is gone.
+
+    What one of the texts `known` reads undefined too is left out: a name that only an annotation has, and what the
+    user's file lacked before.
+    """
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return [f"line {error.lineno} does not parse ({error.msg})"]
+    fresh = set(_undefined(text)).difference(*(_undefined(other) for other in known))
+    said = [f"{where} reads {what}, which nothing defines any more" for where, what in sorted(fresh)]
+    if root is not None:
+        gone = set(definitions.missing(root, text)) - set(definitions.missing(root, known[0]))
+        said += [f"it takes from transformers what is not there: {what}" for what in sorted(gone)]
+    return said
+
+
+def _base(folder: Path, lock: Lock, name: str, package: Package) -> str:
+    """Return the text of a file as it was generated last, from any place that has it.
+
+    A merge with another text would take the user's edits for ours, and drop them.
+
+    Raises:
+        BaseLost: if it is nowhere.
+    """
+    digest = lock.files[name]
+    candidates = [path.read_bytes() for path in (folder / KEPT / name, folder / name) if path.is_file()]
+    for data in (*candidates, package.files.get(f"{KEPT}/{name}", b"")):
+        if sha256(data) == digest:
+            return data.decode("utf-8")
+    raise BaseLost(folder, f"{KEPT}/{name}")
+
+
+def _checked(path: Path) -> str:
+    text = original.text_of(path)
+    if merge.has_markers(text):
+        raise StillInConflict(path)
+    try:
+        ast.parse(text.removeprefix("\ufeff"))
+    except (SyntaxError, ValueError) as error:
+        raise SourceDoesNotParse(
+            path, getattr(error, "lineno", None) or 1, getattr(error, "msg", str(error))
+        ) from error
+    return text
+
+
+def _undefined(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (function, name) for every name that a function reads from the module and that is not there."""
+    top = symtable.symtable(text.removeprefix("\ufeff"), "<merged>", "exec")
+    defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    defined |= {child.get_name() for child in top.get_children()} | set(dir(builtins)) | _IMPLICIT
+    waiting = [(child.get_name(), child) for child in top.get_children()]
+    while waiting:
+        where, table = waiting.pop()
+        for symbol in table.get_symbols():
+            if symbol.is_global() and symbol.is_referenced() and symbol.get_name() not in defined:
+                yield where, symbol.get_name()
+        waiting += [(f"{where}.{child.get_name()}", child) for child in table.get_children()]
+    for symbol in top.get_symbols():
+        if symbol.is_referenced() and symbol.get_name() not in defined:
+            yield "the module", symbol.get_name()

@@ -1,0 +1,109 @@
+"""Findings as text, JSON, SARIF, and annotations of GitHub's runners."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePath
+from typing import Any
+
+import rewrite
+from rewrite.sync.check import KINDS, Finding, Place
+
+Found = Mapping[str, Sequence[Finding]]
+"""Findings by package, in the order in which they are said."""
+HINT = "`rewrite sync DIR` makes a package anew and keeps your edits"
+
+
+def as_text(found: Found) -> str:
+    """Return one line a package."""
+    lines = [
+        f"out of date {folder}: {'; '.join(f.message for f in several)}" if several else f"up to date  {folder}"
+        for folder, several in found.items()
+    ]
+    return "\n".join([*lines, *([HINT] if any(found.values()) else [])]) + "\n"
+
+
+def as_json(found: Found) -> str:
+    """Return every finding with its places."""
+    data = {folder: [asdict(finding) for finding in several] for folder, several in found.items()}
+    return json.dumps({"packages": data}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def as_sarif(found: Found) -> str:
+    """Return SARIF 2.1.0, which code scanning reads; paths are relative to the working folder."""
+    rules = [{"id": kind, "shortDescription": {"text": text}} for kind, text in KINDS.items()]
+    driver = {
+        "name": "rewrite check",
+        "version": rewrite.__version__,
+        "rules": rules,
+    }
+    results = [_result(finding) for several in found.values() for finding in several]
+    run = {"tool": {"driver": driver}, "results": results, "columnKind": "unicodeCodePoints"}
+    data = {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]}
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def as_github(found: Found) -> str:
+    """Return one workflow command for every place: GitHub shows them on the lines of a pull request."""
+    return "".join(line for several in found.values() for finding in several for line in _commands(finding))
+
+
+FORMATS: Mapping[str, Callable[[Found], str]] = {
+    "text": as_text,
+    "json": as_json,
+    "sarif": as_sarif,
+    "github": as_github,
+}
+
+
+def _result(finding: Finding) -> dict[str, Any]:
+    locations = [
+        {
+            "physicalLocation": {
+                "artifactLocation": {"uri": _uri(place.path)},
+                "region": {"startLine": place.line, "endLine": place.end},
+            }
+        }
+        for place in finding.places
+    ]
+    return {
+        "ruleId": finding.kind,
+        "level": "error",
+        "message": {"text": finding.message},
+        "locations": locations,
+    }
+
+
+def _uri(path: str) -> str:
+    from urllib.parse import quote
+
+    return quote(_relative(path).replace("\\", "/"))
+
+
+def _relative(path: str) -> str:
+    """Return a path below the working folder relative to it."""
+    pure, here = PurePath(path), Path.cwd()
+    return str(pure.relative_to(here)) if pure.is_absolute() and pure.is_relative_to(here) else str(pure)
+
+
+def _commands(finding: Finding) -> Iterator[str]:
+    for place in finding.places:
+        yield f"::error {_properties(finding, place)}::{_escaped(finding.message)}\n"
+
+
+def _properties(finding: Finding, place: Place) -> str:
+    values = {
+        "file": _relative(place.path),
+        "line": str(place.line),
+        "endLine": str(place.end),
+        "title": f"rewrite check, {finding.kind}",
+    }
+    return ",".join(
+        f"{name}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in values.items()
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

@@ -1,0 +1,170 @@
+"""What a package would be if it were made now: for `rewrite sync` and `rewrite check`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rewrite.engine.build import Build, build
+from rewrite.errors import RuleGone, UnknownTransform
+from rewrite.package import original
+from rewrite.package.assemble import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble
+from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
+from rewrite.package.runtime_files import shipped
+from rewrite.sync.changes import RuleChange, rule_changes
+from rewrite.transform import Transform
+from rewrite.transforms import select
+from rewrite.upstream.installed import Installed
+from rewrite.upstream.source import Source
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """A package made anew, and what it has otherwise than the one that is there."""
+
+    source: Source
+    build: Build
+    package: Package
+    rules: tuple[RuleChange, ...]
+    before: str | None
+    """Text of the original that the package was made from, None where it was not kept."""
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the rules that lost a place."""
+        return [change.rule for change in self.rules if change.lost]
+
+
+def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
+    """Rewrite `source`, the original of a package as it is now, with the options of its lock.
+
+    Raises:
+        NothingToRewrite: if no rule matches any more.
+        RuleGone: if the lock asks for a rule that this version does not have.
+    """
+    if source.sha256 == lock.source.sha256:
+        # the same file in another version is no change: the package keeps saying what it was made from
+        source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
+    transforms = _transforms(folder, lock)
+    built, rules = rebuilt(folder, lock, source)
+    package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
+    return Renewal(source, built, package, rules, kept_original(folder, lock))
+
+
+def rebuilt(folder: Path, lock: Lock, source: Source) -> tuple[Build, tuple[RuleChange, ...]]:
+    """Rewrite `source` with the options of a lock, and compare what the rules did with the lock.
+
+    Raises:
+        NothingToRewrite: if no rule matches any more.
+        RuleGone: if the lock asks for a rule that this version does not have.
+    """
+    built = build(source, _transforms(folder, lock))
+    return built, tuple(rule_changes(lock, built.rewritten.transforms, kept_original(folder, lock), source.text))
+
+
+def source_of(folder: Path, lock: Lock, given: Path | None = None, library: Installed | None = None) -> Source:
+    """Return the original of a package as it is now, from `library` where it is a file of transformers.
+
+    Raises:
+        OriginalNotFound: if it is not where the lock says.
+    """
+    return original.find_present(folder, lock, given, library)
+
+
+def is_current(lock: Lock, source: Source) -> bool:
+    """Return whether a package made now has the bytes that the lock lists, by what decides them: nothing is made.
+
+    Rules, engine, runtime files and original are those of the lock, and nobody edited the lock.
+    """
+    if not lock.intact or lock.engine != engine_digest() or lock.source.sha256 != source.sha256:
+        return False
+    if lock.source.transformers not in (None, source.transformers_version):
+        return False  # what the guard is told of it may have moved
+    if any(lock.files[name] != digest for name, digest in own_runtime(lock).items()):
+        return False
+    try:
+        return dict(lock.rules) == rule_hashes(_selected(lock))
+    except UnknownTransform:
+        return False
+
+
+def own_runtime(lock: Lock) -> dict[str, str]:
+    """Return the sha256 of this version's own copy of each runtime file that a package has and this version too."""
+    names = [name for name in lock.files if name.startswith("runtime/") and not name.endswith("__init__.py")]
+    found = {}
+    for name in names:
+        try:
+            found[name] = sha256(shipped(name))
+        except FileNotFoundError:
+            continue  # made for this package, or of another version
+    return found
+
+
+def kept_original(folder: Path, lock: Lock) -> str | None:
+    """Return the text of the original that a package was made from, None if it was not kept or is another."""
+    path = folder / KEPT / f"{lock.modeling}{ORIGINAL}"
+    if not path.is_file() or sha256(data := path.read_bytes()) != lock.source.sha256:
+        return None
+    return data.decode("utf-8-sig")
+
+
+def differences(lock: Lock, package: Package) -> list[str]:
+    """Return in words what `package` has otherwise than the lock of the one that is there; empty if nothing."""
+    return list(_differences(lock, package.lock))
+
+
+def stale_verdict(folder: Path, lock: Lock) -> str | None:
+    """Return what is wrong with the verdict that is kept in a package: it failed, or files changed since."""
+    path = folder / VERDICT_NAME
+    if not path.is_file():
+        return None
+    try:
+        verdict = json.loads(path.read_text(encoding="utf-8"))
+        passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
+        made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
+    if not passed:
+        return f"{VERDICT_NAME} says that the verification failed"
+    if made_from != lock.source.sha256:
+        return f"the original has changed since it was verified: rewrite verify {folder}"
+    for name in sorted({*files, *_importable(lock)}):
+        if name not in files or not (folder / name).is_file():
+            return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"
+        if sha256((folder / name).read_bytes()) != files[name]:
+            return f"{name} has changed since it was verified: rewrite verify {folder}"
+    return None
+
+
+def _importable(lock: Lock) -> list[str]:
+    return [name for name in lock.files if not name.startswith(".")]
+
+
+def _selected(lock: Lock) -> list[Transform]:
+    return select(lock.options.only, lock.options.skip, lock.options.also)
+
+
+def _transforms(folder: Path, lock: Lock) -> list[Transform]:
+    try:
+        return _selected(lock)
+    except UnknownTransform as error:
+        raise RuleGone(folder, str(error)) from error
+
+
+def _differences(old: Lock, new: Lock) -> Iterator[str]:
+    if old.source.transformers != new.source.transformers:
+        yield f"transformers {old.source.transformers} → {new.source.transformers}"
+    yield from _changes("upstream", old.upstream, new.upstream)
+    if old.tool != new.tool:
+        yield f"hf-rewrite {old.tool} → {new.tool}"
+    generated = list(_changes("generated", old.files, new.files))
+    if generated:
+        yield from _changes("transform", old.rules, new.rules)
+    yield from generated
+
+
+def _changes(kind: str, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
+        yield f"{kind} {name}: {'new' if name not in before else 'gone' if name not in now else 'changed'}"

@@ -1,0 +1,98 @@
+"""Back to the text as it was generated (`rewrite undo`), and away from this tool (`rewrite eject`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rewrite.deliver import precheck
+from rewrite.engine.relocate import HEADER_LOCK
+from rewrite.errors import NotRestorable
+from rewrite.package import output, swap
+from rewrite.package.assemble import INIT, KEPT, VERDICT_NAME, Package, command_for, command_to_make
+from rewrite.package.lock import Lock, read_lock, sha256
+from rewrite.package.runtime_files import shipped
+from rewrite.sync import rebuild
+from rewrite.sync.edits import merged_names
+from rewrite.upstream.source import LOCK_NAME
+
+UNDONE = ".undone"
+
+
+def undo(folder: Path) -> list[str]:
+    """Put every generated file of a package back to its generated text, and return the names of those that differed.
+
+    Each edited file is kept beside its generated text, its name followed by `.undone`; a kept text is not.
+
+    Raises:
+        NotRestorable: if the generated text of an edited file is nowhere to be had.
+    """
+    lock = read_lock(folder)
+    output.check_links(folder, lock)
+    edited = [name for name in lock.files if not _is(folder / name, lock.files[name])]
+    if not edited:
+        return []
+    texts = {name: _generated(folder, lock, name) for name in edited}
+    if lost := [name for name, text in texts.items() if text is None]:
+        raise NotRestorable(folder, lost)
+    files = {name: (folder / name).read_bytes() for name in lock.files if name not in edited}
+    files |= {name: text for name, text in texts.items() if text is not None}
+    files |= {
+        output.free_name(folder, name, UNDONE): (folder / name).read_bytes()
+        for name in edited
+        if _is_users(folder, name)
+    }
+    files[LOCK_NAME] = (folder / LOCK_NAME).read_bytes()
+    _replace(folder, lock, files)
+    return edited
+
+
+def eject(folder: Path) -> list[str]:
+    """Take from a package what only this tool reads, and return the names of what is gone: the files stay as they are.
+
+    What the texts say about this tool's files goes too; edits stay.
+    """
+    lock = read_lock(folder)
+    output.check_links(folder, lock)
+    kept = [name for name in lock.files if not name.startswith(f"{KEPT}/") and (folder / name).is_file()]
+    files = {name: (folder / name).read_bytes() for name in kept}
+    origin = lock.source
+    made = command_to_make(origin.model_type or origin.module or origin.target, folder.resolve())
+    changes = {
+        INIT: (command_for(folder.resolve()), made),
+        lock.modeling: (HEADER_LOCK, "# This file is yours: review it, edit it, ship it."),
+    }
+    for name, (old, new) in changes.items():
+        if name in files:
+            files[name] = files[name].replace(old.encode("utf-8"), new.encode("utf-8"))
+    _replace(folder, lock, files)
+    return [LOCK_NAME, f"{KEPT}/"]
+
+
+def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:
+    with swap.alone(folder):
+        place = output.prepare(folder, folder.parent / "-", merged=tuple(lock.files), kept=(VERDICT_NAME,))
+        with output.stage(place, Package(files, lock)) as staged:
+            precheck.check_text(staged.folder, [name for name in files if name.endswith(".py")])
+            staged.commit()
+
+
+def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
+    """Return the generated text of a file: the kept one, or this version's own where it is the same."""
+    path = folder / KEPT / name
+    if name in merged_names(lock) and _is(path, lock.files[name]):
+        return path.read_bytes()
+    inner = name.removeprefix(f"{KEPT}/")
+    if inner != name and inner in lock.files and _is(folder / inner, lock.files[name]):
+        return (folder / inner).read_bytes()
+    if rebuild.own_runtime(lock).get(name) == lock.files[name]:
+        return shipped(name)
+    return None
+
+
+def _is_users(folder: Path, name: str) -> bool:
+    return not name.startswith(f"{KEPT}/") and (folder / name).is_file()
+
+
+def _is(path: Path, digest: str) -> bool:
+    return path.is_file() and sha256(path.read_bytes()) == digest

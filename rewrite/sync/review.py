@@ -1,0 +1,125 @@
+"""A package as a comment for a pull request: summary, verdict, and the difference class by class."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rewrite.package import output
+from rewrite.package.assemble import VERDICT_NAME
+from rewrite.package.lock import Lock
+from rewrite.show import diff
+from rewrite.sync import rebuild
+
+MOST_CHARACTERS = 60_000
+"""GitHub refuses a comment of more than 65,536."""
+
+
+def markdown(folder: Path, lock: Lock, before: str, after: str) -> str:
+    """Return a review comment in GitHub's Markdown.
+
+    Args:
+        folder: the package.
+        lock: its lock.
+        before: text of the original.
+        after: text of the modeling file as it is.
+    """
+    head = "\n".join([*_summary(folder, lock), "", *_rules(lock), "", *_verdict(folder, lock), ""])
+    parts, left_out = [], []
+    room = MOST_CHARACTERS - len(head)
+    for name, changes in _by_class(diff.statistics(before, after)).items():
+        part = _details(name, changes, before, after)
+        if len(part) > room:
+            left_out.append(name)
+            continue
+        room -= len(part)
+        parts.append(part)
+    if left_out:
+        parts.append(f"Too long for a comment: {', '.join(left_out)} (`rewrite diff {folder}` shows them).\n")
+    return "\n".join([head, *parts])
+
+
+def _summary(folder: Path, lock: Lock) -> Iterator[str]:
+    origin = lock.source
+    made_of = f"transformers {origin.transformers}, `{origin.path}`" if origin.module else f"`{origin.path}`"
+    rewritten = sum(len(sites) for sites in lock.rewritten.values())
+    skipped = sum(len(report.skipped) for report in lock.transforms)
+    edited = output.edited_files(folder, lock)
+    yield f"### `{folder.name}`: {lock.modeling.removesuffix('.py').removeprefix('modeling_')}, rewritten"
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| made from | {made_of}, sha256 `{origin.sha256[:12]}` |"
+    yield f"| made by | hf-rewrite {lock.tool} |"
+    yield f"| places | {rewritten} rewritten by {len(lock.rewritten)} rules, {skipped} skipped |"
+    yield f"| own edits | {', '.join(f'`{name}`' for name in edited) or 'none'} |"
+
+
+def _rules(lock: Lock) -> Iterator[str]:
+    yield "| rule | rewritten | skipped |"
+    yield "|---|---|---|"
+    for report in lock.transforms:
+        if report.rewritten or report.skipped:
+            reasons = Counter(site.reason for site in report.skipped)
+            said = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
+            yield f"| `{report.name}` | {len(report.rewritten)} | {said or '0'} |"
+
+
+def _verdict(folder: Path, lock: Lock) -> Iterator[str]:
+    path = folder / VERDICT_NAME
+    if not path.is_file():
+        yield "**Verdict**: not verified (`rewrite verify` has not run on this package)."
+        return
+    stale = rebuild.stale_verdict(folder, lock)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        environment = data.get("environment", {})
+        passed = bool(data["passed"])
+    except (ValueError, KeyError, AttributeError, TypeError):
+        yield f"**Verdict**: {stale}."
+        return
+    where = ", ".join(
+        f"{name} {environment[name]}" for name in ("device", "torch", "transformers") if name in environment
+    )
+    word = "passed" if passed and not stale else "passed, but out of date" if passed else "**failed**"
+    yield f"**Verdict**: {word}{f' ({where})' if where else ''}."
+    if stale:
+        yield f"{stale}."
+    if data.get("reason"):
+        yield f"{data['reason']}."
+    yield ""
+    yield from _gates(data)
+
+
+def _gates(data: Mapping[str, Any]) -> Iterator[str]:
+    gates = data.get("gates") or []
+    if gates:
+        yield "| gate | outcome | checks |"
+        yield "|---|---|---|"
+    for gate in gates:
+        counts = Counter(check.get("status", "?") for check in gate.get("checks", []))
+        said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        yield f"| {gate.get('name')} | {gate.get('status')} | {said} |"
+
+
+def _by_class(changes: Sequence[diff.Change]) -> dict[str, list[diff.Change]]:
+    found: dict[str, list[diff.Change]] = {}
+    for change in changes:
+        found.setdefault(change.where.split(".")[0], []).append(change)
+    return found
+
+
+def _details(name: str, changes: Sequence[diff.Change], before: str, after: str) -> str:
+    added, removed = sum(c.added for c in changes), sum(c.removed for c in changes)
+    text = "".join(diff.hunks_in(before, after, [change.where for change in changes]))
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    summary = f"<summary><code>{html.escape(name)}</code> +{added} −{removed}</summary>"
+    return (
+        f"<details>{summary}\n\n{fence}diff\n{text}{'' if text.endswith(chr(10)) else chr(10)}{fence}\n\n</details>\n"
+    )

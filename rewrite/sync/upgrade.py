@@ -1,0 +1,193 @@
+"""One package made anew, with the user's edits: what `rewrite sync` does to each folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rewrite.deliver import delivery, verification
+from rewrite.deliver.report import describe
+from rewrite.errors import EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
+from rewrite.package import original, output, swap
+from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
+from rewrite.package.lock import Lock, read_lock
+from rewrite.show.console import Screen
+from rewrite.sync import edits, rebuild
+from rewrite.sync.changes import RuleChange
+from rewrite.sync.rebuild import Renewal
+from rewrite.upstream.installed import Installed, find_transformers
+
+VIEWS = ("upstream", "rewritten", "edits")
+"""What `--show` shows: the original old → new, the generated text old → new, your edits."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked of a sync, for every package alike."""
+
+    library: Installed | None = None
+    """The transformers to take the original from; None is the installed one."""
+    given: Path | None = None
+    accepted: Sequence[str] = ()
+    """Rules that may lose places."""
+    replaced: Sequence[str] = ()
+    """Generated files whose edits may be dropped."""
+    resolved: Mapping[str, Path] = field(default_factory=dict)
+    verify: bool = False
+    request: verification.Request = field(default_factory=verification.Request)
+    trust_remote_code: bool = False
+    views: Sequence[str] = ()
+    diff_style: str = "stat"
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the sync of one package ended."""
+
+    code: int
+    changed: bool = False
+    rules: tuple[RuleChange, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+
+def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
+    """Make the package in `folder` anew, merge the user's edits, and put it in place if it holds together.
+
+    Raises:
+        SitesNotAccepted: if a rule lost a place and the user did not accept that.
+        EditsNotMerged: if generated files that are not merged were edited.
+        EditsBroken: if the merged text cannot work.
+        RewriteError: for everything else that keeps the package from being made.
+    """
+    output.clean(folder)
+    lock = read_lock(folder)
+    output.check_links(folder, lock)
+    seen = output.snapshot(folder, lock)
+    if wish.verify:
+        _require_installed(folder, wish.library)
+        verification.require_libraries("verification")
+    with screen.working(f"rewriting {folder}"):
+        source = rebuild.source_of(folder, lock, wish.given, wish.library)
+        renewed = rebuild.renewed(folder, lock, source)
+    _say(screen, renewed)
+    _show(screen, folder, lock, renewed, wish)
+    whole = lock.intact and not wish.resolved and not _damaged(folder, lock)
+    if whole and not rebuild.differences(lock, renewed.package):
+        screen.line("written", "nothing: the package is up to date")
+        return Result(0, rules=renewed.rules)
+    if lost := [rule for rule in renewed.lost if rule not in wish.accepted]:
+        raise SitesNotAccepted(folder, lost)
+    merged = edits.with_edits(folder, lock, renewed.package, wish.resolved)
+    if merged.conflicts:
+        return _conflict(screen, folder, merged.conflicts, renewed, wish)
+    _check_edits(folder, lock, merged.package, source.transformers_root, wish)
+    if wish.dry_run:
+        screen.line("written", "nothing (--dry-run)")
+        return Result(0, rules=renewed.rules)
+    return _deliver(screen, folder, lock, replace(renewed, package=merged.package), seen, wish)
+
+
+def _deliver(
+    screen: Screen, folder: Path, lock: Lock, renewed: Renewal, seen: Mapping[str, str], wish: Wish
+) -> Result:
+    """Put a package in place if its folder is still as it was `seen` when the merge began."""
+    package = renewed.package
+    before = original.text_of(folder / lock.modeling)
+    screen.show_diff(before, package.files[lock.modeling].decode("utf-8"), lock.modeling, wish.diff_style)
+    dropped = [name for name in wish.replaced if name in output.edited_files(folder, lock)]
+    if dropped:
+        aside = {output.free_name(folder, name, ".edited"): (folder / name).read_bytes() for name in dropped}
+        package = replace(package, files={**package.files, **aside})
+    with swap.alone(folder):
+        place = output.prepare(
+            folder,
+            renewed.source.path,
+            merged=(*edits.merged_names(lock), *dropped, *(n for n in lock.files if n.startswith(f"{KEPT}/"))),
+            kept=() if wish.verify else (VERDICT_NAME,),
+        )
+        how = delivery.Delivery(
+            wish.verify, wish.request, wish.trust_remote_code, force=True, unverified="not run (--verify runs it)"
+        )
+        code = delivery.deliver(how, screen, renewed.build, package, replace(place, seen=seen))
+    return Result(code, changed=code == 0, rules=renewed.rules)
+
+
+def _conflict(screen: Screen, folder: Path, conflicts: Mapping[str, str], renewed: Renewal, wish: Wish) -> Result:
+    copies = [folder / f"{name}.conflict" for name in conflicts]
+    if not wish.dry_run:
+        with swap.alone(folder):
+            for copy, text in zip(copies, conflicts.values(), strict=True):
+                output.write_beside(copy, text.encode("utf-8"))
+    screen.line("written", "nothing: your edits and the new text change the same lines")
+    again = " ".join(f"--resolved {_quoted(copy)}" for copy in copies)
+    for copy in copies:
+        screen.line("conflict", f"in {copy} take out the markers: yours, generated last, generated now")
+    screen.line("", f"then: rewrite sync {_quoted(folder)} {again}")
+    return Result(1, rules=renewed.rules, conflicts=tuple(conflicts))
+
+
+def _check_edits(folder: Path, lock: Lock, package: Package, root: Path | None, wish: Wish) -> None:
+    allowed = {*edits.merged_names(lock), *wish.replaced}
+    edited = [name for name in output.edited_files(folder, lock) if name not in allowed]
+    # an edit of the kept texts, or of what a newer version no longer has, takes nothing away from the user's file
+    edited = [name for name in edited if not name.startswith(f"{KEPT}/")]
+    if edited:
+        raise EditsNotMerged(folder, edited)
+    for name, problems in edits.problems(folder, package, root).items():
+        raise EditsBroken(folder, name, problems)
+
+
+def _damaged(folder: Path, lock: Lock) -> bool:
+    """Return whether a generated file is missing, or a kept text is not the one that was generated."""
+    missing = any(not (folder / name).is_file() for name in lock.files)
+    return missing or any(name.startswith(f"{KEPT}/") for name in output.edited_files(folder, lock))
+
+
+def _require_installed(folder: Path, library: Installed | None) -> None:
+    installed = find_transformers()
+    if library is not None and (installed is None or installed.version != library.version):
+        raise OtherTransformers(folder, library.version, installed.version if installed else None)
+
+
+def _say(screen: Screen, renewed: Renewal) -> None:
+    """Say rule by rule what became of its places."""
+    screen.line("source", describe(renewed.source))
+    for number, change in enumerate(renewed.rules):
+        if not change.applied and not change.moved:
+            continue
+        counts = f"applied {change.applied} · unchanged {len(change.unchanged)} · newly matches {len(change.new)}"
+        style = "red" if change.lost else "dim"
+        screen.line("rules" if not number else "", f"{change.rule}: {counts} · lost {len(change.lost)}", style)
+        for site in change.new:
+            screen.line("", f"  newly matches {_line(site)}", "green")
+        for lost in change.lost:
+            screen.line("", f"  lost {_line(lost.site)}: {lost.why}", "red")
+        for taken in change.adopted:
+            screen.line("", f"  done upstream {_line(taken.site)}: {taken.why}")
+        for site in change.gone:
+            screen.line("", f"  no longer there upstream {_line(site)}")
+
+
+def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish) -> None:
+    name = lock.modeling
+    last, now = folder / KEPT / name, renewed.package.files[name].decode("utf-8")
+    style = "unified" if wish.diff_style == "stat" and wish.views else wish.diff_style
+    for view in wish.views:
+        if view == "upstream" and renewed.before is None:
+            screen.warn(f"{folder} has not kept the original that it was made from")
+        elif view == "upstream":
+            screen.show_diff(renewed.before or "", renewed.source.text, renewed.source.path.name, style)
+        elif view == "rewritten":
+            screen.show_diff(original.text_of(last), now, name, style)
+        else:
+            screen.show_diff(original.text_of(last), original.text_of(folder / name), name, style)
+
+
+def _line(site: str) -> str:
+    return " ".join(site.split())
+
+
+def _quoted(path: Path) -> str:
+    return f'"{path}"' if " " in str(path) else str(path)

@@ -1,0 +1,254 @@
+"""From what the user typed to the bytes of one modeling file. Nothing is imported, nothing of a checkpoint is run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import sys
+import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewrite.errors import (
+    AlreadyRewritten,
+    CheckpointNotUsable,
+    MissingLibrary,
+    NoModelingFile,
+    SourceNotReadable,
+    UnknownModel,
+)
+from rewrite.upstream.installed import Installed, ModelType, copy_around, find_transformers
+
+CONFIG_NAME = "config.json"
+LOCK_NAME = "rewrite.lock"
+_MODELING_CLASSES = ("AutoModelForCausalLM", "AutoModel")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One modeling file, as read."""
+
+    target: str
+    """What the user typed."""
+    path: Path
+    text: str
+    """As written, newlines included, less a byte order mark."""
+    sha256: str
+    """Of the bytes of the file."""
+    module: str | None
+    """Dotted name inside transformers, `transformers.models.llama.modeling_llama`; None for a file outside it."""
+    model_type: str | None
+    transformers_version: str | None
+    """Version of the transformers that the file is from, else of the installed one; None where there is neither."""
+    transformers_root: Path | None = None
+    """Package folder of that transformers."""
+    checkpoint: Path | None = None
+    """The checkpoint folder that was given, if one was."""
+    remote_code: bool = False
+    """Whether the file came with a checkpoint (a config.json beside it names code): run only where that is trusted."""
+
+
+def resolve(target: str, trust_remote_code: bool = False) -> Source:
+    """Find and read the modeling file that `target` names.
+
+    A bare word is a model type first, then a path, then a module; `./word` is always a path.
+
+    Args:
+        target: model type, path of a modeling file, checkpoint folder, or dotted module name.
+        trust_remote_code: take a checkpoint's own modeling file even where transformers has its model type.
+
+    Raises:
+        UnknownModel: if it is none of these.
+        NoModelingFile: if transformers has no modeling file for the model type.
+        CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
+        SourceNotReadable: if the file cannot be read as UTF-8 text.
+        AlreadyRewritten: if a folder is given that this tool wrote.
+        MissingLibrary: if a model type is given and transformers is not installed.
+    """
+    installed = find_transformers()
+    path = Path(target).expanduser()
+    if _is_word(target) and installed is not None and target in installed.model_types:
+        return _of_model_type(target, target, installed)
+    if path.is_dir():
+        return _of_folder(target, path, installed, trust_remote_code)
+    if path.is_file() or target.endswith(".py"):
+        return _read(target, path, installed)
+    if (found := _module_file(target)) is not None:
+        return _read(target, found, installed)
+    if installed is None and _is_word(target):
+        raise MissingLibrary("transformers", f"the model type '{target}'")
+    raise UnknownModel(target, list(installed.model_types) if installed else [])
+
+
+def of_library(origin: str, library: Installed) -> Source | None:
+    """Return the file at `origin` (`models/llama/modeling_llama.py`) of a copy of transformers, None if it has none.
+
+    Raises:
+        SourceNotReadable: if it cannot be read as UTF-8 text.
+    """
+    path = library.root / origin
+    return _read(origin, path, library) if path.is_file() else None
+
+
+def weights_fit(source: Source, weights: Path) -> None:
+    """Check that a checkpoint folder holds the architecture of `source`.
+
+    Raises:
+        CheckpointNotUsable: if it does not, or does not say what it holds.
+    """
+    config = _config(weights)
+    theirs = config.get("model_type")
+    if source.model_type is not None and theirs is not None and theirs != source.model_type:
+        raise CheckpointNotUsable(weights, f"it holds a '{theirs}' model and {source.target} is '{source.model_type}'")
+    architectures = config.get("architectures") or []
+    if architectures and not any(f"class {name}(" in source.text for name in architectures):
+        raise CheckpointNotUsable(weights, f"{source.path.name} defines none of its {', '.join(architectures)}")
+
+
+def _is_word(target: str) -> bool:
+    return not any(separator in target for separator in (os.sep, "/")) and not target.endswith(".py")
+
+
+def _of_model_type(target: str, name: str, installed: Installed) -> Source:
+    model_type = installed.model_types[name]
+    if model_type.path is None:
+        raise NoModelingFile(name, model_type.config, installed.version, [path.name for path in model_type.others])
+    return _read(target, model_type.path, installed, model_type=name)
+
+
+def _of_folder(target: str, folder: Path, installed: Installed | None, trust_remote_code: bool) -> Source:
+    if (folder / LOCK_NAME).is_file():
+        raise AlreadyRewritten(folder)
+    config = _config(folder)
+    name = config.get("model_type")
+    remote = _remote_file(folder, config)
+    known = installed is not None and name in installed.model_types
+    if remote is not None and (trust_remote_code or not known):
+        return _read(target, remote, installed, checkpoint=folder)
+    if installed is None:
+        raise MissingLibrary("transformers", f"the model type '{name}' of {folder}")
+    if not known:
+        near = UnknownModel(str(name), list(installed.model_types))
+        raise CheckpointNotUsable(folder, f"its config.json asks for {near}")
+    path = _defining(config.get("architectures") or [], installed.model_types[str(name)], installed, folder)
+    return _read(target, path, installed, model_type=str(name), checkpoint=folder)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise CheckpointNotUsable(folder, f"it has no {CONFIG_NAME}, so it is no checkpoint folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not ("model_type" in config or "auto_map" in config):
+        raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} has neither model_type nor auto_map")
+    return config
+
+
+def _remote_file(folder: Path, config: dict[str, Any]) -> Path | None:
+    """Return the modeling file beside the configuration that `auto_map` names, None if it names none."""
+    auto_map = config.get("auto_map") or {}
+    classes = [name for name in (*_MODELING_CLASSES, *sorted(auto_map)) if name in auto_map and "Model" in name]
+    if not classes:
+        return None
+    reference = auto_map[classes[0]]
+    reference = reference[0] if isinstance(reference, list) else reference
+    repository, _, where = str(reference).rpartition("--")
+    path = folder.joinpath(*where.split(".")[:-1]).with_suffix(".py")
+    if repository or not path.is_file():
+        place = f"the repository {repository}" if repository else f"{path.name}, which is not there"
+        raise CheckpointNotUsable(folder, f"its auto_map names code in {place}: download that file beside config.json")
+    return path
+
+
+def _defining(architectures: Sequence[str], model_type: ModelType, installed: Installed, folder: Path) -> Path:
+    """Return the modeling file of `model_type` that defines the first architecture a checkpoint asks for."""
+    files = installed.modeling_files(model_type)
+    if not files:
+        raise NoModelingFile(model_type.name, model_type.config, installed.version, [])
+    if not architectures:
+        return files[0]
+    for path in files:
+        if f"class {architectures[0]}(" in path.read_text(encoding="utf-8"):
+            return path
+    names = ", ".join(path.name for path in files)
+    raise CheckpointNotUsable(folder, f"it asks for {architectures[0]}, which is not in {names}")
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file of a dotted module without importing it or its parents."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(parts[0], [os.getcwd(), *sys.path])
+    spec = spec or importlib.util.find_spec(parts[0])
+    for length in range(2, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        locations = list(spec.submodule_search_locations)
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:length]), locations)
+    if spec is None or spec.origin is None or spec.submodule_search_locations is not None:
+        return None
+    path = Path(spec.origin)
+    return path if path.suffix == ".py" and path.is_file() else None
+
+
+def _read(
+    target: str,
+    path: Path,
+    installed: Installed | None,
+    *,
+    model_type: str | None = None,
+    checkpoint: Path | None = None,
+) -> Source:
+    data = _bytes(path)
+    own = copy_around(path)
+    if own is not None and model_type is None:
+        model_type = own.model_type_of(path)
+    version = own or installed
+    return Source(
+        target=target,
+        path=path,
+        text=_text(path, data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        module=own.module_name(path) if own is not None else None,
+        model_type=model_type,
+        transformers_version=version.version if version is not None else None,
+        transformers_root=version.root if version is not None else None,
+        checkpoint=checkpoint,
+        remote_code=own is None and _names_code(path.parent / CONFIG_NAME),
+    )
+
+
+def _names_code(config: Path) -> bool:
+    return config.is_file() and b'"auto_map"' in config.read_bytes()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise SourceNotReadable(path, "there is no such file") from error
+    except OSError as error:
+        raise SourceNotReadable(path, error.strerror or str(error)) from error
+
+
+def _text(path: Path, data: bytes) -> str:
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        if encoding not in ("utf-8", "utf-8-sig"):
+            raise SourceNotReadable(path, f"it declares the encoding {encoding}; save it as UTF-8")
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SourceNotReadable(path, f"line {line} is not UTF-8; save it as UTF-8") from error
+    except SyntaxError as error:  # detect_encoding: an unknown or contradictory coding line
+        raise SourceNotReadable(path, f"{error.msg}; save it as UTF-8") from error

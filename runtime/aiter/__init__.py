@@ -1,0 +1,1 @@
+"""AMD's library, behind the operators that it has an answer for."""

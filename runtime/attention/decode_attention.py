@@ -1,0 +1,381 @@
+"""Attention of one new token a row to the valid slots of a preallocated cache (split-KV, as in Flash-Decoding, 2023).
+
+B rows, H query heads, Hk key/value heads, G = H / Hk, S capacity, D and Dv head_dim of keys and values, p the position
+of the token, W the window:
+
+    row b reads slots s with starts[b] <= s <= p and, with a window, p - W < s
+    scores = q kᵀ * scaling, then softcap * tanh(scores / softcap)
+    weights = softmax over the slots, and over the sink logit of the head where there is one
+
+A program takes some query heads of one key/value head and one part of the row's valid slots, so that time follows the
+tokens there are and not the capacity; the last program of a head to finish adds up the parts. Slots that hold nothing
+valid are never read.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache.preallocated import PreallocatedCache
+from ..core import backend
+from ..core.launch import Kernel, overlaps
+from ..core.rows import KERNEL_DTYPES
+from ..core.tiles import attention_key, entry
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _tile(ptr, slot, keep, column, D: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load rows `slot` of one head's keys or values, zeros where not `keep`."""
+        return tl.load(ptr + slot.to(tl.int64)[:, None] * D + column, mask=keep[:, None] & (column < D), other=0.0)
+
+    @triton.jit
+    def _capped(scores, softcap):  # type: ignore[no-untyped-def]
+        return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+
+    @triton.jit
+    def _scores(  # type: ignore[no-untyped-def]
+        query, keys, seen, scaling, softcap, SOFTCAP: tl.constexpr, DOT: tl.constexpr
+    ):
+        """Return `[heads, slots]` scores, -1e30 where not `seen`."""
+        if DOT:
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        else:
+            scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
+        scores *= scaling
+        if SOFTCAP:
+            scores = _capped(scores, softcap)
+        return tl.where(seen[None, :], scores, -1e30)
+
+    @triton.jit
+    def _weighted(weights, values, DOT: tl.constexpr):  # type: ignore[no-untyped-def]
+        if DOT:
+            return tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        return tl.sum(weights[:, :, None] * values.to(tl.float32)[None, :, :], 1)
+
+    @triton.jit
+    def _sum_of_parts(part_ptr, part, held, scale, column, DV: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return `[heads, columns]`: the rows `part` of `[heads, parts]`, each times its scale, added up."""
+        at = part[:, :, None] * DV + column[:, None, :]
+        keep = held[:, :, None] & (column < DV)[:, None, :]
+        return tl.sum(tl.load(part_ptr + at, mask=keep, other=0.0, cache_modifier=".cg") * scale[:, :, None], 1)
+
+    @triton.jit(do_not_specialize=["capacity", "window"])
+    def _decode_attention_kernel(  # type: ignore[no-untyped-def]
+        query_ptr,
+        keys_ptr,
+        values_ptr,
+        position_ptr,
+        starts_ptr,
+        sinks_ptr,
+        top_ptr,
+        sum_ptr,
+        part_ptr,
+        arrived_ptr,
+        out_ptr,
+        capacity,
+        window,
+        scaling,
+        softcap,
+        H: tl.constexpr,
+        HK: tl.constexpr,
+        D: tl.constexpr,
+        DV: tl.constexpr,
+        WINDOW: tl.constexpr,
+        SOFTCAP: tl.constexpr,
+        SINKS: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        HEADS: tl.constexpr,
+        HEADS_HELD: tl.constexpr,
+        BLOCK_HEADS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_DV: tl.constexpr,
+        BLOCK_SLOTS: tl.constexpr,
+        SPLITS: tl.constexpr,
+        PARTS: tl.constexpr,
+        DOT: tl.constexpr,
+    ):
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        row = tl.program_id(0)
+        first_head = tl.program_id(1) * HEADS
+        part = tl.program_id(2)
+        position = tl.load(position_ptr)
+        low = tl.load(starts_ptr + row)
+        if WINDOW:
+            low = tl.maximum(low, position + 1 - window)
+        count = (position + 1 - low).to(tl.int32)
+        share = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_SLOTS) * BLOCK_SLOTS
+        active = tl.cdiv(count, share)
+        if part >= active:
+            return
+        begin = low + part * share
+        end = tl.minimum(begin + share, position + 1)
+        kv_head = (row * HK + first_head // (H // HK)).to(tl.int64)
+        keys_ptr += kv_head * capacity * D
+        values_ptr += kv_head * capacity * DV
+        column = tl.arange(0, BLOCK_D)[None, :]
+        value_column = tl.arange(0, BLOCK_DV)[None, :]
+        # All slots but the newest were written by earlier steps, before this graph was launched.
+        older = tl.minimum(end, position)
+        slot = begin + tl.arange(0, BLOCK_SLOTS)
+        keys = _tile(keys_ptr, slot, slot < older, column, D)
+        values = _tile(values_ptr, slot, slot < older, value_column, DV)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        head = first_head + tl.arange(0, BLOCK_HEADS)
+        live = tl.arange(0, BLOCK_HEADS) < HEADS
+        query_row = query_ptr + (row * H + head).to(tl.int64)[:, None] * D
+        query = tl.load(query_row + column, mask=live[:, None] & (column < D), other=0.0)
+        # The newest slot belongs to the last part; elsewhere it weighs nothing.
+        newest = end > position
+        key = tl.load(keys_ptr + position * D + column, mask=newest & (column < D), other=0.0)
+        value = tl.load(values_ptr + position * DV + value_column, mask=newest & (value_column < DV), other=0.0)
+        scores = _scores(query, keys, slot < older, scaling, softcap, SOFTCAP, DOT)
+        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scaling
+        if SOFTCAP:
+            score = _capped(score, softcap)
+        score = tl.where(newest, score, -1e30)
+        top = tl.maximum(tl.max(scores, 1), score)
+        weights = tl.exp(scores - top[:, None])
+        weight = tl.exp(score - top)
+        total = tl.sum(weights, 1) + weight
+        mixed = _weighted(weights, values, DOT) + weight[:, None] * value.to(tl.float32)
+        for at in range(begin + BLOCK_SLOTS, older, BLOCK_SLOTS):
+            slot = at + tl.arange(0, BLOCK_SLOTS)
+            keys = _tile(keys_ptr, slot, slot < older, column, D)
+            values = _tile(values_ptr, slot, slot < older, value_column, DV)
+            scores = _scores(query, keys, slot < older, scaling, softcap, SOFTCAP, DOT)
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            shrink = tl.exp(top - higher)
+            total = total * shrink + tl.sum(weights, 1)
+            mixed = mixed * shrink[:, None] + _weighted(weights, values, DOT)
+            top = higher
+        out_row = (row * H + head).to(tl.int64)
+        if active == 1:
+            if SINKS:
+                sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
+                higher = tl.maximum(top, sink)
+                total = total * tl.exp(top - higher) + tl.exp(sink - higher)
+                mixed = mixed * tl.exp(top - higher)[:, None]
+            y = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_row[:, None] * DV + value_column, y, mask=live[:, None] & (value_column < DV))
+            return
+        at = out_row * SPLITS + part
+        tl.store(top_ptr + at, top, mask=live)
+        tl.store(sum_ptr + at, total, mask=live)
+        tl.store(part_ptr + at[:, None] * DV + value_column, mixed, mask=live[:, None] & (value_column < DV))
+        tl.debug_barrier()
+        arrived = arrived_ptr + row * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") != active - 1:
+            return
+        tl.store(arrived, 0)
+        index = tl.arange(0, HEADS_HELD)
+        number = tl.arange(0, SPLITS)[None, :]
+        there = (index < HEADS)[:, None] & (number < active)
+        out_row = (row * H + first_head + index).to(tl.int64)
+        at = out_row[:, None] * SPLITS + number
+        tops = tl.load(top_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+        sums = tl.load(sum_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+        highest = tl.max(tops, 1)
+        if SINKS:
+            sink = tl.load(sinks_ptr + first_head + index, mask=index < HEADS, other=0.0).to(tl.float32)
+            highest = tl.maximum(highest, sink)
+        whole = tl.sum(sums * tl.exp(tops - highest[:, None]), 1)
+        if SINKS:
+            whole += tl.exp(sink - highest)
+        y = tl.zeros([HEADS_HELD, BLOCK_DV], tl.float32)
+        for first in tl.static_range(0, SPLITS, PARTS):
+            if first < active:
+                some = first + tl.arange(0, PARTS)[None, :]
+                held = (index < HEADS)[:, None] & (some < active)
+                rows = out_row[:, None] * SPLITS + some
+                scale = tl.exp(
+                    tl.load(top_ptr + rows, mask=held, other=-1e30, cache_modifier=".cg") - highest[:, None]
+                )
+                y += _sum_of_parts(part_ptr, rows, held, scale, value_column, DV)
+        y = (y / whole[:, None]).to(out_ptr.dtype.element_ty)
+        keep = (index < HEADS)[:, None] & (value_column < DV)
+        tl.store(out_ptr + out_row[:, None] * DV + value_column, y, mask=keep)
+
+    decode_attention_kernel = Kernel(_decode_attention_kernel, dot=True)
+
+
+class Split(NamedTuple):
+    """How the work is divided."""
+
+    heads: int
+    """Query heads of a program, of one key/value head."""
+    splits: int
+    """Most parts of a row."""
+    slots: int
+    """Slots of a tile."""
+    dot: bool
+    """Whether the tensor cores multiply; they want 16 rows, of which `heads` are used."""
+    num_warps: int
+
+
+def decode_attention(
+    query: Tensor,
+    past_key_values: PreallocatedCache,
+    layer_idx: int,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend to the cache of one layer, which already holds the token's own key and value.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        past_key_values: a stepping cache.
+        layer_idx: of its layer.
+        scaling: of the scores.
+        sliding_window: number of slots a token sees, itself included; None for all.
+        softcap: bound of the scores; None for none.
+        sinks: `[H]` logits that take part in the softmax and have no value; None for none.
+
+    Returns:
+        `[B, 1, H Dv]`.
+    """
+    layer = past_key_values.layers[layer_idx]
+    keys, values = layer.keys, layer.values
+    position, starts = past_key_values.position, past_key_values.starts
+    if (
+        query.dtype in KERNEL_DTYPES
+        and keys.dtype == values.dtype == query.dtype
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and max(keys.shape[3], values.shape[3]) <= 256
+        and backend.nothing_watches(query)
+        and not backend.wants_gradient(query)
+        and backend.uses_triton(query)
+    ):
+        split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
+        arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
+        return launch(query, keys, values, position, starts, arrived, scaling, sliding_window, softcap, sinks, split)
+    return _reference(query, keys, values, position, starts, scaling, sliding_window, softcap, sinks)
+
+
+def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
+    """Return how to divide the work: as it was measured, else by a rule."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    name = attention_key(batch, kv_heads, heads // kv_heads, head_dim, capacity)
+    found = entry(name, device, lambda: _rule(batch, heads, kv_heads, capacity, head_dim))
+    if found is None or len(found) != len(Split._fields):
+        backend.warn_once(f"tuned.json says {found} of '{name}', which is no division of attention: a rule decides")
+        return _rule(batch, heads, kv_heads, capacity, head_dim)
+    heads, splits, slots, dot, num_warps = found
+    return Split(heads, splits, slots, bool(dot), num_warps)
+
+
+@functools.cache
+def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
+    """Return a division that was not measured.
+
+    With few slots every program has one tile, loaded before the query is there; with many it streams (H100). A wave
+    of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136 (compiled for
+    gfx942, Triton 3.6, the shape of Llama 8B).
+    """
+    group = heads // kv_heads
+    wanted = max(1, 256 // (batch * kv_heads))
+    if capacity <= 64 * wanted:
+        return Split(group, _splits(wanted, capacity, 32), 32, True, 2 if head_dim <= 64 else 4)
+    return Split(group, _splits(wanted, capacity, 64), 64 if head_dim <= 128 else 32, True, 4)
+
+
+def _splits(wanted: int, capacity: int, slots: int) -> int:
+    return min(64, _power(max(1, min(wanted, -(-capacity // slots)))))
+
+
+def launch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    starts: Tensor,
+    arrived: Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    split: Split,
+) -> Tensor:
+    """Run the kernel with a division of the work.
+
+    `arrived` is `[B H]` int32 zeros, and zeros again afterwards.
+    """
+    batch, heads, _, head_dim = query.shape
+    kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    out = query.new_empty(batch, 1, heads * value_dim)
+    top, total = query.new_empty((2, batch * heads * split.splits), dtype=torch.float32)
+    parts = query.new_empty(batch * heads * split.splits * value_dim, dtype=torch.float32)
+    # Of the parts, the last program to finish holds at most 4,096 numbers a warp at a time.
+    held = _power(split.heads) * _power(value_dim)
+    parts_at_once = max(1, min(split.splits, 4096 * split.num_warps // held))
+    overlap = overlaps(query)
+    with backend.device_guard(query):
+        decode_attention_kernel.launch(
+            (batch, heads // split.heads, split.splits),
+            split.num_warps,
+            (
+                query.contiguous(), keys, values, position, starts, query if sinks is None else sinks, top, total,
+                parts, arrived, out,
+            ),
+            (capacity, sliding_window or 0),
+            (),
+            (scaling, softcap or 1.0),
+            (
+                heads, kv_heads, head_dim, value_dim, sliding_window is not None, softcap is not None,
+                sinks is not None, overlap, split.heads, _power(split.heads),
+                max(16, _power(split.heads)) if split.dot else _power(split.heads), _power(head_dim),
+                _power(value_dim), split.slots, split.splits, parts_at_once, split.dot,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+    return out
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    starts: Tensor,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    batch, heads, _, _ = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    slots = torch.arange(capacity, device=keys.device)
+    visible = (slots <= position) & (slots >= starts[:, None])
+    if sliding_window is not None:
+        visible = visible & (slots > position - sliding_window)
+    visible = visible[:, None, None]
+    grouped = query.view(batch, kv_heads, heads // kv_heads, -1)
+    scores = torch.matmul(grouped, keys.transpose(2, 3)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, float("-inf")).float()
+    if sinks is not None:
+        logits = sinks.view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1).float()
+        weights = torch.softmax(torch.cat([scores, logits], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    # A slot that nothing has written may hold anything, and 0 * NaN is NaN.
+    values = values.masked_fill(~visible.squeeze(2).unsqueeze(-1), 0.0)
+    return torch.matmul(weights.to(values.dtype), values).view(batch, 1, -1)

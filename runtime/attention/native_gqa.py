@@ -1,0 +1,267 @@
+"""Grouped-query attention without expanded keys and values (Ainslie et al., 2023).
+
+B batch, S query length, T key length, H query heads, Hk key/value heads, G = H / Hk query heads a group, D head_dim.
+Query head h reads key/value head h // G. transformers copies each key and value G times (`repeat_kv`) wherever a mask
+is given; here the group moves into a dimension that the keys do not have:
+
+    few queries      [B, Hk, G S, D] against [B, Hk, T, D]: the group becomes part of the query length
+    one sequence     [G, Hk, S, D] against [1, Hk, T, D]: keys broadcast over the group with stride 0
+    cuDNN            takes grouped keys and a mask as they are, and is the fastest where it runs
+
+Without a mask, torch's own kernels share keys and values; on AMD's chips aiter's flash attention runs instead, where
+it is installed. Queries, keys and values come as `[B, H, S, D]` views of `[B, S, H, D]`, which is how the result lies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations import flash_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..aiter import attention as aiter_attention
+from ..aiter import calls as aiter_calls
+from ..aiter import flash as aiter_flash
+from ..core import backend
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+FOLD_LENGTH = 64
+_DEVICES = frozenset({"cpu", "cuda"})
+
+
+def native_gqa(interface: Attention) -> Attention:
+    """Return the attention function to call in place of `interface`.
+
+    That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and on an AMD GPU
+    with aiter for `flash_attention_forward`; `interface` itself for anything else.
+    """
+    if interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
+        return aiter_flash.forward
+    return _sdpa if interface is sdpa_attention_forward else interface
+
+
+@functools.wraps(sdpa_attention_forward)
+def _sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    groups = getattr(module, "num_key_value_groups", 1)
+    if aiter_calls.candidate("attention"):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        reason = _aiter_refusal(query, key, value, attention_mask, dropout, kwargs)
+        if reason is None:
+            return _flash_op(query, key, value, scaling, causal and query.shape[2] > 1), None
+        aiter_calls.refuse("attention", reason)
+    if groups == 1 or (attention_mask is None and key.shape[-1] == value.shape[-1] <= 256):
+        reason = None  # transformers expands nothing here
+    else:
+        reason = _refusal(groups, query, key, dropout, kwargs)
+        if reason is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            if backend.wants_gradient(query, key, value, attention_mask):
+                return _grouped(query, key, value, attention_mask, scaling, causal), None
+            return _op(query, key, value, attention_mask, scaling, causal), None
+        backend.count_fallback("native_gqa", reason)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+
+
+def _refusal(
+    groups: int, query: torch.Tensor, key: torch.Tensor, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    if dropout:
+        return "dropout"
+    for name in ("position_bias", "cache", "softcap", "output_attentions"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            return name
+    if query.device.type not in _DEVICES:
+        return "device"
+    if query.shape[0] != key.shape[0] or query.shape[1] != key.shape[1] * groups:
+        return "shape"
+    return None
+
+
+def _aiter_refusal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Return why a call cannot go through the operator that asks aiter, a key of `aiter_calls.REASONS`."""
+    if mask is not None:
+        return "mask"
+    if dropout:
+        return "dropout"
+    if backend.wants_gradient(query, key, value):
+        return "gradient_wanted"
+    if any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux")):
+        return "softcap"
+    if kwargs.get("cache") is not None or kwargs.get("output_attentions"):
+        return "layout"
+    heads = query.shape[1] % key.shape[1] or query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]
+    if heads:
+        return "heads"
+    return "head_dim" if max(query.shape[-1], value.shape[-1]) > aiter_attention.MAX_HEAD_DIM else None
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, is_causal: bool
+) -> torch.Tensor:
+    """Attend without a mask, by aiter or as torch does; `is_causal` as torch has it. The result is `[B, S, H, Dv]`."""
+    if is_causal and key.shape[2] > query.shape[2]:  # what a prefill into an empty static cache sees
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if is_causal and key.shape[2] < query.shape[2]:
+        aiter_calls.refuse("attention", "more_queries_than_keys")
+    else:
+        out = aiter_attention.attend(query, key, value, scaling=scaling, causal=is_causal)
+        if out is not None:
+            return out
+    if key.shape[-1] != value.shape[-1]:
+        return _grouped(query, key, value, None, scaling, is_causal)
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=is_causal, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def _grouped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Attend with `query` `[B, H, S, D]` to `key`, `value` `[B, Hk, T, D]`; the result is `[B, S, H, D]`.
+
+    Several sequences of more than `FOLD_LENGTH` queries, where cuDNN does not take them, copy the keys after all: that
+    beats every form without the copy (4 x 512 queries: 195 µs against 214 and more; H100, torch 2.11, cuDNN off).
+    """
+    batch, heads, length, _ = query.shape
+    causal = length > 1 and mask is None and is_causal
+    if causal and key.shape[2] > length:  # prefill into an empty static cache
+        key, value = key[:, :, :length], value[:, :, :length]
+    if _cudnn_takes(query, key, value, mask, causal):
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, is_causal=causal, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous()
+    groups = heads // key.shape[1]
+    if length == 1 or (length <= FOLD_LENGTH and batch > 1 and not causal):
+        return _folded(query, key, value, mask, scaling, groups)
+    if batch > 1:
+        backend.count_fallback("native_gqa", "copying_is_faster")
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=causal)
+        return out.transpose(1, 2).contiguous()
+    if mask is not None and mask.shape[1] != 1:
+        mask = mask[0].unflatten(0, (-1, groups)).transpose(0, 1)
+    out = F.scaled_dot_product_attention(
+        query[0].unflatten(0, (-1, groups)).transpose(0, 1),
+        key.expand(groups, -1, -1, -1),
+        value.expand(groups, -1, -1, -1),
+        attn_mask=mask,
+        scale=scaling,
+        is_causal=causal,
+    )
+    return out.permute(2, 1, 0, 3).flatten(1, 2).contiguous().unsqueeze(0)
+
+
+def _folded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    groups: int,
+) -> torch.Tensor:
+    """Attend with the group as part of the query length: the mask is repeated, which is small for few queries."""
+    batch, heads, length, _ = query.shape
+    if mask is not None:
+        if mask.shape[1] != 1:
+            mask = mask.unflatten(1, (-1, groups)).flatten(2, 3)
+        elif length > 1:
+            mask = mask.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    out = F.scaled_dot_product_attention(
+        query.unflatten(1, (-1, groups)).flatten(2, 3), key, value, attn_mask=mask, scale=scaling
+    )
+    return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous()
+
+
+def _cudnn_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> bool:
+    """Return whether cuDNN attends to grouped keys with a mask: torch's other fused kernels refuse that pair.
+
+    torch.compile cannot trace the question: it sees one operator, except where gradients are wanted.
+    """
+    if not query.is_cuda or torch.version.hip is not None or torch.compiler.is_compiling():
+        return False
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, mask, 0.0, causal, True)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters, False)
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+) -> torch.Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1])
+
+
+def _flash_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, is_causal: bool
+) -> torch.Tensor:
+    return _fake(query, key, value, None, scaling, is_causal)
+
+
+_flash_op = backend.register(
+    "flash_attention",
+    "(Tensor query, Tensor key, Tensor value, float? scaling, bool is_causal) -> Tensor",
+    _flash,
+    _flash_fake,
+)
+
+_op = backend.register(
+    "grouped_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scaling, bool is_causal) -> Tensor",
+    _grouped,
+    _fake,
+)
+
+
+def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left @ repeat_kv(right, H // Hk)` without the copy that `repeat_kv` makes.
+
+    Args:
+        left: `[B, H, S, K]`, with query head h reading `right` head h // (H / Hk).
+        right: `[B, Hk, K, M]`.
+
+    Returns:
+        `[B, H, S, M]`. Differentiable; equal to the expanded product up to the order of the sums.
+    """
+    batch, heads, length, inner = left.shape
+    kv_heads = right.shape[1]
+    if heads == kv_heads:
+        return torch.matmul(left, right)
+    folded = left.reshape(batch, kv_heads, heads // kv_heads * length, inner)
+    return torch.matmul(folded, right).view(batch, heads, length, right.shape[-1])

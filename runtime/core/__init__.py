@@ -1,0 +1,1 @@
+"""What every operator stands on: backends, kernels and their launches, what is counted and explained."""

@@ -1,0 +1,190 @@
+"""Which form a kernel of a decode step takes: measured where it was, else a rule.
+
+An entry of the tables is one of
+
+    BLOCK_ROWS, BLOCK_COLS, num_warps      a tile: output rows of a program, columns of the weight in one load, warps
+    the fields of `skinny.Form`            the same and more, for 2 to 32 rows
+    the fields of `decode_attention.Split`
+    None (`null`)                          torch's own product, with norm, activation and residual as operators
+
+`MEASURED` holds what `rewrite tune` found, by chip and key. `tuned.json` beside the package's modeling file, which
+`rewrite tune DIR` writes, has the same form and goes first:
+
+    {"NVIDIA H100 80GB HBM3": {"linear 2048x8192x2": [4, 2048, 8], "gated 8192x2048x2": null, …}, …}
+
+A chip's name is `torch.cuda.get_device_properties(device).name`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from .launch import HIP, WAVE
+
+STAGES = 2 if HIP else 5
+"""Tiles of a skinny product that are in flight; LDS is 64 KiB on AMD cards."""
+
+Tile = tuple[int, ...]
+Entry = tuple[int, ...] | None
+
+TUNED = Path(__file__).parents[2] / "tuned.json"
+
+MEASURED: dict[str, dict[str, Entry]] = {
+    # torch 2.11, triton 3.6. Skinny products by bench/gemm.py, the sizes of Llamas of 1B, 8B and 70B parameters; the
+    # others in whole steps of Llamas of 1B and 8B and of Qwen3-30B-A3B, with 512 tokens before.
+    "NVIDIA H100 80GB HBM3": {
+        "attention 1x4x8x128 1024": (8, 16, 32, 1, 4),
+        "attention 8x8x4x64 1024": (4, 4, 128, 1, 4),
+        "gated 14336x4096x1": (2, 4096, 8),
+        "linear 128256x4096x1": (2, 4096, 8),
+        "linear 4096x14336x1": (8, 1024, 4),
+        "linear 4096x4096x1": (4, 2048, 4),
+        "linear 4096x4096x2": (4, 2048, 8),
+        "linear 5120x2048x2": (8, 1024, 8),
+        "linear 6144x4096x1": (8, 1024, 4),
+        "qkv 32x2048x2": (1, 1024, 4),
+        "qkv 64x4096x2": None,
+        "skinny_linear 128256x4096x1": (64, 256, 4),
+        "skinny_linear 28672x4096x1": (64, 256, 4),
+        "skinny_linear 4096x14336x1": (32, 512, 4),
+        "skinny_linear 4096x4096x1": (32, 512, 4),
+        "skinny_linear 6144x4096x1": (32, 256, 4),
+        "skinny_linear 10240x8192x2": (64, 128, 4, 1, 3),
+        "skinny_linear 128256x2048x2": (128, 128, 2, 1, 2),
+        "skinny_linear 128256x4096x2": (128, 128, 8, 1, 5),
+        "skinny_linear 128256x8192x2": (32, 256, 4, 1, 6),
+        "skinny_linear 16384x2048x2": (64, 128, 4, 1, 3),
+        "skinny_linear 2048x2048x2": (64, 256, 4, 4, 3),
+        "skinny_linear 2048x8192x2": (64, 256, 4, 4, 3),
+        "skinny_linear 28672x4096x2": (64, 128, 4, 1, 4),
+        "skinny_linear 3072x2048x2": (32, 256, 4, 1, 6),
+        "skinny_linear 4096x14336x2": (64, 256, 4, 2, 3),
+        "skinny_linear 4096x4096x2": (32, 256, 4, 1, 6),
+        "skinny_linear 57344x8192x2": (64, 128, 4, 1, 6),
+        "skinny_linear 6144x4096x2": (64, 256, 4, 1, 3),
+        "skinny_linear 8192x28672x2": (64, 128, 4, 2, 3),
+        "skinny_linear 8192x8192x2": (64, 256, 4, 1, 4),
+        "skinny_linear_32 10240x8192x2": None,
+        "skinny_linear_32 128256x2048x2": (64, 128, 4, 1, 3),
+        "skinny_linear_32 128256x4096x2": None,
+        "skinny_linear_32 128256x8192x2": None,
+        "skinny_linear_32 16384x2048x2": (128, 128, 4, 1, 3),
+        "skinny_linear_32 2048x2048x2": (64, 128, 4, 3, 4),
+        "skinny_linear_32 2048x8192x2": (64, 128, 4, 4, 8),
+        "skinny_linear_32 28672x4096x2": None,
+        "skinny_linear_32 3072x2048x2": (32, 256, 4, 1, 5),
+        "skinny_linear_32 4096x14336x2": None,
+        "skinny_linear_32 4096x4096x2": None,
+        "skinny_linear_32 57344x8192x2": None,
+        "skinny_linear_32 6144x4096x2": None,
+        "skinny_linear_32 8192x28672x2": None,
+        "skinny_linear_32 8192x8192x2": None,
+    },
+}
+
+_tried: dict[str, Entry] = {}
+_listener: Callable[[str, Entry], None] | None = None
+
+
+def key(kind: str, rows: int, cols: int, element_size: int) -> str:
+    """Return the tables' name for a product of `kind` with a weight `[rows, cols]`."""
+    return f"{kind} {rows}x{cols}x{element_size}"
+
+
+def attention_key(batch: int, kv_heads: int, group: int, head_dim: int, capacity: int) -> str:
+    """Return the tables' name for attention to a cache whose capacity is rounded up to a power of two."""
+    return f"attention {batch}x{kv_heads}x{group}x{head_dim} {1 << (capacity - 1).bit_length()}"
+
+
+def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None) -> Tile | None:
+    """Return the tile for a product of few input rows with a weight `[rows, cols]`; None for torch's own product.
+
+    Args:
+        kind: of one row `linear`, `gated` (a program takes `BLOCK_ROWS` rows of each half) or `qkv` (rows are pairs of
+            columns); of 2 to 16 rows `skinny_linear`, of 17 to 32 `skinny_linear_32`, whose tiles are `skinny.Form`s.
+        rows: of the output, in the kind's units.
+        cols: of the weight.
+        element_size: of the weight, in bytes.
+        device: index of the CUDA device; None for the interpreter.
+    """
+    found = entry(key(kind, rows, cols, element_size), device, lambda: rule(kind, rows, cols, element_size))
+    return None if found is None else tuple(map(int, found))
+
+
+def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entry:
+    """Return what the tables have under a name; `otherwise()` where that was not measured."""
+    table = _tried if name in _tried else _table(device)
+    found = table[name] if name in table else otherwise()
+    if _listener is not None:
+        _listener(name, found)
+    return found
+
+
+@functools.cache
+def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
+    """Return a tile for a shape that was not measured.
+
+    For one row 16 to 32 elements a thread. No entry that `rewrite tune` found instead makes a step of four layers more
+    than 2% faster (H100, triton 3.6, Llamas of 1B and 8B parameters).
+    """
+    if kind.startswith("skinny"):
+        return _skinny_rule(rows, cols, element_size)
+    halves = 1 if kind == "linear" else 2
+    if kind == "gated" and cols > 2048 and cols % 2048 == 0:
+        return 1, 2048, 256 // WAVE
+    block_cols = min(4096 if halves == 1 else 1024, 1 << (cols - 1).bit_length())
+    if cols % block_cols:  # a block that divides the columns needs no mask
+        block_cols = max(256, min(block_cols, cols & -cols))
+    block_rows = 4 if halves == 1 and cols > 2048 and rows % 4 == 0 else 2
+    while rows % block_rows:
+        block_rows //= 2
+    threads = max(WAVE, min(512, block_rows * block_cols * halves // 32))
+    return block_rows, block_cols, threads // WAVE
+
+
+def _skinny_rule(rows: int, cols: int, element_size: int) -> Tile:
+    """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, with splits for the 132 processors of an H100.
+
+    The tiles in flight fill more than half of a processor's shared memory, so programs beyond the 132 wait for a
+    second turn: 192 of two splits took 22.6 µs, 96 of one 19.4 (6144x4096, 8 rows). A program has four tiles or more.
+    There are as many of AMD's waves of 64 as of warps: two would hold twice the registers each, and LDS leaves no room
+    for more programs (compiled for gfx942).
+    """
+    block_rows = max(16, min(64, 1 << (rows - 1).bit_length()))
+    block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
+    splits = min(128 * block_rows // rows, cols // (4 * block_cols))
+    return block_rows, block_cols, 4, max(1, splits), STAGES
+
+
+@functools.cache
+def _table(device: int | None) -> dict[str, Entry]:
+    if device is None:
+        return {}
+    chip = torch.cuda.get_device_properties(device).name
+    table = dict(MEASURED.get(chip, {}))
+    if TUNED.is_file():
+        measured = json.loads(TUNED.read_text(encoding="utf-8")).get(chip, {})
+        table.update({name: None if found is None else tuple(map(int, found)) for name, found in measured.items()})
+    return table
+
+
+def forget() -> None:
+    """Read the tables anew at the next call, after `tuned.json` has changed."""
+    _table.cache_clear()
+
+
+def try_out(entries: Mapping[str, Entry]) -> None:
+    """Put entries before all tables, in place of those tried out before; `rewrite tune` measures them so."""
+    global _tried
+    _tried = dict(entries)
+
+
+def listen(listener: Callable[[str, Entry], None] | None) -> None:
+    """Tell `listener` of every name that is asked for and what it got; None for nobody."""
+    global _listener
+    _listener = listener

@@ -1,0 +1,273 @@
+"""Whether a call of `generate()` can take the graph's loop, and why not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+from ..core import backend
+
+REASONS = {
+    "cpu": "the model is not on a GPU",
+    "several_devices": "the model's layers are on several devices, or its tensors are split over them",
+    "input_device": "the input is on another device than the model",
+    "training": "the model is in training mode",
+    "gradient": "gradients are wanted",
+    "autocast": "autocast chooses the dtype of each product",
+    "compiled": "torch.compile compiles the model",
+    "observed": "a hook or a wrapped forward watches a module: a replay would not call it",
+    "encoder_decoder": "the model has an encoder",
+    "own_loop": "the model has its own way from one step's inputs to the next",
+    "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",
+    "rope_depends_on_length": "the rotary frequencies change with the length of the text",
+    "assistant": "the model drafts for another one",
+    "synced_gpus": "several processes have to take the same number of steps",
+    "compile_config": "the call asks for torch.compile",
+    "no_cache": "the call goes without a cache",
+    "cache_implementation": "the call asks for a kind of cache",
+    "cache_kind": "the cache is no plain DynamicCache, or has layers that hold more than keys and values",
+    "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
+    "inputs": "the call has inputs besides token ids, 2D mask and position ids",
+    "attention_mask": "the mask is no left padding of everything that was seen",
+    "position_ids": "position ids that are not of one token a column",
+    "outputs": "attentions or hidden states are wanted",
+    "logits_processor": "a logits processor needs the host, or is not one of transformers' own",
+    "processor_needs_ids": "a logits processor reads tokens of which the call gives only the last",
+    "stopping_criteria": "a stopping criterion is not one of transformers' own",
+    "no_max_length": "nothing bounds the number of tokens",
+    "no_pad_token": "rows end by themselves and there is no padding token",
+    "stop_strings": "rows of a batch end at strings, and what follows them would show in the other outputs",
+    "one_token": "a single token is wanted",
+    "reentrant": "the call comes from inside generate() of the same model",
+    "cache_unused": "the model did not write its keys and values to the cache",
+    "step_not_capturable": "the step asks the host, or cannot be part of a graph for another reason",
+    "step_fails": "the model's code for a single token cannot run where the host does not know the length",
+    "step_differs": "a step against fixed-size buffers computes something else",
+    "out_of_memory": "the memory does not suffice for cache and graph",
+}
+
+_KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTokenCriteria)
+_KNOWN_INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+_NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer"}
+_OWN_LOOP = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prefill",
+    "_prepare_cache_for_generation",
+)
+
+
+def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a `prepare_inputs_for_generation` that is transformers' but for one thing, and return it.
+
+    It forgets the cache when the text grows beyond the original context, so that keys are computed anew with other
+    rotary frequencies. The loop here does not run where frequencies change, and else the keys would be the same.
+    """
+    method._recomputes_at_switch = True  # type: ignore[attr-defined]
+    return method
+
+
+class Unfit(Exception):
+    """A call cannot take the graph's loop; it is taken back before anything was generated."""
+
+    def __init__(self, reason: str):
+        super().__init__(REASONS[reason])
+        self.reason = reason
+
+
+@dataclass
+class Call:
+    """The arguments of one `_sample`."""
+
+    input_ids: Tensor
+    processors: Any
+    criteria: Any
+    config: Any
+    streamer: Any
+    synced_gpus: bool
+    model_kwargs: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Most tokens that it will generate."""
+        limits = [c.max_length for c in self.criteria if isinstance(c, MaxLengthCriteria)]
+        return max(1, min(limits) - self.input_ids.shape[1])
+
+    @property
+    def ends(self) -> list[Tensor]:
+        """The ids that end a row, of every criterion that has some."""
+        return [c.eos_token_id.view(-1) for c in self.criteria if isinstance(c, EosTokenCriteria)]
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether a row may end at a string."""
+        return any(isinstance(c, StopStringCriteria) for c in self.criteria)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the logits or scores of every step are wanted."""
+        wanted = self.config.output_scores or self.config.output_logits
+        return bool(self.config.return_dict_in_generate and wanted)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What goes to the model besides the tokens."""
+        given = self.model_kwargs.items()
+        return {name: value for name, value in given if value is not None and name not in _NOT_FOR_THE_MODEL}
+
+
+def unfit(model: Any, call: Call, without_graph: bool) -> str | None:
+    """Return why `call` cannot take the graph's loop, a key of `REASONS`; None if it can try."""
+    return _unfit_model(model, without_graph) or _unfit_call(model, call) or _unfit_inputs(model, call)
+
+
+def _unfit_model(model: Any, without_graph: bool) -> str | None:
+    if model.device.type != "cuda" and not without_graph:
+        return "cpu"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1 or getattr(model, "_tp_size", None):
+        return "several_devices"
+    if model.training:
+        return "training"
+    if torch.is_grad_enabled():
+        return "gradient"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast"
+    if torch.compiler.is_compiling() or model._compiled_call_impl is not None:
+        return "compiled"
+    if model.config.is_encoder_decoder:
+        return "encoder_decoder"
+    if any(_overrides(type(model), name) for name in _OWN_LOOP):
+        return "own_loop"
+    if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
+        return "attention_implementation"
+    if any(_depends_on_length(module) for module in model.modules()):
+        return "rope_depends_on_length"
+    return "observed" if any(_watched(module) for module in model.modules()) else None
+
+
+def _unfit_call(model: Any, call: Call) -> str | None:
+    config = call.config
+    if config.is_assistant:
+        return "assistant"
+    if call.synced_gpus:
+        return "synced_gpus"
+    if config.compile_config is not None:
+        return "compile_config"
+    if not config.use_cache:
+        return "no_cache"
+    if config.cache_implementation not in (None, "dynamic"):
+        return "cache_implementation"
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return "outputs"
+    if any(type(criterion) not in _KNOWN_CRITERIA for criterion in call.criteria):
+        return "stopping_criteria"
+    if not any(isinstance(criterion, MaxLengthCriteria) for criterion in call.criteria):
+        return "no_max_length"
+    if call.ends and config._pad_token_tensor is None:
+        return "no_pad_token"
+    if call.has_stop_strings and call.input_ids.shape[0] > 1 and (call.keeps or keeps_cache(call)):
+        return "stop_strings"
+    return "one_token" if call.steps == 1 else None
+
+
+def _unfit_inputs(model: Any, call: Call) -> str | None:
+    given = call.inputs
+    if not set(given) <= _KNOWN_INPUTS or call.input_ids.dim() != 2 or call.input_ids.shape[1] == 0:
+        return "inputs"
+    if call.input_ids.device != model.device:
+        return "input_device"
+    cache: Any = given.get("past_key_values")
+    if type(cache) is not DynamicCache or cache.offloading:
+        return "cache_kind"
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    lengths = {layer.get_seq_length() for layer in layers}
+    held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
+    batch = call.input_ids.shape[0]
+    if len(lengths - {0}) > 1 or any(keys.shape[0] != batch or keys.device != model.device for keys in held):
+        return "cache_contents"
+    past = max(lengths, default=0)
+    if _is_odd_mask(given.get("attention_mask"), batch, {call.input_ids.shape[1], past + call.input_ids.shape[1]}):
+        return "attention_mask"
+    position_ids = given.get("position_ids")
+    if position_ids is not None and (position_ids.dim() != 2 or makes_cache_position(model)):
+        return "position_ids"
+    return None
+
+
+def keeps_cache(call: Call) -> bool:
+    """Return whether the cache outlives the call: because it is returned, or because the caller made it."""
+    if call.config.return_dict_in_generate:
+        return True
+    cache = call.model_kwargs.get("past_key_values")
+    # Releases before 5.17 do not say whose cache it is.
+    says = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
+    return bool(getattr(cache, "_is_user_defined", not says))
+
+
+def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with a growing cache where transformers leaves it to the model to make one (5.0)."""
+    wanted = makes_cache_position(model) and model_kwargs.get("use_cache") and model._supports_default_dynamic_cache()
+    if not wanted or model_kwargs.get("past_key_values") is not None:
+        return model_kwargs
+    cache = DynamicCache(config=_text_config(model))
+    cache._is_user_defined = False
+    return {**model_kwargs, "past_key_values": cache}
+
+
+def makes_cache_position(model: Any) -> bool:
+    """Return whether transformers is of a release that passes `cache_position` (5.0)."""
+    return hasattr(model, "_get_initial_cache_position")
+
+
+def only_records(module: nn.Module) -> bool:
+    """Return whether what watches a module is what transformers leaves behind once it recorded hidden states."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    forward = module.__dict__.get("forward")
+    # Release 5.0 puts the class's own method back on the instance.
+    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
+    others = module._backward_hooks or module._backward_pre_hooks or not own
+    return not others and all(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks)
+
+
+def _watched(module: nn.Module) -> bool:
+    if not backend.observed(module) or "parametrizations" in module._modules:
+        return False
+    return torch.nn.modules.module._has_any_global_hook() or not only_records(module)
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def _overrides(model_class: type, name: str) -> bool:
+    inherited, found = getattr(GenerationMixin, name, None), inspect.getattr_static(model_class, name)
+    return inherited is not None and found is not inherited and not getattr(found, "_recomputes_at_switch", False)
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _is_odd_mask(mask: Tensor | None, batch: int, lengths: set[int]) -> bool:
+    """Return whether a mask is not ones behind the padding of each row, over all columns."""
+    if mask is None:
+        return False
+    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in lengths:
+        return True
+    visible = mask != 0
+    return not bool(visible[:, -1].all() & (visible[:, 1:] >= visible[:, :-1]).all() & (visible == mask).all())

@@ -1,0 +1,355 @@
+"""`generate()` with the whole decode step in one graph: a mixin for causal language models.
+
+B rows, V vocabulary, S capacity.
+
+The prompt is read as transformers reads it, into a preallocated cache. Then a graph holds a whole step, from the
+embedding to the next token and its bookkeeping, and is replayed in chunks; the host reads the tokens of one chunk
+while the next one runs. Tokens, outputs, caches and the random generator's state are those of transformers' own
+loop, which runs wherever this one does not fit; `explain(model)` says why.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..core import backend
+from ..core.capture import CAPTURING, CaptureFailed, index_of
+from .fitness import Call, Unfit, keeps_cache, unfit, with_cache
+from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
+from .graph_store import GraphStore, Refusal, store_of
+from .sampling import Sampling, graph_forms
+from .stopping import NOT_NUMBERS, Reader
+
+CHUNK = 4
+"""Replays between two looks at the tokens. Two chunks are under way at a time, and what was run beyond the end is
+thrown away, so a longer chunk wastes more; a shorter one gains nothing (a look costs the device about 4 µs)."""
+STREAMED_CHUNK = 2
+FIRST_ROOM = 4096
+"""Tokens beyond the prompt that the first cache has room for; a longer text moves to one of up to twice the size."""
+
+
+class GraphGeneration(GenerationMixin):
+    """Generation through a decode graph where that gives the same as transformers' own loop."""
+
+    _step_without_graph = False
+    """Take this loop on any device with the step as plain calls; for tests, where there is no GPU."""
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Return True: transformers asks whether a base is called GenerationMixin."""
+        return True
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Generate tokens, greedily or by drawing them; arguments and result are those of transformers' loop."""
+        inputs = with_cache(self, model_kwargs)
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs)
+        reason = unfit(self, call, self._step_without_graph)
+        if reason is None:
+            with store_of(self).claimed(self) as ours:
+                if ours:
+                    try:
+                        return _Generation(self, call, store_of(self)).run()
+                    except Unfit as unfitting:
+                        reason = unfitting.reason
+                else:
+                    reason = "reentrant"
+        backend.count_fallback("generate", reason, self)
+        return super()._sample(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+
+class _Generation:
+    """One call that takes the graph's loop."""
+
+    def __init__(self, model: Any, call: Call, store: GraphStore):
+        self.model, self.call, self.store = model, call, store
+        self.batch_size, self.prompt_length = call.input_ids.shape
+        self.device = call.input_ids.device
+        self.captures = model.device.type == "cuda" and not model._step_without_graph
+        self.dynamic = call.model_kwargs["past_key_values"]
+        self.sampling = self._sampling()
+        self.kept_logits: list[Tensor] = []
+        self.kept_scores: list[Tensor] = []
+
+    def run(self) -> Any:
+        """Generate.
+
+        Raises:
+            Unfit: before anything was generated, if it turns out that the graph's loop cannot take the call.
+        """
+        graph = self._graph()
+        try:
+            logits = self._prefill(graph)
+            graph.prove(logits.argmax(-1), self.sampling)
+            program = self._program(graph)
+        except StepDiffers as error:
+            raise self._refuse(graph, "step_differs", error=error) from error
+        except StepFails as error:
+            raise self._refuse(graph, "step_fails", error=error) from error
+        except torch.OutOfMemoryError as error:
+            self.store.release()
+            raise Unfit("out_of_memory") from error
+        # From here on tokens are drawn and streamed: there is no way back.
+        start = graph.cache.length
+        first = self._first_token(logits)
+        self._begin(graph, first, start)
+        reader = self._reader()
+        graph = self._decode(graph, program, reader, start)
+        return self._finish(graph, reader, start)
+
+    def _sampling(self) -> Sampling:
+        """Return what the graph does with the logits."""
+        call = self.call
+        forms = graph_forms(call.processors, self.device, self.prompt_length)
+        if forms is None:
+            raise Unfit("logits_processor")
+        eos = pad = None
+        if call.ends:
+            eos = torch.cat([ids.to(self.device) for ids in call.ends]).clone()
+            pad = call.config._pad_token_tensor.to(self.device).view(1).clone()
+        return Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
+
+    def _graph(self) -> DecodeGraph:
+        """Return a graph with a cache that holds what the call continues."""
+        for key in (None, self.sampling.key):
+            if key in self.store.refused:
+                raise Unfit(self.store.refused[key].reason)
+        room = min(self.call.steps - 1, FIRST_ROOM)
+        needed = self.dynamic.get_seq_length() + self.prompt_length + room
+        try:
+            graph = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
+            graph.cache.clear()
+        except UnknownCache as error:
+            raise Unfit("cache_kind") from error
+        except torch.OutOfMemoryError as error:
+            self.store.release()
+            raise Unfit("out_of_memory") from error
+        graph.cache.fused = not any(backend.observed(module) for module in self.model.modules())
+        graph.cache.load(self.dynamic)
+        return graph
+
+    def _prefill(self, graph: DecodeGraph) -> Tensor:
+        """Read the prompt and return the logits `[B, V]` of the first token in fp32."""
+        inputs = {**self.call.inputs, "past_key_values": graph.cache}
+
+        def ordinary() -> Tensor:
+            outputs = self.model._prefill(self.call.input_ids, self.call.config, dict(inputs))
+            if outputs.past_key_values is not graph.cache or graph.cache.length == 0:
+                raise self._refuse(graph, "cache_unused")
+            logits: Tensor = outputs.logits[:, -1]
+            return logits
+
+        ids = self.call.input_ids
+        last = graph.read_prompt(ids, ordinary, self.sampling) if self._is_unpadded() else ordinary()
+        if self.sampling.reads_ids and graph.cache.length != self.prompt_length:
+            raise Unfit("processor_needs_ids")
+        mask = self.call.inputs.get("attention_mask")
+        if mask is not None and mask.shape[1] != graph.cache.length:
+            raise Unfit("attention_mask")
+        graph.begin(self._next_position_ids(graph, mask), mask)
+        return last.to(copy=True, dtype=torch.float32)
+
+    def _is_unpadded(self) -> bool:
+        """Return whether every column of the prompt is a token, at its own position."""
+        mask, position_ids = (self.call.inputs.get(name) for name in ("attention_mask", "position_ids"))
+        plain = torch.ones((), dtype=torch.bool, device=self.device)
+        if mask is not None:
+            plain &= (mask != 0).all()
+        if position_ids is not None:
+            plain &= (position_ids == torch.arange(self.prompt_length, device=self.device)).all()
+        return bool(plain)
+
+    def _next_position_ids(self, graph: DecodeGraph, mask: Tensor | None) -> Tensor:
+        """Return `[B or 1, 1]`."""
+        given = self.call.inputs.get("position_ids")
+        if given is not None:
+            return given[:, -1:] + 1
+        if mask is not None:
+            return mask.long().sum(-1, keepdim=True)
+        return torch.full((1, 1), graph.cache.length, device=self.device)
+
+    def _program(self, graph: DecodeGraph) -> Program:
+        try:
+            return graph.program(self.sampling)
+        except CaptureFailed as error:
+            # Was it the model, or what follows it? Without processors it may yet be captured.
+            key = self.sampling.key if self.sampling.forms else None
+            raise self._refuse(graph, "step_not_capturable", key, error) from error
+
+    def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
+        """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
+        self.store.refused[key] = Refusal(reason, "" if error is None else str(error))
+        self.store.drop(graph)
+        return Unfit(reason)
+
+    def _first_token(self, logits: Tensor) -> Tensor:
+        """Return `[B]`, chosen from the prompt's logits as transformers does."""
+        scores = self.call.processors(self.call.input_ids, logits)
+        self._keep(logits, scores)
+        if not self.sampling.sample:
+            return torch.argmax(scores, dim=-1)
+        with CAPTURING:
+            return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+
+    def _begin(self, graph: DecodeGraph, first: Tensor, start: int) -> None:
+        """Put the first token where the first replay expects it."""
+        state = graph.state
+        state.input_ids.copy_(first[:, None])
+        # Processors that ask which tokens a row has see no other than these in the slots to come.
+        state.sequence.copy_(first[:, None])
+        if self.sampling.reads_ids:
+            state.sequence[:, :start] = self.call.input_ids
+        state.length_offset.fill_(self.prompt_length - start + 1)
+        if self.sampling.eos is not None:
+            state.finished.copy_((first[:, None] == self.sampling.eos).any(dim=-1))
+
+    def _reader(self) -> Reader:
+        pad = None if self.sampling.pad is None else int(self.call.config._pad_token_tensor)
+        call = self.call
+        return Reader(call.input_ids, call.steps, call.criteria, pad, call.has_stop_strings, call.streamer)
+
+    def _decode(self, graph: DecodeGraph, program: Program, reader: Reader, start: int) -> DecodeGraph:
+        """Replay until the reader has seen the end; return the graph that holds it."""
+        steps = self.call.steps
+        random = _Randomness(self.device) if self.sampling.sample else None
+        marks = [random.mark()] if random else []
+        waiting = deque([_Arrival(graph, start, 1)])
+        made, stopped = 1, False
+        chunk = CHUNK if self.call.streamer is None else STREAMED_CHUNK
+        while not stopped and (made < steps or waiting):
+            if made == steps or len(waiting) == 2:
+                stopped = reader.read(waiting.popleft().tokens())
+                continue
+            if graph.cache.length == graph.cache.capacity:
+                stopped = any(reader.read(waiting.popleft().tokens()) for _ in range(len(waiting)))
+                if not stopped:
+                    graph, program = self._grow(graph, steps - made)
+                continue
+            count = min(chunk, steps - made, graph.cache.capacity - graph.cache.length)
+            for _ in range(count):
+                program.replay()
+                if random:
+                    marks.append(random.mark())
+                self._keep(program.logits, program.scores)
+            graph.cache.grow(count)
+            waiting.append(_Arrival(graph, start + made, count))
+            made += count
+        if random:
+            random.restore(marks[reader.count - 1])
+        return graph
+
+    def _grow(self, graph: DecodeGraph, room: int) -> tuple[DecodeGraph, Program]:
+        """Move to a larger cache, with a graph of its own."""
+        capacity = graph.cache.capacity
+        needed = capacity + min(room, capacity)
+        larger = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
+        larger.cache.clear()
+        larger.take_over(graph)
+        self.store.drop(graph)
+        return larger, larger.program(self.sampling)
+
+    def _finish(self, graph: DecodeGraph, reader: Reader, start: int) -> Any:
+        """Return what transformers' loop returns."""
+        call, count = self.call, reader.count
+        length = start + count - 1
+        if reader.edited:
+            sequences = torch.cat(
+                [call.input_ids, reader.ids[:, self.prompt_length :][:, :count].to(self.device)], dim=-1
+            )
+        else:
+            sequences = torch.cat([call.input_ids, graph.state.sequence[:, start : start + count]], dim=-1)
+        if keeps_cache(call):
+            graph.cache.store(self.dynamic, length)
+        if call.streamer is not None:
+            call.streamer.end()
+        if not call.config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=tuple(self.kept_scores[:count]) if call.config.output_scores else None,
+            logits=tuple(self.kept_logits[:count]) if call.config.output_logits else None,
+            past_key_values=self.dynamic,
+        )
+
+    def _keep(self, logits: Tensor | None, scores: Tensor | None) -> None:
+        if self.call.keeps and logits is not None and scores is not None:
+            if self.call.config.output_logits:
+                self.kept_logits.append(logits.clone())
+            if self.call.config.output_scores:
+                self.kept_scores.append(scores.clone())
+
+
+class _Arrival:
+    """Tokens of a chunk on their way to the host.
+
+    Args:
+        graph: that writes them.
+        start: column of the first in its sequence.
+        count: how many.
+    """
+
+    def __init__(self, graph: DecodeGraph, start: int, count: int):
+        state = graph.state
+        source = torch.cat([state.sequence[:, start : start + count], state.invalid[:, None].long()], dim=1)
+        self._event: torch.cuda.Event | None = None
+        self._tokens = source
+        if source.is_cuda:
+            self._tokens = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._tokens.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(source.device))
+
+    def tokens(self) -> Tensor:
+        """Wait for them and return `[B, k]`.
+
+        Raises:
+            RuntimeError: if a row's probabilities were no numbers, as `torch.multinomial` does.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        if self._tokens[:, -1].any():
+            raise RuntimeError(NOT_NUMBERS)
+        return self._tokens[:, :-1]
+
+
+class _Randomness:
+    """Where the device's random generator stands, without asking the device."""
+
+    def __init__(self, device: torch.device):
+        self._generator = None
+        if device.type == "cuda":
+            self._generator = torch.cuda.default_generators[index_of(device)]
+
+    def mark(self) -> Any:
+        """Return where it stands."""
+        return torch.get_rng_state() if self._generator is None else self._generator.get_offset()
+
+    def restore(self, mark: Any) -> None:
+        """Let it stand there again."""
+        if self._generator is None:
+            torch.set_rng_state(mark)
+        else:
+            self._generator.set_offset(mark)

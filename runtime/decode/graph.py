@@ -1,0 +1,440 @@
+"""One decode step of a model, captured once and replayed for every token.
+
+B batch, S capacity, V vocabulary.
+
+    graph = DecodeGraph(model, batch_size=1, capacity=1024)
+    logits = graph.prefill(input_ids)
+    for _ in range(100):
+        logits = graph.step(logits.argmax(-1))
+
+`generate()` uses the same class, with the choice of the token inside the graph. On a CPU the step runs as plain calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from ..cache.preallocated import CacheFull, PreallocatedCache, preallocated_like
+from ..core import backend
+from ..core.capture import CAPTURING, before_replay, capture
+from ..core.launch import rehearsing
+from .compile_ahead import Variants, compile_all, compiler_loading, variants
+from .greedy import choose
+from .prompt_graph import PromptGraphs
+from .sampling import Sampling, StepState
+
+PROGRAMS_KEPT = 8
+"""Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
+
+TOLERANCE = 0.5
+"""Largest relative distance of a row's logits in both forms of a step. It tells a wrong mask, for which the slots that
+must not be seen are filled with `POISON`, from another order of rounding; a wrong mask gives 1 and more."""
+POISON = 64.0
+
+_WARM: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose kernels were compiled side by side with their first prompt."""
+
+
+class StepDiffers(RuntimeError):
+    """The step against the preallocated buffers computes something else than the model's ordinary step."""
+
+    def __init__(self, distance: float):
+        super().__init__(f"the logits of a step differ by {distance:.3g} from those of an ordinary one")
+
+
+class StepFails(RuntimeError):
+    """The step cannot run where the host does not know the length."""
+
+    def __init__(self, cause: Exception):
+        super().__init__(f"the step cannot run against fixed-size buffers: {cause}")
+
+
+class UnknownCache(TypeError):
+    """The model keeps something else than keys and values of every token, or its configuration does not say what."""
+
+    def __init__(self, model: nn.Module):
+        name = type(model).__name__
+        super().__init__(f"the cache of {name} has layers that no preallocated buffer can stand for, or names none")
+
+
+class Program:
+    """One graph: the step, and what follows it."""
+
+    def __init__(self, graph: DecodeGraph, sampling: Sampling | None):
+        self._decode = weakref.ref(graph)
+        self.sampling = sampling
+        self.logits: Tensor | None = None
+        """`[B, V]` of the last replay, in fp32 where a sampling keeps them; the next replay overwrites them."""
+        self.scores: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if graph.captures:
+            self._graph = capture(self._run, self._rehearse, graph.device, graph.pool)
+
+    def replay(self) -> None:
+        """Run one step; nothing waits for the device."""
+        if self._graph is None:
+            self._run()
+        elif self.sampling is not None and self.sampling.sample:
+            with CAPTURING:
+                self._graph.replay()
+        else:
+            self._graph.replay()
+
+    def _rehearse(self) -> None:
+        """Run the step at the end of what the cache holds; running it twice is running it once."""
+        graph = self._decode()
+        assert graph is not None
+        graph.state.position.fill_(min(graph.cache.length, graph.cache.capacity - 1))
+        self._run()
+
+    def _run(self) -> None:
+        graph = self._decode()
+        assert graph is not None
+        logits = graph.forward()
+        if self.sampling is None:
+            self.logits = logits
+            graph.state.position.add_(1)
+            graph.state.position_ids.add_(1)
+            return
+        self.logits, self.scores = choose(logits, graph.state, self.sampling)
+
+
+class DecodeGraph:
+    """A preallocated cache of one batch size and capacity, and the graphs of the steps against it.
+
+    It holds the model weakly. Not for several threads at a time. After the model's weights were moved or replaced, or
+    a module was added or hooked, make another one: a graph keeps the addresses that it was captured with.
+
+    Args:
+        model: a causal language model in eval mode.
+        batch_size: B.
+        capacity: S, the most tokens a row can hold.
+        like: a growing cache with the layers that the model needs; by default that of its config.
+        captures: whether steps are captured; by default on a GPU.
+
+    Raises:
+        UnknownCache: if the model keeps something else than keys and values.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch_size: int,
+        capacity: int,
+        *,
+        like: DynamicCache | None = None,
+        captures: bool | None = None,
+    ):
+        self._model = weakref.ref(model)
+        self.device: torch.device = model.device
+        self.captures = self.device.type == "cuda" if captures is None else captures
+        if like is None or not like.layers:
+            like = self._configured_cache(model)
+        cache = preallocated_like(like, batch_size, capacity, self.device)
+        if cache is None:
+            raise UnknownCache(model)
+        self.cache: PreallocatedCache = cache
+        self.state = StepState(batch_size, capacity, cache.position)
+        with torch.inference_mode(False):
+            self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
+        self.pool: Any = None
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+        self._proved = False
+        accepted = inspect.signature(model.forward).parameters
+        self._inputs = self._static_inputs(accepted)
+        self.prompts = PromptGraphs(model, set(accepted), self.captures)
+
+    @staticmethod
+    def _configured_cache(model: Any) -> DynamicCache:
+        """Return the growing cache that a model's configuration asks for."""
+        try:
+            return DynamicCache(config=model.config.get_text_config(decoder=True))
+        except AttributeError as error:  # a model of several stacks has no single number of layers
+            raise UnknownCache(model) from error
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Forget what was there and read a prompt.
+
+        Args:
+            input_ids: `[B, n]`, left-padded.
+            attention_mask: `[B, n]`, 0 for padding; None for no padding.
+
+        Returns:
+            `[B, V]` logits of the next token, in the model's dtype.
+        """
+        self.cache.clear()
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        if "cache_position" in self._inputs:
+            inputs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
+        given = {name: value for name, value in inputs.items() if name in self._inputs}
+
+        def ordinary() -> Tensor:
+            outputs = self.model(**given, past_key_values=self.cache, use_cache=True, return_dict=True)
+            logits: Tensor = outputs.logits[:, -1]
+            return logits
+
+        unpadded = attention_mask is None or bool((attention_mask != 0).all())
+        logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
+        self.begin(positions[:, -1:] + 1, None if attention_mask is None else mask)
+        self.prove(logits.argmax(-1))
+        return logits
+
+    def read_prompt(
+        self, input_ids: Tensor, ordinary: Callable[[], Tensor], sampling: Sampling | None = None
+    ) -> Tensor:
+        """Read a prompt `[B, n]` without padding, in a graph where there is one for it.
+
+        Args:
+            input_ids: the prompt.
+            ordinary: reads it without a graph and returns the logits.
+            sampling: what will follow the logits; its kernels are compiled beside those of the prompt.
+
+        Returns:
+            `[B, V]` logits of the next token; the next prompt may overwrite them.
+        """
+        for look_after in before_replay:
+            look_after(self.model)
+        rows, tokens = input_ids.shape
+        length = self.prompts.length_for(rows, tokens, self.cache.capacity)
+        if length is None or self.cache.length:
+            return ordinary()
+        self._find_pool()
+
+        def warm_up(prompt: Callable[[], None]) -> None:
+            if self.model not in _WARM:
+                self._warm_up(ordinary, prompt, sampling)
+                _WARM.add(self.model)
+
+        return self.prompts.read(self.cache, input_ids, length, self.pool, ordinary, warm_up)
+
+    def _warm_up(self, ordinary: Callable[[], Tensor], prompt: Callable[[], None], sampling: Sampling | None) -> None:
+        """Compile the kernels of a prompt, a step and a sampling side by side; the cache is empty before and after.
+
+        What the model computes once and keeps is made first, by calls without kernels, while the compiler is loaded.
+        """
+        runs = [prompt]
+        with compiler_loading(self.device), backend.plainly():
+            ordinary()
+            length = self.cache.length
+            if length < self.cache.capacity:
+                runs.insert(0, self._step_with(sampling))
+                self.begin(torch.full_like(self.state.position_ids, length), None)
+                with self._as_for_decoding():
+                    self._ordinary_step(length)
+        self._compile(*runs)
+        self.cache.rewind(0)
+        torch.cuda.empty_cache()  # what only these calls needed
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token `[B]` to each row and return the logits `[B, V]` of the next.
+
+        Raises:
+            CacheFull: if there is no slot left.
+        """
+        if self.cache.length >= self.cache.capacity:
+            raise CacheFull(self.cache.length + 1, self.cache.capacity)
+        program = self.program(None)
+        self.state.input_ids.copy_(tokens.view(-1, 1))
+        program.replay()
+        self.cache.grow(1)
+        assert program.logits is not None
+        return program.logits.clone()
+
+    def __del__(self) -> None:
+        # A cache and its layers refer to each other: without this, memory waits for the cycle collector.
+        if hasattr(self, "_inputs"):
+            self.release()
+
+    def reset(self) -> None:
+        """Forget every token; graphs and buffers stay."""
+        self.cache.clear()
+
+    def release(self) -> None:
+        """Give the graphs and the cache back."""
+        self._programs.clear()
+        self.prompts.clear()
+        for layer in self.cache.attention_layers:
+            layer.free()
+        self._proved = False
+
+    @property
+    def model(self) -> Any:
+        """The model, which has to be alive."""
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this graph is gone")
+        return model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return self.cache.nbytes
+
+    def begin(self, position_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Point the next step behind what the cache holds.
+
+        Args:
+            position_ids: `[B, 1]` of the next token.
+            attention_mask: `[B, n]` of what the cache holds, left-padded; None for no padding.
+        """
+        self.state.position.fill_(self.cache.length)
+        self.state.position_ids.copy_(position_ids)
+        self.state.finished.zero_()
+        self.state.invalid.zero_()
+        self._attention_mask.fill_(1)
+        self.cache.starts.zero_()
+        if attention_mask is not None:
+            self._attention_mask[:, : attention_mask.shape[1]] = attention_mask
+            self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))
+
+    def program(self, sampling: Sampling | None) -> Program:
+        """Return the graph for a sampling, captured now if need be; None for the logits alone.
+
+        Raises:
+            CaptureFailed: if the step, or this sampling, cannot be captured.
+        """
+        key = None if sampling is None else sampling.key
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self.captured(sampling)
+            while len(self._programs) > PROGRAMS_KEPT:
+                self._programs.popitem(last=False)
+        elif program.sampling is not None and sampling is not None:
+            program.sampling.load(sampling)
+        self._programs.move_to_end(key)
+        return program
+
+    def captured(self, sampling: Sampling | None) -> Program:
+        """Return a new graph that only the caller keeps; `rewrite tune` compares several.
+
+        Raises:
+            CaptureFailed: if the step, or this sampling, cannot be captured.
+        """
+        self._find_pool()
+        before = self.state.copy()
+        with self._as_for_decoding():
+            program = Program(self, sampling)
+        self.state.restore(before)
+        return program
+
+    def _find_pool(self) -> None:
+        """Make a memory pool for the first graph; a pool ends with the last graph in it."""
+        if self.captures and not self._programs and not self.prompts.lengths:
+            self.pool = torch.cuda.graph_pool_handle()
+
+    def prove(self, tokens: Tensor, sampling: Sampling | None = None) -> None:
+        """Compare one step against the buffers with the model's ordinary step, once; it leaves the cache as it was.
+
+        Before that the kernels of the step, and of a sampling, are compiled side by side.
+
+        The model's own code decides which slots it attends to, and code that ignores the mask for a single token
+        would silently see the slots that nothing has written.
+
+        Raises:
+            StepDiffers: if they differ by more than another order of summation explains.
+            StepFails: if the model's code needs the length as a Python int, say.
+        """
+        if self._proved or self.cache.length >= self.cache.capacity:
+            return
+        length, state = self.cache.length, self.state
+        state.input_ids.copy_(tokens[:, None])
+        with self._as_for_decoding():
+            with backend.plainly():
+                ordinary = self._ordinary_step(length)
+            self._compile(self._step_with(sampling))
+            for layer in self.cache.attention_layers:
+                layer.length = length
+                if layer.values is not None:
+                    layer.values[:, :, length + 1 :] = POISON
+            state.position.fill_(length)
+            try:
+                with rehearsing():
+                    ours = self.forward().float()
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+                raise StepFails(error) from error
+            finally:
+                for layer in self.cache.attention_layers:
+                    if layer.values is not None:
+                        layer.values[:, :, length + 1 :] = 0
+        distance = ((ours - ordinary).norm(dim=-1) / ordinary.norm(dim=-1)).max().item()
+        if not distance < TOLERANCE:
+            raise StepDiffers(distance)
+        self._proved = True
+
+    def _step_with(self, sampling: Sampling | None) -> Callable[[], None]:
+        """Return a step with what follows it."""
+
+        def run() -> None:
+            with self._as_for_decoding():
+                logits = self.forward()
+            if sampling is not None:
+                choose(logits, self.state, sampling)
+
+        return run
+
+    def _compile(self, *runs: Callable[[], None]) -> None:
+        """Compile the kernels of all runs side by side; what cannot be captured is compiled as it runs.
+
+        What a model computes once and keeps must be there: a graph that is thrown away has only room for it.
+        """
+        if not self.captures:
+            return
+        jobs: Variants = {}
+        for run in runs:
+            jobs |= variants(run, self.device)
+        compile_all(jobs, self.device)
+
+    def take_over(self, other: DecodeGraph) -> None:
+        """Continue where a graph with less capacity ended."""
+        self.cache.copy_from(other.cache)
+        self.cache.fused = other.cache.fused
+        self._proved = True
+        self._attention_mask.fill_(1)
+        self._attention_mask[:, : other.cache.capacity] = other._attention_mask
+        self.state.restore(other.state.copy())
+
+    def forward(self) -> Tensor:
+        """Return the logits `[B, V]` of one step at the cache's position."""
+        with self.cache.step():
+            outputs = self.model(**self._inputs, return_dict=True)
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+    def _as_for_decoding(self) -> AbstractContextManager[object]:
+        """Choose the implementation of the experts as transformers' loop does for single tokens."""
+        manager: AbstractContextManager[object] = self.model._optimize_model_for_decode()
+        return manager
+
+    def _ordinary_step(self, length: int) -> Tensor:
+        """Return the logits `[B, V]` of the step as the model computes it with a growing cache."""
+        inputs = dict(self._inputs)
+        if "attention_mask" in inputs:
+            inputs["attention_mask"] = self._attention_mask[:, : length + 1]
+        logits: Tensor = self.model(**inputs, return_dict=True).logits[:, -1].float()
+        return logits
+
+    def _static_inputs(self, accepted: Any) -> dict[str, Any]:
+        """Return what every step calls the model with, as far as its forward takes it."""
+        inputs = {
+            "attention_mask": self._attention_mask,
+            "position_ids": self.state.position_ids,
+            "cache_position": self.cache.position,
+            "logits_to_keep": 1,
+        }
+        given = {name: value for name, value in inputs.items() if name in accepted}
+        return {"input_ids": self.state.input_ids, "past_key_values": self.cache, "use_cache": True, **given}

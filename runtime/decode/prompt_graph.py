@@ -1,0 +1,185 @@
+"""Reads a prompt in a graph: up to some 2,000 tokens the host takes longer to launch the kernels than they run.
+
+B rows, n tokens of the prompt, N tokens of the graph, V vocabulary.
+
+A graph holds the model's ordinary forward of N tokens into the empty cache. A prompt of n <= N tokens without padding
+is filled up at its end, which causal attention lets no earlier token see; its logits are those of token n - 1, and the
+slots behind are written anew by the tokens to come. The first prompt of a length is read both ways, and only a graph
+that computes the same is kept. It serves that prompt too: the same call gives the same tokens the first and the
+second time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.preallocated import PreallocatedCache
+from ..core.capture import capture
+from ..core.launch import rehearsing
+
+ROUNDING = 128
+"""Lengths of graphs are multiples of this."""
+MOST_TOKENS = 2048
+"""Tokens of all rows together; with more of them the device is the slower one."""
+FEWEST_TOKENS = 1
+"""Of a prompt that is read in a graph; a file of this folder that computes a single token in another way raises it."""
+TOLERANCE = 0.1
+"""Largest relative distance of the logits in both ways: products of other shapes round in another order. Who rounds
+more coarsely raises it."""
+
+
+class PromptGraph:
+    """The forward of `length` tokens a row."""
+
+    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int):
+        self._model = weakref.ref(model)
+        self.cache = cache
+        device = cache.position.device
+        with torch.inference_mode(False):
+            self._input_ids = torch.zeros(cache.batch_size, length, dtype=torch.int64, device=device)
+            positions = torch.arange(length, device=device)
+            self._last = torch.zeros(1, dtype=torch.int64, device=device)
+        given = {
+            "position_ids": positions[None],
+            "cache_position": positions,
+            "logits_to_keep": self._last,
+        }
+        self._inputs = {name: value for name, value in given.items() if name in inputs}
+        self._logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, pool: Any) -> None:
+        """Read in a graph from here on, with memory of a pool."""
+        self._graph = capture(self.run, self.run, self._last.device, pool)
+
+    def read(self, input_ids: Tensor) -> Tensor:
+        """Read `[B, n]` into the empty cache and return the logits `[B, V]` that follow; the next read reuses them."""
+        length = input_ids.shape[1]
+        self._input_ids[:, :length] = input_ids
+        self._input_ids[:, length:] = input_ids[:, -1:]
+        self._last.fill_(length - 1)
+        if self._graph is None:
+            self.run()
+        else:
+            self._graph.replay()
+        self.cache.grow(length)
+        assert self._logits is not None
+        return self._logits
+
+    def run(self) -> None:
+        """Read what is in the buffers, without a graph."""
+        model = self._model()
+        assert model is not None
+        self.cache.rewind(0)
+        self.cache.causal = is_causal(model, self._input_ids.shape[1])
+        try:
+            outputs = model(
+                input_ids=self._input_ids, past_key_values=self.cache, use_cache=True, return_dict=True, **self._inputs
+            )
+        finally:
+            self.cache.causal = False
+        self.cache.rewind(0)
+        self._logits = outputs.logits[:, -1]
+
+
+def is_causal(model: Any, length: int) -> bool:
+    """Return whether attention over a prompt of `length` tokens is plainly causal, and torch's own, which knows that.
+
+    transformers makes no mask then, except during a capture.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return config._attn_implementation == "sdpa" and all(window is None or length < window for window in windows)
+
+
+class PromptGraphs:
+    """The graphs of one cache, by their length; none where the model cannot be captured, or pads change its logits.
+
+    Args:
+        model: a causal language model.
+        inputs: names that its forward takes.
+        captures: whether forwards are captured; they run as plain calls otherwise.
+    """
+
+    def __init__(self, model: Any, inputs: set[str], captures: bool):
+        self._model = weakref.ref(model)
+        self._inputs = inputs
+        self._captures = captures
+        self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._graphs: dict[int, PromptGraph] = {}
+        self.refusal: str | None = None
+        """Why prompts are read without graphs."""
+        if "logits_to_keep" not in inputs:
+            self.refusal = "the model returns the logits of all tokens"
+        elif self._positions is None:
+            self.refusal = "its configuration does not say how many positions it has"
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths that are captured."""
+        return sorted(self._graphs)
+
+    def clear(self) -> None:
+        """Give the graphs back."""
+        self._graphs.clear()
+
+    def length_for(self, rows: int, tokens: int, capacity: int) -> int | None:
+        """Return the length of the graph for a prompt; None if it is read without one."""
+        length = -(-tokens // ROUNDING) * ROUNDING
+        if self.refusal is not None or tokens < FEWEST_TOKENS or rows * length > MOST_TOKENS:
+            return None
+        assert self._positions is not None
+        return length if length <= min(capacity, self._positions) else None
+
+    def read(
+        self,
+        cache: PreallocatedCache,
+        input_ids: Tensor,
+        length: int,
+        pool: Any,
+        ordinary: Callable[[], Tensor],
+        warm_up: Callable[[Callable[[], None]], None],
+    ) -> Tensor:
+        """Read a prompt `[B, n]` without padding into the empty cache, in the graph of a length.
+
+        Args:
+            cache: empty.
+            input_ids: the prompt.
+            length: N.
+            pool: of the graphs' memory.
+            ordinary: reads it without a graph and returns the logits.
+            warm_up: is given what a graph will hold before that runs for the first time.
+
+        Returns:
+            `[B, V]` logits of the next token; the next prompt may overwrite them.
+        """
+        graph = self._graphs.get(length)
+        if graph is not None:
+            return graph.read(input_ids)
+        graph = PromptGraph(self._model(), cache, self._inputs, length)
+        if self._captures:
+            warm_up(graph.run)
+        with rehearsing():
+            expected = ordinary().float()
+        cache.rewind(0)
+        try:
+            if self._captures:
+                graph.capture(pool)
+            logits = graph.read(input_ids)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            self.refusal = f"{type(error).__name__}: {error}"
+        else:
+            distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+            if distance < TOLERANCE:
+                self._graphs[length] = graph
+                return logits
+            self.refusal = f"tokens behind the prompt change its logits by {distance:.3g}"
+        cache.rewind(0)
+        return ordinary()

@@ -1,0 +1,128 @@
+"""Rows of activations in 8 bits, each with its scale.
+
+N is any leading shape, I the row, `s[n]` the smallest power of two with max|x[n]| <= s[n] * LARGEST (`fp8_format`):
+
+    values[n] = e4m3(x[n] / s[n])
+
+An operator that writes rows may quantise them in the same pass and remember the result with the tensor that it returns
+(`remember`); whoever multiplies them asks `quantized_rows`, which quantises what was not, or was written to since.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core import backend, rows
+from ..core.launch import Kernel
+from .format import Quantized, dtype_for, quantize
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from .format import encode, magnitude, scale_of
+
+    @triton.jit(do_not_specialize=["row_count"])
+    def _fp8_rows_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        code_ptr,
+        scale_ptr,
+        row_count,
+        stride,
+        I: tl.constexpr,  # noqa: E741
+        FNUZ: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
+        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        live = row < row_count
+        x_row = x_ptr + row.to(tl.int64) * stride
+        code_row = code_ptr + row.to(tl.int64) * I
+        if I <= BLOCK_COLS:
+            col = tl.arange(0, BLOCK_COLS)[None, :]
+            mask = live & (col < I)
+            x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
+            scale, inverse = scale_of(tl.max(magnitude(x), axis=1, keep_dims=True), FNUZ)
+            tl.store(code_row + col, encode(x * inverse, FNUZ), mask=mask)
+        else:
+            largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
+            for start in range(0, I, BLOCK_COLS):
+                col = start + tl.arange(0, BLOCK_COLS)[None, :]
+                x = tl.load(x_row + col, mask=live & (col < I), other=0.0).to(tl.float32)
+                largest = tl.maximum(largest, magnitude(x))
+            scale, inverse = scale_of(tl.max(largest, axis=1, keep_dims=True), FNUZ)
+            for start in range(0, I, BLOCK_COLS):
+                col = start + tl.arange(0, BLOCK_COLS)[None, :]
+                mask = live & (col < I)
+                x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
+                tl.store(code_row + col, encode(x * inverse, FNUZ), mask=mask)
+        tl.store(scale_ptr + row, scale, mask=live)
+
+    fp8_rows_kernel = Kernel(_fp8_rows_kernel)
+
+
+def quantized_rows(x: Tensor) -> Quantized:
+    """Return the rows of `x` `[N, I]` in 8 bits: those remembered with it, else quantised now."""
+    remembered = getattr(x, "_fp8_rows", None)
+    if remembered is not None and remembered[0] == _version(x):
+        found: Quantized = remembered[1]
+        return found
+    return Quantized(*_op(x))
+
+
+def remember(x: Tensor, quantized: Quantized) -> None:
+    """Keep the rows of `x` in 8 bits with it, until something writes to it."""
+    if (version := _version(x)) is not None:
+        x._fp8_rows = (version, quantized)  # type: ignore[attr-defined]
+
+
+def _version(x: Tensor) -> int | None:
+    """Return what an in-place change of `x` changes; None where nothing counts them."""
+    return None if x.is_inference() else x._version
+
+
+def empty_rows(x: Tensor) -> Quantized:
+    """Return memory for the rows of `x` in 8 bits."""
+    return Quantized(x.new_empty(x.shape, dtype=dtype_for(x)), x.new_empty(x.shape[:-1], dtype=torch.float32))
+
+
+def _forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.numel() and backend.uses_triton(x):
+        if x.dtype in rows.KERNEL_DTYPES:
+            return _launch(x)
+        backend.count_fallback("fp8_rows", "dtype")
+    return _reference(x)
+
+
+def _reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.shape[-1] == 0:
+        return empty_rows(x)
+    values, scale = quantize(x, dtype_for(x))
+    return values.contiguous(), scale.contiguous()
+
+
+def _launch(x: Tensor) -> tuple[Tensor, Tensor]:
+    out = empty_rows(x)
+    size = x.shape[-1]
+    count = x.numel() // size
+    x, stride = rows.flatten(x)
+    block_rows, block_cols, num_warps = rows.tile(size, count)
+    with backend.device_guard(x):
+        fp8_rows_kernel.launch(
+            (-(-count // block_rows), 1, 1),
+            num_warps,
+            (x, out.values.view(torch.uint8), out.scale),
+            (count,),
+            (stride,),
+            (),
+            (size, out.values.dtype == torch.float8_e4m3fnuz, block_rows, block_cols),
+        )
+    return out
+
+
+def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_rows(x)
+
+
+_op = backend.register("fp8_rows", "(Tensor x) -> (Tensor, Tensor)", _forward, _fake)

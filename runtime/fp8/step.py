@@ -1,0 +1,366 @@
+"""Products of one to 16 rows with weights in 8 bits: half the bytes of bf16, which is the time of a decode step.
+
+I in_features, O out_features, M rows, W[o] = s[o] q[o] as in `fp8_format`:
+
+    linear   y = s * (x' qᵀ) + b (+ residual)                               x' = norm(x), or x
+    gated    y = activation(s_g * (x' q_gᵀ) + b_g) * (s_u * (x' q_uᵀ) + b_u)
+
+These are the kernels of `linear` and `skinny`, with a scale for each output row: the input stays in its 16 bits, sums
+are fp32, the norm is computed inside, and inside a graph the first weights are loaded before the input is there.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..core import backend
+from ..core.launch import HIP, WAVE, Kernel, overlaps
+from ..core.tiles import Tile, entry, key
+from ..products.linear import is_one_row
+from ..products.prologue import Prologue, norm_arguments
+from .format import Quantized, as_read
+
+MOST_ROWS = 16
+STAGES = 2 if HIP else 4
+"""Tiles of a program of several rows in flight; LDS is 64 KiB on AMD cards."""
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from ..products.gated_activation import _activate
+    from ..products.linear import scaled
+    from .format import widened
+
+    @triton.jit
+    def _fp8_linear_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_ptr,
+        code_ptr,
+        scale_ptr,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        eps,
+        offset,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        DECODE: tl.constexpr,
+        FNUZ: tl.constexpr,
+        NORM: tl.constexpr,
+        NORM_WEIGHT: tl.constexpr,
+        BIAS: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        live = row < O
+        code_row = code_ptr + row[:, None] * I
+        col = tl.arange(0, BLOCK_COLS)
+        code = tl.load(code_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        total = widened(code, DECODE, FNUZ) * x
+        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
+            col = start + tl.arange(0, BLOCK_COLS)
+            code = tl.load(code_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+            square += more
+            total += widened(code, DECODE, FNUZ) * x
+        y = tl.sum(total, 1) * scale
+        if NORM:
+            y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
+        if BIAS:
+            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
+
+    @triton.jit
+    def _fp8_gated_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_ptr,
+        code_ptr,
+        scale_ptr,
+        bias_ptr,
+        out_ptr,
+        eps,
+        offset,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        DECODE: tl.constexpr,
+        FNUZ: tl.constexpr,
+        NORM: tl.constexpr,
+        NORM_WEIGHT: tl.constexpr,
+        BIAS: tl.constexpr,
+        ACTIVATION: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        live = row < O
+        gate_row = code_ptr + row[:, None] * I
+        up_row = gate_row + O * I
+        col = tl.arange(0, BLOCK_COLS)
+        gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        gates = widened(gate, DECODE, FNUZ) * x
+        ups = widened(up, DECODE, FNUZ) * x
+        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
+            col = start + tl.arange(0, BLOCK_COLS)
+            gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+            up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+            square += more
+            gates += widened(gate, DECODE, FNUZ) * x
+            ups += widened(up, DECODE, FNUZ) * x
+        g = tl.sum(gates, 1) * gate_scale
+        u = tl.sum(ups, 1) * up_scale
+        if NORM:
+            inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
+            g *= inverse
+            u *= inverse
+        if BIAS:
+            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
+
+    @triton.jit(do_not_specialize=["count"])
+    def _fp8_skinny_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_ptr,
+        code_ptr,
+        scale_ptr,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        count,
+        eps,
+        offset,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        DECODE: tl.constexpr,
+        FNUZ: tl.constexpr,
+        NORM: tl.constexpr,
+        NORM_WEIGHT: tl.constexpr,
+        BIAS: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        M: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):
+        """2 to M rows on the tensor cores; the weight's 8 bits are exact in the input's dtype.
+
+        With the weight as the left side, as in `skinny`, the best tile of each weight of an 8B Llama took up to 9%
+        longer at 8 rows (H100, triton 3.6).
+        """
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        live = column < O
+        code_row = code_ptr + column.to(tl.int64)[:, None] * I
+        rows = tl.arange(0, M)
+        scale = tl.load(scale_ptr + column, mask=live, other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        y = tl.zeros((M, BLOCK_ROWS), tl.float32)
+        square = tl.zeros((M, BLOCK_COLS), tl.float32)
+        for start in tl.range(0, I, BLOCK_COLS, num_stages=STAGES):
+            col = start + tl.arange(0, BLOCK_COLS)
+            code = tl.load(code_row + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
+            there = (rows < count)[:, None] & (col < I)[None, :]
+            x = tl.load(x_ptr + rows[:, None] * I + col, mask=there, other=0.0)
+            if NORM:
+                wide = x.to(tl.float32)
+                square += wide * wide
+                if NORM_WEIGHT:
+                    norm = tl.load(norm_ptr + col, mask=col < I, other=0.0).to(tl.float32) + offset
+                    x = (wide * norm[None, :]).to(x.dtype)
+            weight = widened(code, DECODE, FNUZ).to(x.dtype)
+            y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
+        y *= scale[None, :]
+        if NORM:
+            y *= tl.rsqrt(tl.sum(square, 1) / I + eps)[:, None]
+        if BIAS:
+            y += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
+        at = rows[:, None] * O + column[None, :]
+        written = (rows < count)[:, None] & live[None, :]
+        if RESIDUAL:
+            y += tl.load(residual_ptr + at, mask=written, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=written)
+
+    fp8_linear_kernel = Kernel(_fp8_linear_kernel)
+    fp8_gated_kernel = Kernel(_fp8_gated_kernel)
+    fp8_skinny_kernel = Kernel(_fp8_skinny_kernel, dot=True)
+
+
+def few_rows(
+    input: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    prologue: Prologue | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return `norm(input) Wᵀ + bias + residual` `[M, O]` by a kernel."""
+    one_row = is_one_row(input)
+    out = input.new_empty((*input.shape[:-1], weight.values.shape[0]))
+    launch = launch_linear if one_row else launch_skinny
+    launch(input, weight, bias, prologue, residual, out, tile_for("linear" if one_row else "skinny_linear", weight))
+    return out
+
+
+def gated(input: Tensor, weight: Quantized, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor:
+    """Return the gated product of one row, `[1, O]`, of a weight `[2 O, I]` whose first half is the gate."""
+    out = input.new_empty((*input.shape[:-1], weight.values.shape[0] // 2))
+    launch_gated(input, weight, bias, kind, prologue, out, tile_for("gated", weight))
+    return out
+
+
+def launch_linear(
+    input: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    prologue: Prologue | None,
+    residual: Tensor | None,
+    out: Tensor,
+    shape: Tile,
+) -> None:
+    """Run the kernel of one row with a tile."""
+    block_rows, block_cols, num_warps = shape
+    rows, cols = weight.values.shape
+    norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    codes, decode, fnuz = read(weight)
+    overlap = overlaps(input)
+    with backend.device_guard(input):
+        fp8_linear_kernel.launch(
+            (-(-rows // block_rows), 1, 1),
+            num_warps,
+            (
+                input.contiguous(), norm, codes, weight.scale, input if bias is None else bias,
+                input if residual is None else residual.contiguous(), out,
+            ),
+            (),
+            (),
+            (eps, offset),
+            (
+                cols, rows, decode, fnuz, prologue is not None, has_weight, bias is not None, residual is not None,
+                overlap, block_rows, block_cols,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+def launch_gated(
+    input: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    kind: str,
+    prologue: Prologue | None,
+    out: Tensor,
+    shape: Tile,
+) -> None:
+    """Run the kernel of both halves of one row with a tile."""
+    block_rows, block_cols, num_warps = shape
+    rows, cols = weight.values.shape[0] // 2, weight.values.shape[1]
+    norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    codes, decode, fnuz = read(weight)
+    overlap = overlaps(input)
+    with backend.device_guard(input):
+        fp8_gated_kernel.launch(
+            (-(-rows // block_rows), 1, 1),
+            num_warps,
+            (input.contiguous(), norm, codes, weight.scale, input if bias is None else bias, out),
+            (),
+            (),
+            (eps, offset),
+            (
+                cols, rows, decode, fnuz, prologue is not None, has_weight, bias is not None, kind, overlap,
+                block_rows, block_cols,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+def launch_skinny(
+    input: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    prologue: Prologue | None,
+    residual: Tensor | None,
+    out: Tensor,
+    shape: Tile,
+) -> None:
+    """Run the kernel of 2 to 16 rows with a tile."""
+    block_rows, block_cols, num_warps = shape
+    rows, cols = weight.values.shape
+    norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    codes, decode, fnuz = read(weight)
+    overlap = overlaps(input)
+    with backend.device_guard(input):
+        fp8_skinny_kernel.launch(
+            (-(-rows // block_rows), 1, 1),
+            num_warps,
+            (
+                input.contiguous(), norm, codes, weight.scale, input if bias is None else bias,
+                input if residual is None else residual.contiguous(), out,
+            ),
+            (out.numel() // rows,),
+            (),
+            (eps, offset),
+            (
+                cols, rows, decode, fnuz, prologue is not None, has_weight, bias is not None, residual is not None,
+                overlap, MOST_ROWS, block_rows, block_cols, STAGES,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+def read(weight: Quantized) -> tuple[Tensor, bool, bool]:
+    """Return the values as kernels read them, whether those decode bytes, and whether they are fnuz."""
+    codes = as_read(weight.values)
+    return codes, codes.dtype == torch.uint8, weight.values.dtype == torch.float8_e4m3fnuz
+
+
+def tile_for(kind: str, weight: Quantized) -> Tile:
+    """Return the tile for a weight: from the tables of `tiles`, as of one byte an element; else a rule."""
+    rows, cols = weight.values.shape
+    rows = rows // 2 if kind == "gated" else rows
+    device = weight.values.get_device() if weight.values.is_cuda else None
+    found = entry(key(kind, rows, cols, 1), device, lambda: rule(kind, rows, cols))
+    return rule(kind, rows, cols) if found is None else (found[0], found[1], found[2])
+
+
+@functools.cache
+def rule(kind: str, rows: int, cols: int) -> Tile:
+    """Return a tile for a shape that was not measured: for one row 64 elements a thread."""
+    whole = 1 << (cols - 1).bit_length()
+    if kind.startswith("skinny"):
+        return 32, max(32, min(256 if HIP else 512, whole)), 128 // WAVE
+    block_cols = min(4096, whole)
+    if cols % block_cols:  # a block that divides the columns needs no mask
+        block_cols = max(256, min(block_cols, cols & -cols))
+    block_rows = 4 if kind == "linear" else 2
+    while rows % block_rows:
+        block_rows //= 2
+    halves = 1 if kind == "linear" else 2
+    threads = max(WAVE, min(512, block_rows * block_cols * halves // 64))
+    return block_rows, block_cols, threads // WAVE

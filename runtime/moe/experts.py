@@ -1,0 +1,400 @@
+"""The experts of a sparse mixture for a few tokens: two kernels that read only the chosen experts' weights.
+
+N tokens, H hidden_size, E experts, K experts a token, M intermediate size of an expert, e(n, k) the k-th expert of
+token n and p(n, k) its weight:
+
+    gated(n, k) = activation(W_gate[e] x_n) * (W_up[e] x_n)                    [N, K, M]
+    y_n         = Σ_k p(n, k) W_down[e] gated(n, k)  (+ residual_n)            [N, H]
+
+The sum over the experts is taken inside the second kernel, in a fixed order: the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ..core import backend, rows
+from ..core.launch import WAVE, Kernel, overlaps
+from ..products.gated_activation import _REFERENCE as ACTIVATIONS
+from ..products.gated_activation import activation_kind
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from ..products.gated_activation import _activate
+
+    @triton.jit
+    def _load(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load a tile, all of which is there where EVEN."""
+        if EVEN:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=mask, other=0.0)
+
+    @triton.jit
+    def _experts_gate_up_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        index_ptr,
+        weight_ptr,
+        out_ptr,
+        x_stride,
+        index_stride,
+        E: tl.constexpr,
+        K: tl.constexpr,
+        H: tl.constexpr,
+        M: tl.constexpr,
+        ACTIVATION: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_H: tl.constexpr,
+    ):
+        """Compute BLOCK_M columns of one token's expert."""
+        if OVERLAP:
+            # In this order: once the next kernel runs, what came before this one, the experts' numbers, is there.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        EVEN: tl.constexpr = H % BLOCK_H == 0 and M % BLOCK_M == 0
+        slot = tl.program_id(1)
+        token = tl.program_id(2).to(tl.int64)
+        expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
+        expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+        row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        gate_rows = weight_ptr + expert * (2 * M * H) + row[:, None] * H
+        up_rows = gate_rows + M * H
+        gate = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        for start in tl.range(0, H, BLOCK_H, num_stages=3):
+            col = start + tl.arange(0, BLOCK_H)
+            there = (row < M)[:, None] & (col < H)[None, :]
+            x = _load(x_ptr + token * x_stride + col, col < H, EVEN).to(tl.float32)[None, :]
+            gate += _load(gate_rows + col[None, :], there, EVEN).to(tl.float32) * x
+            up += _load(up_rows + col[None, :], there, EVEN).to(tl.float32) * x
+        gated = _activate(tl.sum(gate, axis=1), ACTIVATION) * tl.sum(up, axis=1)
+        out_row = out_ptr + (token * K + slot) * M
+        tl.store(out_row + row, gated.to(out_ptr.dtype.element_ty), mask=row < M)
+
+    @triton.jit
+    def _share(gated_row, col, share, mask, M: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load columns of every expert's gated states, times the expert's weight: `[BLOCK_K, 1, BLOCK_M]`."""
+        gated = _load(gated_row + col[None, :], mask[:, None] & (col < M)[None, :], EVEN).to(tl.float32)
+        return (gated * share[:, None])[:, None, :]
+
+    @triton.jit
+    def _experts_down_kernel(  # type: ignore[no-untyped-def]
+        gated_ptr,
+        index_ptr,
+        weights_ptr,
+        weight_ptr,
+        residual_ptr,
+        out_ptr,
+        index_stride,
+        weights_stride,
+        residual_stride,
+        E: tl.constexpr,
+        K: tl.constexpr,
+        H: tl.constexpr,
+        M: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        BLOCK_H: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+    ):
+        """Compute BLOCK_H columns of one token's output, over all of its experts at once.
+
+        The first three blocks of the weights are loaded before the gated states are there; the experts' numbers were
+        when the kernel before this one let it start.
+        """
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        EVEN: tl.constexpr = K == BLOCK_K and H % BLOCK_H == 0 and M % BLOCK_M == 0
+        token = tl.program_id(1).to(tl.int64)
+        row = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+        slot = tl.arange(0, BLOCK_K)
+        live = slot < K
+        expert = tl.load(index_ptr + token * index_stride + slot, mask=live, other=0).to(tl.int64)
+        expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+        rows = weight_ptr + expert[:, None, None] * (H * M) + row[None, :, None] * M
+        there = live[:, None, None] & (row < H)[None, :, None]
+        col = tl.arange(0, BLOCK_M)
+        weight = _load(rows + col[None, None, :], there & (col < M)[None, None, :], EVEN)
+        if M > BLOCK_M:
+            col_1 = col + BLOCK_M
+            weight_1 = _load(rows + col_1[None, None, :], there & (col_1 < M)[None, None, :], EVEN)
+        if M > 2 * BLOCK_M:
+            col_2 = col + 2 * BLOCK_M
+            weight_2 = _load(rows + col_2[None, None, :], there & (col_2 < M)[None, None, :], EVEN)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        share = tl.load(weights_ptr + token * weights_stride + slot, mask=live, other=0.0).to(tl.float32)
+        gated_row = gated_ptr + (token * K + slot)[:, None] * M
+        total = weight.to(tl.float32) * _share(gated_row, col, share, live, M, EVEN)
+        if M > BLOCK_M:
+            total += weight_1.to(tl.float32) * _share(gated_row, col_1, share, live, M, EVEN)
+        if M > 2 * BLOCK_M:
+            total += weight_2.to(tl.float32) * _share(gated_row, col_2, share, live, M, EVEN)
+        for start in tl.range(3 * BLOCK_M, M, BLOCK_M, num_stages=3):
+            later = start + col
+            weight = _load(rows + later[None, None, :], there & (later < M)[None, None, :], EVEN)
+            total += weight.to(tl.float32) * _share(gated_row, later, share, live, M, EVEN)
+        out = tl.sum(tl.sum(total, axis=2), axis=0)
+        if RESIDUAL:
+            out += tl.load(residual_ptr + token * residual_stride + row, mask=row < H, other=0.0).to(tl.float32)
+        tl.store(out_ptr + token * H + row, out.to(out_ptr.dtype.element_ty), mask=row < H)
+
+    experts_gate_up_kernel = Kernel(_experts_gate_up_kernel)
+    experts_down_kernel = Kernel(_experts_down_kernel)
+
+# Of eight tiles for each kernel, the fastest or within 1% of it for 1 to 16 tokens of Qwen3-30B-A3B and Mixtral 8x7B
+# (H100, triton 3.6): 2 to 16 rows and 128 to 1,024 columns; 2,048 to 8,192 weights in one load over all experts.
+GATE_UP_TILE = (4, 1024, 128)
+"""Rows, columns, threads."""
+DOWN_ROWS, DOWN_THREADS = 4, 128
+_IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
+MAX_TOKENS = 64
+SORTING_BYTES, GROUPED_SHARE = 340e6, 0.85
+"""What an H100 reads in the time of sorting tokens by expert, and the share of that rate that `grouped_mm` reaches."""
+
+REASONS = {
+    "observed": "a hook, a wrapped forward or a parametrisation watches the experts",
+    "layout": "the experts' weights are transposed, interleaved, biased, ungated, sharded or normed after",
+    "not_a_plain_parameter": "a weight is a distributed, quantised or otherwise special tensor",
+    "unknown_activation": "the activation is none that the kernel computes, or something observes it",
+    "gradient": "gradients are wanted",
+    "autocast": "autocast chooses the dtype of each product",
+    "other_implementation": "other kernels were asked for by set_experts_implementation",
+    "many_tokens": "sorting the tokens by expert is faster",
+    "dtype": "the tensors differ in dtype, or have one that the kernel does not take",
+    "device": "the tensors are on different devices",
+}
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    experts: nn.Module,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, plus `residual`.
+
+    Args:
+        hidden_states: `[..., H]`, N tokens.
+        experts: a module with `gate_up_proj` `[E, 2 M, H]`, gates first, `down_proj` `[E, H, M]` and `act_fn`, as
+            transformers' `use_experts_implementation` describes them. It is called where the kernels do not fit and
+            on the CPU, where copying the chosen weights would cost more than its loop.
+        top_k_index: `[N, K]`, integers.
+        top_k_weights: `[N, K]`, in the hidden states' dtype or fp32.
+        residual: shaped as `hidden_states`; None for none.
+
+    Returns:
+        Shaped as `hidden_states`, in its dtype.
+    """
+    activation: Any = getattr(experts, "act_fn", None)
+    kind = None if activation is None else activation_kind(activation)
+    reason = _unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, kind)
+    if reason is None and (torch.compiler.is_compiling() or backend.uses_triton(hidden_states)):
+        output: Tensor = _op(
+            hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, residual, kind
+        )
+        return output
+    if reason is not None:
+        backend.count_fallback("fused_experts", reason, experts)
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    output = _called(experts, tokens, top_k_index, top_k_weights, reason).view(hidden_states.shape)
+    return output if residual is None else residual + output
+
+
+def _called(
+    experts: nn.Module, tokens: Tensor, top_k_index: Tensor, top_k_weights: Tensor, reason: str | None
+) -> Tensor:
+    """Call the experts, sorted by expert where that was found to be faster or nothing may be asked of the host.
+
+    `generate()` sets `batched_mm` for decoding, which copies an expert for each token that takes it, and the eager
+    loop asks the host which experts were hit: no graph can hold it.
+    """
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if tokens.is_cuda and tokens.dtype == torch.bfloat16 and not backend.observed(experts):
+        capturing = torch.cuda.is_current_stream_capturing()
+        if (implementation == "eager" and capturing) or (implementation == "batched_mm" and reason == "many_tokens"):
+            return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, tokens, top_k_index, top_k_weights)
+    return experts(tokens, top_k_index, top_k_weights)
+
+
+def _unsafe(
+    hidden_states: Tensor,
+    experts: nn.Module,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor | None,
+    kind: str | None,
+) -> str | None:
+    if backend.observed(experts):
+        return "observed"
+    if not _plain_layout(experts):
+        return "layout"
+    if getattr(getattr(experts, "config", None), "_experts_implementation", None) not in _IMPLEMENTATIONS:
+        return "other_implementation"
+    gate_up, down = experts._parameters.get("gate_up_proj"), experts._parameters.get("down_proj")
+    if type(gate_up) is not nn.Parameter or type(down) is not nn.Parameter:
+        return "not_a_plain_parameter"
+    if not (gate_up.is_contiguous() and down.is_contiguous() and gate_up.shape[1] == 2 * down.shape[2]):
+        return "layout"
+    if kind is None:
+        return "unknown_activation"
+    if backend.wants_gradient(hidden_states, top_k_weights, gate_up, down, residual):
+        return "gradient"
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return "autocast"
+    return "many_tokens" if sorting_is_faster(top_k_index.shape[0], top_k_index.shape[1], down) else None
+
+
+def sorting_is_faster(tokens: int, top_k: int, down_proj: Tensor) -> bool:
+    """Return whether so many tokens hit the same experts so often that sorting them by expert pays.
+
+    The kernels read an expert once for each token that takes it; sorted, it is read once. With tokens spread evenly
+    this is right for all of 1 to 512 tokens of Qwen3-30B-A3B (from 32) and Mixtral 8x7B (from 4), in bf16 on an H100.
+    """
+    if tokens > MAX_TOKENS:
+        return True
+    experts, hidden_size, size = down_proj.shape
+    expert_bytes = 3 * hidden_size * size * down_proj.element_size()
+    hit = experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+    return tokens * top_k * expert_bytes > hit * expert_bytes / GROUPED_SHARE + SORTING_BYTES
+
+
+def _plain_layout(experts: nn.Module) -> bool:
+    """Return whether the decorator of the experts' class says what the kernels take; older ones say less."""
+    state = experts.__dict__
+    unwanted = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
+    wanted = ("has_gate", "is_concatenated")
+    return all(state.get(name, True) for name in wanted) and not any(state.get(name) for name in unwanted)
+
+
+def _reference(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    count, top_k = index.shape
+    flat = index.reshape(-1)
+    x = tokens.repeat_interleave(top_k, dim=0)
+    gate, up = torch.bmm(gate_up_proj[flat], x.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    gated = ACTIVATIONS[activation](gate) * up
+    down = torch.bmm(down_proj[flat], gated.unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    output = down.view(count, top_k, tokens.shape[-1]).sum(dim=1).to(hidden_states.dtype).view(hidden_states.shape)
+    return output if residual is None else residual + output
+
+
+def _forward(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, activation)
+    if backend.uses_triton(hidden_states):
+        reason = _refusal(hidden_states, index, weights, gate_up_proj, down_proj, residual)
+        if reason is None:
+            return _launch(*arguments)
+        backend.count_fallback("fused_experts", reason)
+    return _reference(*arguments)
+
+
+def _refusal(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+) -> str | None:
+    dtype = hidden_states.dtype
+    same = [gate_up_proj, down_proj] + ([] if residual is None else [residual])
+    if dtype not in rows.KERNEL_DTYPES or weights.dtype not in (dtype, torch.float32):
+        return "dtype"
+    if any(tensor.dtype != dtype for tensor in same):
+        return "dtype"
+    return None if all(tensor.device == hidden_states.device for tensor in (*same, index, weights)) else "device"
+
+
+def _launch(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    tokens, top_k = index.shape
+    if out.numel() == 0:
+        return out
+    experts, hidden_size, intermediate_size = down_proj.shape
+    x, x_stride = rows.flatten(hidden_states)
+    index, index_stride = rows.flatten(index)
+    weights, weights_stride = rows.flatten(weights)
+    added, added_stride = (x, x_stride) if residual is None else rows.flatten(residual)
+    gated = torch.empty(tokens, top_k, intermediate_size, dtype=x.dtype, device=x.device)
+    sizes = (experts, top_k, hidden_size, intermediate_size)
+    overlap = overlaps(x)
+    rows_m, cols_h, threads = GATE_UP_TILE
+    block_k = 1 << (top_k - 1).bit_length()
+    block_m = min(max(1024 // block_k, 128), max(1 << (intermediate_size - 1).bit_length(), 16))
+    with backend.device_guard(x):
+        experts_gate_up_kernel.launch(
+            (-(-intermediate_size // rows_m), top_k, tokens),
+            threads // WAVE,
+            (x, index, gate_up_proj, gated),
+            (),
+            (x_stride, index_stride),
+            (),
+            (*sizes, activation, overlap, rows_m, cols_h),
+            overlap=overlap,
+        )
+        experts_down_kernel.launch(
+            (-(-hidden_size // DOWN_ROWS), tokens, 1),
+            DOWN_THREADS // WAVE,
+            (gated, index, weights, down_proj, added, out),
+            (),
+            (index_stride, weights_stride, added_stride),
+            (),
+            (*sizes, residual is not None, overlap, block_k, DOWN_ROWS, block_m),
+            overlap=overlap,
+        )
+    return out
+
+
+def _fake(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+
+
+_op = backend.register(
+    "fused_experts",
+    "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
+    " Tensor? residual, str activation) -> Tensor",
+    _forward,
+    _fake,
+)

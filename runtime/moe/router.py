@@ -1,0 +1,440 @@
+"""The router of a sparse mixture of experts: which experts a token takes, and with what weights.
+
+N tokens, H hidden_size, E experts, K experts a token:
+
+    logits_e = x' · W_e (+ b_e)                     x' = norm(x), or x; rounded to x's dtype, or in fp32
+    score_e  = softmax(logits)_e, or sigmoid(logits_e)
+    chosen   = the K largest of score_e (+ correction_e)
+    weight_e = score_e (/ (Σ of chosen scores + eps)) * scaling
+
+The largest of a softmax are those of its logits, and a softmax over the chosen logits is the normalised softmax, so
+`topk(softmax(x))` and `softmax(topk(x))` are one form. Of equal scores the expert with the lower number goes first, as
+`torch.topk` has it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core import backend, rows
+from ..core.launch import WAVE, Kernel, overlaps
+from ..norms.rms_norm import reference as norm_reference
+from ..norms.rms_norm import refusal as norm_refusal
+from ..norms.rms_norm import result_dtype
+from ..products.prologue import Prologue, prologue_of
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from ..norms.rms_norm import _scale
+
+    @triton.jit
+    def _router_logits_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_weight_ptr,
+        weight_ptr,
+        bias_ptr,
+        normed_ptr,
+        logits_ptr,
+        x_stride,
+        eps,
+        offset,
+        E: tl.constexpr,
+        H: tl.constexpr,
+        NORM: tl.constexpr,
+        WEIGHTED: tl.constexpr,
+        WEIGHT_IN_FP32: tl.constexpr,
+        BIASED: tl.constexpr,
+        ROUND: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_E: tl.constexpr,
+        BLOCK_H: tl.constexpr,
+    ):
+        """Normalise a token and multiply it by BLOCK_E experts' rows; the first program of a token stores the norm."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        token = tl.program_id(1).to(tl.int64)
+        expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+        col = tl.arange(0, BLOCK_H)
+        live = col < H
+        there = (expert < E)[:, None] & live[None, :]
+        weight = tl.load(weight_ptr + expert[:, None] * H + col[None, :], mask=there, other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        x = tl.load(x_ptr + token * x_stride + col, mask=live, other=0.0)
+        if NORM:
+            x32 = x.to(tl.float32)
+            normed = x32 * tl.rsqrt(tl.sum(x32 * x32, axis=0) / H + eps)
+            if WEIGHTED:
+                norm_weight = tl.load(norm_weight_ptr + col, mask=live, other=0.0)
+                normed = _scale(normed, norm_weight, offset, x_ptr.dtype.element_ty, WEIGHT_IN_FP32)
+            x = normed.to(x_ptr.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(normed_ptr + token * H + col, x, mask=live)
+        logits = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+        if BIASED:
+            logits += tl.load(bias_ptr + expert, mask=expert < E, other=0.0).to(tl.float32)
+        if ROUND:
+            logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(logits_ptr + token * E + expert, logits, mask=expert < E)
+
+    @triton.jit
+    def _keys(logits_row, correction_ptr, expert, E: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return what experts are chosen by; softmax keeps the order of its logits."""
+        keys = tl.load(logits_row + expert, mask=expert < E, other=float("-inf"))
+        if SIGMOID:
+            keys = 1.0 / (1.0 + tl.exp(-keys))
+            if CORRECTED:
+                keys += tl.load(correction_ptr + expert, mask=expert < E, other=0.0).to(tl.float32)
+            keys = tl.where(expert < E, keys, float("-inf"))
+        return keys
+
+    @triton.jit
+    def _ahead(  # type: ignore[no-untyped-def]
+        logits_row,
+        correction_ptr,
+        rival,
+        expert,
+        keys,
+        E: tl.constexpr,
+        SIGMOID: tl.constexpr,
+        CORRECTED: tl.constexpr,
+    ):
+        """Return which rivals go before which experts: 0 or 1, `[experts, rivals]`."""
+        others = _keys(logits_row, correction_ptr, rival, E, SIGMOID, CORRECTED)
+        better = others[None, :] > keys[:, None]
+        equal = (others[None, :] == keys[:, None]) & (rival[None, :] < expert[:, None])
+        return (better | equal).to(tl.int32)
+
+    @triton.jit
+    def _select_experts_kernel(  # type: ignore[no-untyped-def]
+        logits_ptr,
+        correction_ptr,
+        weights_ptr,
+        index_ptr,
+        eps,
+        scaling,
+        E: tl.constexpr,
+        K: tl.constexpr,
+        SIGMOID: tl.constexpr,
+        CORRECTED: tl.constexpr,
+        NORMALIZE: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_E: tl.constexpr,
+        CHUNK: tl.constexpr,
+    ):
+        """Choose a token's experts: an expert's rank is the number of experts ahead of it, all counted at once."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        token = tl.program_id(0).to(tl.int64)
+        logits_row = logits_ptr + token * E
+        expert = tl.arange(0, BLOCK_E)
+        keys = _keys(logits_row, correction_ptr, expert, E, SIGMOID, CORRECTED)
+        ahead = tl.zeros((BLOCK_E, CHUNK), tl.int32)
+        if BLOCK_E <= 256:  # all rivals are loaded at once
+            for start in tl.static_range(0, BLOCK_E, CHUNK):
+                rival = start + tl.arange(0, CHUNK)
+                ahead += _ahead(logits_row, correction_ptr, rival, expert, keys, E, SIGMOID, CORRECTED)
+        else:
+            for start in range(0, BLOCK_E, CHUNK):
+                rival = start + tl.arange(0, CHUNK)
+                ahead += _ahead(logits_row, correction_ptr, rival, expert, keys, E, SIGMOID, CORRECTED)
+        rank = tl.sum(ahead, axis=1)
+        chosen = rank < K
+        logits = tl.load(logits_row + expert, mask=expert < E, other=float("-inf"))
+        if SIGMOID:
+            scores = 1.0 / (1.0 + tl.exp(-logits))
+        else:
+            scores = tl.exp(logits - tl.max(logits, axis=0))
+            if not NORMALIZE:
+                scores = scores / tl.sum(scores, axis=0)
+        if NORMALIZE:
+            scores = scores / (tl.sum(tl.where(chosen, scores, 0.0), axis=0) + eps)
+        weights = (scores * scaling).to(weights_ptr.dtype.element_ty)
+        tl.store(weights_ptr + token * K + rank, weights, mask=chosen)
+        tl.store(index_ptr + token * K + rank, expert.to(tl.int64), mask=chosen)
+
+    router_logits_kernel = Kernel(_router_logits_kernel)
+    select_experts_kernel = Kernel(_select_experts_kernel)
+
+MAX_TOKENS = 64
+"""More tokens than this take a plain product for the logits."""
+MAX_HIDDEN_SIZE = 8192
+MAX_EXPERTS = 1024
+
+REASONS = {
+    "router_without_rule": "the router's class does not say what it computes",
+    "observed": "a hook, a wrapped forward or a parametrisation watches the router",
+    "gradient": "gradients are wanted",
+    "autocast": "autocast chooses the dtype of each product",
+    "not_a_plain_parameter": "a weight is a distributed or otherwise special tensor",
+    "grouped_choice": "experts are chosen group by group",
+    "dtype": "the tensors differ in dtype, or have one that the kernel does not take",
+    "device": "the tensors are on different devices",
+    "size": "more experts or a larger hidden size than the kernel takes, or more tokens than it is for",
+}
+
+
+class RoutingRule(NamedTuple):
+    """What a router computes; its class returns one from a method `rule()`."""
+
+    weight: Tensor
+    """`[E, H]`"""
+    top_k: int
+    """K"""
+    scores: str = "softmax"
+    """`"softmax"` or `"sigmoid"`."""
+    normalize: bool = True
+    """Whether the chosen scores are divided by their sum."""
+    eps: float = 0.0
+    """Added to that sum."""
+    scaling: float = 1.0
+    """Factor of the weights."""
+    bias: Tensor | None = None
+    """`[E]`, added to the logits."""
+    correction_bias: Tensor | None = None
+    """`[E]`, added to the scores for the choice alone; with `"sigmoid"` only."""
+    num_group: int = 1
+    """Groups of experts, of which some are chosen first; more than one is the module's own business."""
+    logits_in_fp32: bool = False
+    """Whether the product is taken in fp32 and not rounded to the input's dtype."""
+    weights_in_fp32: bool = False
+    """Whether the weights stay in fp32 and are not rounded to the input's dtype."""
+
+
+def router(hidden_states: Tensor, gate: nn.Module, *, norm: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise tokens and choose their experts, in two kernels where the router's class has a method `rule`.
+
+    Args:
+        hidden_states: `[..., H]`, N tokens.
+        gate: the router, which returns `(logits, weights, index)` when it is called.
+        norm: of the hidden states; None for none.
+
+    Returns:
+        The normed hidden states, shaped as given; the weights `[N, K]`; the experts' numbers `[N, K]`, int64.
+    """
+    prologue = None if norm is None else prologue_of(norm)
+    if norm is not None and prologue is None:
+        hidden_states = norm(hidden_states)
+    rule = _rule(gate)
+    reason = rule if isinstance(rule, str) else _unsafe(hidden_states, rule, prologue)
+    if reason is not None:
+        backend.count_fallback("router", reason, gate)
+        if norm is not None and prologue is not None:
+            hidden_states = norm(hidden_states)
+        _, weights, index = gate(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        return hidden_states, weights, index
+    assert isinstance(rule, RoutingRule)
+    norm_weight, eps, offset, weight_in_fp32 = prologue or Prologue(None, 0.0)
+    normed, weights, index = _op(
+        hidden_states, norm_weight, eps, offset, weight_in_fp32, prologue is not None, *rule._replace(num_group=1)
+    )
+    return hidden_states if prologue is None else normed, weights, index
+
+
+def select_experts(logits: Tensor, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weights and numbers, each `[N, K]`, of the experts that `rule` chooses by `logits` `[N, E]`."""
+    if rule.scores == "sigmoid":
+        scores = logits.float().sigmoid()
+        keys = scores if rule.correction_bias is None else scores + rule.correction_bias
+        index = torch.topk(keys, rule.top_k, dim=-1).indices
+        weights = scores.gather(-1, index)
+    else:
+        weights, index = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), rule.top_k, dim=-1)
+    if rule.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.eps)
+    weights = weights * rule.scaling
+    return weights if rule.weights_in_fp32 else weights.to(dtype), index
+
+
+def _rule(gate: nn.Module) -> RoutingRule | str:
+    describe = getattr(type(gate), "rule", None)
+    if describe is None:
+        return "router_without_rule"
+    rule: RoutingRule = describe(gate)
+    if backend.observed(gate):
+        return "observed"
+    return "grouped_choice" if rule.num_group > 1 else rule
+
+
+def _unsafe(hidden_states: Tensor, rule: RoutingRule, prologue: Prologue | None) -> str | None:
+    if type(rule.weight) is not nn.Parameter:
+        return "not_a_plain_parameter"
+    norm_weight = None if prologue is None else prologue.weight
+    if backend.wants_gradient(hidden_states, rule.weight, rule.bias, rule.correction_bias, norm_weight):
+        return "gradient"
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return "autocast"
+    return None
+
+
+def _reference(
+    hidden_states: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+    normed: bool,
+    rule: RoutingRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if normed:
+        hidden_states = norm_reference(hidden_states, norm_weight, norm_eps, offset, weight_in_fp32)
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if rule.logits_in_fp32:
+        bias = None if rule.bias is None else rule.bias.float()
+        logits = F.linear(tokens.float(), rule.weight.float(), bias)
+    else:
+        logits = F.linear(tokens, rule.weight, rule.bias)
+    return hidden_states, *select_experts(logits, rule, tokens.dtype)
+
+
+def _forward(
+    hidden_states: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+    normed: bool,
+    *fields: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rule = RoutingRule(*fields)  # type: ignore[arg-type]
+    arguments = (hidden_states, norm_weight, norm_eps, offset, weight_in_fp32, normed, rule)
+    if backend.uses_triton(hidden_states):
+        reason = _refusal(hidden_states, norm_weight, weight_in_fp32, rule)
+        if reason is None:
+            return _launch(*arguments)
+        backend.count_fallback("router", reason)
+    x, weights, index = _reference(*arguments)
+    # An operator returns no view of its input.
+    return (x.contiguous() if normed else x.new_empty(0)), weights, index
+
+
+def _refusal(hidden_states: Tensor, norm_weight: Tensor | None, weight_in_fp32: bool, rule: RoutingRule) -> str | None:
+    experts, hidden_size = rule.weight.shape
+    if hidden_size > MAX_HIDDEN_SIZE or experts > MAX_EXPERTS or hidden_states.numel() > MAX_TOKENS * hidden_size:
+        return "size"
+    if norm_refusal(hidden_states, norm_weight) is not None:
+        return "dtype"
+    if result_dtype(hidden_states.dtype, norm_weight, weight_in_fp32) != hidden_states.dtype:
+        return "dtype"
+    others = [t for t in (rule.weight, rule.bias, rule.correction_bias) if t is not None]
+    if any(t.dtype not in rows.KERNEL_DTYPES for t in others):
+        return "dtype"
+    if not rule.logits_in_fp32 and rule.weight.dtype != hidden_states.dtype:
+        return "dtype"
+    return None if all(t.device == hidden_states.device for t in others) else "device"
+
+
+def _launch(
+    hidden_states: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+    normed: bool,
+    rule: RoutingRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, weights, index = _empty(hidden_states, normed, rule)
+    tokens = weights.shape[0]
+    if tokens == 0:
+        return out, weights, index
+    x, stride = rows.flatten(hidden_states)
+    experts, hidden_size = rule.weight.shape
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    weight = rule.weight.contiguous()
+    # One expert or two a program, 4 or 8 warps: all within 4% at 128 experts of 2,048 columns (H100).
+    block_e, block_h = 2, 1 << (hidden_size - 1).bit_length()
+    block_experts = max(1 << (experts - 1).bit_length(), 16)
+    overlap = overlaps(x)
+    correction = x if rule.correction_bias is None else rule.correction_bias.contiguous()
+    with backend.device_guard(x):
+        router_logits_kernel.launch(
+            (-(-experts // block_e), tokens, 1),
+            (128 if block_h <= 4096 else 256) // WAVE,
+            (
+                x,
+                x if norm_weight is None else norm_weight.contiguous(),
+                weight,
+                weight if rule.bias is None else rule.bias.contiguous(),
+                out,
+                logits,
+            ),
+            (),
+            (stride,),
+            (norm_eps, offset),
+            (
+                experts,
+                hidden_size,
+                normed,
+                norm_weight is not None,
+                weight_in_fp32,
+                rule.bias is not None,
+                not rule.logits_in_fp32,
+                overlap,
+                block_e,
+                block_h,
+            ),
+            overlap=overlap,
+        )
+        select_experts_kernel.launch(
+            (tokens, 1, 1),
+            128 // WAVE,
+            (logits, correction, weights, index),
+            (),
+            (),
+            (float(rule.eps), float(rule.scaling)),
+            (
+                experts,
+                rule.top_k,
+                rule.scores == "sigmoid",
+                rule.correction_bias is not None,
+                rule.normalize,
+                overlap,
+                block_experts,
+                16,
+            ),
+            overlap=overlap,
+        )
+    return out, weights, index
+
+
+def _empty(hidden_states: Tensor, normed: bool, rule: RoutingRule) -> tuple[Tensor, Tensor, Tensor]:
+    hidden_size = rule.weight.shape[1]
+    tokens = hidden_states.numel() // hidden_size
+    device = hidden_states.device
+    dtype = torch.float32 if rule.weights_in_fp32 else hidden_states.dtype
+    out = torch.empty(hidden_states.shape if normed else (0,), dtype=hidden_states.dtype, device=device)
+    weights = torch.empty(tokens, rule.top_k, dtype=dtype, device=device)
+    return out, weights, torch.empty(tokens, rule.top_k, dtype=torch.int64, device=device)
+
+
+def _fake(
+    hidden_states: Tensor,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+    normed: bool,
+    *fields: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rule = RoutingRule(*fields)  # type: ignore[arg-type]
+    out, weights, index = _empty(hidden_states, normed, rule)
+    if normed:
+        out = out.to(result_dtype(hidden_states.dtype, norm_weight, weight_in_fp32))
+    return out, weights if rule.weights_in_fp32 else weights.to(out.dtype), index
+
+
+_op = backend.register(
+    "router",
+    "(Tensor hidden_states, Tensor? norm_weight, float norm_eps, float offset, bool weight_in_fp32, bool normed,"
+    " Tensor weight, int top_k, str scores, bool normalize, float eps, float scaling, Tensor? bias,"
+    " Tensor? correction_bias, int num_group, bool logits_in_fp32, bool weights_in_fp32) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake,
+)

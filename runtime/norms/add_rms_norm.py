@@ -1,0 +1,150 @@
+"""Residual add and RMSNorm in one pass over memory.
+
+N is any leading shape, H the hidden size:
+
+    summed = residual + hidden_states          rounded to torch's promotion of the two
+    normed = rms_norm(summed, weight, eps)     of the rounded sum, as the unfused code has it
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..aiter import norms as aiter_norms
+from ..core import backend, rows
+from .rms_norm import reference as norm_reference
+from .rms_norm import refusal as norm_refusal
+from .rms_norm import result_dtype
+
+if backend.triton_installed():
+    from .rms_norm import rms_norm_kernel
+
+
+def add_rms_norm(
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    weight_in_fp32: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the residual and normalise each row of the sum by its root mean square.
+
+    Args:
+        hidden_states: `[N, H]`, any strides.
+        residual: `[N, H]`, any strides.
+        weight: `[H]`, or None.
+        eps: added to the mean square, in fp32.
+        offset: added to the weight (1.0 for Gemma).
+        weight_in_fp32: as in `rms_norm`.
+
+    Returns:
+        `(normed, summed)`, both `[N, H]`, contiguous and new. Differentiable: where gradients are wanted the torch
+        form runs.
+    """
+    if backend.wants_gradient(hidden_states, residual, weight):
+        backend.count_fallback("add_rms_norm", "gradient_wanted")
+        return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+    return _op(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+
+
+def _reference(
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    summed = residual + hidden_states
+    return norm_reference(summed, weight, eps, offset, weight_in_fp32), summed
+
+
+def _forward(
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = aiter_norms.add_rms_norm(hidden_states, residual, weight, eps, offset, weight_in_fp32, norm_reference)
+    if found is not None:
+        return found
+    if backend.uses_triton(hidden_states):
+        reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
+        if reason is None:
+            return _launch(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+        backend.count_fallback("add_rms_norm", reason)
+    normed, summed = _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+    return normed.contiguous(), summed.contiguous()
+
+
+def sum_refusal(hidden_states: torch.Tensor, residual: torch.Tensor) -> str | None:
+    """Return why a kernel does not add these two, or None if it does."""
+    if residual.dtype not in rows.KERNEL_DTYPES:
+        return "dtype"
+    if residual.shape != hidden_states.shape or residual.device != hidden_states.device:
+        return "residual_shape_or_device"
+    return None
+
+
+def empty_sum(hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Return memory for `residual + hidden_states`, contiguous."""
+    if hidden_states.shape == residual.shape and hidden_states.dtype == residual.dtype:
+        return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    shape = torch.broadcast_shapes(hidden_states.shape, residual.shape)
+    dtype = torch.promote_types(hidden_states.dtype, residual.dtype)
+    return torch.empty(shape, dtype=dtype, device=hidden_states.device)
+
+
+def _launch(
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed, summed = _fake(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+    if summed.numel() == 0:
+        return normed, summed
+    hidden_size = summed.shape[-1]
+    row_count = summed.numel() // hidden_size
+    x, stride = rows.flatten(hidden_states)
+    residual, residual_stride = rows.flatten(residual)
+    weight = None if weight is None else weight.contiguous()
+    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    with backend.device_guard(summed):
+        rms_norm_kernel.launch(
+            (-(-row_count // block_rows), 1, 1),
+            num_warps,
+            (x, residual, x if weight is None else weight, normed, summed),
+            (row_count,),
+            (1, stride, 0, residual_stride),
+            (eps, offset),
+            (hidden_size, True, weight is not None, weight_in_fp32, block_rows, block_cols),
+        )
+    return normed, summed
+
+
+def _fake(
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    summed = empty_sum(hidden_states, residual)
+    return torch.empty_like(summed, dtype=result_dtype(summed.dtype, weight, weight_in_fp32)), summed
+
+
+_op = backend.register(
+    "add_rms_norm",
+    "(Tensor hidden_states, Tensor residual, Tensor? weight, float eps, float offset, bool weight_in_fp32)"
+    " -> (Tensor, Tensor)",
+    _forward,
+    _fake,
+)

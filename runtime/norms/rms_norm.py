@@ -1,0 +1,208 @@
+"""RMSNorm over the last dimension (Zhang and Sennrich, 2019), in the rounding orders of transformers' modeling files.
+
+N is any leading shape, H the hidden size, `x32` the input in fp32:
+
+    normed = x32 * rsqrt(mean(x32²) + eps)
+    Llama            weight * cast(normed)                      result in torch's promotion of the two
+    Gemma            cast(normed * (1.0 + float(weight)))       offset=1.0, weight_in_fp32=True
+    OLMo2, gpt_oss   cast(weight * normed)                      weight_in_fp32=True
+    no weight        cast(normed)                               weight=None
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..aiter import norms as aiter_norms
+from ..core import backend, rows
+from ..core.launch import Kernel
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _load(x_row, residual_row, sum_row, col, mask, ADD: tl.constexpr, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
+        x = tl.load(x_row + col, mask=mask, other=0.0)
+        if ADD:
+            residual = tl.load(residual_row + col, mask=mask, other=0.0)
+            x = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_row.dtype.element_ty)
+            if STORE:
+                tl.store(sum_row + col, x, mask=mask)
+        return x
+
+    @triton.jit
+    def _scale(normed, weight, offset, X_DTYPE: tl.constexpr, WEIGHT_IN_FP32: tl.constexpr):  # type: ignore[no-untyped-def]
+        shifted = weight.to(tl.float32) + offset
+        if not WEIGHT_IN_FP32:
+            normed = normed.to(X_DTYPE).to(tl.float32)
+            shifted = shifted.to(weight.dtype).to(tl.float32)
+        return normed * shifted
+
+    @triton.jit(do_not_specialize=["row_count"])
+    def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        residual_ptr,
+        weight_ptr,
+        out_ptr,
+        sum_ptr,
+        row_count,
+        inner,
+        outer_stride,
+        inner_stride,
+        residual_stride,
+        eps,
+        offset,
+        H: tl.constexpr,
+        ADD: tl.constexpr,
+        WEIGHTED: tl.constexpr,
+        WEIGHT_IN_FP32: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
+        """Normalise BLOCK_ROWS rows a program; with ADD, of the rounded sum of x and residual, which it stores."""
+        row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        live = row < row_count
+        x_row = x_ptr + (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+        residual_row = residual_ptr + row.to(tl.int64) * residual_stride
+        out_row = out_ptr + row.to(tl.int64) * H
+        sum_row = sum_ptr + row.to(tl.int64) * H
+        X_DTYPE: tl.constexpr = sum_ptr.dtype.element_ty if ADD else x_ptr.dtype.element_ty
+        if H <= BLOCK_COLS:
+            col = tl.arange(0, BLOCK_COLS)[None, :]
+            mask = live & (col < H)
+            if WEIGHTED:
+                weight = tl.load(weight_ptr + col, mask=col < H, other=0.0)
+            x = _load(x_row, residual_row, sum_row, col, mask, ADD, True).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / H + eps)
+            normed = x * rstd
+            if WEIGHTED:
+                normed = _scale(normed, weight, offset, X_DTYPE, WEIGHT_IN_FP32)
+            tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            squares = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+            for start in range(0, H, BLOCK_COLS):
+                col = start + tl.arange(0, BLOCK_COLS)[None, :]
+                x = _load(x_row, residual_row, sum_row, col, live & (col < H), ADD, True).to(tl.float32)
+                squares += x * x
+            rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / H + eps)
+            for start in range(0, H, BLOCK_COLS):
+                col = start + tl.arange(0, BLOCK_COLS)[None, :]
+                mask = live & (col < H)
+                x = _load(x_row, residual_row, sum_row, col, mask, ADD, False).to(tl.float32)
+                normed = x * rstd
+                if WEIGHTED:
+                    weight = tl.load(weight_ptr + col, mask=col < H, other=0.0)
+                    normed = _scale(normed, weight, offset, X_DTYPE, WEIGHT_IN_FP32)
+                tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+    rms_norm_kernel = Kernel(_rms_norm_kernel)
+
+
+def rms_norm(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    weight_in_fp32: bool = False,
+) -> torch.Tensor:
+    """Normalise each row of `hidden_states` by its root mean square.
+
+    Args:
+        hidden_states: `[N, H]`, any strides.
+        weight: `[H]`, or None.
+        eps: added to the mean square, in fp32.
+        offset: added to the weight (1.0 for Gemma).
+        weight_in_fp32: multiply by the weight before the result is rounded (Gemma, OLMo2, gpt_oss), not after (Llama).
+
+    Returns:
+        `[N, H]`, contiguous. The input's dtype if `weight_in_fp32` or without a weight, else torch's promotion of the
+        two. Differentiable: where gradients are wanted the torch form runs.
+    """
+    if backend.wants_gradient(hidden_states, weight):
+        backend.count_fallback("rms_norm", "gradient_wanted")
+        return reference(hidden_states, weight, eps, offset, weight_in_fp32)
+    return _op(hidden_states, weight, eps, offset, weight_in_fp32)
+
+
+def reference(
+    hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
+) -> torch.Tensor:
+    """Compute `rms_norm` in plain torch, rounding where the modeling files round."""
+    x = hidden_states.to(torch.float32)
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(hidden_states.dtype)
+    if weight_in_fp32:  # with an offset the files cast the weight, without one torch promotes it: fp64 stays fp64
+        return (normed * (offset + weight.float() if offset else weight)).to(hidden_states.dtype)
+    return (offset + weight if offset else weight) * normed.to(hidden_states.dtype)
+
+
+def result_dtype(dtype: torch.dtype, weight: torch.Tensor | None, weight_in_fp32: bool) -> torch.dtype:
+    """Return the dtype of the norm of a `dtype` input."""
+    return dtype if weight is None or weight_in_fp32 else torch.promote_types(dtype, weight.dtype)
+
+
+def refusal(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | None:
+    """Return why the kernel does not take these tensors, or None if it does."""
+    if hidden_states.dtype not in rows.KERNEL_DTYPES:
+        return "dtype"
+    if weight is None:
+        return None
+    if weight.shape != hidden_states.shape[-1:] or weight.device != hidden_states.device:
+        return "weight_shape_or_device"
+    return None if weight.dtype in rows.KERNEL_DTYPES else "dtype"
+
+
+def _forward(
+    hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
+) -> torch.Tensor:
+    normed = aiter_norms.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, reference)
+    if normed is not None:
+        return normed
+    if backend.uses_triton(hidden_states):
+        reason = refusal(hidden_states, weight)
+        if reason is None:
+            return _launch(hidden_states, weight, eps, offset, weight_in_fp32)
+        backend.count_fallback("rms_norm", reason)
+    return reference(hidden_states, weight, eps, offset, weight_in_fp32).contiguous()
+
+
+def _launch(
+    hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
+) -> torch.Tensor:
+    out = _fake(hidden_states, weight, eps, offset, weight_in_fp32)
+    if out.numel() == 0:
+        return out
+    hidden_size = out.shape[-1]
+    row_count = out.numel() // hidden_size
+    x, inner, outer_stride, inner_stride = rows.collapse(hidden_states)
+    weight = None if weight is None else weight.contiguous()
+    block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    with backend.device_guard(out):
+        rms_norm_kernel.launch(
+            (-(-row_count // block_rows), 1, 1),
+            num_warps,
+            (x, x, x if weight is None else weight, out, out),
+            (row_count,),
+            (inner, outer_stride, inner_stride, 0),
+            (eps, offset),
+            (hidden_size, False, weight is not None, weight_in_fp32, block_rows, block_cols),
+        )
+    return out
+
+
+def _fake(
+    hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
+) -> torch.Tensor:
+    dtype = result_dtype(hidden_states.dtype, weight, weight_in_fp32)
+    return torch.empty_like(hidden_states, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+_op = backend.register(
+    "rms_norm",
+    "(Tensor hidden_states, Tensor? weight, float eps, float offset, bool weight_in_fp32) -> Tensor",
+    _forward,
+    _fake,
+)

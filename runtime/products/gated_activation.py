@@ -1,0 +1,195 @@
+"""`activation(gate) * up`, the middle of a gated MLP (Shazeer, 2020), for an activation known only at run time.
+
+N is any leading shape, I the intermediate size. The activation is computed in fp32 and rounded to the gate's dtype, as
+torch does, then multiplied:
+
+    silu       g / (1 + exp(-g))                               SiLU, also called swish
+    gelu       g * (1 + erf(g / sqrt(2))) / 2                  GELU
+    gelu_tanh  g / (1 + exp(-2 t)),  t = sqrt(2 / pi) * (g + 0.044715 g³); equal to g * (1 + tanh(t)) / 2
+    relu       max(g, 0)
+    relu2      round(max(g, 0)²)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2CLS
+
+from ..aiter import activation as aiter_activation
+from ..core import backend, rows
+from ..core.launch import HIP, WAVE, Kernel, grid
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+        if ACTIVATION == "silu":
+            activated = gate / (1.0 + tl.exp(-gate))
+        elif ACTIVATION == "gelu":
+            activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        elif ACTIVATION == "gelu_tanh":
+            activated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+        else:
+            tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
+            activated = tl.where(gate < 0.0, 0.0, gate)
+            if ACTIVATION == "relu2":
+                activated = activated * activated
+        return activated
+
+    @triton.jit(do_not_specialize=["row_count"])
+    def _gated_activation_kernel(  # type: ignore[no-untyped-def]
+        gate_ptr,
+        up_ptr,
+        out_ptr,
+        row_count,
+        intermediate_size,
+        gate_stride,
+        up_stride,
+        FLAT: tl.constexpr,
+        ACTIVATION: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        if FLAT:
+            row = tl.zeros((), tl.int64)
+            col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        else:
+            row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            if row >= row_count:
+                return
+            col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = col < intermediate_size
+        gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
+        up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0)
+        activated = _activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
+        product = activated.to(tl.float32) * up.to(tl.float32)
+        tl.store(out_ptr + row * intermediate_size + col, product.to(out_ptr.dtype.element_ty), mask=mask)
+
+    gated_activation_kernel = Kernel(_gated_activation_kernel)
+
+
+_REFERENCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda gate: torch.square(F.relu(gate)),
+}
+_BY_FUNCTION = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
+_BY_CLASS = {
+    ACT2CLS["silu"]: "silu",
+    nn.SiLU: "silu",
+    nn.ReLU: "relu",
+    ACT2CLS["relu2"]: "relu2",
+}
+_GELU_CLASSES = (ACT2CLS["gelu"], ACT2CLS["gelu_pytorch_tanh"])
+
+
+def gated_activation(
+    gate: torch.Tensor, up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return `activation(gate) * up`.
+
+    One kernel for SiLU, GELU (erf or tanh), ReLU and squared ReLU, given as torch's or transformers' modules or as
+    torch's functions. Any other activation, or a module whose call is observed (`backend.observed`), is called as it
+    stands and counted.
+
+    Args:
+        gate: `[N, I]`, any strides; usually a column slice of a packed projection.
+        up: `[N, I]`, likewise. For files that activate the second half, pass that half as `gate`.
+        activation: a module or function.
+
+    Returns:
+        `[N, I]` in torch's promotion of the two, contiguous when the kernel ran. Differentiable: where gradients are
+        wanted the torch form runs.
+    """
+    kind = activation_kind(activation)
+    if kind is None:
+        backend.count_fallback("gated_activation", "activation_observed_or_unknown")
+        return activation(gate) * up
+    if backend.wants_gradient(gate, up):
+        backend.count_fallback("gated_activation", "gradient_wanted")
+        return activation(gate) * up
+    return _op(gate, up, kind)
+
+
+def activation_kind(activation: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """Return the kernel's name of `activation`, or None if the kernel does not compute exactly that."""
+    if not isinstance(activation, nn.Module):
+        return _function_kind(activation)
+    if backend.observed(activation):
+        return None
+    if type(activation) is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
+    if type(activation) in _GELU_CLASSES:
+        return _function_kind(activation.act)  # type: ignore[arg-type]
+    return _BY_CLASS.get(type(activation))
+
+
+def _function_kind(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    if isinstance(function, functools.partial):
+        if function.func is F.gelu and not function.args and function.keywords == {"approximate": "tanh"}:
+            return "gelu_tanh"
+        return None
+    return _BY_FUNCTION.get(function)
+
+
+def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    product = aiter_activation.gated_activation(gate, up, activation)
+    if product is not None:
+        return product
+    if backend.uses_triton(gate):
+        reason = _refusal(gate, up)
+        if reason is None:
+            return _launch(gate, up, activation)
+        backend.count_fallback("gated_activation", reason)
+    return (_REFERENCE[activation](gate) * up).contiguous()
+
+
+def _refusal(gate: torch.Tensor, up: torch.Tensor) -> str | None:
+    if gate.dtype not in rows.KERNEL_DTYPES or up.dtype not in rows.KERNEL_DTYPES:
+        return "dtype"
+    return None if gate.shape == up.shape and gate.device == up.device else "shapes_differ"
+
+
+def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    out = _fake(gate, up, activation)
+    count = out.numel()
+    if count == 0:
+        return out
+    size = out.shape[-1]
+    flat = count < 1 << 31 and gate.is_contiguous() and up.is_contiguous()
+    if flat:
+        size = gate_stride = up_stride = count
+    else:
+        gate, gate_stride = rows.flatten(gate)
+        up, up_stride = rows.flatten(up)
+    block, threads = (1024, 256) if count >= 1 << 20 else (512, 128)
+    num_warps = threads // (2 * WAVE if HIP else WAVE)  # AMD's memory units want 16 bytes a thread
+    with backend.device_guard(out):
+        gated_activation_kernel.launch(
+            grid(-(-size // block), count // size),
+            num_warps,
+            (gate, up, out),
+            (count // size,),
+            (size, gate_stride, up_stride),
+            (),
+            (flat, activation, block),
+        )
+    return out
+
+
+def _fake(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    if gate.shape == up.shape and gate.dtype == up.dtype:
+        return torch.empty_like(gate, memory_format=torch.contiguous_format)
+    shape = torch.broadcast_shapes(gate.shape, up.shape)
+    return torch.empty(shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+
+
+_op = backend.register("gated_activation", "(Tensor gate, Tensor up, str activation) -> Tensor", _forward, _fake)

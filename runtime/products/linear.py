@@ -1,0 +1,348 @@
+"""Products of few rows with large weights, with what stands before and after them in the same kernel.
+
+I in_features, O out_features, N rows (the product of the leading shape):
+
+    linear         y = x' Wᵀ + b (+ residual)                          x' = norm(x), or x
+    gated_linear   y = activation(x' W_gᵀ + b_g) * (x' W_uᵀ + b_u)
+
+For one row the time is that of reading the weight, and every launch beside it costs more than the work it does. So one
+kernel holds the RMSNorm (each program sums the squares of the whole row, which is in the L2 cache), the product, the
+activation and the residual, in fp32 throughout. Inside a graph it starts before the kernel before it has ended, loads
+its first weights, and only then waits for its input. 2 to 16 rows have kernels of their own (`skinny`); for more, and
+where `tiles` says that torch's own product is faster, the parts run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..core import backend
+from ..core.launch import Kernel, overlaps
+from ..core.rows import KERNEL_DTYPES
+from ..core.tiles import Tile, tile
+from . import packing
+from .gated_activation import activation_kind, gated_activation
+from .prologue import Prologue, norm_arguments, prologue_of
+from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from .gated_activation import _activate
+
+    @triton.jit
+    def scaled(x_ptr, norm_ptr, col, mask, offset, NORM: tl.constexpr, WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load columns of the input, times the norm's weight where there is one, and their squares; all fp32."""
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        square = x * x
+        if NORM and WEIGHT:
+            x *= tl.load(norm_ptr + col, mask=mask, other=0.0).to(tl.float32) + offset
+        return x, square
+
+    @triton.jit
+    def _linear_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_ptr,
+        weight_ptr,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        eps,
+        offset,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        NORM: tl.constexpr,
+        NORM_WEIGHT: tl.constexpr,
+        BIAS: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        live = row < O
+        weight_row = weight_ptr + row[:, None] * I
+        col = tl.arange(0, BLOCK_COLS)
+        weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        total = weight.to(tl.float32) * x
+        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
+            col = start + tl.arange(0, BLOCK_COLS)
+            weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+            square += more
+            total += weight.to(tl.float32) * x
+        y = tl.sum(total, 1)
+        if NORM:
+            y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
+        if BIAS:
+            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
+
+    @triton.jit
+    def _gated_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_ptr,
+        weight_ptr,
+        bias_ptr,
+        out_ptr,
+        eps,
+        offset,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        NORM: tl.constexpr,
+        NORM_WEIGHT: tl.constexpr,
+        BIAS: tl.constexpr,
+        ACTIVATION: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        live = row < O
+        gate_row = weight_ptr + row[:, None] * I
+        up_row = gate_row + O * I
+        col = tl.arange(0, BLOCK_COLS)
+        gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        gates = gate.to(tl.float32) * x
+        ups = up.to(tl.float32) * x
+        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
+            col = start + tl.arange(0, BLOCK_COLS)
+            gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+            up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+            square += more
+            gates += gate.to(tl.float32) * x
+            ups += up.to(tl.float32) * x
+        g = tl.sum(gates, 1)
+        u = tl.sum(ups, 1)
+        if NORM:
+            inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
+            g *= inverse
+            u *= inverse
+        if BIAS:
+            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
+
+    linear_kernel = Kernel(_linear_kernel)
+    gated_kernel = Kernel(_gated_kernel)
+
+
+def linear(
+    input: Tensor, projection: nn.Module, *, norm: nn.Module | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """Return `projection(norm(input)) + residual`.
+
+    Args:
+        input: `[N, I]`.
+        projection: `nn.Linear(I, O)`.
+        norm: of the input; None for none.
+        residual: `[N, O]`, added to the product; None for none.
+
+    Returns:
+        `[N, O]`.
+    """
+    if takes_few_rows(input):
+        input, prologue = before(input, norm)
+        parameters = packing.packed_parameters(input, (projection,))
+        if isinstance(parameters, tuple) and _fits(input, parameters, residual):
+            product = few_rows(input, *parameters, prologue, residual)
+            if product is not None:
+                return product
+        elif isinstance(parameters, str):
+            backend.count_fallback("linear", parameters, projection)
+        norm = norm if prologue is not None else None
+    output: Tensor = projection(input if norm is None else norm(input))
+    return output if residual is None else residual + output
+
+
+def gated_linear(
+    input: Tensor,
+    projections: Sequence[nn.Module],
+    activation: Callable[[Tensor], Tensor],
+    *,
+    norm: nn.Module | None = None,
+) -> Tensor:
+    """Return `activation(gate(norm(input))) * up(norm(input))`.
+
+    Args:
+        input: `[N, I]`.
+        projections: `(gate, up)`, each `nn.Linear(I, O)`, or one `nn.Linear(I, 2 O)` whose first half is the gate.
+        activation: a module or function.
+        norm: of the input; None for none.
+
+    Returns:
+        `[N, O]`.
+    """
+    kind = activation_kind(activation)
+    if kind is not None and takes_few_rows(input):
+        input, prologue = before(input, norm)
+        parameters = packing.packed_parameters(input, projections)
+        if isinstance(parameters, tuple) and _fits(input, parameters, None):
+            if is_one_row(input):
+                product = _gated(input, *parameters, kind, prologue)
+                if product is not None:
+                    return product
+            else:
+                product = few_rows(input, *parameters, prologue, None)
+                if product is not None:
+                    gate, up = product.chunk(2, dim=-1)
+                    return gated_activation(gate, up, activation)
+        elif isinstance(parameters, str):
+            backend.count_fallback("gated_linear", parameters, projections[0])
+        norm = norm if prologue is not None else None
+    if norm is not None:
+        input = norm(input)
+    if len(projections) == 1:
+        gate, up = projections[0](input).chunk(2, dim=-1)
+    else:
+        gate, up = packing.packed_linear(input, *projections)
+    return gated_activation(gate, up, activation)
+
+
+def takes_few_rows(input: Tensor) -> bool:
+    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients.
+
+    More than one row are for the tensor cores, which have no fp32.
+    """
+    most = 1 if input.dtype == torch.float32 else MOST_ROWS
+    return (
+        0 < input.numel() <= most * input.shape[-1]
+        and input.dtype in KERNEL_DTYPES
+        and backend.nothing_watches(input)
+        and not backend.wants_gradient(input)
+        and backend.uses_triton(input)
+    )
+
+
+def is_one_row(input: Tensor) -> bool:
+    """Return whether `input` is a single row, for which the kernels are those of this file."""
+    return input.numel() == input.shape[-1]
+
+
+def before(input: Tensor, norm: nn.Module | None) -> tuple[Tensor, Prologue | None]:
+    """Return the input of a kernel and the norm it computes itself; a norm that it cannot compute is called here."""
+    if norm is None:
+        return input, None
+    prologue = prologue_of(norm) if is_one_row(input) or takes_norm(input) else None
+    return (norm(input), None) if prologue is None else (input, prologue)
+
+
+def _fits(input: Tensor, parameters: tuple[Tensor, Tensor | None], residual: Tensor | None) -> bool:
+    weight, bias = parameters
+    same = all(t is None or (t.dtype in KERNEL_DTYPES and t.device == input.device) for t in (weight, bias, residual))
+    rows = input.numel() // input.shape[-1]
+    of_product = residual is None or residual.numel() == rows * weight.shape[0]
+    return same and of_product and weight.dtype == input.dtype and weight.shape[1] == input.shape[-1]
+
+
+def few_rows(
+    input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Prologue | None, residual: Tensor | None
+) -> Tensor | None:
+    """Return the product by a kernel; None where torch's own operators are to run instead."""
+    rows, cols = weight.shape
+    one_row = is_one_row(input)
+    kind = "linear" if one_row else skinny_kind(input.numel() // cols)
+    shape = tile_for(kind, rows, cols, weight)
+    if shape is None:
+        return None
+    out = input.new_empty((*input.shape[:-1], rows))
+    launch = launch_linear if one_row else launch_skinny_linear
+    launch(input, weight, bias, prologue, residual, out, shape)
+    return out
+
+
+def launch_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prologue: Prologue | None,
+    residual: Tensor | None,
+    out: Tensor,
+    shape: Tile,
+) -> None:
+    """Run the kernel of `linear` with a tile."""
+    block_rows, block_cols, num_warps = shape
+    rows, cols = weight.shape
+    norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    overlap = overlaps(input)
+    with backend.device_guard(input):
+        linear_kernel.launch(
+            (-(-rows // block_rows), 1, 1),
+            num_warps,
+            (input.contiguous(), norm, weight, _or(bias, weight), _or(residual, input).contiguous(), out),
+            (),
+            (),
+            (eps, offset),
+            (
+                cols, rows, prologue is not None, has_weight, bias is not None, residual is not None, overlap,
+                block_rows, block_cols,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor | None:
+    """Return the gated product by a kernel; None where torch's own operators are to run instead."""
+    rows, cols = weight.shape[0] // 2, weight.shape[1]
+    shape = tile_for("gated", rows, cols, weight)
+    if shape is None:
+        return None
+    out = input.new_empty((*input.shape[:-1], rows))
+    launch_gated(input, weight, bias, kind, prologue, out, shape)
+    return out
+
+
+def launch_gated(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    prologue: Prologue | None,
+    out: Tensor,
+    shape: Tile,
+) -> None:
+    """Run the kernel of `gated_linear` with a tile."""
+    block_rows, block_cols, num_warps = shape
+    rows, cols = weight.shape[0] // 2, weight.shape[1]
+    norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    overlap = overlaps(input)
+    with backend.device_guard(input):
+        gated_kernel.launch(
+            (-(-rows // block_rows), 1, 1),
+            num_warps,
+            (input.contiguous(), norm, weight, _or(bias, weight), out),
+            (),
+            (),
+            (eps, offset),
+            (
+                cols, rows, prologue is not None, has_weight, bias is not None, kind, overlap, block_rows, block_cols,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+def tile_for(kind: str, rows: int, cols: int, weight: Tensor) -> Tile | None:
+    """Return the tile for a weight: `tiles.tile` on its device; None for torch's own operators."""
+    return tile(kind, rows, cols, weight.element_size(), weight.get_device() if weight.is_cuda else None)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

@@ -1,0 +1,35 @@
+"""A norm as the first stage of a product's kernel, for so few rows that a launch costs more than the norm.
+
+A norm class says what it computes with a method `prologue()`; a module without one, or one that something observes, is
+called as it stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ..core import backend
+
+
+class Prologue(NamedTuple):
+    """An RMSNorm: the arguments of `rms_norm` after its input."""
+
+    weight: Tensor | None
+    eps: float
+    offset: float = 0.0
+    weight_in_fp32: bool = False
+
+
+def prologue_of(norm: nn.Module) -> Prologue | None:
+    """Return what a kernel needs to compute `norm` itself, or None if the module has to be called."""
+    describe = getattr(type(norm), "prologue", None)
+    return None if describe is None or backend.observed(norm) else describe(norm)
+
+
+def norm_arguments(prologue: Prologue | None, input: Tensor) -> tuple[Tensor, float, float, bool]:
+    """Return the norm's weight (any tensor where it has none), eps, offset, and whether it has a weight."""
+    if prologue is None or prologue.weight is None:
+        return input, 0.0 if prologue is None else prologue.eps, 0.0, False
+    return prologue.weight, prologue.eps, prologue.offset, True
