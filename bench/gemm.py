@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import math
@@ -28,9 +29,11 @@ import torch
 from torch import Tensor
 
 from rewrite.runtime.core import capture, launch, tiles
-from rewrite.runtime.products import linear, skinny
 from rewrite.runtime.products.skinny import HEIGHTS, Form
 from rewrite.tuning.candidates import one_row
+
+linear = importlib.import_module("rewrite.runtime.products.linear")
+skinny = importlib.import_module("rewrite.runtime.products.skinny")
 
 PEAK = 3.35e12
 """Bytes a second of an H100 SXM, by its data sheet."""

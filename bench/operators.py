@@ -10,6 +10,7 @@ run first. Liger is left out where `liger_kernel` is not installed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import statistics
@@ -20,9 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rewrite.runtime.attention import rotary
-from rewrite.runtime.norms import add_rms_norm, rms_norm
-from rewrite.runtime.products import gated_activation
+gated_activation = importlib.import_module("rewrite.runtime.products.gated_activation")
+
+
+add_rms_norm = importlib.import_module("rewrite.runtime.norms.add_rms_norm")
+rms_norm = importlib.import_module("rewrite.runtime.norms.rms_norm")
+
+rotary = importlib.import_module("rewrite.runtime.attention.rotary")
 
 HIDDEN_SIZES = (2048, 4096, 8192, 16384)
 ROWS = (1, 16, 128, 1024, 8192)

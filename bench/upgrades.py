@@ -216,12 +216,12 @@ def kills(arguments: argparse.Namespace) -> None:
 def guard(arguments: argparse.Namespace) -> None:
     """What the guard says where a package of one release meets the next: by bytes alone, and as it is now."""
     from rewrite.engine.relocate import relocate
-    from rewrite.package.assemble import runtime_closure, runtime_file
+    from rewrite.package.runtime_files import closure, runtime_file
     from rewrite.runtime.origin import definitions
     from rewrite.upstream.installed import copy_at
     from rewrite.upstream.source import resolve
 
-    texts = [runtime_file(file).decode("utf-8") for file in runtime_closure(["attention", "generation", "experts"])]
+    texts = [runtime_file(file).decode("utf-8") for file in closure(["attention.native_gqa", "decode.GraphGeneration", "moe.fused_experts"])]
     names = {name for text in texts for name in definitions.imported_names(text).values()}
     counts: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,50 +1,152 @@
-"""Who may import what (docs/architecture.md); it is why the command starts at once and works without torch."""
+"""Who may import what (docs/architecture.md): the order of the rooms, and what each may use from outside.
+
+It is why the command starts at once, works without torch, and why a room can be found and changed alone.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "triton", "numpy"}
+WITH_TORCH = {"verify", "benchmark", "measure", "tuning", "kernels", "runtime", "sweep/loaded"}
+"""Rooms of the tool that may import torch; the others work where it is not installed."""
+FLOORS = re.compile(r"```rooms\n(.*?)```", re.DOTALL)
 
 
-def files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).glob("*.py"))
+def modules() -> dict[str, Path]:
+    """Return every module of the project by its path, `rewrite/engine/build`, the linked folders at their own place."""
+    found = [p for top in ("rewrite", "runtime", "transforms") for p in (ROOT / top).rglob("*.py")]
+    paths = [p.relative_to(ROOT) for p in found if not any(above.is_symlink() for above in p.parents)]
+    return {re.sub(r"/__init__$", "", p.with_suffix("").as_posix()): ROOT / p for p in paths}
 
 
-TOOL = [
-    path for folder in ("rewrite", "rewrite/commands", "rewrite/analysis", "rewrite/sweep") for path in files(folder)
-]
+def declared() -> dict[str, int]:
+    """Return the floor of every room, as docs/architecture.md draws the house: a room imports from below."""
+    drawing = FLOORS.search((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert drawing is not None
+    floors = [line.split("#")[0].split() for line in drawing[1].strip().splitlines()]
+    return {room: len(floors) - number for number, floor in enumerate(floors) for room in floor}
+
+
+MODULES = modules()
+ROOMS = declared()
+
+
+def room_of(module: str) -> str:
+    """Return the innermost declared room that holds a module."""
+    parts = module.split("/")
+    inside = ["/".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((name for name in inside if name in ROOMS), f"no room for {module}")
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the top-level name of every absolute import, inside functions too."""
+    """Yield the full dotted name of everything that a file imports, inside functions too."""
+    relative = path.relative_to(ROOT)
+    package = list(relative.parent.parts)
+    package = package if package[0] == "rewrite" else ["rewrite", *package]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module.split(".")[0]
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.stem)
-def test_runtime_never_imports_the_tool(path: Path) -> None:
-    assert not {"libcst", "click", "rich", "rewrite", "runtime"} & set(imported(path))
+def module_of(name: str) -> str | None:
+    """Return the module of the project that an imported name stands in."""
+    parts = name.split(".")
+    if parts[0] != "rewrite":
+        return None
+    parts = parts[1:] if parts[1:2] in (["runtime"], ["transforms"]) else parts
+    inside = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((module for module in inside if module in MODULES), None)
 
 
-@pytest.mark.parametrize("path", files("transforms"), ids=lambda path: path.stem)
-def test_transforms_never_import_torch(path: Path) -> None:
-    assert not {*HEAVY, "click", "rich"} & set(imported(path))
+def arrows(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return which modules each module imports."""
+    found = {name: {module_of(target) for target in imported(path)} for name, path in files.items()}
+    return {name: {target for target in targets if target is not None} - {name} for name, targets in found.items()}
 
 
-@pytest.mark.parametrize("path", TOOL, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_the_tool_never_imports_torch_outside_the_verifier(path: Path) -> None:
-    assert not HEAVY & set(imported(path))
+ARROWS = arrows(MODULES)
+
+
+def against(order: Mapping[str, int], given: Mapping[str, set[str]]) -> list[str]:
+    """Return every import that goes up, or sideways into another room."""
+    return [
+        f"{name} imports {target}"
+        for name, targets in given.items()
+        for target in sorted(targets)
+        if room_of(name) != room_of(target) and order[room_of(name)] <= order[room_of(target)]
+    ]
+
+
+def test_every_module_has_a_room() -> None:
+    assert [name for name in MODULES if room_of(name) not in ROOMS] == []
+
+
+def test_every_room_is_there() -> None:
+    folders = {parent.as_posix() for name in MODULES for parent in Path(name).parents} | set(MODULES)
+    assert sorted(set(ROOMS) - folders) == []
+
+
+def test_no_import_goes_up() -> None:
+    assert against(ROOMS, ARROWS) == []
+
+
+def test_no_circle_inside_a_room() -> None:
+    def inner(name: str) -> set[str]:
+        """A package's `__init__` re-exports what is below it; whoever imports the package's files does not need it."""
+        return {t for t in ARROWS[name] if room_of(t) == room_of(name) and MODULES[t].name != "__init__.py"}
+
+    try:
+        list(TopologicalSorter({name: inner(name) for name in MODULES}).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle: {' → '.join(error.args[1])}")
+
+
+def test_an_import_against_the_order_is_seen() -> None:
+    planted = {**ARROWS, "rewrite/analysis/terms/computation": {"rewrite/engine/build"}}
+    assert against(ROOMS, planted) == ["rewrite/analysis/terms/computation imports rewrite/engine/build"]
+
+
+def outside(name: str) -> set[str]:
+    return {target.split(".")[0] for target in imported(MODULES[name])}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.split("/")[0] == "runtime"))
+def test_runtime_never_imports_the_tool(name: str) -> None:
+    assert not {"libcst", "click", "rich"} & outside(name)
+    assert all(target.startswith("runtime") for target in ARROWS[name])
+    absolute = (node for node in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(node, ast.ImportFrom))
+    assert not [node.module for node in absolute if node.level == 0 and (node.module or "").startswith("rewrite")]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.split("/")[0] == "transforms"))
+def test_transforms_never_import_torch(name: str) -> None:
+    assert not {*HEAVY, "click", "rich"} & outside(name)
+
+
+TOOL = sorted(
+    name
+    for name in MODULES
+    if name.startswith("rewrite") and not any(name.startswith(f"rewrite/{room}") for room in WITH_TORCH)
+)
+
+
+@pytest.mark.parametrize("name", TOOL)
+def test_the_tool_never_imports_torch_outside_the_verifier(name: str) -> None:
+    assert not HEAVY & outside(name)
 
 
 def loaded_by(code: str, folder: Path) -> set[str]:

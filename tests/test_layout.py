@@ -75,7 +75,8 @@ def runtime(package, monkeypatch):
     """The runtime of the package, whose operators show their inside to a dispatch mode."""
     backend = importlib.import_module("laid_out.runtime.core.backend")
     monkeypatch.setattr(backend, "_len_torch_dispatch_stack", lambda: 0)
-    return {name: importlib.import_module(f"laid_out.runtime.{name}") for name in ("aiter_calls", "aiter_probe")}
+    modules = {"aiter_calls": "aiter.calls", "aiter_probe": "core.aiter_probe"}
+    return {name: importlib.import_module(f"laid_out.runtime.{module}") for name, module in modules.items()}
 
 
 @pytest.fixture

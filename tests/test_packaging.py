@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.package import assemble
+from rewrite.package import runtime_files
 
 ROOT = Path(__file__).parents[1]
 MAPPED = {"transforms": "rewrite/transforms", "runtime": "rewrite/runtime"}
@@ -66,10 +66,11 @@ def test_the_runtime_of_a_package_exports_what_it_has() -> None:
     plain = runtime_files.init(runtime_files.closure(["norms.rms_norm"]))
     assert plain == (
         '"""What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""\n\n'
-        "from .backend import get_backend, set_backend, use_backend\n"
-        "from .explain import explain\n\n"
-        '__all__ = ["explain", "get_backend", "set_backend", "use_backend"]\n'
+        "from .core import rocm\n"
+        "from .core.backend import get_backend, set_backend, use_backend\n"
+        "from .core.explain import explain\n\n"
+        '__all__ = ["explain", "get_backend", "rocm", "set_backend", "use_backend"]\n'
     )
-    decoding = assemble._runtime_init(assemble.runtime_closure(["generation"]))
-    assert "from .graph import DecodeGraph\nfrom .graph_store import release_graphs\n" in decoding
+    decoding = runtime_files.init(runtime_files.closure(["decode.GraphGeneration"]))
+    assert "from .decode.graph import DecodeGraph\nfrom .decode.graph_store import release_graphs\n" in decoding
     assert '__all__ = ["DecodeGraph", "explain", ' in decoding

@@ -113,7 +113,6 @@ def isort_key(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
-@cache
 def _offered(room: str) -> dict[str, str]:
     """Return the files of what a room offers, by its names."""
     tree = ast.parse(runtime_file(f"{room}/__init__"))
@@ -121,7 +120,6 @@ def _offered(room: str) -> dict[str, str]:
     return {alias.name: str(node.module) for node in found for alias in node.names}
 
 
-@cache
 def _imported(name: str) -> frozenset[str]:
     """Return the runtime files that a file imports; one imported under `except ImportError` is optional."""
     room = name.split("/")[0]

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.package.assemble import public_names, runtime_closure
+from rewrite.package import runtime_files
+from rewrite.package.assemble import public_names
+from rewrite.package.runtime_files import closure
 from rewrite.package.lock import read_lock, sha256
 
 
@@ -65,7 +67,7 @@ def _made(rewrite: CommandLine, folder: Path) -> Path:
 
 
 def test_generated_files_are_formatted_and_lint_free(package: Path) -> None:
-    ours = [package / "__init__.py", *(package / "runtime").glob("*.py")]
+    ours = [package / "__init__.py", *(package / "runtime").rglob("*.py")]
     for command in (["check", "--select", "E,F,W,I"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "119"]
         done = subprocess.run([*ruff, *ours], capture_output=True, text=True)
@@ -73,21 +75,24 @@ def test_generated_files_are_formatted_and_lint_free(package: Path) -> None:
 
 
 def test_a_package_carries_the_runtime_files_it_imports_and_no_others(package: Path) -> None:
-    present = {path.stem for path in (package / "runtime").glob("*.py")} - {"__init__", "upstream"}
-    assert present == set(runtime_closure(["packing"]))
-    assert {"packing", "rocm"} <= present
-    assert "rotary" not in present
+    runtime = package / "runtime"
+    present = {path.relative_to(runtime).with_suffix("").as_posix() for path in runtime.glob("*/[!_]*.py")}
+    assert present == set(closure(["products.packed_linear"]))
+    assert {"products/packing", "core/rocm"} <= present
+    assert "attention/rotary" not in present
+    assert not (runtime / "attention").exists()
 
 
 def test_an_import_that_may_be_missing_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
-        "first": "from .second import a\ndef f():\n    from . import third\n",
-        "second": "try:\n    from .optional import b\nexcept ImportError:\n    b = None\n",
-        "third": "import os\n",
+        "room/__init__": "from .first import use\n",
+        "room/first": "from .second import a\ndef f():\n    from ..other import third\n",
+        "room/second": "try:\n    from .optional import b\nexcept ImportError:\n    b = None\n",
+        "other/third": "import os\nfrom ..room.first import use\n",
     }
-    monkeypatch.setattr("rewrite.package.RUNTIME_ALWAYS", ())
-    monkeypatch.setattr("rewrite.package.runtime_file", lambda name: files[name].encode())
-    assert runtime_closure(["first"]) == ["first", "second", "third"]
+    monkeypatch.setattr(runtime_files, "ALWAYS", ())
+    monkeypatch.setattr(runtime_files, "runtime_file", lambda name: files[name].encode())
+    assert closure(["room.use"]) == ["other/third", "room/first", "room/second"]
 
 
 @pytest.mark.parametrize(

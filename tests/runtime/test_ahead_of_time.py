@@ -75,7 +75,7 @@ def test_what_is_wrong_with_a_kernel_is_found(arch: str) -> None:
 
 def test_every_product_says_how_precise_it_is() -> None:
     """On gfx942 the default for fp32 is less than fp32."""
-    for path in RUNTIME.glob("*.py"):
+    for path in RUNTIME.rglob("*.py"):
         for call in re.findall(r"tl\.dot\(.*", path.read_text(encoding="utf-8")):
             assert "input_precision=" in call, f"{path.name}: {call}"
 

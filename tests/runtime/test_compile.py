@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,15 @@ from mixture import Gate, Norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rewrite.runtime.attention.rotary import rotary, rotary_single
-from rewrite.runtime.moe import experts, router
 from rewrite.runtime.norms.add_layer_norm import add_layer_norm
 from rewrite.runtime.norms.add_norm import add_norm
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.layer_norm import layer_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.gated_activation import gated_activation
+
+experts = importlib.import_module("rewrite.runtime.moe.experts")
+router = importlib.import_module("rewrite.runtime.moe.router")
 
 NORM = torch.nn.LayerNorm(16).requires_grad_(False)
 GATE, RMS_NORM = Gate(torch.randn(8, 16).bfloat16(), 2), Norm(torch.ones(16).bfloat16())

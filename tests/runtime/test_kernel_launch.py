@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FLOATS = ("eps", "offset", "scaling", "softcap")
 KEYED = {"inner", "intermediate_size", "vocabulary"}
 """Counts that are handed over as strides, so a variant is remembered with what they are divisible by."""
-MODULES = sorted(path.stem for path in Path(next(iter(runtime.__path__))).glob("*.py") if path.stem != "__init__")
+FOLDER = Path(next(iter(runtime.__path__)))
+MODULES = sorted(".".join(path.relative_to(FOLDER).with_suffix("").parts) for path in FOLDER.glob("*/[!_]*.py"))
 
 
 @pytest.mark.parametrize("module", MODULES)

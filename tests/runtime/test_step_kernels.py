@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime.attention import qkv_step as qkv_module
 from rewrite.runtime.attention.decode_attention import Split, _reference, decode_attention, launch
 from rewrite.runtime.attention.qkv_step import qkv_step
 from rewrite.runtime.cache.preallocated import PreallocatedCache
@@ -21,10 +21,13 @@ from rewrite.runtime.core.launch import collect
 from rewrite.runtime.decode.greedy import choose
 from rewrite.runtime.decode.sampling import Sampling, StepState
 from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products import linear as linear_module
 from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.prologue import Prologue
 from rewrite.runtime.products.skinny import launch_skinny_linear, takes_norm
+
+linear_module = importlib.import_module("rewrite.runtime.products.linear")
+
+qkv_module = importlib.import_module("rewrite.runtime.attention.qkv_step")
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
