@@ -221,7 +221,8 @@ def guard(arguments: argparse.Namespace) -> None:
     from rewrite.upstream.installed import copy_at
     from rewrite.upstream.source import resolve
 
-    texts = [runtime_file(file).decode("utf-8") for file in closure(["attention.native_gqa", "decode.GraphGeneration", "moe.fused_experts"])]
+    uses = ["attention.native_gqa", "decode.GraphGeneration", "moe.fused_experts"]
+    texts = [runtime_file(file).decode("utf-8") for file in closure(uses)]
     names = {name for text in texts for name in definitions.imported_names(text).values()}
     counts: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -61,18 +61,12 @@ def test_what_a_capture_allows_is_allowed(step):
         step()
 
 
-needs_loop = pytest.mark.skipif(
-    not (ROOT / "runtime" / "generation.py").exists(), reason="the runtime has no decode loop yet"
-)
-
-
 def checked(name, folder):
     """Check one class in a process of its own: a package registers its operators once a process."""
     (found,) = capture.in_processes(capture.check, [(name, "cpu", folder)], 1)
     return found
 
 
-@needs_loop
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM", "MixtralForCausalLM", "TrOCRForCausalLM"])
 def test_rewritten_models_decode_under_the_rules(name, tmp_path):
     assert capture.generate(name, tmp_path) == {"class": name, "skip": None}
@@ -80,7 +74,6 @@ def test_rewritten_models_decode_under_the_rules(name, tmp_path):
     assert {outcome for side, outcome in found.items() if side.startswith("after")} == {"clean"}
 
 
-@needs_loop
 @pytest.mark.parametrize(
     ("planted", "outcome"),
     [

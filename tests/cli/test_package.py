@@ -14,8 +14,8 @@ from command_line import CommandLine
 
 from rewrite.package import runtime_files
 from rewrite.package.assemble import public_names
-from rewrite.package.runtime_files import closure
 from rewrite.package.lock import read_lock, sha256
+from rewrite.package.runtime_files import closure
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -150,7 +151,9 @@ def test_dynamic_frequencies_beyond_it_refuse_a_capture() -> None:
 
 def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     module, cache = llama_rope(STATIC["default"]), PreallocatedCache(1, 2, 16, "cpu")
-    monkeypatch.setattr(sys.modules["rewrite.runtime.attention.rotary_rows"], "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(
+        importlib.import_module("rewrite.runtime.attention.rotary_rows"), "is_capturing", lambda tensor: True
+    )
     with cache.step():
         rotary_rows(module, hidden(), torch.tensor([[1]]), cache)
     assert not cache.tables
