@@ -23,7 +23,7 @@ FLOORS = re.compile(r"```rooms\n(.*?)```", re.DOTALL)
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of the project by its path, `rewrite/engine/build`; the links are no folders of their own."""
+    """Return every module of the project by its path, `rewrite/engine/build`; links are not followed."""
     found = [p for top in ("rewrite", "runtime", "transforms") for p in (ROOT / top).rglob("*.py")]
     paths = [p.relative_to(ROOT) for p in found if not any(above.is_symlink() for above in p.parents)]
     return {re.sub(r"/__init__$", "", p.with_suffix("").as_posix()): ROOT / p for p in paths}
