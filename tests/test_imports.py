@@ -19,7 +19,7 @@ def files(folder: str) -> list[Path]:
 
 
 TOOL = [
-    path for folder in ("rewrite", "rewrite/commands", "rewrite/analysis", "rewrite/sweep") for path in files(folder)
+    path for folder in ("rewrite", "rewrite/commands", "rewrite/analysis", "rewrite/analysis/effects", "rewrite/sweep") for path in files(folder)
 ]
 
 
