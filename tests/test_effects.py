@@ -142,7 +142,7 @@ def scope_of(lines: str, moved: str = "self.q_proj(x)", header: str = HEADER, ex
 
 
 def asked(lines: str, moved: str = "self.q_proj(x)", **more: str) -> str | None:
-    module, scope, function = scope_of(lines, moved, **more)
+    _, scope, function = scope_of(lines, moved, **more)
     statements = function.body.body
     value = next(n.value for n in walk(statements[-1]) if isinstance(n, cst.Assign))
     return may_move(scope, value, statements[4])

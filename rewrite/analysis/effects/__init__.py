@@ -3,7 +3,7 @@
     effects = effects_of(module)                       # one for each `Module`, made on first use
     scope = effects.scope(method, owner)               # one for each method, made on first use
 
-    scope.of(statement_or_expression)   -> Effect      what it binds, reads, writes in place, whether it leaves the block
+    scope.of(statement_or_expression)   -> Effect      what it binds, reads, writes, whether it leaves the block
     scope.value(expression).roots       -> roots       whose memory its value may share; none: it is a value of its own
     scope.root(local)                   -> root        equal for two locals that may share memory; `HEAP` for what code
                                                        outside the method can reach: parameters, weights, attributes

@@ -124,6 +124,8 @@ class _Call:
             return written
         if name.endswith("_"):
             return Value(self.roots, Effect(writes=self.roots))
+        if name == "embedding" and _renormalises(self.node, 4):
+            return Value(frozenset(), Effect(writes=self.roots))
         if name in known.RANDOM:
             return Value(self.roots, Effect(draws=f"{name} draws random numbers"))
         if name in known.FRESH:
@@ -212,6 +214,8 @@ class _Call:
                 return Value(self.roots, Effect(writes=self.roots))
         if kind in known.RANDOM_MODULES:
             return Value(self.roots, Effect(draws=f"{what} draws random numbers in training"))
+        if kind == "Embedding" and _renormalises(built, 4):
+            return Value(frozenset(), Effect(writes=_HEAP))
         if kind in known.FRESH_MODULES or kind in known.INPLACE_MODULES:
             return Value(frozenset())
         if kind in known.VIEW_MODULES:
@@ -279,6 +283,12 @@ def _root(node: cst.BaseExpression) -> str:
     while isinstance(node, cst.Attribute):
         node = node.value
     return node.value if isinstance(node, cst.Name) else ""
+
+
+def _renormalises(node: cst.Call, place: int) -> bool:
+    """Whether a call names `max_norm`, for which an embedding writes its weights at every use."""
+    words = [a.keyword.value for a in node.args if a.keyword is not None]
+    return "max_norm" in words or len(node.args) - len(words) >= place
 
 
 def _with(value: Value, effect: Effect) -> Value:

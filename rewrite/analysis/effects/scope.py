@@ -7,10 +7,10 @@ can reach, parameters and attributes included, is one class, `HEAP`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import libcst as cst
 
@@ -267,7 +267,7 @@ class Scope:
             return Value(frozenset({HEAP}))
         if isinstance(node, cst.GeneratorExp) and not isinstance(self.module.parent(node), cst.Arg):
             return Value(frozenset({HEAP}), Effect(anything="a generator runs later"))
-        inside = [part for part in _expressions(node)]
+        inside = list(_expressions(node))
         effect = union(self._effect(part) for part in inside)
         if isinstance(node, cst.BaseComp):
             effect = effect | self._iterates(node.for_in.iter)
@@ -352,7 +352,7 @@ def _targets(target: cst.CSTNode) -> Iterator[str]:
         yield from _targets(target.value)
 
 
-_STATEMENTS = {
+_STATEMENTS: dict[type[cst.CSTNode], Callable[[Scope, Any], Effect]] = {
     cst.Assign: Scope._assign,
     cst.AnnAssign: Scope._annotated,
     cst.AugAssign: Scope._augmented,
