@@ -37,6 +37,8 @@ class Module:
         self.imports: dict[str, str] = {}
         self.classes: dict[str, ClassInfo] = {}
         self.functions: dict[str, cst.FunctionDef] = {}
+        self.remembered: dict[str, object] = {}
+        """What analyses have found out about this module, each under its own name."""
         self._parents: dict[int, cst.CSTNode] = {}
         self._adopt()
         for statement in tree.body:

@@ -1,0 +1,66 @@
+"""The analysis of one module: a scope for every function that somebody asked about, remembered."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from rewrite.analysis.effects.calls import MAX_DEPTH
+from rewrite.analysis.effects.effect import HEAP, Effect
+from rewrite.analysis.effects.names import Names
+from rewrite.analysis.effects.scope import Scope
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+
+
+class Effects:
+    """What the functions of one module may do."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.names = Names(module)
+        self._scopes: dict[tuple[int, str, int], Scope] = {}
+        self._summaries: dict[tuple[int, str], Effect] = {}
+        self._running: set[tuple[int, str]] = set()
+
+    def scope(self, function: cst.FunctionDef, owner: ClassInfo | None = None, depth: int = 0) -> Scope:
+        """Return what is known about a function, a method of `owner` if that is given."""
+        key = (id(function), owner.name if owner is not None else "", depth)
+        if key not in self._scopes:
+            self._scopes[key] = Scope(self, function, owner, depth)
+        return self._scopes[key]
+
+    def summary(self, function: cst.FunctionDef, owner: ClassInfo | None, depth: int) -> Effect:
+        """Return what a call of a function may do to what its caller can see."""
+        key = (id(function), owner.name if owner is not None else "")
+        if key in self._summaries:
+            return self._summaries[key]
+        if depth > MAX_DEPTH or key in self._running:
+            return Effect(anything="calls are nested too deeply")
+        self._running.add(key)
+        try:
+            found = self._summary(self.scope(function, owner, depth))
+        finally:
+            self._running.discard(key)
+        if "nested too deeply" not in found.anything:  # from elsewhere it may be less deep
+            self._summaries[key] = found
+        return found
+
+    def _summary(self, scope: Scope) -> Effect:
+        if any(isinstance(node, (cst.Yield, cst.Await)) for node in walk(scope.function.body)):
+            return Effect(anything="it is a generator")
+        inside = scope.of(scope.function.body)
+        outside = frozenset({HEAP}) & scope.memory(inside.writes)
+        return Effect(
+            attributes=inside.attributes,
+            stores=inside.stores,
+            writes=outside,
+            anything=inside.anything,
+            draws=inside.draws,
+        )
+
+
+def effects_of(module: Module) -> Effects:
+    """Return the analysis of a module, the same for as long as the module lives."""
+    found = module.remembered.get("effects")
+    if not isinstance(found, Effects):
+        found = module.remembered["effects"] = Effects(module)
+    return found

@@ -1,0 +1,169 @@
+"""What is known without being read: functions, tensor methods and modules of torch, and Python's own functions.
+
+Whatever is not listed here and not defined in the file may do anything. A name stands in `FRESH` where the result
+never shares memory with an argument, in `VIEWS` where it may.
+"""
+
+from __future__ import annotations
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FRESH = _names(
+    """
+    abs acos acosh add addcmul addmm all allclose amax amin any arange argmax argmin argsort asin atan atan2 baddbmm
+    bincount bitwise_and bitwise_not bitwise_or bmm cat ceil celu clamp clamp_max clamp_min clip
+    clone concat concatenate conv1d conv2d conv3d conv_transpose1d conv_transpose2d cos cosh count_nonzero cross
+    cross_entropy cummax cumprod cumsum dequantize diff div divide dot einsum elu empty empty_like eq equal erf exp
+    exp2 expm1 eye fill floor floor_divide fmod full full_like gather ge gelu glu greater greater_equal gt
+    hardsigmoid hardswish hardtanh index_add index_select interpolate isclose isfinite isinf isnan kthvalue
+    layer_norm le leaky_relu lerp less less_equal linear linspace log log10 log1p log2 log_softmax logaddexp
+    logical_and logical_not logical_or logical_xor logsigmoid logsumexp lt masked_fill masked_scatter masked_select
+    matmul matrix_exp max maximum mean median min minimum mish mm mse_loss mul multiply mv ne neg negative
+    new_empty new_full new_ones new_tensor new_zeros nonzero norm normalize one_hot ones ones_like outer pow prod
+    relu relu6 remainder repeat repeat_interleave roll round rsqrt scaled_dot_product_attention scatter scatter_add
+    searchsorted selu sigmoid sign silu sin sinh softmax softplus softsign sort sqrt square stack std sub
+    subtract sum tan tanh tensor tile topk tril triu true_divide trunc unique unique_consecutive var where zeros
+    zeros_like rms_norm group_norm avg_pool1d avg_pool2d max_pool1d max_pool2d embedding bitwise_xor
+    promote_types isin addbmm cdist index_fill
+    """
+)
+VIEWS = _names(
+    """
+    adaptive_avg_pool1d adaptive_avg_pool2d alias as_tensor as_strided atleast_1d atleast_2d bfloat16
+    broadcast_tensors broadcast_to byte chunk contiguous cpu cuda detach diagonal double expand expand_as flatten
+    flip float half int long meshgrid movedim moveaxis narrow pad permute real ravel reshape reshape_as select slice
+    split split_with_sizes squeeze swapaxes swapdims t tensor_split to transpose type type_as unbind unflatten
+    unfold unsqueeze view view_as view_as_complex view_as_real resolve_conj polar bool
+    """
+)
+ABOUT = _names(
+    """
+    size dim numel nelement stride element_size data_ptr is_contiguous is_floating_point is_complex get_device item
+    tolist ndimension storage_offset untyped_storage
+    """
+)
+"""Methods that say something about a tensor and return no tensor."""
+NO_TENSOR = _names(
+    """
+    shape dtype device ndim is_cuda requires_grad training layout itemsize nbytes is_meta __name__ __class__
+    in_features out_features
+    """
+)
+"""Attributes that hold no tensor."""
+MOVES_MODULES = _names("to half float double bfloat16 cuda cpu type train eval bool")
+"""Methods that return a tensor's copy, but change a module in place."""
+CONTAINER_WRITES = _names(
+    """
+    append extend insert clear remove pop popitem sort reverse setdefault add discard
+    """
+)
+CONTAINER_READS = _names(
+    """
+    get items keys values index count copy startswith endswith format join lower upper
+    """
+)
+
+TORCH = _names(
+    """
+    torch.is_tensor torch.is_grad_enabled torch.is_autocast_enabled torch.finfo torch.iinfo torch.jit.is_tracing
+    torch.is_floating_point torch.numel torch.compiler.is_compiling torch.device torch.Size torch.get_default_dtype
+    torch.autocast torch.no_grad torch.enable_grad torch.inference_mode torch.jit.is_scripting
+    torch.get_autocast_dtype torch.get_autocast_gpu_dtype torch.is_complex torch.compiler.is_exporting
+    torch._dynamo.is_compiling
+    """
+)
+"""Functions of torch that read modes and make no tensor that shares memory."""
+RANDOM = _names(
+    """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand rand_like randn
+    randn_like randint randint_like randperm bernoulli multinomial normal poisson gumbel_softmax rrelu
+    """
+)
+"""Functions that draw random numbers, some of them in training only."""
+_TORCH_ROOTS = ("torch", "torch.functional", "torch.nn.functional", "torch.special", "torch.fft", "torch.linalg")
+
+BUILTINS = _names(
+    """
+    abs all any bool complex dict divmod enumerate float format frozenset getattr hasattr hash id int isinstance
+    issubclass len list max min ord pow range repr reversed round set slice sorted str sum tuple type zip
+    """
+)
+"""Python's own functions that write nothing; those that call back get no function here (see `calls`)."""
+NAMELESS = _names("getattr hasattr")
+"""Of these, the ones that may run a property: only with a constant name."""
+CALLS_BACK = _names("sorted max min")
+
+QUIET = _names("logger warnings logging")
+"""Roots of calls that only tell somebody something."""
+
+FRESH_MODULES = _names(
+    """
+    Linear LayerNorm RMSNorm GroupNorm Embedding Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d Bilinear SiLU
+    GELU Sigmoid Tanh Softmax LogSoftmax Softplus Mish Softsign LogSigmoid Tanhshrink GLU PReLU AvgPool1d AvgPool2d
+    MaxPool1d MaxPool2d
+    """
+)
+INPLACE_MODULES = _names(
+    """
+    ReLU ReLU6 ELU SELU CELU LeakyReLU Hardswish Hardsigmoid Hardtanh Threshold
+    """
+)
+"""Activations that write their argument when built with `inplace=True`; so do `SiLU` and `Mish`."""
+VIEW_MODULES = _names(
+    """
+    Identity Flatten Unflatten ZeroPad2d AdaptiveAvgPool1d AdaptiveAvgPool2d Upsample
+    """
+)
+RANDOM_MODULES = _names(
+    """
+    Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout RReLU
+    """
+)
+
+MODULE_STATE = _names(
+    """
+    weight bias forward training eps p inplace in_features out_features normalized_shape negative_slope dim
+    approximate num_groups stride padding dilation groups padding_idx max_norm norm_type _parameters _buffers
+    _modules
+    """
+)
+"""Attributes of a module of torch that its call reads."""
+
+RUNTIME = _names(
+    """
+    packed_linear gated_activation rms_norm layer_norm add_norm linear gated_linear routed_linear grouped_matmul
+    native_gqa rotary_rows
+    """
+)
+"""Operators that earlier transforms put in: they are imported only when the rewriting is done."""
+
+CLASS_DECORATORS = _names(
+    """
+    auto_docstring dataclass use_kernel_forward_from_hub use_kernelized_func use_experts_implementation
+    add_start_docstrings requires total_ordering
+    """
+)
+METHOD_DECORATORS = _names(
+    """
+    auto_docstring can_return_tuple torch.no_grad torch.inference_mode merge_with_config_defaults capture_outputs
+    deprecate_kwarg add_start_docstrings_to_model_forward replace_return_docstrings abc.abstractmethod
+    abstractmethod staticmethod classmethod torch.jit.ignore use_kernel_func_from_hub_with_fallback override
+    typing.override
+    """
+)
+"""Decorators, by the end of their name, that let the function write and return what it does by itself."""
+
+
+def torch_function(qualified: str) -> str:
+    """Return `x` of `torch.x` or `torch.nn.functional.x`, or `""`."""
+    root, _, name = qualified.rpartition(".")
+    return name if root in _TORCH_ROOTS else ""
+
+
+def torch_module(qualified: str) -> str:
+    """Return `X` of `torch.nn.X`, or `""`."""
+    root, _, name = qualified.rpartition(".")
+    return name if root == "torch.nn" or root.startswith("torch.nn.modules.") else ""

@@ -1,0 +1,293 @@
+"""Which names of a file surely mean what their definition says.
+
+A second definition, an assignment, a loop target, `global`, `del` or a change from outside (`Foo.forward = …`,
+`setattr(Foo, …)`) makes a name unknown: nothing may be concluded from any of its definitions.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+
+import libcst as cst
+
+from rewrite.analysis.effects.known import CLASS_DECORATORS, METHOD_DECORATORS
+from rewrite.analysis.syntax.module import ClassInfo, Module, imported_names, parts, walk
+
+_REFLECTION = ("globals", "exec", "eval", "vars")
+_STRANGE = (
+    "__getattr__", "__getattribute__", "__setattr__", "__delattr__", "__new__", "__call__", "__init_subclass__",
+    "__set_name__",
+)  # fmt: skip
+_OPERATORS = (
+    "__add__", "__radd__", "__iadd__", "__sub__", "__mul__", "__rmul__", "__imul__", "__matmul__", "__truediv__",
+    "__neg__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__eq__", "__bool__", "__lt__",
+    "__gt__", "__torch_function__", "__torch_dispatch__", "__getattr__", "__getattribute__", "__setattr__",
+)  # fmt: skip
+
+
+class Names:
+    """What the names of a module can be relied on to mean."""
+
+    def __init__(self, module: Module):
+        self.module = module
+
+    def means(self, name: str) -> bool:
+        """Whether a name at module level has one definition, which nothing replaces; also a builtin nobody hides."""
+        if self._unknowable or name in self.changed:
+            return False
+        times = self._bound[name]
+        return times == 1 or (times == 0 and hasattr(builtins, name))
+
+    def is_bound(self, name: str) -> bool:
+        """Whether the file binds a name at module level, or a function of it does with `global`."""
+        return self._bound[name] > 0
+
+    def resolved(self, expression: cst.BaseExpression) -> str:
+        """Return the dotted name as `Module.qualified` does, `""` where its root may mean something else."""
+        root: cst.BaseExpression = expression
+        while isinstance(root, cst.Attribute):
+            root = root.value
+        if not isinstance(root, cst.Name) or not self.means(root.value):
+            return ""
+        return self.module.qualified(expression)
+
+    def class_of(self, name: str) -> ClassInfo | None:
+        """Return the class of that name, if its methods are what its body says."""
+        info = self.module.classes.get(name)
+        if info is None or not self.means(name) or self.why_strange(info):
+            return None
+        return info
+
+    def why_strange(self, info: ClassInfo) -> str:
+        """Return why calls of an instance's methods may run other code than the class shows, `""` if they do not."""
+        if not all(_harmless(d, CLASS_DECORATORS, self.module) for d in info.node.decorators):
+            return f"{info.name} is decorated"
+        if info.node.keywords:
+            return f"{info.name} has a metaclass"
+        if strange := next((name for name in _STRANGE if name in info.methods), None):
+            return f"{info.name} defines {strange}"
+        for base in info.bases:
+            if base in self.module.classes:
+                if not self.means(base):
+                    return f"{base} is defined more than once"
+                if why := self.why_strange(self.module.classes[base]):
+                    return why
+            elif base.startswith(".") and not base.startswith(".."):
+                return f"{info.name} is made from {base}, which is not in the file"
+        return ""
+
+    def method_is_plain(self, info: ClassInfo, name: str) -> bool:
+        """Whether a method of the class runs as it is written: defined once, with harmless decorators."""
+        function = info.methods.get(name)
+        if function is None or self.class_names(info)[name] != 1:
+            return False
+        return self.function_is_plain(function)
+
+    def function_is_plain(self, function: cst.FunctionDef) -> bool:
+        """Whether a function runs as it is written: its decorators are harmless."""
+        return all(_harmless(decorator, METHOD_DECORATORS, self.module) for decorator in function.decorators)
+
+    def class_names(self, info: ClassInfo) -> Counter[str]:
+        """Return how often the body of a class binds each name."""
+        found = self._class_names.get(info.name)
+        if found is None:
+            found = self._class_names[info.name] = Counter(_bound_in(info.node.body))
+        return found
+
+    def owners(self, info: ClassInfo) -> list[ClassInfo]:
+        """Return the class and its bases in this file."""
+        bases = [self.module.classes[base] for base in info.bases if base in self.module.classes and base != info.name]
+        return [info, *(above for base in bases for above in self.owners(base))]
+
+    def heirs(self, info: ClassInfo) -> list[ClassInfo]:
+        """Return the classes of this file that are made from the class, however far below."""
+        below = [other for other in self.module.classes.values() if info.name in other.bases and other is not info]
+        return [*below, *(heir for other in below for heir in self.heirs(other))]
+
+    @cached_property
+    def properties(self) -> frozenset[str]:
+        """Names of attributes whose reading runs code of the file."""
+        found = set[str]()
+        for info in self.module.classes.values():
+            for name, function in info.methods.items():
+                if any("property" in self.module.code(decorator.decorator) for decorator in function.decorators):
+                    found.add(name)
+        return frozenset(found)
+
+    @cached_property
+    def methods(self) -> frozenset[str]:
+        """Names of all methods that classes of the file define."""
+        return frozenset(name for info in self.module.classes.values() for name in info.methods)
+
+    @cached_property
+    def own_operators(self) -> str:
+        """The first class of the file that defines operators itself, `""` if none does."""
+        for info in self.module.classes.values():
+            if any(name in info.methods for name in _OPERATORS):
+                return info.name
+        return ""
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names whose attributes something in the file sets: `Foo.forward = …`, `setattr(torch, "relu", …)`."""
+        return self._scan.changed
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """Names of attributes that the file sets on something other than `self`, `*` for one that is computed."""
+        return self._scan.stored
+
+    @property
+    def stored_below(self) -> frozenset[str]:
+        """Names of attributes of which the file sets an attribute or item: `x` of `self.x.weight = …`."""
+        return self._scan.stored_below
+
+    @cached_property
+    def _unknowable(self) -> bool:
+        return self._scan.reflects or "__getattr__" in self.module.functions
+
+    @cached_property
+    def _bound(self) -> Counter[str]:
+        counts = Counter(_bound_in(self.module.tree))
+        counts.update(dict.fromkeys(self._scan.globals, 2))
+        return counts
+
+    @cached_property
+    def _scan(self) -> _Scan:
+        top = {*self.module.classes, *self.module.functions, *self.module.imports}
+        scan = _Scan(top)
+        for node in walk(self.module.tree):
+            scan.see(node)
+        return scan
+
+    @cached_property
+    def _class_names(self) -> dict[str, Counter[str]]:
+        return {}
+
+
+class _Scan:
+    """What one walk over a file finds that may change the meaning of names and attributes anywhere in it."""
+
+    def __init__(self, top: set[str]):
+        self.top = top
+        self.reflects = False
+        self._changed = set[str]()
+        self._stored = set[str]()
+        self._below = set[str]()
+        self.globals = set[str]()
+
+    @property
+    def changed(self) -> frozenset[str]:
+        return frozenset(self._changed)
+
+    @property
+    def stored(self) -> frozenset[str]:
+        return frozenset(self._stored)
+
+    @property
+    def stored_below(self) -> frozenset[str]:
+        return frozenset(self._below)
+
+    def see(self, node: cst.CSTNode) -> None:
+        """Take note of one node."""
+        if isinstance(node, (cst.AssignTarget, cst.AnnAssign)):
+            for target in _flat(node.target):
+                self._target(target, indexed=target is node.target)
+        elif isinstance(node, (cst.AugAssign, cst.For, cst.Del, cst.NamedExpr)):
+            for target in _flat(node.target):
+                self._target(target)
+        elif isinstance(node, cst.Call):
+            self._call(node)
+        elif isinstance(node, cst.Global):
+            self.globals.update(item.name.value for item in node.names)
+        elif isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
+            self.reflects = True
+
+    def _call(self, node: cst.Call) -> None:
+        name = dotted_end(node.func)
+        if isinstance(node.func, cst.Name) and name in _REFLECTION:
+            self.reflects = True
+        if name not in SETTERS:
+            return
+        given = [argument.value for argument in node.args]
+        if isinstance(node.func, cst.Attribute) and (not name.startswith("__") or len(given) < 3):
+            given = [node.func.value, *given]
+        key = given[1].raw_value if len(given) > 1 and isinstance(given[1], cst.SimpleString) else ""
+        if given and (key or not is_self(given[0])):  # what is computed and set on `self` concerns one class only
+            self._target(cst.Attribute(given[0], cst.Name(key or "_")), name=key or "*")
+
+    def _target(self, target: cst.CSTNode, indexed: bool = False, name: str = "") -> None:
+        """Note the target of an assignment; `indexed` for one that `ClassInfo.assigned` lists if it is of `self`."""
+        if isinstance(target, cst.Attribute) and not (indexed and is_self(target.value)):
+            self._stored.add(name or target.attr.value)
+        inner: cst.CSTNode = target.value if isinstance(target, (cst.Attribute, cst.Subscript)) else target
+        if isinstance(target, cst.Subscript) and dotted_end(inner) in (
+            "__dict__",
+            "_modules",
+            "_parameters",
+            "_buffers",
+        ):
+            self._stored.add("*")
+        while isinstance(inner, (cst.Attribute, cst.Subscript)):
+            if isinstance(inner, cst.Attribute):
+                self._below.add(inner.attr.value)
+            inner = inner.value
+        if isinstance(inner, cst.Name) and inner is not target and inner.value in self.top:
+            self._changed.add(inner.value)
+
+
+def is_self(node: cst.CSTNode) -> bool:
+    """Whether this is the name `self`."""
+    return isinstance(node, cst.Name) and node.value == "self"
+
+
+def dotted_end(node: cst.CSTNode) -> str:
+    """Return `x` of `x` and of `a.b.x`, `""` of anything else."""
+    if isinstance(node, cst.Attribute):
+        return node.attr.value
+    return node.value if isinstance(node, cst.Name) else ""
+
+
+SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__", "add_module", "register_module", "register_parameter")
+
+
+def _flat(target: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    if isinstance(target, (cst.Tuple, cst.List)):
+        for element in target.elements:
+            yield from _flat(element.value)
+    elif isinstance(target, cst.StarredElement):
+        yield from _flat(target.value)
+    else:
+        yield target
+
+
+def _harmless(decorator: cst.Decorator, known: frozenset[str], module: Module) -> bool:
+    node = decorator.decorator
+    name = module.qualified(node.func if isinstance(node, cst.Call) else node)
+    return name in known or name.rsplit(".", 1)[-1] in known
+
+
+def _bound_in(top: cst.CSTNode) -> Iterator[str]:
+    """Yield every name that the statements of a module or class body bind, functions' and classes' bodies left out."""
+    for node in parts(top):
+        if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+            yield node.name.value
+        elif isinstance(node, (cst.Import, cst.ImportFrom)):
+            yield from (name for name, _ in imported_names(node))
+        elif not isinstance(node, (cst.Lambda, cst.BaseComp, cst.BaseParenthesizableWhitespace)):
+            yield from _names_bound_by(node)
+            yield from _bound_in(node)
+
+
+def _names_bound_by(node: cst.CSTNode) -> Iterator[str]:
+    targets: list[cst.CSTNode] = []
+    if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.For, cst.NamedExpr, cst.Del)):
+        targets = list(_flat(node.target))
+    elif isinstance(node, cst.AnnAssign) and node.value is not None:
+        targets = [node.target]
+    elif isinstance(node, (cst.AsName, cst.MatchAs, cst.MatchStar)) and node.name is not None:
+        targets = list(_flat(node.name))
+    yield from (target.value for target in targets if isinstance(target, cst.Name))

@@ -1,0 +1,372 @@
+"""One function: which of its locals may share memory, and what each statement of it may do.
+
+Sharing is decided once for the whole function, whatever the order of its statements: two locals are in one class
+where one was ever made from the other by something that may return a view. Everything that code outside the function
+can reach, parameters and attributes included, is one class, `HEAP`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import libcst as cst
+
+from rewrite.analysis.effects.calls import called
+from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
+from rewrite.analysis.effects.known import NO_TENSOR
+from rewrite.analysis.effects.names import is_self
+from rewrite.analysis.syntax.module import ClassInfo, imported_names, parts, walk
+from rewrite.analysis.syntax.nodes import parameters, single_assignments
+
+if TYPE_CHECKING:
+    from rewrite.analysis.effects.analysis import Effects
+
+_OWN = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
+
+
+class Scope:
+    """What is known about one function of the file."""
+
+    def __init__(self, effects: Effects, function: cst.FunctionDef, owner: ClassInfo | None, depth: int):
+        self.effects = effects
+        self.names = effects.names
+        self.module = effects.module
+        self.function = function
+        self.owner = owner
+        self.depth = depth
+        self._values: dict[int, Value] = {}
+        self._classes: dict[str, str] = {}
+
+    @cached_property
+    def locals(self) -> frozenset[str]:
+        """Every name that the function binds, parameters included."""
+        return frozenset(parameters(self.function)) | frozenset(_bound(self.function.body))
+
+    @cached_property
+    def single(self) -> dict[str, cst.BaseExpression]:
+        """The value of each local that is assigned exactly once."""
+        return single_assignments(self.function)
+
+    def assigned(self, name: str) -> list[cst.BaseExpression]:
+        """Return every value that a statement `name = value` gives a local."""
+        lines = (node for node in walk(self.function.body) if isinstance(node, cst.Assign))
+        return [line.value for line in lines for t in line.targets if name in _targets(t.target)]
+
+    @cached_property
+    def unknown(self) -> str:
+        """Why nothing can be said about the function, `""` if something can."""
+        if self.function.asynchronous is not None:
+            return "it is asynchronous"
+        if "self" in _bound(self.function.body):
+            return "it binds `self` anew"
+        declared = [node for node in walk(self.function.body) if isinstance(node, (cst.Nonlocal, cst.Global))]
+        if declared:
+            return f"it has `{self.module.code(declared[0])}`"
+        return ""
+
+    def of(self, node: cst.CSTNode) -> Effect:
+        """Return what running a statement, or evaluating an expression, may do."""
+        self._settled  # noqa: B018  decides which locals share memory
+        return Effect(anything=self.unknown) if self.unknown else self._effect(node)
+
+    def root(self, name: str) -> str:
+        """Return what stands for all locals that may share memory with `name`; `HEAP` where others may."""
+        self._settled  # noqa: B018
+        return self._find(name)
+
+    def memory(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the classes of roots."""
+        return frozenset(self.root(name) for name in names)
+
+    def value(self, node: cst.BaseExpression) -> Value:
+        """Return what an expression does and whose memory its value may share."""
+        found = self._values.get(id(node))
+        if found is None:
+            found = self._values[id(node)] = self._value(node)
+        return found
+
+    def join(self, roots: Iterable[str]) -> None:
+        """Take all these roots for one."""
+        first = ""
+        for name in roots:
+            name = self._find(name)
+            if first and name != first:
+                first, name = (name, first) if name == HEAP else (first, name)
+                self._classes[name] = first
+            first = first or name
+
+    # Which locals share memory
+
+    @cached_property
+    def _settled(self) -> bool:
+        self.join([HEAP, *parameters(self.function)])
+        for node in walk(self.function.body):
+            self._share(node)
+        return True
+
+    def _find(self, name: str) -> str:
+        while (above := self._classes.get(name, name)) != name:
+            name = above
+        return name
+
+    def _share(self, node: cst.CSTNode) -> None:
+        if isinstance(node, cst.Assign):
+            for target in node.targets:
+                self._share_target(target.target, self.value(node.value).roots)
+        elif isinstance(node, (cst.AnnAssign, cst.NamedExpr, cst.AugAssign)) and node.value is not None:
+            self._share_target(node.target, self.value(node.value).roots)
+        elif isinstance(node, (cst.For, cst.CompFor)):
+            self._share_target(node.target, self.value(node.iter).roots)
+        elif isinstance(node, cst.WithItem) and node.asname is not None:
+            self._share_target(node.asname.name, frozenset({HEAP}))
+        elif isinstance(node, (cst.MatchAs, cst.MatchStar)) and node.name is not None:
+            self.join([HEAP, node.name.value])
+        elif isinstance(node, _OWN):
+            captured = {inner.value for inner in walk(node.body) if isinstance(inner, cst.Name)} & self.locals
+            self.join([HEAP, *captured])  # whoever calls it may keep what it sees
+        elif isinstance(node, cst.Call):
+            value = self.value(node)
+            if value.escapes:
+                self.join([HEAP, *value.roots])
+            elif value.effect.writes:  # a list now holds what was appended
+                self.join(value.roots)
+
+    def _share_target(self, target: cst.CSTNode, roots: frozenset[str]) -> None:
+        if isinstance(target, cst.Name):
+            self.join([target.value, *roots])
+        elif isinstance(target, (cst.Tuple, cst.List)):
+            for element in target.elements:
+                self._share_target(element.value, roots)
+        elif isinstance(target, cst.StarredElement):
+            self._share_target(target.value, roots)
+        elif isinstance(target, (cst.Attribute, cst.Subscript)):
+            self.join([*self.value(target.value).roots, *roots])
+
+    # Statements
+
+    def _effect(self, node: cst.CSTNode) -> Effect:
+        if isinstance(node, cst.BaseExpression):
+            return self.value(node).effect
+        special = _STATEMENTS.get(type(node))
+        if special is not None:
+            return special(self, node)
+        return self._all(parts(node))
+
+    def _all(self, nodes: Iterable[cst.CSTNode]) -> Effect:
+        return union(self._effect(node) for node in nodes if not isinstance(node, cst.BaseParenthesizableWhitespace))
+
+    def _assign(self, node: cst.Assign) -> Effect:
+        return self._effect(node.value) | union(self._target(target.target) for target in node.targets)
+
+    def _annotated(self, node: cst.AnnAssign) -> Effect:
+        return NOTHING if node.value is None else self._effect(node.value) | self._target(node.target)
+
+    def _augmented(self, node: cst.AugAssign) -> Effect:
+        """`x += y` binds x and may write the memory that it had."""
+        held = self.value(node.target)
+        return self._effect(node.value) | held.effect | self._target(node.target) | Effect(writes=held.roots)
+
+    def _target(self, node: cst.CSTNode) -> Effect:
+        if isinstance(node, cst.Name):
+            return Effect(binds=frozenset({node.value}))
+        if isinstance(node, (cst.Tuple, cst.List)):
+            return union(self._target(element.value) for element in node.elements)
+        if isinstance(node, cst.StarredElement):
+            return self._target(node.value)
+        if isinstance(node, cst.Attribute):
+            stored = Effect(stores=frozenset({node.attr.value})) | self.value(node.value).effect
+            if node.attr.value in self.names.properties or "__setattr__" in self.names.methods:
+                stored = stored | Effect(anything=f"setting .{node.attr.value} runs code")
+            if node.attr.value == "data":  # the tensor keeps its identity, and holds other numbers
+                stored = stored | Effect(writes=self.value(node.value).roots)
+            return stored
+        if isinstance(node, cst.Subscript):
+            written = Effect(writes=self.value(node.value).roots)
+            return written | self._effect(node.value) | self._all(node.slice) | self._overloaded()
+        return Effect(anything="an assignment of an unknown form")
+
+    def _overloaded(self) -> Effect:
+        owner = self.names.own_operators
+        return Effect(anything=f"{owner} defines operators of its own") if owner else NOTHING
+
+    def _loop(self, node: cst.For) -> Effect:
+        inside = self._all([node.body, *([node.orelse] if node.orelse is not None else [])])
+        inside = replace(inside, leaves=inside.leaves - {"break", "continue"})
+        return self._effect(node.iter) | self._iterates(node.iter) | self._target(node.target) | inside
+
+    def _while(self, node: cst.While) -> Effect:
+        inside = self._all([node.body, *([node.orelse] if node.orelse is not None else [])])
+        inside = replace(inside, leaves=inside.leaves - {"break", "continue"})
+        return self._effect(node.test) | inside
+
+    def _iterates(self, node: cst.BaseExpression) -> Effect:
+        """Iterating runs code where the iterable may be a generator or an object of one's own."""
+        if isinstance(node, (cst.Tuple, cst.List, cst.Set, cst.Dict, cst.ListComp)):
+            return NOTHING
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
+            if node.func.value in ("range", "len", "list", "tuple", "sorted"):
+                return NOTHING
+            if node.func.value in ("enumerate", "zip", "reversed"):
+                return union(self._iterates(argument.value) for argument in node.args)
+        if isinstance(node, cst.Name) and node.value in self.single:
+            return self._iterates(self.single[node.value])
+        if isinstance(node, cst.Attribute) and is_self(node.value) and not self.names.own_operators:
+            return NOTHING
+        return Effect(anything=f"iterating over {self.module.code(node)} may run code")
+
+    def _with(self, node: cst.With) -> Effect:
+        total = self._effect(node.body)
+        for item in node.items:
+            total = total | self._effect(item.item)
+            if not _is_mode(self.names.resolved(item.item.func) if isinstance(item.item, cst.Call) else ""):
+                total = total | Effect(anything=f"`with {self.module.code(item.item)}` may run code")
+            if item.asname is not None:
+                total = total | self._target(item.asname.name)
+        return total
+
+    def _defines(self, node: cst.FunctionDef | cst.ClassDef) -> Effect:
+        total = Effect(binds=frozenset({node.name.value}))
+        if isinstance(node, cst.ClassDef) or node.decorators:
+            total = total | Effect(anything=f"defining {node.name.value} may run code")
+        elif isinstance(node, cst.FunctionDef):
+            defaults = [p.default for p in (*node.params.params, *node.params.kwonly_params) if p.default is not None]
+            total = total | self._all(defaults)
+        return total
+
+    def _leaves(self, node: cst.CSTNode) -> Effect:
+        word = {cst.Return: "return", cst.Raise: "raise", cst.Break: "break"}.get(type(node), "continue")
+        return self._all(parts(node)) | Effect(leaves=frozenset({word}))
+
+    def _deletes(self, node: cst.Del) -> Effect:
+        return self._target(node.target)
+
+    def _imports(self, node: cst.CSTNode) -> Effect:
+        return Effect(anything="an import runs code")
+
+    def _matches(self, node: cst.CSTNode) -> Effect:
+        return Effect(anything="a match statement")
+
+    # Expressions
+
+    def _value(self, node: cst.BaseExpression) -> Value:
+        if isinstance(node, cst.Name):
+            return self._named(node)
+        if isinstance(node, cst.Attribute):
+            return self._attribute(node)
+        if isinstance(node, cst.Call):
+            return called(self, node)
+        if isinstance(node, cst.NamedExpr):
+            inner = self.value(node.value)
+            return Value(inner.roots, inner.effect | self._target(node.target))
+        if isinstance(node, (cst.Await, cst.Yield)):
+            return Value(frozenset({HEAP}), Effect(anything="others run in between", leaves=frozenset({"yield"})))
+        if isinstance(node, cst.Lambda):
+            return Value(frozenset({HEAP}))
+        if isinstance(node, cst.GeneratorExp) and not isinstance(self.module.parent(node), cst.Arg):
+            return Value(frozenset({HEAP}), Effect(anything="a generator runs later"))
+        inside = list(_expressions(node))
+        effect = union(self._effect(part) for part in inside)
+        if isinstance(node, cst.BaseComp):
+            effect = effect | self._iterates(node.for_in.iter)
+        if isinstance(node, (cst.BinaryOperation, cst.UnaryOperation, cst.Comparison, cst.Subscript)):
+            effect = effect | self._overloaded()
+        return Value(self._roots(node, inside), effect)
+
+    def _roots(self, node: cst.BaseExpression, inside: Sequence[cst.BaseExpression]) -> frozenset[str]:
+        if isinstance(node, cst.Subscript):
+            return self.value(node.value).roots
+        if isinstance(node, cst.BinaryOperation):
+            lists = isinstance(node.operator, cst.Add) and not any(map(_is_number, inside))
+            lists = lists or (
+                isinstance(node.operator, cst.Multiply) and not any(isinstance(i, cst.Float) for i in inside)
+            )
+            return frozenset[str]().union(*(self.value(side).roots for side in inside)) if lists else frozenset()
+        if isinstance(node, (cst.Comparison, cst.UnaryOperation, cst.BaseNumber, cst.BaseString)):
+            return frozenset()
+        return frozenset[str]().union(*(self.value(part).roots for part in inside))
+
+    def _named(self, node: cst.Name) -> Value:
+        if node.value in self.locals:
+            return Value(frozenset({node.value}), Effect(reads=frozenset({node.value})))
+        roots = frozenset[str]() if node.value in ("None", "True", "False") else frozenset({HEAP})
+        return Value(roots, Effect(attributes=frozenset({node.value})))
+
+    def _attribute(self, node: cst.Attribute) -> Value:
+        base, name = self.value(node.value), node.attr.value
+        effect = base.effect | Effect(attributes=frozenset({name}))
+        if name in self.names.properties or "__getattr__" in self.names.methods:
+            effect = effect | Effect(anything=f"reading .{name} runs code")
+        return Value(frozenset() if name in NO_TENSOR else base.roots, effect)
+
+
+def _is_number(node: cst.BaseExpression) -> bool:
+    inner = node.expression if isinstance(node, cst.UnaryOperation) else node
+    return isinstance(inner, (cst.Float, cst.Integer))
+
+
+def _is_mode(name: str) -> bool:
+    modes = ("no_grad", "enable_grad", "inference_mode", "autocast", "set_grad_enabled", "nullcontext")
+    return name.rpartition(".")[2] in modes and name.split(".")[0] in ("torch", "contextlib")
+
+
+def _expressions(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+    """Yield the expressions directly inside `node`, through what is no expression itself."""
+    for part in parts(node):
+        if isinstance(part, cst.BaseExpression):
+            yield part
+        elif isinstance(part, (cst.Annotation, cst.Param, cst.Parameters)):
+            continue
+        elif not isinstance(part, cst.BaseParenthesizableWhitespace):
+            yield from _expressions(part)
+
+
+def _bound(node: cst.CSTNode) -> Iterator[str]:
+    """Yield the names that a function's statements bind, those of functions inside it left out."""
+    for part in parts(node):
+        if isinstance(part, (cst.FunctionDef, cst.ClassDef)):
+            yield part.name.value
+        elif isinstance(part, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.CompFor, cst.NamedExpr)):
+            yield from _targets(part.target)
+            yield from _bound(part)
+        elif isinstance(part, (cst.AsName, cst.MatchAs, cst.MatchStar)) and part.name is not None:
+            yield from _targets(part.name)
+            yield from _bound(part)
+        elif isinstance(part, cst.Del):
+            yield from _targets(part.target)
+        elif isinstance(part, (cst.Import, cst.ImportFrom)):
+            yield from (name for name, _ in imported_names(part))
+        elif not isinstance(part, (cst.Lambda, cst.BaseParenthesizableWhitespace)):
+            yield from _bound(part)
+
+
+def _targets(target: cst.CSTNode) -> Iterator[str]:
+    if isinstance(target, cst.Name):
+        yield target.value
+    elif isinstance(target, (cst.Tuple, cst.List)):
+        for element in target.elements:
+            yield from _targets(element.value)
+    elif isinstance(target, cst.StarredElement):
+        yield from _targets(target.value)
+
+
+_STATEMENTS: dict[type[cst.CSTNode], Callable[[Scope, Any], Effect]] = {
+    cst.Assign: Scope._assign,
+    cst.AnnAssign: Scope._annotated,
+    cst.AugAssign: Scope._augmented,
+    cst.Del: Scope._deletes,
+    cst.For: Scope._loop,
+    cst.While: Scope._while,
+    cst.With: Scope._with,
+    cst.Match: Scope._matches,
+    cst.FunctionDef: Scope._defines,
+    cst.ClassDef: Scope._defines,
+    cst.Import: Scope._imports,
+    cst.ImportFrom: Scope._imports,
+    cst.Return: Scope._leaves,
+    cst.Raise: Scope._leaves,
+    cst.Break: Scope._leaves,
+    cst.Continue: Scope._leaves,
+}
