@@ -10,7 +10,7 @@ import libcst as cst
 from rewrite.analysis.effects import effects_of, why_unsure
 from rewrite.analysis.sites.rope import Rotation, other_part, rotations, same_rotation
 from rewrite.analysis.sites.turning import looks_turning
-from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
 from rewrite.analysis.terms.computation import NotComputable, body
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
@@ -38,7 +38,8 @@ class FuseRope(Transform):
 
     Known limits:
         Tables that are broadcast without an unsqueeze, complex tables, rotations with the opposite sign and rotated
-        last parts stay. Where both results are rounded to the dtype of the queries, keys keep their own.
+        last parts stay. Where torch would broadcast queries, keys or tables to another shape, the products run one by
+        one.
     """
 
     name = "fuse_rope"
@@ -73,6 +74,8 @@ class FuseRope(Transform):
         found = rotations(term)
         if found is None or (len(found) == 1 and found[0].other):
             return Skip("other_computation", other_part(term))
+        if (listed := _listed(function, module)) is not None:
+            return Skip("other_computation", f"a list where `rotary` gives a tuple: {listed}")
         if len(found) == 2 and not same_rotation(*found):
             return Skip("two_ways")
         name = "rotary" if len(found) == 2 else "rotary_single"
@@ -89,6 +92,12 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo
         yield f"{owner.name}.{name}", method, owner
 
 
+def _listed(function: cst.FunctionDef, module: Module) -> str | None:
+    """Return the code of a list that is no argument of a call, and so may be returned."""
+    lists = (node for node in walk(function.body) if isinstance(node, cst.List))
+    return next((module.code(node) for node in lists if not isinstance(module.parent(node), cst.Arg)), None)
+
+
 def _compiled(function: cst.FunctionDef, module: Module) -> str | None:
     """Return the decorator that reads the function's source, if it has one."""
     for decorator in function.decorators:
@@ -99,4 +108,5 @@ def _compiled(function: cst.FunctionDef, module: Module) -> str | None:
 
 
 def _arguments(found: list[Rotation]) -> list[str]:
-    return [*(rotation.tensor for rotation in found), *found[0].tables, *found[0].options]
+    rounded = ["to_query_dtype=True"] if len(found) == 2 and found[1].other else []
+    return [*(rotation.tensor for rotation in found), *found[0].tables, *found[0].options, *rounded]

@@ -194,6 +194,7 @@ def rotary(
     in_fp32: bool = False,
     keep_dtype: bool = False,
     partial: bool = False,
+    to_query_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by their positions.
 
@@ -209,6 +210,7 @@ def rotary(
         in_fp32: compute in fp32 and round once, to the dtypes of `q` and `k`.
         keep_dtype: round the result to the dtypes of `q` and `k`, where torch would promote to that of `cos`.
         partial: R < D rotates the first R columns and passes the rest.
+        to_query_dtype: round both to the dtype of `q`.
 
     Returns:
         The rotated `(q, k)`, shaped as given, with the strides of what the original returns: those of the usual
@@ -221,11 +223,13 @@ def rotary(
         k.shape[_token_axis(k, form)],
     ):
         reason = "broadcast"
+    if reason is None and to_query_dtype and q.dtype != k.dtype:
+        reason = "dtype"
     if reason is None and backend.wants_gradient(q, k, cos, sin):
         reason = "gradient_wanted"
     if reason is not None:
         backend.count_fallback("rotary", reason)
-        return _reference(q, k, cos, sin, form)
+        return _reference(q, k, cos, sin, form, q.dtype if to_query_dtype else k.dtype)
     return _op(q, k, cos, sin, *form)
 
 
@@ -279,7 +283,9 @@ def _tables(cos: torch.Tensor, sin: torch.Tensor, form: Form) -> tuple[torch.Ten
     return cos, sin
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> torch.Tensor:
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     rotary_dim = cos.shape[-1] if form.partial else x.shape[-1]
     turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
     if form.in_fp32:
@@ -294,15 +300,16 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) 
     if form.deinterleave:
         turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
     if form.in_fp32 or form.keep_dtype:
-        turned = turned.to(x.dtype)
+        turned = turned.to(dtype or x.dtype)
     return torch.cat((turned, passing), dim=-1) if form.partial else turned
 
 
 def _reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate as torch does; with `dtype` for keys where the result is rounded."""
     cos, sin = _tables(cos, sin, form)
-    return _rotated(q, cos, sin, form), _rotated(k, cos, sin, form)
+    return _rotated(q, cos, sin, form), _rotated(k, cos, sin, form, dtype)
 
 
 def _forward(
@@ -314,7 +321,7 @@ def _forward(
         if reason is None:
             return _launch(q, k, cos, sin, named)
         backend.count_fallback("rotary", reason)
-    rotated_q, rotated_k = _reference(q, k, cos, sin, named)
+    rotated_q, rotated_k = _reference(q, k, cos, sin, named, k.dtype)
     q_out, k_out = _fake(q, k, cos, sin, *form)
     return _laid_out(rotated_q, q_out), _laid_out(rotated_k, k_out)
 

@@ -77,6 +77,8 @@ class _Meaning:
                 continue
             if not self.names.means(name) and (self.names.is_bound(name) or hasattr(builtins, name)):
                 return f"`{name}` may be bound to something else"
+            if name in self.module.functions and name in self.names.stored:
+                return f"`.{name}` is set, which may be the function of the file"
             if name in self.module.functions and (found := self.why(self.module.functions[name], None)):
                 return found
         for node in walk(function.body) if owner is not None else ():

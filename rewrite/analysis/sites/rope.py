@@ -125,7 +125,7 @@ _SHOWN = 120
 
 def same_rotation(first: Rotation, second: Rotation) -> bool:
     """Whether both tensors are turned the same way, by the same tables."""
-    if any(r.other not in ("", s.tensor) for r, s in ((first, second), (second, first))):
+    if first.other or second.other not in ("", first.tensor):
         return False
     return first.tensor != second.tensor and all(
         getattr(first, name) == getattr(second, name) for name in ("cos", "sin", "unsqueeze_dim", "keywords", "sliced")
