@@ -34,6 +34,7 @@ SAME = [
     ("x - y", "-y + x"),
     ("x * -y", "-(y * x)"),
     ("x.shape[-1]", "x.size(-1)"),
+    ("x.shape[-1]", "x.size()[-1]"),
     ("x[..., 0::2]", "x[..., ::2]"),
     ("x[:, None]", "x.unsqueeze(1)"),
     ("x[:, :, None, :]", "torch.unsqueeze(x, dim=2)"),

@@ -15,6 +15,7 @@ FILE = """
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.masking_utils import create_sliding_window_causal_mask as make_windowed
 
 
 class Attention(nn.Module):
@@ -52,7 +53,17 @@ TYPES = """\
 CHOICE = """\
         make = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
         mask = make()"""
+TURNED = """\
+        window = self.config.sliding_window
+        mask = make_windowed() if window is not None else create_causal_mask()"""
+EXCHANGED = """\
+        causal_mask_mapping = {
+            "full_attention": create_sliding_window_causal_mask(),
+            "sliding_attention": create_causal_mask(),
+        }"""
 BY_TYPE = (TYPES, "causal_mask_mapping[self.config.layer_types[i]]")
+KEPT = (TYPES + "\n        kinds = self.config.layer_types", "causal_mask_mapping[kinds[i]]")
+WRONG_TYPE = (EXCHANGED, "causal_mask_mapping[self.config.layer_types[i]]")
 SOME_TYPE = (TYPES, "causal_mask_mapping[self.types[i]]")
 ALWAYS = (CHOICE, "mask")
 NEVER = ("        mask = create_causal_mask()", "mask")
@@ -75,6 +86,10 @@ DERIVED = 'self.config.sliding_window if self.config.layer_types[self.layer_idx]
         (BY_TYPE, "self.always if self.is_sliding else None", "self.always if self.is_sliding else None"),
         (BY_TYPE, "self.switched", DERIVED),
         (BY_TYPE, "self.other", DERIVED),
+        ((TURNED, "mask"), "self.always", "self.always"),
+        ((TURNED, "mask"), "None", "self.config.sliding_window"),
+        (KEPT, "self.switched", DERIVED),
+        (WRONG_TYPE, "self.by_type", None),
         (SOME_TYPE, "self.by_type", "self.by_type"),
         (SOME_TYPE, "self.switched", None),
         (CHUNKED, "None", None),

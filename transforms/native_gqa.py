@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import Scope, effects_of
-from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, is_expanding, lengthens, repetition
+from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, is_expanding, is_lengthening, repetition
 from rewrite.analysis.sites.grouping import Repeated, grouped
 from rewrite.analysis.sites.products import reads_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
@@ -115,7 +115,7 @@ def _lengthens(node: cst.Call, scope: Scope) -> bool:
     function, owner = called_function(node, scope)
     if function is not None:
         return is_expanding(function, owner)
-    return lengthens(node) and bool(reads_of(node, scope).products)
+    return is_lengthening(node) and bool(reads_of(node, scope).products)
 
 
 def _is_lookup(node: cst.CSTNode, module: Module) -> bool:

@@ -7,9 +7,17 @@ from typing import ClassVar
 
 import libcst as cst
 
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.host_constants import constants, is_number, listed, may_overflow
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, mutated_names, parameters
+from rewrite.analysis.syntax.nodes import (
+    called_attribute,
+    calls_in,
+    expression,
+    mutated_names,
+    parameters,
+    single_assignments,
+)
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -121,17 +129,26 @@ def _as_slice(node: cst.Subscript) -> Found | Skip:
 def _rotary_class(owner: ClassInfo, attribute: str, module: Module) -> ClassInfo | None:
     """Return the class of `self.<attribute>` if it is in this file and computes cosines and sines of positions."""
     for value in module.assignments(owner, attribute):
-        info = module.classes.get(module.code(value.func)) if isinstance(value, cst.Call) else None
+        name = module.qualified(value.func) if isinstance(value, cst.Call) else ""
+        info = effects_of(module).names.class_of(name)
         if info is None or "forward" not in info.methods or len(parameters(info.methods["forward"])) < 3:
             return None
-        code = module.code(info.methods["forward"])
-        if "position" in parameters(info.methods["forward"])[2] and (".cos(" in code or "polar(" in code):
+        called = {_called(call) for call in calls_in(info.methods["forward"].body)}
+        if {"cos", "sin"} <= called or "polar" in called:
             return info
     return None
 
 
+def _called(call: cst.Call) -> str:
+    if isinstance(call.func, cst.Attribute):
+        return call.func.attr.value
+    return call.func.value if isinstance(call.func, cst.Name) else ""
+
+
 def _returns_two(forward: cst.FunctionDef) -> bool:
+    kept = single_assignments(forward)
     results = [node.value for node in walk(forward.body) if isinstance(node, cst.Return)]
+    results = [kept.get(value.value) if isinstance(value, cst.Name) else value for value in results]
     return bool(results) and all(isinstance(value, cst.Tuple) and len(value.elements) == 2 for value in results)
 
 

@@ -103,6 +103,9 @@ def _tables(
     if position_ids.dim() != 2 or backend.observed(rotary_emb):
         backend.count_fallback("rotary_rows", "positions_of_axes" if position_ids.dim() != 2 else "observed")
         return None
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        backend.count_fallback("rotary_rows", "positions_are_no_indices", rotary_emb)
+        return None
     key = (rotary_emb, layer_type, hidden_states.dtype)
     if key not in cache.tables and not is_capturing(position_ids):
         cache.tables[key] = _compute(rotary_emb, hidden_states, position_ids, cache, layer_type)

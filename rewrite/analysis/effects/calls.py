@@ -238,6 +238,9 @@ class _Call:
             return written
         if name in known.RANDOM:
             return Value(roots, Effect(draws=f"{name} draws random numbers"))
+        given = any(argument.keyword is None for argument in self.node.args)
+        if name in known.NO_METHODS or (name in known.ALONE and given):
+            return self._unknown(f"`.{name}(…)` of what may be a module")
         if name in known.FRESH or name in known.ABOUT:
             if name == "add" and not _is_tensor_like(func.value):
                 return Value(roots)

@@ -30,6 +30,21 @@ FRESH = _names(
     promote_types isin addbmm cdist index_fill
     """
 )
+ALONE = _names(
+    """
+    abs acos acosh asin atan ceil cos cosh erf exp exp2 expm1 floor isfinite isinf isnan log log10 log1p log2
+    neg negative relu rsqrt sigmoid sign sin sinh sqrt square tan tanh trunc
+    """
+)
+"""Of these, methods of tensors that take no argument by place: with one, it is a module that is called."""
+NO_METHODS = _names(
+    """
+    celu elu gelu glu hardsigmoid hardswish hardtanh leaky_relu linear conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d mish layer_norm rms_norm group_norm relu6 selu silu softplus softsign embedding interpolate
+    avg_pool1d avg_pool2d max_pool1d max_pool2d scaled_dot_product_attention
+    """
+)
+"""Of these, functions that tensors have no method of."""
 VIEWS = _names(
     """
     adaptive_avg_pool1d adaptive_avg_pool2d alias as_tensor as_strided atleast_1d atleast_2d bfloat16

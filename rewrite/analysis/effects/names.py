@@ -152,6 +152,8 @@ class Names:
     @cached_property
     def _bound(self) -> Counter[str]:
         counts = Counter(_bound_in(self.module.tree))
+        for (name, _), times in Counter(_imports_in(self.module.tree)).items():
+            counts[name] -= times - 1  # `import torch` and `import torch.fft` mean one `torch`
         counts.update(dict.fromkeys(self._scan.globals, 2))
         return counts
 
@@ -280,6 +282,19 @@ def _bound_in(top: cst.CSTNode) -> Iterator[str]:
         elif not isinstance(node, (cst.Lambda, cst.BaseComp, cst.BaseParenthesizableWhitespace)):
             yield from _names_bound_by(node)
             yield from _bound_in(node)
+
+
+def _imports_in(top: cst.CSTNode) -> Iterator[tuple[str, str]]:
+    """Yield local and qualified name of everything that the imports of a module bind, functions' left out."""
+    for node in parts(top):
+        if isinstance(node, (cst.Import, cst.ImportFrom)):
+            yield from imported_names(node)
+        elif isinstance(
+            node, (cst.If, cst.Try, cst.TryStar, cst.With, cst.Else, cst.IndentedBlock, cst.ExceptHandler)
+        ):
+            yield from _imports_in(node)
+        elif isinstance(node, (cst.SimpleStatementLine, cst.Finally)):
+            yield from _imports_in(node)
 
 
 def _names_bound_by(node: cst.CSTNode) -> Iterator[str]:

@@ -37,11 +37,10 @@ def is_number(call: cst.Call, owner: ClassInfo, module: Module) -> bool:
     value = call.args[0].value
     if self_attribute(value) is None:
         return True
-    code = module.code(value)
     compared = (node for node in walk(owner.node) if isinstance(node, cst.Comparison))
-    return any(
-        module.code(node.left) == code and m.matches(node.comparisons[0].comparator, _NUMBER) for node in compared
-    )
+    sides = ((node.left, node.comparisons[0].comparator) for node in compared)
+    both = (pair for one, other in sides for pair in ((one, other), (other, one)))
+    return any(one.deep_equals(value) and m.matches(other, _NUMBER) for one, other in both)
 
 
 def listed(node: cst.Subscript) -> tuple[cst.SubscriptElement, int] | None:
@@ -63,13 +62,13 @@ def _dots(element: cst.SubscriptElement) -> bool:
     return isinstance(element.slice, cst.Index) and isinstance(element.slice.value, cst.Ellipsis)
 
 
-def limit(call: cst.Call, module: Module) -> str | None:
+def limit(call: cst.Call, module: Module) -> cst.BaseExpression | None:
     """Return the limit of a dtype that a call's first argument is, by name or not; the name's last value in the
     block counts.
     """
     value = call.args[0].value
     if not isinstance(value, cst.Name):
-        return module.code(value) if m.matches(value, _LIMIT) else None
+        return value if m.matches(value, _LIMIT) else None
     statement, last = module.statement(call), None
     for line in block_of(call, module):
         if line is statement:
@@ -79,13 +78,14 @@ def limit(call: cst.Call, module: Module) -> str | None:
     assigned = last.body[0] if isinstance(last, cst.SimpleStatementLine) else None
     if not isinstance(assigned, cst.Assign) or not m.matches(assigned.value, _LIMIT):
         return None
-    return module.code(assigned.value)
+    return assigned.value
 
 
 def may_overflow(call: cst.Call, module: Module) -> bool:
     """Whether the number may be beyond the tensor's dtype: the limit of another dtype, which may be fp64."""
-    code = limit(call, module)
-    if code is None or "finfo(" not in code:
+    found = limit(call, module)
+    if found is None or not m.matches(found, m.Attribute(value=m.Call(func=m.Attribute(attr=m.Name("finfo"))))):
         return False
+    asked = cst.ensure_type(cst.ensure_type(found, cst.Attribute).value, cst.Call).args
     dtypes = [argument for argument in call.args if argument.keyword is not None and argument.keyword.value == "dtype"]
-    return not any(f"finfo({module.code(argument.value)})" in code for argument in dtypes)
+    return not any(argument.value.deep_equals(asked[0].value) for argument in dtypes if asked)

@@ -48,6 +48,11 @@ def lengthens(node: cst.CSTNode) -> bool:
     return bool(called & _JOINING) and lists
 
 
+def is_lengthening(call: cst.Call) -> bool:
+    """Whether a call itself is the last step of making a tensor longer, and not something that reads the result."""
+    return _called(call) in LENGTHENING | _JOINING | _REGROUPING and lengthens(call)
+
+
 def is_expanding(function: cst.FunctionDef, owner: ClassInfo | None = None) -> bool:
     """Whether a function looks like one that repeats a tensor: it takes one, perhaps a number, and lengthens it."""
     count = len(parameters(function)) - (owner is not None and "self" in parameters(function))
@@ -68,16 +73,16 @@ def expansion(term: Term) -> Expansion:
     Raises:
         NotAnExpansion: if it is another computation.
     """
-    found = ""
+    found = "no dimension becomes longer"
     for tensor in dict.fromkeys(inner for inner in subterms(term) if inner.op in ("parameter", "attribute")):
         try:
             axes = axes_of(term, tensor, _AXES)
         except NotRegrouped as error:
-            found = found or error.what
+            found = error.what if error.what != "`parameter`" else found
             continue
         if len(axes) == len(_AXES) and axes != _AXES:
             return _read(tensor, axes)
-    raise NotAnExpansion("other_expansion", found or "no dimension becomes longer")
+    raise NotAnExpansion("other_expansion", found)
 
 
 def _read(tensor: Term, axes: Axes) -> Expansion:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
 import libcst as cst
 
@@ -12,7 +11,7 @@ from rewrite.analysis.effects import Effect, Scope, union, why_not_move
 from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, computed, inline
 from rewrite.analysis.sites.products import Reads, held_by, operands, reads_of
 from rewrite.analysis.syntax.module import walk
-from rewrite.analysis.syntax.nodes import block_of, replace_nodes
+from rewrite.analysis.syntax.nodes import block_of, names_bound_by, replace_nodes
 from rewrite.analysis.syntax.proposal import Edit, Found
 from rewrite.analysis.terms.spelling import Term
 
@@ -171,7 +170,7 @@ def _is_all_of(node: cst.CSTNode, line: cst.CSTNode) -> bool:
 
 def _bindings(name: str, scope: Scope) -> list[cst.CSTNode]:
     """Return the statements that bind a local, in source order."""
-    return [scope.module.statement(target) for target in walk(scope.function.body) if name in _targets(target)]
+    return [scope.module.statement(target) for target in walk(scope.function.body) if name in names_bound_by(target)]
 
 
 def _bound_after(name: str, repeated: Repeated) -> bool:
@@ -179,20 +178,6 @@ def _bound_after(name: str, repeated: Repeated) -> bool:
     order = {id(node): place for place, node in enumerate(walk(repeated.scope.function.body))}
     own = repeated.scope.module.statement(repeated.node)
     return any(order[id(line)] > order[id(own)] for line in _bindings(name, repeated.scope))
-
-
-def _targets(node: cst.CSTNode) -> set[str]:
-    """Return the names that a node itself binds."""
-    held: cst.CSTNode | None = None
-    if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del, cst.For, cst.CompFor, cst.NamedExpr)):
-        held = node.target
-    elif isinstance(node, cst.AsName):
-        held = node.name
-    return {inner.value for inner in walk(held) if isinstance(inner, cst.Name)} if _is_plain(held) else set()
-
-
-def _is_plain(target: cst.CSTNode | None) -> TypeGuard[cst.CSTNode]:
-    return isinstance(target, (cst.Name, cst.Tuple, cst.List, cst.StarredElement))
 
 
 def _written(term: Term, given: Mapping[str, cst.BaseExpression]) -> cst.BaseExpression:

@@ -12,7 +12,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, walk
-from rewrite.analysis.syntax.nodes import calls_in, parameters, single_assignments
+from rewrite.analysis.syntax.nodes import assigned_once, calls_in, parameters, single_assignments
 from rewrite.analysis.terms.computation import NotComputable, Run, subterms
 from rewrite.analysis.terms.spelling import NONE, Term, make
 
@@ -162,9 +162,7 @@ def _masked(model: ClassInfo, module: Module) -> str | None:
     return _ALWAYS if any(choice is not None and _by_window(choice) for choice in choices) else None
 
 
-def _kinds(
-    forward: cst.FunctionDef, functions: Mapping[str, str], module: Module
-) -> Iterator[tuple[str, set[str]]]:
+def _kinds(forward: cst.FunctionDef, functions: Mapping[str, str], module: Module) -> Iterator[tuple[str, set[str]]]:
     """Yield each key under which a method keeps masks, and the functions that make them."""
     kept = single_assignments(forward)
     for node in walk(forward.body):
@@ -185,7 +183,7 @@ def _by_window(choice: Term) -> bool:
     """Whether a term is the function without a window where the config has none, and the other one else."""
     if choice.op != "select" or choice.args[0] != make("is", Term(".sliding_window", (_OWN_CONFIG,)), NONE):
         return False
-    ends = [way.value.rpartition(".")[2] for way in choice.args[1:]]
+    ends = [(way.value if way.op == "name" else way.op).rpartition(".")[2] for way in choice.args[1:]]
     return ends == [FULL, SLIDING]
 
 
@@ -195,7 +193,7 @@ class _Reading:
     def __init__(self, owner: ClassInfo, function: cst.FunctionDef, module: Module):
         self.run = Run(module, owner, 0)
         self.names = effects_of(module).scope(function, owner).locals - {"self"}
-        self.single = single_assignments(function)
+        self.single = assigned_once(function)
 
     def term(self, node: cst.BaseExpression, depth: int = 4) -> Term | None:
         """Return the term of an expression, None if it has none."""

@@ -68,6 +68,33 @@ def bound_names(node: cst.CSTNode) -> set[str]:
     return bound
 
 
+def names_bound_by(node: cst.CSTNode) -> set[str]:
+    """Return the names that a node itself gives a value to: as a target of an assignment or loop, `with … as`, `del`."""
+    held: cst.CSTNode | None = None
+    if isinstance(
+        node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del, cst.For, cst.CompFor, cst.NamedExpr)
+    ):
+        held = node.target
+    elif isinstance(node, cst.AsName):
+        held = node.name
+    return set() if held is None or isinstance(held, (cst.Attribute, cst.Subscript)) else _target_names(held)
+
+
+def assigned_once(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
+    """Return the value of every local that one statement of the function binds, `name = value`, in a loop or not.
+
+    In a loop it has another value each turn: what reads it in the same turn reads that value.
+    """
+    values: dict[str, cst.BaseExpression] = {}
+    times: dict[str, int] = dict.fromkeys(parameters(function), 1)
+    for node in walk(function.body):
+        for name in names_bound_by(node):
+            times[name] = times.get(name, 0) + 1
+        if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.targets[0].target, cst.Name):
+            values[node.targets[0].target.value] = node.value
+    return {name: value for name, value in values.items() if times[name] == 1}
+
+
 def mutated_names(node: cst.CSTNode) -> set[str]:
     """Return the names whose value `node` may change in place: `x += `, `x[...] =`, `x.op_()`, `f(x, out=...)`.
 

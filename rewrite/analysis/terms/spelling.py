@@ -295,7 +295,7 @@ _RULES: dict[str, Callable[..., Term | None]] = {
     "type_as": _type_as,
     ".dtype": _dtype,
     ".shape": lambda *args: Term("shape", args),
-    "size": lambda *args: make("index", Term("shape", args[:1]), *args[1:]) if args else None,
+    "size": lambda *args: make("index", Term("shape", args[:1]), *args[1:]) if args[1:] else Term("shape", args),
     "square": lambda *args: make("pow", *args, constant(2)),
     "rsqrt": lambda *args: make("pow", *args, constant(-0.5)),
     "sqrt": lambda *args: make("pow", *args, constant(0.5)),
