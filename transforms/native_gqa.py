@@ -86,7 +86,7 @@ class NativeGQA(Transform):
         enclosing = [above for above in module.ancestors(node) if isinstance(above, cst.FunctionDef)]
         if not all(name_is_free(name, module, *enclosing) for name in ("grouped_matmul", "native_gqa")):
             return Skip("name_taken")
-        if _is_lookup(node, module):
+        if _is_lookup(node, module) or not isinstance(node, cst.Call):
             return _after_lookup(node, module)
         _, function, owner = next(f for f in _functions(module) if f[1] is enclosing[-1])
         try:

@@ -219,9 +219,7 @@ def rotary(
     """
     form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
     reason = _broadcasts(q, cos, sin, form) or _broadcasts(k, cos, sin, form)
-    if reason is None and q.shape[:-3] + (q.shape[_token_axis(q, form)],) != k.shape[:-3] + (
-        k.shape[_token_axis(k, form)],
-    ):
+    if reason is None and _tokens(q, form) != _tokens(k, form):
         reason = "broadcast"
     if reason is None and to_query_dtype and q.dtype != k.dtype:
         reason = "dtype"
@@ -272,6 +270,11 @@ def _broadcasts(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: For
 
 def _token_axis(x: torch.Tensor, form: Form) -> int:
     return 2 * x.dim() - 5 - _head_axis(x, form)
+
+
+def _tokens(x: torch.Tensor, form: Form) -> tuple[int, ...]:
+    """Return batch, where there is one, and number of tokens."""
+    return (*x.shape[:-3], x.shape[_token_axis(x, form)])
 
 
 def _tables(cos: torch.Tensor, sin: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:

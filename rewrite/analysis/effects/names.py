@@ -289,11 +289,9 @@ def _imports_in(top: cst.CSTNode) -> Iterator[tuple[str, str]]:
     for node in parts(top):
         if isinstance(node, (cst.Import, cst.ImportFrom)):
             yield from imported_names(node)
-        elif isinstance(
-            node, (cst.If, cst.Try, cst.TryStar, cst.With, cst.Else, cst.IndentedBlock, cst.ExceptHandler)
+        elif not isinstance(
+            node, (cst.BaseExpression, cst.FunctionDef, cst.ClassDef, cst.BaseParenthesizableWhitespace)
         ):
-            yield from _imports_in(node)
-        elif isinstance(node, (cst.SimpleStatementLine, cst.Finally)):
             yield from _imports_in(node)
 
 

@@ -94,7 +94,7 @@ class _Loop:
             changes = [s for s in self.loop.body.body if time and time in bound_names(s)]
             if len(changes) == 1 and (change := self.change(changes[0], time)) is not None:
                 step = next((name for name in change if name != time), "")
-                if change.get(time) == 1 and abs(change.get(step, 0)) == 1 and len(change) == 2 and step:
+                if step and change.get(time) == 1 and abs(change[step]) == 1 and len(change) == 2:
                     if not any(isinstance(n, cst.NamedExpr) for n in walk(changes[0])):
                         return time, step, change[step]
         raise NotBounded("the time is not changed by one step a turn")
@@ -185,7 +185,7 @@ def _is_code(node: cst.CSTNode) -> bool:
 
 
 def _unwrapped(term: Term, module: Module) -> Term:
-    """Return what `torch.tensor(x, dtype=torch.float32)` holds: a float's own dtype may be half, the proof is for fp32.
+    """Return what `torch.tensor(x, dtype=torch.float32)` holds; the default dtype may be half, the proof is for fp32.
 
     Raises:
         NotBounded: if it holds it in another dtype.
@@ -220,7 +220,7 @@ def _sum(term: Term) -> _Sum:
         one, other = map(_sum, term.args)
         if term.op == "mul" and set(one) <= {""}:
             one, other = other, one
-        if set(other) <= {""} and other.get("", 0):
+        if set(other) == {""}:
             times = other[""] if term.op == "mul" else 1 / other[""]
             return {name: times * count for name, count in one.items()}
     raise NotBounded(f"`{next(iter(subterms(term))).op}` of the time")

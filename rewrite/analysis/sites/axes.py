@@ -16,7 +16,7 @@ Axis = tuple[Term, ...]
 Axes = tuple[Axis, ...]
 _WHOLE = Term("slice", (NONE, NONE, NONE))
 _DOTS = Term("constant", (), "...")
-_ONE, _REST = constant(1), constant(-1)
+_ZERO, _ONE, _REST = constant(0), constant(1), constant(-1)
 
 
 class NotRegrouped(Exception):
@@ -117,7 +117,7 @@ class _Reading:
             raise NotRegrouped("sizes that dimensions do not add up to")
         return tuple(new)
 
-    def flatten(self, term: Term, start: Term = constant(0), end: Term = _REST) -> Axes:
+    def flatten(self, term: Term, start: Term = _ZERO, end: Term = _REST) -> Axes:
         axes = self.of(term)
         first, last = _place(start, len(axes)), _place(end, len(axes))
         return (*axes[:first], sum(axes[first : last + 1], ()), *axes[last + 1 :])
@@ -153,13 +153,13 @@ class _Reading:
         axes[number] = axes[number] + self.size(times)
         return tuple(axes)
 
-    def stack(self, tensors: Term, place: Term = constant(0)) -> Axes:
+    def stack(self, tensors: Term, place: Term = _ZERO) -> Axes:
         tensor, times = self._copies(tensors)
         axes = list(self.of(tensor))
         axes.insert(_place(place, len(axes) + 1), self.size(times))
         return tuple(axes)
 
-    def cat(self, tensors: Term, place: Term = constant(0)) -> Axes:
+    def cat(self, tensors: Term, place: Term = _ZERO) -> Axes:
         tensor, times = self._copies(tensors)
         axes = list(self.of(tensor))
         number = _place(place, len(axes))

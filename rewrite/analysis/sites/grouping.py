@@ -36,8 +36,9 @@ class Repeated:
         Raises:
             NotAnExpansion: if it is not the repetition of heads.
         """
+        given: dict[str, cst.BaseExpression] = {}
         if called_function(node, scope)[0] is None:
-            found, given = inline(node, scope), {}
+            found = inline(node, scope)
         else:
             found, given = computed(node, scope)
         return cls(node, scope, _written(found.tensor, given), _written(found.times, given))

@@ -1,8 +1,8 @@
-"""Who reads a tensor: the matrix products on whose right side it stands, the sizes that are asked of it, and others."""
+"""Who reads a tensor: the matrix products on whose right side it stands, the sizes asked of it, and others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -54,8 +54,8 @@ def held_by(node: cst.BaseExpression, scope: Scope) -> cst.Name | None:
     if any(isinstance(e, cst.StarredElement) for e in (*targets.elements, *whole.elements)):
         return None
     place = next(place for place, element in enumerate(whole.elements) if element is above)
-    target = targets.elements[place].value
-    return target if isinstance(target, cst.Name) else None
+    held = targets.elements[place].value
+    return held if isinstance(held, cst.Name) else None
 
 
 def _follow(node: cst.BaseExpression, scope: Scope, found: Reads, *, transposed: bool) -> None:
@@ -117,7 +117,7 @@ def _swapped(node: cst.BaseExpression, scope: Scope) -> cst.BaseExpression | Non
     return None
 
 
-def _values(given: tuple[cst.Arg, ...] | list[cst.Arg]) -> list[cst.BaseExpression]:
+def _values(given: Sequence[cst.Arg]) -> list[cst.BaseExpression]:
     if len(given) == 1 and isinstance(given[0].value, (cst.Tuple, cst.List)):
         return [element.value for element in given[0].value.elements]
     return [argument.value for argument in given]

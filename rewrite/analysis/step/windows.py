@@ -116,7 +116,7 @@ def _loops_above(call: cst.Call, module: Module) -> Iterator[cst.CompFor | cst.F
         if isinstance(above, cst.For):
             yield above
         elif isinstance(above, cst.BaseComp):
-            yield above.for_in  # type: ignore[misc]
+            yield above.for_in
 
 
 def _counts(iterated: cst.BaseExpression) -> bool:

@@ -69,7 +69,7 @@ def bound_names(node: cst.CSTNode) -> set[str]:
 
 
 def names_bound_by(node: cst.CSTNode) -> set[str]:
-    """Return the names that a node itself gives a value to: as a target of an assignment or loop, `with … as`, `del`."""
+    """Return the names that a node itself binds: as a target of an assignment or loop, `with … as`, `del`."""
     held: cst.CSTNode | None = None
     if isinstance(
         node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del, cst.For, cst.CompFor, cst.NamedExpr)
