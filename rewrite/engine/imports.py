@@ -30,6 +30,17 @@ def with_runtime(tree: cst.Module, uses: Sequence[str]) -> cst.Module:
     return insert_imports(tree, [_from_runtime(room, sorted(by_room[room])) for room in sorted(by_room)])
 
 
+def with_lines(tree: cst.Module, lines: Sequence[str]) -> cst.Module:
+    """Return the tree with those of the import `lines` that bind a name which it reads and does not import yet."""
+    module = Module(tree)
+
+    def is_needed(line: str) -> bool:
+        parsed = cst.parse_module(line)
+        return any(module.references.get(name) and name not in module.imports for name in Module(parsed).imports)
+
+    return insert_imports(tree, [line for line in lines if is_needed(line)])
+
+
 def _from_runtime(room: str, functions: Sequence[str]) -> str:
     line = f"from .runtime.{room} import {', '.join(functions)}"
     if len(line) <= LINE_LENGTH:

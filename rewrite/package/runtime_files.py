@@ -11,6 +11,8 @@ import importlib.resources
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
+from rewrite.errors import UnknownOperator
+
 ALWAYS = (
     "core/backend", "core/explain", "core/rocm", "origin/guard", "package/auto", "package/selftest",
 )  # fmt: skip
@@ -78,9 +80,16 @@ def shipped(path: str) -> bytes:
 
 
 def file_of(use: str) -> str:
-    """Return the file, `norms/rms_norm`, of what a modeling file imports as `norms.rms_norm`."""
-    room, function = use.split(".")
-    return f"{room}/{_offered(room)[function]}"
+    """Return the file, `norms/rms_norm`, of what a modeling file imports as `norms.rms_norm`.
+
+    Raises:
+        UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
+    """
+    room, _, function = use.partition(".")
+    try:
+        return f"{room}/{_offered(room)[function]}"
+    except (FileNotFoundError, KeyError) as error:
+        raise UnknownOperator(use) from error
 
 
 def init(names: Sequence[str]) -> str:
