@@ -95,7 +95,8 @@ def pretend(chip: Target) -> None:
         RuntimeError: if one is imported already.
     """
     global HIP, WAVE, _pretended
-    late = [name for name, module in sys.modules.items() if name.rpartition(".")[0] == __package__ and _took(module)]
+    runtime = __name__.rsplit(".", 2)[0]
+    late = [name for name, module in sys.modules.items() if name.startswith(f"{runtime}.") and _took(module)]
     if late:
         raise RuntimeError(f"already imported for this machine: {', '.join(sorted(late))}")
     HIP, WAVE, _pretended = chip.backend == "hip", chip.wave, chip

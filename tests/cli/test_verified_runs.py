@@ -32,7 +32,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         progress("half way")
         return verdict(asked[0], rewritten)
 
-    monkeypatch.setattr("rewrite.judge.judge", judge)
+    monkeypatch.setattr("rewrite.deliver.verification.judge", judge)
     return asked
 
 
