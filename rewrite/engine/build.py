@@ -15,7 +15,6 @@ from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotPars
 from rewrite.transform import Rewritten, Transform
 from rewrite.upstream.source import Source
 
-
 DEEP = 200
 """Levels of a syntax tree; the deepest modeling file of transformers 5.23 has 23."""
 
