@@ -41,6 +41,11 @@ class Leaf:
     stride: tuple[int, ...] = ()
     requires_grad: bool = False
 
+    @property
+    def layout(self) -> list[int]:
+        """The strides of the dimensions that have more than one element; those of others mean nothing."""
+        return [stride for size, stride in zip(self.value.shape, self.stride, strict=True) if size > 1]
+
 
 @dataclass
 class Observation:
@@ -105,6 +110,8 @@ def observations(case: Case, text: str, rewritten: bool = False) -> list[Observa
             model = _build(loaded[-1])
             seen += [_observe(case, loaded[-1], model, name, *how, rewritten) for name, *how in calls]
         return seen
+    except Exception as error:
+        return [Observation(f"building ({error})", raised=type(error).__name__)]
     finally:
         torch.set_default_dtype(before)
         for module in loaded:
@@ -117,7 +124,8 @@ def _build(module: types.ModuleType) -> Any:
     if isinstance(model, nn.Module):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+                if bool((parameter == parameter.reshape(-1)[0]).all()):  # ones and zeros would hide what is done with them
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
@@ -191,9 +199,7 @@ def _gradients(result: list[Leaf], leaves: list[torch.Tensor], model: Any) -> li
 
 
 def _leaves(path: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Leaf]:
-    if isinstance(value, torch.Tensor):
-        yield Leaf(path, value)
-    elif isinstance(value, _PLAIN):
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
         yield Leaf(path, value)
     elif id(value) in seen:
         yield Leaf(path, "itself")
