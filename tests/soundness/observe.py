@@ -124,7 +124,7 @@ def _build(module: types.ModuleType) -> Any:
     if isinstance(model, nn.Module):
         with torch.no_grad():
             for parameter in model.parameters():
-                if bool((parameter == parameter.reshape(-1)[0]).all()):  # ones and zeros would hide what is done with them
+                if bool((parameter == parameter.reshape(-1)[:1]).all()):  # ones and zeros would hide what is done with them
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
@@ -163,7 +163,8 @@ def _frozen(leaf: Leaf) -> Leaf:
     """Return a leaf that later calls do not change."""
     if not isinstance(leaf.value, torch.Tensor):
         return leaf
-    return Leaf(leaf.path, leaf.value.detach().clone(), tuple(leaf.value.stride()), leaf.value.requires_grad)
+    plain = leaf.value.detach().as_subclass(torch.Tensor).clone()
+    return Leaf(leaf.path, plain, tuple(leaf.value.stride()), leaf.value.requires_grad)
 
 
 def _arguments(case: Case, batch: int, training: bool) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
