@@ -124,7 +124,8 @@ def _build(module: types.ModuleType) -> Any:
     if isinstance(model, nn.Module):
         with torch.no_grad():
             for parameter in model.parameters():
-                if bool((parameter == parameter.reshape(-1)[:1]).all()):  # ones and zeros would hide what is done with them
+                # Weights of ones and biases of zeros would hide what is done with them.
+                if not parameter.is_meta and bool((parameter == parameter.reshape(-1)[:1]).all()):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
