@@ -79,7 +79,7 @@ def read_case(family: str, title: str, text: str) -> Case:
     """
     around, given = scaffold(title.split(".")[0])
     own = _section(text)
-    holes = {*re.findall(r"<(\w+)>", around)}
+    holes = {*re.findall(r"<(\w+)>", around + "".join(given.values()))}
     if unknown := {*own} - holes - {*_FIELDS}:
         raise ValueError(f"{family}/{title}: no hole {', '.join(sorted(unknown))}")
     given = {**dict.fromkeys(holes, ""), **given, **own}
@@ -94,15 +94,12 @@ def read_case(family: str, title: str, text: str) -> Case:
 
 
 def fill(text: str, holes: dict[str, str]) -> str:
-    """Replace each line `<<name>>` by the hole's text at that line's indentation, and `<name>` within a line."""
+    """Replace each line `<<name>>` by the hole's text at that line's indentation, then `<name>` within lines."""
     lines: list[str] = []
     for line in text.splitlines():
         alone = re.fullmatch(r"( *)<<(\w+)>>", line)
-        if alone is not None:
-            lines += textwrap.indent(holes[alone[2]], alone[1]).splitlines()
-        else:
-            lines.append(re.sub(r"<(\w+)>", lambda hole: holes.get(hole[1], hole[0]), line))
-    return "\n".join(lines) + "\n"
+        lines += textwrap.indent(holes[alone[2]], alone[1]).splitlines() if alone is not None else [line]
+    return re.sub(r"<(\w+)>", lambda hole: holes.get(hole[1], hole[0]), "\n".join(lines)) + "\n"
 
 
 def cases() -> Iterator[Case]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rewrite.engine import rewrite_text
+from rewrite.errors import RewriteError
 from rewrite.transform import Rewritten, Transform
 from rewrite.transforms import select
 from soundness.case import Case
@@ -42,7 +43,10 @@ def all_transforms() -> list[Transform]:
 def examine(case: Case, transforms: list[Transform]) -> Verdict:
     """Rewrite a case, run both texts and compare."""
     original = observations(case, case.text)
-    rewritten = rewrite_text(case.text, transforms)
+    try:
+        rewritten = rewrite_text(case.text, transforms)
+    except (RewriteError, SyntaxError) as error:
+        return Verdict(f"the rewriting fails: {type(error).__name__}: {error}", None, tuple(original))
     if rewritten.sites == 0:
         return Verdict("", rewritten, tuple(original))
     return Verdict(difference_of(case, original, rewritten.text), rewritten, tuple(original))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from soundness.case import Case
+from soundness.decoding import decode
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = "soundness_package"
@@ -143,7 +144,8 @@ def _observe(
         model.train(training)
     leaves, arguments = _arguments(case, batch, training)
     _seed(batch)
-    names = {"model": model, "inputs": arguments, "module": module, "torch": torch, "rewritten": rewritten}
+    names = {"model": model, "inputs": arguments, "module": module, "rewritten": rewritten}
+    names |= {"torch": torch, "decode": decode}
     with torch.set_grad_enabled(training):
         try:
             result = _read(eval(case.run, names))
@@ -250,7 +252,7 @@ def _state(model: Any) -> Iterator[Leaf]:
             if key not in own:
                 yield from _leaves(f"{name}.{key}", value)
         for kind in type(part).__mro__:
-            if kind.__module__.startswith(PACKAGE):
+            if kind.__module__.startswith(f"{PACKAGE}.text_"):
                 yield from _plain_items(f"{name} class {kind.__name__}", vars(kind))
 
 
