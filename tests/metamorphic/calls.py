@@ -102,9 +102,7 @@ class Calls:
             elif isinstance(inner, (cst.AssignTarget, cst.AnnAssign, cst.NamedExpr)):
                 if isinstance(inner.target, cst.Name):
                     found.setdefault(inner.target.value, set()).add("")
-            elif isinstance(inner, cst.Param):
-                found.setdefault(inner.name.value, set()).add("")
-            elif isinstance(inner, cst.FunctionDef) and inner is not above[-1]:
+            elif isinstance(inner, cst.Param) or (isinstance(inner, cst.FunctionDef) and inner is not above[-1]):
                 found.setdefault(inner.name.value, set()).add("")
         return found
 

@@ -16,7 +16,9 @@ _CONDITIONAL = (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation, cst.A
 _CONDITIONAL += (cst.FormattedString, cst.ConcatenatedString)
 _RANDOM = frozenset({"dropout", "rand", "randn", "randint", "multinomial", "bernoulli", "normal", "rand_like"})
 _PLAIN_LAYERS = frozenset({"torch.nn.Linear", "torch.nn.LayerNorm", "torch.nn.RMSNorm", "torch.nn.Embedding"})
-_BUILTINS = frozenset({"len", "int", "float", "bool", "isinstance", "getattr", "hasattr", "min", "max", "range", "tuple"})
+_BUILTINS = frozenset(
+    {"len", "int", "float", "bool", "isinstance", "getattr", "hasattr", "min", "max", "range", "tuple"}
+)
 
 
 def trivial(node: cst.BaseExpression) -> bool:

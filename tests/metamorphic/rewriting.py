@@ -1,4 +1,4 @@
-"""The contract of a rewriting: a libcst transformer that spells a modeling file differently and keeps what it means."""
+"""The contract of a rewriting: a libcst transformer that respells a modeling file and keeps what it means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import libcst as cst
 
@@ -14,7 +14,7 @@ from rewrite.analysis.module import Module
 
 from .tensors import Tensors
 
-RESERVED = frozenset({"self", "cls", "super", "__class__"})
+Node = TypeVar("Node", bound=cst.BaseExpression)
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,21 @@ class Rewriting(cst.CSTTransformer):
         return self.file.module
 
 
-class Expressions(Rewriting):
+class Expressions(Rewriting, Generic[Node]):
     """A rewriting of expressions: `respelled` answers for one node, after those below it."""
 
     kinds: ClassVar[tuple[type[cst.BaseExpression], ...]]
 
     @abstractmethod
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
+    def respelled(self, original: Node, updated: Node) -> cst.BaseExpression | None:
         """Return what stands in the place of `updated`, None to leave it."""
 
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
     ) -> cst.CSTNode:
-        if not isinstance(original_node, self.kinds) or not isinstance(updated_node, cst.BaseExpression):
+        if not isinstance(original_node, self.kinds) or not isinstance(updated_node, self.kinds):
             return updated_node
-        new = self.respelled(original_node, updated_node)
+        new = self.respelled(original_node, updated_node)  # type: ignore[arg-type]
         if new is None:
             return updated_node
         self.places += 1
@@ -132,6 +132,7 @@ def bare(node: cst.BaseExpression) -> cst.BaseExpression:
 def guarded(node: cst.BaseExpression) -> cst.BaseExpression:
     """Return an expression in parentheses unless it is one that binds tighter than every operator."""
     tight = (cst.Name, cst.Attribute, cst.Call, cst.Subscript, cst.List, cst.Dict, cst.SimpleString)
+    tight += (cst.Integer, cst.Float)
     if isinstance(node, tight) or node.lpar:
         return node
     return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])

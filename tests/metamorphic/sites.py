@@ -104,5 +104,3 @@ def _same_label(one: Site, other: Site) -> bool:
 
 def _same_outcome(one: Site, other: Site) -> bool:
     return (one.outcome == REWRITTEN) == (other.outcome == REWRITTEN)
-
-

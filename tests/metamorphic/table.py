@@ -55,7 +55,9 @@ def tally(found: Iterable[Fate]) -> Tally:
 
 def summary(rows: Sequence[Row]) -> Summary:
     """Judge rows."""
-    each = [tally(fate for row in some for fate in row.fates) for some in _grouped(rows, lambda r: r.rewriting).values()]
+    each = [
+        tally(fate for row in some for fate in row.fates) for some in _grouped(rows, lambda r: r.rewriting).values()
+    ]
     worst = min((found.share for found in each), default=1.0)
     return Summary(worst, sum(t.lost + t.lost_skips for t in each), sum(bool(row.error) for row in rows))
 

@@ -1,4 +1,4 @@
-"""Which expressions of a file are certainly tensors, by annotations, by what makes them and by what is asked of them."""
+"""Which expressions are certainly tensors: by annotations, by what makes them and by what is asked of them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ _LAYERS = frozenset(
     {"Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Conv1d", "Conv2d", "Conv3d", "GroupNorm", "SiLU"}
     | {"GELU", "ReLU", "Sigmoid", "Tanh", "BatchNorm2d", "Identity"}
 )
-_MAKERS = frozenset(
-    "abs add addmm arange baddbmm bmm cat clamp concat cos cumsum div einsum empty empty_like exp eye flatten full"
-    " full_like gather index_select linspace log logical_and logical_not logical_or masked_fill matmul mean mul neg"
-    " ones ones_like outer pow rand randn relu repeat_interleave reshape rsqrt sigmoid sin softmax sqrt square squeeze"
-    " stack sub sum tanh tensor tile transpose tril triu unsqueeze where zeros zeros_like".split()
-)
-_FUNCTIONAL = frozenset(
-    "dropout embedding gelu interpolate layer_norm leaky_relu linear log_softmax logsigmoid normalize one_hot pad relu"
-    " scaled_dot_product_attention sigmoid silu softmax softplus tanh".split()
-)
-METHODS = frozenset(
-    "abs bfloat16 bmm clamp contiguous cos cumsum detach double exp expand expand_as flatten float gather half"
-    " index_select log masked_fill matmul mean mul neg new_ones new_zeros permute pow repeat repeat_interleave reshape"
-    " rsqrt sigmoid sin softmax sqrt square squeeze sum swapaxes tanh to transpose tril triu type_as unsqueeze view"
-    " view_as".split()
-)
+_MAKERS = frozenset({
+    "abs", "add", "addmm", "arange", "baddbmm", "bmm", "cat", "clamp", "concat", "cos", "cumsum", "div", "einsum",
+    "empty", "empty_like", "exp", "eye", "flatten", "full", "full_like", "gather", "index_select", "linspace",
+    "log", "logical_and", "logical_not", "logical_or", "masked_fill", "matmul", "mean", "mul", "neg", "ones",
+    "ones_like", "outer", "pow", "rand", "randn", "relu", "repeat_interleave", "reshape", "rsqrt", "sigmoid",
+    "sin", "softmax", "sqrt", "square", "squeeze", "stack", "sub", "sum", "tanh", "tensor", "tile", "transpose",
+    "tril", "triu", "unsqueeze", "where", "zeros", "zeros_like",
+})  # fmt: skip
+_FUNCTIONAL = frozenset({
+    "dropout", "embedding", "gelu", "interpolate", "layer_norm", "leaky_relu", "linear", "log_softmax",
+    "logsigmoid", "normalize", "one_hot", "pad", "relu", "scaled_dot_product_attention", "sigmoid", "silu",
+    "softmax", "softplus", "tanh",
+})  # fmt: skip
+METHODS = frozenset({
+    "abs", "bfloat16", "bmm", "clamp", "contiguous", "cos", "cumsum", "detach", "double", "exp", "expand",
+    "expand_as", "flatten", "float", "gather", "half", "index_select", "log", "masked_fill", "matmul", "mean",
+    "mul", "neg", "new_ones", "new_zeros", "permute", "pow", "repeat", "repeat_interleave", "reshape", "rsqrt",
+    "sigmoid", "sin", "softmax", "sqrt", "square", "squeeze", "sum", "swapaxes", "tanh", "to", "transpose",
+    "tril", "triu", "type_as", "unsqueeze", "view", "view_as",
+})  # fmt: skip
 """Methods that return a tensor when called on one."""
-_TENSOR_ONLY = frozenset(
-    "unsqueeze view permute contiguous expand masked_fill softmax new_zeros new_ones type_as flatten size dim numel"
-    " repeat_interleave reshape transpose rsqrt float".split()
-)
+_TENSOR_ONLY = frozenset({
+    "unsqueeze", "view", "permute", "contiguous", "expand", "masked_fill", "softmax", "new_zeros", "new_ones",
+    "type_as", "flatten", "size", "dim", "numel", "repeat_interleave", "reshape", "transpose", "rsqrt", "float",
+})  # fmt: skip
 """Methods that, in a modeling file without numpy, only a tensor is asked for."""
 
 
@@ -128,7 +132,7 @@ class Tensors:
             function = self.module.functions[name]
             values = [node.value for node in walk(function.body) if isinstance(node, cst.Return)]
             known = function.returns is not None and self._annotated(function.returns)
-            self._returns[name] = known or all(v is not None and self.certain(v) for v in values) and bool(values)
+            self._returns[name] = known or (bool(values) and all(v is not None and self.certain(v) for v in values))
         return self._returns[name]
 
     def _known(self, node: cst.Name) -> set[str]:

@@ -31,7 +31,7 @@ _FUNCTIONAL: dict[str, tuple[str, ...]] = {
 _EQUAL = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
-class _Arguments(Expressions):
+class _Arguments(Expressions[cst.Call]):
     """A rewriting of the arguments of calls whose parameters are known."""
 
     kinds = (cst.Call,)
@@ -60,7 +60,7 @@ class _Arguments(Expressions):
             info = self.module.classes[target.layer]
             if not derives(info, self.module, "torch.nn.Module"):
                 return ()
-        if target.function.decorators and not target.is_method:
+        if target.function.decorators:  # what a decorator calls its parameters is not known
             return ()
         return tuple(param.name.value for param in target.parameters)
 
@@ -71,8 +71,7 @@ class ArgumentsByKeyword(_Arguments):
     name = "arguments_by_keyword"
     summary = "positional arguments given by keyword"
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Call) and isinstance(updated, cst.Call)
+    def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         names = self.names(original)
         positional = [a for a in updated.args if a.keyword is None]
         if not names or not positional or any(a.star for a in updated.args) or len(positional) > len(names):
@@ -95,8 +94,7 @@ class ArgumentsByPosition(_Arguments):
     name = "arguments_by_position"
     summary = "keyword arguments given by position"
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Call) and isinstance(updated, cst.Call)
+    def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         names = self.names(original)
         positional = [a for a in updated.args if a.keyword is None and not a.star]
         by_name = {a.keyword.value: a for a in updated.args if a.keyword is not None}

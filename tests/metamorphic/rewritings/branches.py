@@ -58,15 +58,14 @@ class SwapBranches(Rewriting):
         )
 
 
-class SwapConditionals(Expressions):
+class SwapConditionals(Expressions[cst.IfExp]):
     """`A if c else B` → `B if not c else A`."""
 
     name = "swap_conditionals"
     summary = "conditional expressions swapped under the negated test"
     kinds = (cst.IfExp,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(updated, cst.IfExp)
+    def respelled(self, original: cst.IfExp, updated: cst.IfExp) -> cst.BaseExpression | None:
         if any("#" in cst.Module([]).code_for_node(part) for part in (updated.body, updated.orelse, updated.test)):
             return None
         body = guarded(updated.orelse) if isinstance(updated.orelse, (cst.IfExp, cst.Lambda)) else updated.orelse
@@ -78,10 +77,10 @@ _SPACES = ("whitespace_before_if", "whitespace_after_if", "whitespace_before_els
 
 
 def _leaves(block: cst.BaseSuite) -> bool:
-    """Whether a block always ends in a return or a raise."""
+    """Whether a block always ends in a return."""
     last = block.body[-1] if block.body else None
     if isinstance(last, cst.SimpleStatementLine):
-        return isinstance(last.body[-1], (cst.Return, cst.Raise))
+        return isinstance(last.body[-1], cst.Return)
     if isinstance(last, cst.If) and isinstance(last.orelse, cst.Else):
         return _leaves(last.body) and _leaves(last.orelse.body)
     return False
@@ -157,15 +156,14 @@ class ReturnEarlyByNegation(Blocks):
         return [*body[:-2], guard, *branch.body.body, last]
 
 
-class FlipComparisons(Expressions):
+class FlipComparisons(Expressions[cst.Comparison]):
     """`n == 1` → `1 == n`, `a < b` → `b > a`."""
 
     name = "flip_comparisons"
     summary = "comparisons turned round"
     kinds = (cst.Comparison,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Comparison) and isinstance(updated, cst.Comparison)
+    def respelled(self, original: cst.Comparison, updated: cst.Comparison) -> cst.BaseExpression | None:
         if len(original.comparisons) != 1:
             return None
         target = updated.comparisons[0]

@@ -16,11 +16,12 @@ from ..rewriting import Rewriting
 
 _CONTRACT = frozenset({"past_key_values", "past_key_value", "layer_past", "use_cache", "self", "cls", "config"})
 """Parameters that transformers' checkpointing wrapper and its annotations know by name."""
-_READ_ELSEWHERE = frozenset(
-    "config is_causal layer_idx num_key_value_groups scaling sliding_window weight bias training inv_freq head_dim"
-    " original_inv_freq rope_type max_seq_len_cached attention_scaling original_max_seq_len rope_init_fn"
-    " layer_type attention_type gradient_checkpointing num_heads hidden_size embedding_dim padding_idx".split()
-)
+_READ_ELSEWHERE = frozenset({
+    "config", "is_causal", "layer_idx", "num_key_value_groups", "scaling", "sliding_window", "weight", "bias",
+    "training", "inv_freq", "head_dim", "original_inv_freq", "rope_type", "max_seq_len_cached",
+    "attention_scaling", "original_max_seq_len", "rope_init_fn", "layer_type", "attention_type",
+    "gradient_checkpointing", "num_heads", "hidden_size", "embedding_dim", "padding_idx",
+})  # fmt: skip
 """Attributes that attention functions, rotary embeddings and initialisers of transformers read by name."""
 
 
@@ -83,9 +84,7 @@ def _fixed(function: cst.FunctionDef) -> set[str]:
     for node in walk(function.body):
         if isinstance(node, (cst.Global, cst.Nonlocal)):
             fixed |= {item.name.value for item in node.names}
-        elif isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-            fixed.add(node.name.value)
-        elif isinstance(node, cst.Param):
+        elif isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)):
             fixed.add(node.name.value)
         elif isinstance(node, (cst.ExceptHandler, cst.ImportAlias, cst.Match)):
             fixed |= {inner.value for inner in walk(node) if isinstance(inner, cst.Name)}
@@ -95,7 +94,7 @@ def _fixed(function: cst.FunctionDef) -> set[str]:
 
 
 class RenameParameters(_Renaming):
-    """Parameters of functions, and of the `forward` of layers that only this file calls, with the keywords of calls."""
+    """Parameters of functions, and of the `forward` of layers that only this file calls, with the keywords."""
 
     name = "rename_parameters"
     summary = "parameters of functions and layers renamed, with the keywords of their calls"
@@ -104,13 +103,13 @@ class RenameParameters(_Renaming):
         calls = Calls(self.module)
         unknown = {keyword for call, target in calls.all if target is None for keyword in _keywords(call)}
         for name, function in self.module.functions.items():
-            if self._only_called(name):
+            if self._only_called(name) and not function.decorators:
                 self._rename(function, calls, set())
             else:
                 self._rename(function, calls, {k for call, _ in calls.all for k in _keywords(call)})
         for info in self.module.classes.values():
             forward = info.methods.get("forward")
-            if forward is not None and self._is_layer(info) and self._alone(info):
+            if forward is not None and not forward.decorators and self._is_layer(info) and self._alone(info):
                 self._rename(forward, calls, unknown)
 
     def _only_called(self, name: str) -> bool:
@@ -125,7 +124,9 @@ class RenameParameters(_Renaming):
         return True
 
     def _is_layer(self, info: ClassInfo) -> bool:
-        return derives(info, self.module, "torch.nn.Module") or derives(info, self.module, "GradientCheckpointingLayer")
+        return derives(info, self.module, "torch.nn.Module") or derives(
+            info, self.module, "GradientCheckpointingLayer"
+        )
 
     def _alone(self, info: ClassInfo) -> bool:
         """Whether nothing derives from a class and it overrides no `forward` of this file."""
@@ -138,8 +139,7 @@ class RenameParameters(_Renaming):
         kept = kept | _CONTRACT | _fixed(function)
         mine = [call for call, target in calls.all if target is not None and target.function is function]
         by_star = any(argument.star for call in mine for argument in call.args)
-        params = [p for p in (*function.params.posonly_params, *function.params.params)]
-        params += [p for p in function.params.kwonly_params]
+        params = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
         taken = {node.value for node in plain_names(function, self.module)}
         fresh: dict[str, str] = {}
         for place, param in enumerate(params):
@@ -249,7 +249,7 @@ class RenameImports(_Renaming):
 
 
 class SpellImports(Rewriting):
-    """`from torch import nn` → `import torch.nn as nn`; `import torch.nn.functional as F` → `from torch.nn import …`."""
+    """`from torch import nn` → `import torch.nn as nn`; `import torch.nn.functional as F` → `from torch.nn …`."""
 
     name = "spell_imports"
     summary = "imports of torch's modules in the other spelling"

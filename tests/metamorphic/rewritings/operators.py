@@ -7,7 +7,7 @@ from typing import ClassVar
 import libcst as cst
 
 from ..evaluation import pure, trivial
-from ..rewriting import Expressions, call, guarded, method
+from ..rewriting import Expressions, Rewriting, call, guarded, method
 from ..tensors import METHODS
 
 _FUNCTIONS = {
@@ -24,15 +24,14 @@ _BOTH = (METHODS - {"bfloat16", "double", "float", "half", "contiguous", "expand
 """Methods that are also functions of torch and take the same arguments after the tensor."""
 
 
-class SwapOperands(Expressions):
+class SwapOperands(Expressions[cst.BinaryOperation]):
     """`a + b` → `b + a`, `a * b` → `b * a`."""
 
     name = "swap_operands"
     summary = "operands of + and * swapped"
     kinds = (cst.BinaryOperation,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.BinaryOperation) and isinstance(updated, cst.BinaryOperation)
+    def respelled(self, original: cst.BinaryOperation, updated: cst.BinaryOperation) -> cst.BaseExpression | None:
         if not isinstance(original.operator, (cst.Add, cst.Multiply)) or not self._commutes(original):
             return None
         swapped = updated.with_changes(left=guarded(updated.right), right=guarded(updated.left))
@@ -56,13 +55,12 @@ def _keeps_grouping(node: cst.BinaryOperation) -> bool:
     return "#" not in cst.Module([]).code_for_node(node)
 
 
-class _TensorOperation(Expressions):
+class _TensorOperation(Expressions[cst.BinaryOperation]):
     """An operator whose left operand is certainly a tensor."""
 
     kinds = (cst.BinaryOperation,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.BinaryOperation) and isinstance(updated, cst.BinaryOperation)
+    def respelled(self, original: cst.BinaryOperation, updated: cst.BinaryOperation) -> cst.BaseExpression | None:
         function = _FUNCTIONS.get(type(original.operator))
         if function is None or "torch" not in self.module.imports or not _keeps_grouping(updated):
             return None
@@ -92,15 +90,14 @@ class OperatorAsMethod(_TensorOperation):
         return method(updated.left, function, updated.right)
 
 
-class FunctionAsMethod(Expressions):
+class FunctionAsMethod(Expressions[cst.Call]):
     """`torch.rsqrt(x)` → `x.rsqrt()`, `torch.matmul(a, b)` → `a.matmul(b)`."""
 
     name = "function_as_method"
     summary = "functions of torch as methods"
     kinds = (cst.Call,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Call) and isinstance(updated, cst.Call)
+    def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         room, _, name = self.module.qualified(original.func).rpartition(".")
         if room != "torch" or name not in _BOTH | {"chunk", "split", "topk", "flatten", "add"} or not original.args:
             return None
@@ -110,15 +107,14 @@ class FunctionAsMethod(Expressions):
         return method(updated.args[0].value, name, *updated.args[1:])
 
 
-class MethodAsFunction(Expressions):
+class MethodAsFunction(Expressions[cst.Call]):
     """`x.rsqrt()` → `torch.rsqrt(x)`, `x.mean(-1)` → `torch.mean(x, -1)`."""
 
     name = "method_as_function"
     summary = "methods of tensors as functions of torch"
     kinds = (cst.Call,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Call) and isinstance(updated, cst.Call)
+    def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         if not isinstance(original.func, cst.Attribute) or not isinstance(updated.func, cst.Attribute):
             return None
         name = original.func.attr.value
@@ -131,14 +127,14 @@ class MethodAsFunction(Expressions):
         return call(f"torch.{name}", updated.func.value, *updated.args)
 
 
-class PowerAsOperator(Expressions):
+class PowerAsOperator(Expressions[cst.Call]):
     """`x.pow(2)`, `torch.pow(x, 2)` → `x ** 2`."""
 
     name = "power_as_operator"
     summary = "pow as **"
     kinds = (cst.Call,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
+    def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         found = _power(self, original, updated)
         if found is None:
             return None
@@ -146,14 +142,16 @@ class PowerAsOperator(Expressions):
         return guarded(operation)
 
 
-class PowerAsSquare(Expressions):
+class PowerAsSquare(Expressions[cst.Call | cst.BinaryOperation]):
     """`x.pow(2)`, `torch.pow(x, 2)`, `x ** 2` → `torch.square(x)`."""
 
     name = "power_as_square"
     summary = "pow of two as torch.square"
     kinds = (cst.Call, cst.BinaryOperation)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
+    def respelled(
+        self, original: cst.Call | cst.BinaryOperation, updated: cst.Call | cst.BinaryOperation
+    ) -> cst.BaseExpression | None:
         found = _power(self, original, updated)
         if found is None or not isinstance(found[1], cst.Integer) or found[1].value != "2":
             return None
@@ -161,7 +159,7 @@ class PowerAsSquare(Expressions):
 
 
 def _power(
-    rewriting: Expressions, original: cst.BaseExpression, updated: cst.BaseExpression
+    rewriting: Rewriting, original: cst.BaseExpression, updated: cst.BaseExpression
 ) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
     """Return base and exponent of a power of a tensor, however it is spelled."""
     certain = rewriting.file.tensors.certain
@@ -170,7 +168,8 @@ def _power(
         if isinstance(updated.operator, cst.Power) and certain(original.left):
             return updated.left, updated.right
         return None
-    assert isinstance(original, cst.Call) and isinstance(updated, cst.Call)
+    assert isinstance(original, cst.Call)
+    assert isinstance(updated, cst.Call)
     if any(argument.keyword is not None or argument.star for argument in original.args):
         return None
     if rewriting.module.qualified(original.func) == "torch.pow" and len(original.args) == 2:
@@ -181,15 +180,14 @@ def _power(
     return None
 
 
-class MatmulAsOperator(Expressions):
+class MatmulAsOperator(Expressions[cst.Call]):
     """`torch.matmul(a, b)`, `a.matmul(b)` → `a @ b`."""
 
     name = "matmul_as_operator"
     summary = "matmul as @"
     kinds = (cst.Call,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Call) and isinstance(updated, cst.Call)
+    def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         sides = [a.value for a in updated.args if a.keyword is None and not a.star]
         if len(sides) != len(updated.args):
             return None
@@ -201,7 +199,7 @@ class MatmulAsOperator(Expressions):
         return None
 
 
-class FunctionalSpelling(Expressions):
+class FunctionalSpelling(Expressions[cst.Attribute]):
     """`F.silu(x)`, `nn.functional.silu(x)` → `torch.nn.functional.silu(x)`."""
 
     name = "functional_spelling"
@@ -209,8 +207,7 @@ class FunctionalSpelling(Expressions):
     kinds = (cst.Attribute,)
     full: ClassVar[str] = "torch.nn.functional"
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Attribute) and isinstance(updated, cst.Attribute)
+    def respelled(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression | None:
         above = self.module.parent(original)
         if "torch" not in self.module.imports or not (isinstance(above, cst.Attribute) and above.value is original):
             return self._aliased(original, updated)
@@ -226,15 +223,14 @@ class FunctionalSpelling(Expressions):
         return None
 
 
-class SoftmaxAsTorch(Expressions):
+class SoftmaxAsTorch(Expressions[cst.Call]):
     """`F.softmax(x, dim=-1)` → `torch.softmax(x, dim=-1)`."""
 
     name = "softmax_as_torch"
     summary = "softmax and sigmoid of torch.nn.functional as torch's own"
     kinds = (cst.Call,)
 
-    def respelled(self, original: cst.BaseExpression, updated: cst.BaseExpression) -> cst.BaseExpression | None:
-        assert isinstance(original, cst.Call) and isinstance(updated, cst.Call)
+    def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         room, _, name = self.module.qualified(original.func).rpartition(".")
         if room != "torch.nn.functional" or name not in ("softmax", "sigmoid", "tanh", "relu"):
             return None

@@ -59,11 +59,9 @@ class _Temporaries(Blocks):
         for statement in body:
             value = _value(statement)
             inner = self._hoisted(value) if value is not None else []
-            before = [_assignment(name, node) for name, node in inner]
-            if before:
+            if inner:
                 new = {id(node): (cst.Name(name),) for name, node in inner}
-                before = _nested(before, inner, new)
-                lines = _lines(statement)
+                before, lines = _lines_of(inner, new), _lines(statement)
                 changed = replace_nodes(statement, new)
                 assert isinstance(changed, cst.SimpleStatementLine)
                 result += [before[0].with_changes(leading_lines=lines), *before[1:]]
@@ -110,16 +108,13 @@ def _above(top: cst.CSTNode) -> dict[int, cst.CSTNode]:
     return {id(child): node for node in walk(top) for child in parts(node)}
 
 
-def _nested(
-    lines: list[cst.SimpleStatementLine],
-    inner: list[tuple[str, cst.BaseExpression]],
-    new: dict[int, tuple[cst.Name]],
+def _lines_of(
+    inner: list[tuple[str, cst.BaseExpression]], new: dict[int, tuple[cst.Name]]
 ) -> list[cst.SimpleStatementLine]:
-    """Let a temporary read those that were taken out of it."""
+    """Return the assignments of temporaries, each of which reads those that were taken out of it."""
     result = []
-    for (name, node), line in zip(inner, lines, strict=True):
-        others = {key: value for key, value in new.items() if key != id(node)}
-        changed = replace_nodes(node, others)
+    for name, node in inner:
+        changed = replace_nodes(node, {key: value for key, value in new.items() if key != id(node)})
         assert isinstance(changed, cst.BaseExpression)
         result.append(_assignment(name, changed))
     return result
@@ -136,7 +131,7 @@ class IntroduceTemporaries(_Temporaries):
 
 
 class SplitChains(_Temporaries):
-    """`f(x).view(s).transpose(1, 2)` → `a = f(x)`, `b = a.view(s)`, `b.transpose(1, 2)`, and all other nested calls."""
+    """`f(x).view(s).transpose(1, 2)` → `a = f(x)`, `b = a.view(s)`, `b.transpose(1, 2)`, and other nested calls."""
 
     name = "split_chains"
     summary = "chains of methods split into locals"
@@ -175,7 +170,7 @@ class InlineTemporaries(Blocks):
         if found is None or value is None or _comments(second):
             return None
         name, expression = found
-        if counts.get(name) != 2 or _breaks(expression) and not expression.lpar and _loose(expression):
+        if counts.get(name) != 2:
             return None
         use = _first_use(value, name)
         if use is None or any(isinstance(node, cst.Await | cst.Yield) for node in walk(expression)):
@@ -183,10 +178,6 @@ class InlineTemporaries(Blocks):
         changed = replace_nodes(second, {id(use): (guarded(expression),)})
         assert isinstance(changed, cst.SimpleStatementLine)
         return changed.with_changes(leading_lines=_lines(first))
-
-
-def _loose(node: cst.BaseExpression) -> bool:
-    return not isinstance(node, (cst.Call, cst.Subscript))
 
 
 def _comments(statement: cst.BaseStatement) -> bool:
