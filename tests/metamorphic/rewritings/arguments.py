@@ -110,11 +110,11 @@ class ArgumentsByPosition(_Arguments):
             return None
         plain = [a.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT) for a in moved]
         rest = [a for a in updated.args if a not in positional and a not in moved]
-        return updated.with_changes(args=_with_commas([*positional, *plain, *rest]))
+        return updated.with_changes(args=_with_commas([*positional, *plain, *rest], updated.args[-1].comma))
 
 
-def _with_commas(arguments: list[cst.Arg]) -> list[cst.Arg]:
-    inner = next((a.comma for a in arguments if isinstance(a.comma, cst.Comma)), cst.MaybeSentinel.DEFAULT)
-    return [
-        a if isinstance(a.comma, cst.Comma) or a is arguments[-1] else a.with_changes(comma=inner) for a in arguments
-    ]
+def _with_commas(arguments: list[cst.Arg], last: cst.Comma | cst.MaybeSentinel) -> list[cst.Arg]:
+    """Return arguments in another order with commas between them, and after the last what was there."""
+    inner = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    between = [a if isinstance(a.comma, cst.Comma) else a.with_changes(comma=inner) for a in arguments[:-1]]
+    return [*between, arguments[-1].with_changes(comma=last)]
