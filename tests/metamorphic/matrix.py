@@ -33,6 +33,7 @@ class Row:
     """Sites rewritten after it and not before."""
     error: str = ""
     seconds: float = 0.0
+    """Of processor time."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain JSON values."""
@@ -74,7 +75,7 @@ def _row(task: Task, name: str) -> Row:
     place = task.rows / task.name.replace("/", ".") / f"{name}.json"
     if place.exists():
         return Row.from_json(json.loads(place.read_text("utf-8")))
-    started = time.perf_counter()
+    started = time.process_time()
     row = Row(task.name, name)
     try:
         source = resolve(str(task.file))
@@ -87,7 +88,7 @@ def _row(task: Task, name: str) -> Row:
     except Exception as error:  # the matrix goes on, and the row says why this one did not
         where = traceback.extract_tb(error.__traceback__)[-1]
         row.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({where.name}:{where.lineno})"
-    row.seconds = round(time.perf_counter() - started, 2)
+    row.seconds = round(time.process_time() - started, 2)
     _write(place, row.to_json())
     return row
 

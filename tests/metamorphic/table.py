@@ -92,7 +92,7 @@ def markdown(rows: Sequence[Row]) -> str:
     seconds = sorted(row.seconds for row in changed)
     if seconds:
         lines += ["", f"{len(changed)} of {len(rows)} pairs changed something; median {seconds[len(seconds) // 2]} s,"]
-        lines += [f"mean {sum(seconds) / len(seconds):.1f} s, longest {seconds[-1]} s a pair."]
+        lines += [f"mean {sum(seconds) / len(seconds):.1f} s, longest {seconds[-1]} s of processor time a pair."]
     return "\n".join(lines) + "\n"
 
 

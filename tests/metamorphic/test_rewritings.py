@@ -56,6 +56,8 @@ CHANGED = {
     "introduce_temporaries": [
         (f"def f({T}):\n    return torch.tanh(torch.exp(x) * torch.cos(y))",
          "_1 = torch.exp(x)\n    intermediate_2 = torch.cos(y)\n    return torch.tanh(intermediate_1 * intermediate_2)"),
+        (f"def f({T}):\n    a = (\n        torch.exp(x)\n        .sin() + 1\n    )\n    return a",
+         ".sin())\n"),
     ],
     "join_assignments": [(f"def f({T}):\n    a = x.sin()\n    b = y.cos()\n    return a + b", "a, b = x.sin(), y.cos()")],
     "matmul_as_operator": [(f"def f({T}):\n    return torch.matmul(x, y) + x.matmul(y)", "(x @ y) + (x @ y)")],

@@ -33,12 +33,12 @@ def _value(statement: cst.BaseStatement) -> cst.BaseExpression | None:
 
 
 def _assignment(name: str, value: cst.BaseExpression) -> cst.SimpleStatementLine:
-    flat = value.with_changes(lpar=[], rpar=[]) if value.lpar and not _breaks(value) else value
-    return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], flat)])
-
-
-def _breaks(node: cst.BaseExpression) -> bool:
-    return "\n" in cst.Module([]).code_for_node(node) or isinstance(node, (cst.Tuple, cst.GeneratorExp))
+    broken = "\n" in cst.Module([]).code_for_node(value) and not isinstance(value, (cst.Tuple, cst.GeneratorExp))
+    if broken and not value.lpar:  # it stood between the parentheses of something larger
+        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    elif not broken and not isinstance(value, (cst.Tuple, cst.GeneratorExp)):
+        value = value.with_changes(lpar=[], rpar=[])
+    return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], value)])
 
 
 def _lines(statement: cst.BaseStatement) -> tuple[cst.EmptyLine, ...]:
