@@ -8,8 +8,8 @@ from functools import cached_property
 
 import libcst as cst
 
-from rewrite.analysis.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax import calls_in
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.syntax.nodes import calls_in
 
 
 @dataclass(frozen=True)

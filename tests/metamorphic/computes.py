@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rewrite.source import Source
+from rewrite.upstream.source import Source
 from rewrite.verify.configs import Variant, small_variants
 from rewrite.verify.model_inputs import make, tensors
 from rewrite.verify.subjects import Subject, find_subjects

@@ -8,8 +8,8 @@ from typing import ClassVar
 import libcst as cst
 import pytest
 
-from rewrite.analysis.module import Module, walk
-from rewrite.analysis.syntax import expression
+from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.syntax.nodes import expression
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 from soundness.case import read_case
 from soundness.compare import examine
@@ -80,4 +80,3 @@ def test_a_right_rewriting_is_none() -> None:
     verdict = examine(case, [Planted("y.add(1)", "1 + y")])
     assert verdict.sites
     assert not verdict.difference
-
