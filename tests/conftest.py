@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh", action="store_true", help="write the golden files anew, to be read as a diff")
+    parser.addoption("--every-model", action="store_true", help="all modeling files, where a test takes a sample")
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from rewrite.engine.layout import laid_out
 from rewrite.engine.passes import rewrite_text
 from rewrite.engine.relocate import is_rewritten, relocate
 from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse
@@ -51,7 +52,7 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
         raise _too_deep(source, error) from error
     if not rewritten.sites:
         raise NothingToRewrite(source.path, _reasons(rewritten))
-    return Build(source, rewritten)
+    return Build(source, replace(rewritten, text=laid_out(rewritten.text, source.text)))
 
 
 def _check_parses(source: Source) -> None:
