@@ -150,7 +150,8 @@ class RenameParameters(_Renaming):
         fresh: dict[str, str] = {}
         for place, param in enumerate(params):
             name = param.name.value
-            given = all(name in _keywords(call) or self._positions(call) > place - 1 for call in mine)
+            position = place - self._is_forward(function)  # `self` takes none
+            given = all(name in _keywords(call) or self._positions(call) > position for call in mine)
             if name in kept or f"{name}_given" in taken or (by_star and not (given and mine)):
                 continue
             fresh[name] = f"{name}_given"
@@ -166,7 +167,7 @@ class RenameParameters(_Renaming):
                     self.new[id(argument.keyword)] = fresh[argument.keyword.value]
 
     def _is_forward(self, function: cst.FunctionDef) -> bool:
-        return function.name.value not in self.module.functions
+        return self.module.functions.get(function.name.value) is not function
 
     def _positions(self, call: cst.Call) -> int:
         return len([a for a in call.args if a.keyword is None and not a.star])
