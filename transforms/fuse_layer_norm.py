@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.sites.norms import (
-    computed,
-    divides_by_root_mean_square,
-    layer_norm_call,
-    looks_like_norm,
-    subtracts_mean,
-)
+from rewrite.analysis.sites.norms import computed, divides_by_root_mean_square, layer_norm_call, looks_like_norm, subtracts_mean
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
 from rewrite.analysis.terms.computation import NotComputable

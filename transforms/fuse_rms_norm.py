@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.sites.norms import (
-    computed,
-    divides_by_root_mean_square,
-    looks_like_norm,
-    rms_norm_call,
-    rms_norm_obstacle,
-    subtracts_mean,
-)
+from rewrite.analysis.sites.norms import computed, divides_by_root_mean_square, looks_like_norm, rms_norm_call, rms_norm_obstacle, subtracts_mean
 from rewrite.analysis.syntax.module import Module, names_in
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
 from rewrite.analysis.terms.computation import NotComputable

@@ -50,7 +50,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--sample", type=int, metavar="N", help="only N files, spread evenly")
     parser.add_argument("--rewriting", nargs="*", choices=list(all_rewritings()), metavar="NAME", help="only these")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
-    parser.add_argument("--rows", type=Path, default=Path("metamorphic-rows"), help="folder of rows: goes on there")
+    parser.add_argument("--rows", type=Path, default=Path("build/metamorphic"), help="folder of rows: goes on there")
     parser.add_argument("--transformers", type=Path, metavar="DIR", help="another transformers than the installed one")
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--markdown", type=Path, metavar="OUT")

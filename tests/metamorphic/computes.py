@@ -1,22 +1,31 @@
-"""Whether a respelled file still computes what it did: small models of both, with the same weights and inputs."""
+"""Whether a respelled file still computes what it did: small models of both, with the same weights and inputs.
+
+`python -m tests.metamorphic.computes llama mixtral` answers for every rewriting of these models' files.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from rewrite.upstream.source import Source
+from rewrite.upstream.source import Source, resolve
 from rewrite.verify.configs import Variant, small_variants
 from rewrite.verify.model_inputs import make, tensors
 from rewrite.verify.subjects import Subject, find_subjects
+from rewrite.verify.tolerances import bound
+
+from .rewriting import respell
+from .rewritings import all_rewritings
 
 SEED = 7
 
@@ -85,3 +94,28 @@ def _relative(one: Any, other: Any) -> float:
     if torch.equal(one, other) or not one.numel():
         return 0.0
     return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare what was asked for; 1 if a rewriting changed what a model computes."""
+    parser = argparse.ArgumentParser(prog="python -m tests.metamorphic.computes", description=__doc__)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a model type, as `rewrite` takes it")
+    parser.add_argument("--rewriting", nargs="*", choices=list(all_rewritings()), metavar="NAME", help="only these")
+    options = parser.parse_args(arguments)
+    wrong = 0
+    for model in options.models:
+        source = resolve(model)
+        for name in options.rewriting or all_rewritings():
+            respelled = respell(source.text, all_rewritings()[name])
+            if not respelled.places:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                found = dict(differences(source, respelled.text, Path(folder)))
+            same = max(found.values()) <= bound("fp64 max")
+            wrong += not same
+            print(f"{model:12} {name:28} {'same' if same else 'DIFFERENT':10} {max(found.values()):.1e}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

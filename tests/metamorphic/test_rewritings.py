@@ -207,20 +207,40 @@ def test_leaves_what_may_mean_something_else(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", rewritings())
 def test_a_whole_model_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, loss and gradients of a model with attention of its own, in fp64."""
-    torch = pytest.importorskip("torch")
+    tolerances = pytest.importorskip("rewrite.verify.tolerances")
     text = TINY.read_text()
     respelled = respell(text, all_rewritings()[name])
     if not respelled.places:
         pytest.skip("there is nothing in the model for this rewriting")
+    assert difference(text, respelled.text, monkeypatch) <= tolerances.bound("fp64 max")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("residual + hidden_states", "torch.sub(residual, hidden_states)"), ("(-second, first)", "(first, -second)")],
+)
+def test_a_model_that_computes_something_else_is_caught(
+    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tolerances = pytest.importorskip("rewrite.verify.tolerances")
+    text = TINY.read_text()
+    assert right in text
+    assert difference(text, text.replace(right, wrong), monkeypatch) > tolerances.bound("fp64 max")
+
+
+def difference(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The largest difference of logits, loss and gradients, each relative to its largest value."""
+    import torch
+
     results = []
-    for version in (text, respelled.text):
+    for version in (before, after):
         model = built(version, monkeypatch).double()
         ids = torch.arange(22).view(2, 11)
         output = model(ids, labels=ids)
         output.loss.backward()
         results.append([output.logits, output.loss, *(weight.grad for weight in model.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
+    pairs = zip(*results, strict=True)
+    return max(float((one - other).detach().abs().max() / one.detach().abs().max()) for one, other in pairs)
 
 
 def built(text: str, monkeypatch: pytest.MonkeyPatch) -> Any:

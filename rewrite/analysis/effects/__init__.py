@@ -29,7 +29,7 @@ file is made from has no attribute of the name that the file assigns.
 from rewrite.analysis.effects import known
 from rewrite.analysis.effects.analysis import Effects, effects_of
 from rewrite.analysis.effects.attributes import Attribute, attribute
-from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
+from rewrite.analysis.effects.effect import Effect, HEAP, Value, union
 from rewrite.analysis.effects.names import Names
 from rewrite.analysis.effects.order import before, between, may_move, why_not_move
 from rewrite.analysis.effects.scope import Scope

@@ -50,13 +50,17 @@ class RenameLocals(_Renaming):
 
     def choose(self) -> None:
         for function in self.file.functions():
-            kept = set(parameters(function)) | _fixed(function)
+            kept = set(parameters(function)) | _fixed(function) | self._of_the_file()
             names = bound_names(function.body) & _stored(function) - kept
             taken = {name.value for name in plain_names(function, self.module)}
             fresh = {name: f"{name}_here" for name in sorted(names) if f"{name}_here" not in taken}
             for node in plain_names(function.body, self.module):
                 if node.value in fresh:
                     self.new[id(node)] = fresh[node.value]
+
+    def _of_the_file(self) -> set[str]:
+        """Names of the module, which a function may read where a function inside it has a local of the same name."""
+        return {*self.module.imports, *self.module.classes, *self.module.functions}
 
 
 def _stored(function: cst.FunctionDef) -> set[str]:
@@ -138,13 +142,16 @@ class RenameParameters(_Renaming):
         """Rename the parameters that are given by position, or by a keyword of a call that is understood."""
         kept = kept | _CONTRACT | _fixed(function)
         mine = [call for call, target in calls.all if target is not None and target.function is function]
+        if self._is_forward(function) and not mine:
+            return  # who calls it, and how, is not known
         by_star = any(argument.star for call in mine for argument in call.args)
         params = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
         taken = {node.value for node in plain_names(function, self.module)}
         fresh: dict[str, str] = {}
         for place, param in enumerate(params):
             name = param.name.value
-            given = all(name in _keywords(call) or self._positions(call) > place - 1 for call in mine)
+            position = place - self._is_forward(function)  # `self` takes none
+            given = all(name in _keywords(call) or self._positions(call) > position for call in mine)
             if name in kept or f"{name}_given" in taken or (by_star and not (given and mine)):
                 continue
             fresh[name] = f"{name}_given"
@@ -158,6 +165,9 @@ class RenameParameters(_Renaming):
             for argument in call.args:
                 if argument.keyword is not None and argument.keyword.value in fresh:
                     self.new[id(argument.keyword)] = fresh[argument.keyword.value]
+
+    def _is_forward(self, function: cst.FunctionDef) -> bool:
+        return self.module.functions.get(function.name.value) is not function
 
     def _positions(self, call: cst.Call) -> int:
         return len([a for a in call.args if a.keyword is None and not a.star])

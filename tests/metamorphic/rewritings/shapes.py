@@ -90,7 +90,7 @@ class TransposeAsSwapaxes(Expressions[cst.Call]):
     def respelled(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression | None:
         plain = len(original.args) == 2 and all(a.keyword is None for a in original.args)
         receiver = _receiver(original, "transpose")
-        if receiver is None or not plain or (isinstance(receiver, cst.Name) and receiver.value == "torch"):
+        if receiver is None or not plain or (isinstance(receiver, cst.Name) and receiver.value in ("torch", "self")):
             return None
         return _renamed(updated, "swapaxes")
 
