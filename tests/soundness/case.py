@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,21 +72,25 @@ def scaffold(name: str) -> tuple[str, dict[str, str]]:
 
 
 def read_case(family: str, title: str, text: str) -> Case:
-    """Return the case that `text` describes.
+    """Return the case that `text` describes."""
+    return case_of(f"{family}/{title}", title.split(".")[0], _section(text))
+
+
+def case_of(name: str, around: str, own: Mapping[str, str]) -> Case:
+    """Return the case that fills the scaffold `around` with what `own` gives.
 
     Raises:
         ValueError: if it fills a hole that its scaffold does not have.
     """
-    around, given = scaffold(title.split(".")[0])
-    own = _section(text)
-    holes = {*re.findall(r"<(\w+)>", around + "".join(given.values()))}
+    text, given = scaffold(around)
+    holes = {*re.findall(r"<(\w+)>", text + "".join(given.values()))}
     if unknown := {*own} - holes - {*_FIELDS}:
-        raise ValueError(f"{family}/{title}: no hole {', '.join(sorted(unknown))}")
+        raise ValueError(f"{name}: no hole {', '.join(sorted(unknown))}")
     given = {**dict.fromkeys(holes, ""), **given, **own}
     fields = {name: given[name] for name in ("inputs", "run", "must_rewrite", "raises") if name in given}
     return Case(
-        name=f"{family}/{title}",
-        text=fill(around, {name: given[name] for name in holes}),
+        name=name,
+        text=fill(text, {name: given[name] for name in holes}),
         transforms=tuple(given["transforms"].split(", ")),
         layout=given.get("layout") == "yes",
         **fields,

@@ -12,7 +12,7 @@ from rewrite.errors import RewriteError
 from rewrite.transform import Rewritten, Transform
 from rewrite.transforms import select
 from soundness.case import Case
-from soundness.observe import Leaf, Observation, observations
+from soundness.observe import CALLS, FEW_CALLS, Calls, Leaf, Observation, observations
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-11
 """Sums of a few dozen fp64 products in another order differ by some 1e-15."""
@@ -52,10 +52,22 @@ def examine(case: Case, transforms: list[Transform]) -> Verdict:
     return Verdict(difference_of(case, original, rewritten.text), rewritten, tuple(original))
 
 
-def difference_of(case: Case, original: list[Observation], text: str) -> str:
+def examine_quickly(case: Case, transforms: list[Transform], name: str) -> Verdict:
+    """Rewrite a case, and run it only where the transform `name` did something, in few calls."""
+    try:
+        rewritten = rewrite_text(case.text, transforms)
+    except (RewriteError, SyntaxError) as error:
+        return Verdict(f"the rewriting fails: {type(error).__name__}: {error}", None)
+    if not any(report.rewritten for report in rewritten.transforms if report.name == name):
+        return Verdict("", rewritten)
+    original = observations(case, case.text, calls=FEW_CALLS)
+    return Verdict(difference_of(case, original, rewritten.text, FEW_CALLS), rewritten, tuple(original))
+
+
+def difference_of(case: Case, original: list[Observation], text: str, calls: Calls = CALLS) -> str:
     """Return the first difference between what was observed and what `text` does; empty for none."""
-    found = observations(case, text, rewritten=True)
-    if len(found) == 1:
+    found = observations(case, text, rewritten=True, calls=calls)
+    if len(found) != len(original):
         return f"{found[0].what} raises {found[0].raised}"
     single = "float()" in case.text or "float32" in case.text
     for wanted, got in zip(original, found, strict=True):

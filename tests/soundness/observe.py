@@ -26,11 +26,13 @@ _TURNS = 64
 """How far a generator is read."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _numbers = itertools.count()
-_CALLS = (
+Calls = tuple[tuple[tuple[str, int, bool], ...], ...]
+CALLS: Calls = (
     (("eval 1, batch 2", 2, False), ("eval 2, batch 2", 2, False), ("eval 3, batch 3", 3, False)),
     (("training, batch 3", 3, True),),
 )
-"""What is called on one model after the other: weights are packed at the first call."""
+"""What is called on one model after the other, with which batch and whether in training: the first call packs."""
+FEW_CALLS: Calls = ((("eval 1, batch 2", 2, False), ("eval 2, batch 3", 3, False)), (("training, batch 2", 2, True),))
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def unload(module: types.ModuleType) -> None:
     linecache.cache.pop(str(module.__file__), None)
 
 
-def observations(case: Case, text: str, rewritten: bool = False) -> list[Observation]:
-    """Return what happens in two calls in evaluation, one with another batch, and one in training.
+def observations(case: Case, text: str, rewritten: bool = False, calls: Calls = CALLS) -> list[Observation]:
+    """Return what happens in `calls`, each group of them on a model of its own.
 
     `rewritten` is what the case's `run` is told.
     """
@@ -106,10 +108,10 @@ def observations(case: Case, text: str, rewritten: bool = False) -> list[Observa
     loaded = []
     try:
         seen: list[Observation] = []
-        for calls in _CALLS:
+        for group in calls:
             loaded.append(load(text))
             model = _build(loaded[-1])
-            seen += [_observe(case, loaded[-1], model, name, *how, rewritten) for name, *how in calls]
+            seen += [_observe(case, loaded[-1], model, *how, rewritten) for how in group]
         return seen
     except Exception as error:
         return [Observation(f"building ({error})", raised=type(error).__name__)]
@@ -132,7 +134,7 @@ def _build(module: types.ModuleType) -> Any:
 
 
 def _seed(number: int) -> None:
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed seeds all devices: 2 ms
     random.seed(number)
 
 
