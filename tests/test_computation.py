@@ -42,6 +42,16 @@ SAME = [
     ("x.float().float()", "x.float()"),
     ("x.to(x.dtype)", "x"),
     ("1.0 + x", "x + 1"),
+    ("torch.add(x, y)", "x.add(other=y)"),
+    ("x.transpose(1, 2)", "torch.swapaxes(x, axis0=2, axis1=1)"),
+    ("x.transpose(1, 2)", "x.permute(0, 2, 1, 3)"),
+    ("x.permute(2, 0, 1)", "torch.permute(x, (2, 0, 1))"),
+    ("torch.nn.functional.softmax(x, dim=-1)", "x.softmax(-1)"),
+    ("x if y is None else 1", "1 if y is not None else x"),
+    ("x if not y == 2 else 1", "x if y != 2 else 1"),
+    ("x if y > 3 else 1", "x if 3 < y else 1"),
+    ("x if 'a' == y else 1", 'x if y == "a" else 1'),
+    ("x if y not in (1, 2) else 3", "3 if y in (1, 2) else x"),
 ]
 
 
@@ -58,6 +68,10 @@ DIFFERENT = [
     ("(x + y) + 1", "x + (y + 1)"),
     ("torch.cat((x, -y), dim=-1)", "torch.cat((-x, y), dim=-1)"),
     ("x.mean(-1)", "x.mean(1)"),
+    ("x.permute(1, 2, 0)", "x.permute(2, 0, 1)"),
+    ("x if y < 3 else 1", "1 if y < 3 else x"),
+    ("x if not y < 3 else 1", "x if y > 3 else 1"),
+    ("torch.add(x, y)", "torch.add(x, y, alpha=2)"),
     ("x.mean(-1)", "x.mean(-1, keepdim=True)"),
     ("x[..., ::2]", "x[..., 1::2]"),
     ("x.float()", "x.half()"),
@@ -99,7 +113,7 @@ REFUSED = [
     "x += y\nreturn x",
     "x[0] = y\nreturn x",
     "for _ in y:\n    x = x + 1\nreturn x",
-    "if y:\n    return x\nreturn y",
+    "if y:\n    return x",
     "x.add_(y)\nreturn x",
     "z = x.add_(y)\nreturn x * z",
     "return f(*x)",
@@ -107,6 +121,19 @@ REFUSED = [
     "assert y\nreturn x",
     "y = x",
 ]
+
+
+EARLY = [
+    "if y is None:\n    return x\nreturn y",
+    "if y is not None:\n    return y\nelse:\n    return x",
+    "if y is not None:\n    z = y\nelse:\n    return x\nreturn z",
+    "if y is None:\n    if x is x:\n        return x\n    return x\nreturn y",
+]
+
+
+@pytest.mark.parametrize("text", EARLY)
+def test_an_early_return_is_a_conditional_expression(text: str) -> None:
+    assert returned(text) == returned("return x if y is None else y")
 
 
 @pytest.mark.parametrize("text", REFUSED)

@@ -60,20 +60,11 @@ class Step(Run):
 
     def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
         """Execute statements, those left out that only complain."""
-        return super().block([s for s in statements if not m.matches(s, _COMPLAINS)], environment)
+        return super().block([s for s in statements if not _complains(s)], environment)
 
-    def branch(self, statement: cst.If, environment: Bindings) -> Term | None:
-        """Execute a conditional statement, only one way where a step decides the test."""
-        if statement.orelse is None and all(m.matches(inner, _COMPLAINS) for inner in statement.body.body):
-            return None
-        known = _outcome(self.expression(statement.test, environment))
-        if known is None:
-            return super().branch(statement, environment)
-        if known:
-            return self.block(statement.body.body, environment)
-        if isinstance(statement.orelse, cst.If):
-            return self.branch(statement.orelse, environment)
-        return None if statement.orelse is None else self.block(statement.orelse.body.body, environment)
+    def decided(self, test: Term) -> bool | None:
+        """Return what a step decides a test to be."""
+        return _outcome(test)
 
     def small(self, small: cst.BaseSmallStatement, environment: Bindings) -> None:
         """Execute one simple statement; `x += y` is `x = x + y` where nothing shares x."""
@@ -140,6 +131,12 @@ class Step(Run):
         return called
 
 
+def _complains(statement: cst.CSTNode) -> bool:
+    if isinstance(statement, cst.If) and statement.orelse is None:
+        return all(m.matches(inner, _COMPLAINS) for inner in statement.body.body)
+    return m.matches(statement, _COMPLAINS)
+
+
 def is_built_from(attribute: str, classes: tuple[str, ...], owner: ClassInfo, module: Module) -> bool:
     """Whether all that `self.<attribute>` may be is an object of one of `classes`."""
     values = module.assignments(owner, attribute)
@@ -181,7 +178,8 @@ class NotWritable(NotComputable):
 
 _INFIX = {
     "or": ("or", 1), "and": ("and", 2), "eq": ("==", 4), "ne": ("!=", 4), "is": ("is", 4), "isnot": ("is not", 4),
-    "add": ("+", 5), "mul": ("*", 6), "div": ("/", 6), "floordiv": ("//", 6), "pow": ("**", 8),
+    "lt": ("<", 4), "le": ("<=", 4), "in": ("in", 4), "notin": ("not in", 4), "add": ("+", 5), "mul": ("*", 6),
+    "div": ("/", 6), "floordiv": ("//", 6), "pow": ("**", 8),
 }  # fmt: skip
 """How operations are written, and how closely they bind."""
 _PREFIX = {"not": ("not ", 3), "neg": ("-", 7)}

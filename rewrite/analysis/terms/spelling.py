@@ -22,32 +22,71 @@ BINARY = {
     cst.LeftShift: "lshift",
     cst.RightShift: "rshift",
 }
-COMPARISON = {cst.Equal: "eq", cst.NotEqual: "ne", cst.Is: "is", cst.IsNot: "isnot", cst.In: "in"}
+COMPARISON = {
+    cst.Equal: "eq",
+    cst.NotEqual: "ne",
+    cst.Is: "is",
+    cst.IsNot: "isnot",
+    cst.In: "in",
+    cst.NotIn: "notin",
+    cst.LessThan: "lt",
+    cst.LessThanEqual: "le",
+    cst.GreaterThan: "gt",
+    cst.GreaterThanEqual: "ge",
+}
 
 ARGUMENTS = {
+    "add": ("input", "other"),
     "cat": ("tensors", "dim"),
     "chunk": ("input", "chunks", "dim"),
+    "div": ("input", "other"),
     "flatten": ("input", "start_dim", "end_dim"),
+    "gather": ("input", "dim", "index"),
+    "masked_fill": ("input", "mask", "value"),
+    "matmul": ("input", "other"),
     "mean": ("input", "dim", "keepdim"),
+    "mul": ("input", "other"),
+    "permute": ("input", "dims"),
     "pow": ("input", "exponent"),
+    "relu": ("input",),
     "repeat_interleave": ("input", "repeats", "dim"),
+    "reshape": ("input", "shape"),
+    "sigmoid": ("input",),
     "size": ("input", "dim"),
+    "softmax": ("input", "dim"),
     "split": ("tensor", "split_size_or_sections", "dim"),
     "stack": ("tensors", "dim"),
+    "sub": ("input", "other"),
     "sum": ("input", "dim", "keepdim"),
+    "tanh": ("input",),
     "to": ("input", "dtype"),
+    "topk": ("input", "k", "dim"),
+    "transpose": ("input", "dim0", "dim1"),
     "type": ("input", "dtype"),
     "unsqueeze": ("input", "dim"),
 }
 """The positions of keyword arguments, of the functions in which modeling files use both."""
 
-_ALIASES = {
+ALIASES = {
     "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "floor_divide": "floordiv",
     "multiply": "mul",
     "negative": "neg",
+    "nn.functional.relu": "relu",
+    "nn.functional.sigmoid": "sigmoid",
+    "nn.functional.softmax": "softmax",
+    "nn.functional.tanh": "tanh",
     "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
     "true_divide": "div",
 }
+"""Names of operations that have another one."""
+KEYWORDS = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
+"""Names of arguments that have another one."""
+_OPPOSITES = {"eq": "ne", "ne": "eq", "in": "notin", "notin": "in", "is": "isnot", "isnot": "is"}
 _CASTS = {"bfloat16": "bfloat16", "double": "float64", "float": "float32", "half": "float16"}
 _DTYPES = {f"torch.{name}" for name in ("bfloat16", "double", "float", "float16", "float32", "float64", "half")}
 
@@ -118,7 +157,7 @@ def _factors(term: Term) -> tuple[Term, ...]:
 
 def make(name: str, *args: Term) -> Term:
     """Return the canonical term of operation `name` on `args`."""
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     if name in _CASTS and len(args) == 1:
         return _cast(args[0], Term("name", (), f"torch.{_CASTS[name]}"))
     rule = _RULES.get(name)
@@ -192,6 +231,50 @@ def _index(*args: Term) -> Term | None:
     return None
 
 
+def _select(*args: Term) -> Term | None:
+    """Tests that deny something become tests of it, the ways exchanged."""
+    test, yes, no = args
+    if yes == no:
+        return yes
+    if test.op == "not":
+        return make("select", test.args[0], no, yes)
+    if test.op in ("isnot", "ne", "notin"):
+        return Term("select", (Term(_OPPOSITES[test.op], test.args), no, yes))
+    return None
+
+
+def _not(*args: Term) -> Term | None:
+    opposite = _OPPOSITES.get(args[0].op)
+    return None if opposite is None else Term(opposite, args[0].args)
+
+
+def _symmetric(name: str) -> Callable[..., Term | None]:
+    """Return the rule of a comparison whose sides may change places: constants come last."""
+
+    def rule(*args: Term) -> Term | None:
+        known = ("constant", "name")
+        return Term(name, tuple(sorted(args, key=lambda side: (side.op in known, str(side))))) if args else None
+
+    return rule
+
+
+def _transpose(*args: Term) -> Term | None:
+    """The dimensions of a swap have no order."""
+    return Term("transpose", (args[0], *sorted(args[1:], key=str))) if len(args) == 3 else None
+
+
+def _permute(*args: Term) -> Term | None:
+    """A permutation that exchanges two dimensions is a transpose."""
+    tensor, *order = args
+    if len(order) == 1 and order[0].op == "tuple":
+        order = list(order[0].args)
+    wanted = [constant(place) for place in range(len(order))]
+    moved = [place for place, dimension in enumerate(order) if dimension != wanted[place]]
+    if len(moved) == 2 and order[moved[0]] == wanted[moved[1]] and order[moved[1]] == wanted[moved[0]]:
+        return Term("transpose", (tensor, wanted[moved[0]], wanted[moved[1]]))
+    return Term("permute", (tensor, *order))
+
+
 _ALL = Term("slice", (NONE, NONE, NONE))
 
 
@@ -224,4 +307,14 @@ _RULES: dict[str, Callable[..., Term | None]] = {
     "index": _index,
     "slice": _slice,
     "mean": _mean,
+    "select": lambda *args: _select(*args) if len(args) == 3 else None,
+    "not": _not,
+    "eq": _symmetric("eq"),
+    "ne": _symmetric("ne"),
+    "is": _symmetric("is"),
+    "isnot": _symmetric("isnot"),
+    "gt": lambda *args: Term("lt", args[::-1]),
+    "ge": lambda *args: Term("le", args[::-1]),
+    "transpose": _transpose,
+    "permute": _permute,
 }
