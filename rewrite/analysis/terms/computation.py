@@ -15,7 +15,7 @@ from functools import cached_property
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, small_statements
 from rewrite.analysis.terms.spelling import ARGUMENTS, BINARY, COMPARISON, Term, constant, make
 from rewrite.errors import RewriteError
 
@@ -66,30 +66,35 @@ class Run:
 
     def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
         """Execute statements; return what the first `return` among them returns, None if there is none."""
-        for statement in statements:
+        for place, statement in enumerate(statements):
             if isinstance(statement, cst.If):
+                if _may_return(statement) and statements[place + 1 :]:
+                    statement = _continued(statement, statements[place + 1 :])
+                    return self.branch(statement, environment)
                 if (returned := self.branch(statement, environment)) is not None:
                     return returned
                 continue
-            if not isinstance(statement, cst.SimpleStatementLine):
+            if not isinstance(statement, (cst.SimpleStatementLine, cst.BaseSmallStatement)):
                 raise NotComputable(_kind(statement))
-            for small in statement.body:
+            for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else (statement,):
                 if isinstance(small, cst.Return):
                     return self.expression(small.value or cst.Name("None"), environment)
                 self.small(small, environment)
         return None
 
     def branch(self, statement: cst.If, environment: Bindings) -> Term | None:
-        """Execute a conditional statement: a local that both ways bind differently becomes a `select`."""
+        """Execute a conditional statement: what both ways return or bind differently becomes a `select`."""
         test = self.expression(statement.test, environment)
         yes, no = dict(environment), dict(environment)
-        returned = self.block(statement.body.body, yes)
+        returned, otherwise = self.block(statement.body.body, yes), None
         if isinstance(statement.orelse, cst.If):
-            returned = returned or self.branch(statement.orelse, no)
+            otherwise = self.block([statement.orelse], no)
         elif statement.orelse is not None:
-            returned = returned or self.block(statement.orelse.body.body, no)
-        if returned is not None:
-            raise NotComputable("a return under a condition")
+            otherwise = self.block(statement.orelse.body.body, no)
+        if returned is not None and otherwise is not None:
+            return make("select", test, returned, otherwise)
+        if returned is not None or otherwise is not None:
+            raise NotComputable("a return under a condition, and none otherwise")
         for name in {*yes, *no}:
             if name not in yes or name not in no:
                 environment.pop(name, None)
@@ -308,6 +313,27 @@ def _may_bind(pattern: Term, term: Term) -> bool:
     if pattern.value.isupper() and pattern.op == "parameter":
         return term.op in ("parameter", "constant")
     return term.op == pattern.op
+
+
+def _may_return(statement: cst.If) -> bool:
+    """Whether a way through a conditional statement ends in a `return`."""
+    return any(isinstance(small, cst.Return) for small in small_statements(statement))
+
+
+def _continued(statement: cst.If, rest: Sequence[cst.CSTNode]) -> cst.If:
+    """Return the conditional statement with what follows it at the end of both its ways: early returns stop it."""
+    body = _joined(statement.body.body, rest)
+    orelse = statement.orelse
+    if isinstance(orelse, cst.If):
+        return statement.with_changes(body=body, orelse=_continued(orelse, rest))
+    otherwise = orelse.body.body if orelse is not None else ()
+    return statement.with_changes(body=body, orelse=cst.Else(_joined(otherwise, rest)))
+
+
+def _joined(first: Sequence[cst.CSTNode], rest: Sequence[cst.CSTNode]) -> cst.IndentedBlock:
+    """Return a block of these statements; those of a block on one line get lines of their own."""
+    lines = [cst.SimpleStatementLine([s]) if isinstance(s, cst.BaseSmallStatement) else s for s in first]
+    return cst.IndentedBlock([*lines, *rest])  # type: ignore[list-item]
 
 
 def _kind(node: cst.CSTNode) -> str:
