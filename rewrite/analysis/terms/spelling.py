@@ -288,11 +288,8 @@ def _unsqueeze(*args: Term) -> Term | None:
 def _var(*args: Term) -> Term | None:
     """The mean of the squares of the differences from the mean, where it is not corrected for a sample's size."""
     words = {a.value: a.args[0] for a in args[2:] if a.op == "keyword"}
-    corrected = words.pop("unbiased", None) != Term("name", (), "False") and words.pop("correction", None) != constant(0)
-    if len(args) < 2 or corrected or len(args) - 2 > 2 or any(a.op != "keyword" for a in args[2:]):
-        return None
-    keep = (_TRUE,) if words.pop("keepdim", None) == _TRUE else ()
-    if words or not keep:
+    plain = {"keepdim": _TRUE, "unbiased": Term("name", (), "False")}, {"keepdim": _TRUE, "correction": constant(0)}
+    if len(args) != 4 or words not in plain:
         return None
     centered = make("sub", args[0], make("mean", args[0], args[1], _TRUE))
     return make("mean", make("pow", centered, constant(2)), args[1], _TRUE)
