@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.step.layer_methods import layer_methods
-from rewrite.analysis.step.layer_step import LayerStep, PARAMETERS, is_decoded
+from rewrite.analysis.step.layer_step import PARAMETERS, LayerStep, is_decoded
 from rewrite.analysis.step.terms import CACHE, CACHES, NoStep, NotWritable
 from rewrite.analysis.step.windows import stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module

@@ -39,7 +39,9 @@ PLACES = {
     "fuse_rope": Place(rotations()),
     "native_gqa": Place(expansions()),
     "preallocate_buffers": Place(
-        st.one_of(host_values(HOST_SITES, "constants"), host_values(HOST_SITES, "constants"), decoders(("rotary", "model"))),
+        st.one_of(
+            host_values(HOST_SITES, "constants"), host_values(HOST_SITES, "constants"), decoders(("rotary", "model"))
+        ),
         (*_STEP, "decode_layers"),
     ),
     "route_gemm": Place(projections()),

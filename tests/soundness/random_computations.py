@@ -71,7 +71,9 @@ def rms_norms(draw: Draw) -> Case:
         ),
     ]
     body = [_LOCALS, *_noisy(draw, lines, Names(("x", "h", "a"), ("a", "h", "c")))] if draw(st.booleans()) else lines
-    weight = _pick(draw, "", "self.weight = nn.Parameter(torch.ones(1))", "self.weight = nn.Parameter(torch.ones(3, 1))")
+    weight = _pick(
+        draw, "", "self.weight = nn.Parameter(torch.ones(1))", "self.weight = nn.Parameter(torch.ones(3, 1))"
+    )
     return _made(
         "norm",
         "rms_norm",
@@ -80,7 +82,9 @@ def rms_norms(draw: Draw) -> Case:
         init=f"{weight}\nself.power, self.flag, self.kept, self.scale = 2, False, torch.ones(1), nn.Parameter(torch.ones(dim))\n"
         + _pick(draw, "", "self.eps = 0.7", "self.eps = torch.tensor(0.3)", "self.eps = nn.Parameter(torch.ones(8))"),
         methods="def norms(self, h):\n    return h * 1\n",
-        after=_pick(draw, "", "class Subject(Subject):\n    eps = property(lambda self: 0.5, lambda self, value: None)"),
+        after=_pick(
+            draw, "", "class Subject(Subject):\n    eps = property(lambda self: 0.5, lambda self, value: None)"
+        ),
         inputs=_pick(
             draw,
             "randn(b, 3, 8),",
@@ -103,7 +107,9 @@ def layer_norms(draw: Draw) -> Case:
         "k = x.dtype",
         _pick(draw, "h = x.float()", "h = x.to(torch.float32)", "h = x"),
         "m = {}.mean({}, keepdim=True)".format(_pick(draw, "h", "x", "h.detach()"), _pick(draw, "-1", "-2", "1")),
-        "v = {}.mean(-1, keepdim=True)".format(_pick(draw, "(h - m).pow(2)", "h.pow(2)", "(h - m).abs()", "(m - h).pow(2)")),
+        "v = {}.mean(-1, keepdim=True)".format(
+            _pick(draw, "(h - m).pow(2)", "h.pow(2)", "(h - m).abs()", "(m - h).pow(2)")
+        ),
         "h = {} * torch.rsqrt(v + {})".format(_pick(draw, "(h - m)", "h", "(m - h)"), _pick(draw, "self.eps", "1e-3")),
         _pick(
             draw,
@@ -135,7 +141,12 @@ _ROTATIONS = (
     ("x.chunk(2, dim=-1)", "torch.cat((b, -a), dim=-1)"),
     ("x.chunk(2, dim=-2)", "torch.cat((-b, a), dim=-2)"),
 )
-_REBOUND = ("", "rotate_half = torch.neg", "for rotate_half in (torch.neg,):\n    pass", "from torch import neg as rotate_half")
+_REBOUND = (
+    "",
+    "rotate_half = torch.neg",
+    "for rotate_half in (torch.neg,):\n    pass",
+    "from torch import neg as rotate_half",
+)
 
 
 @st.composite
@@ -144,18 +155,25 @@ def rotations(draw: Draw) -> Case:
     halves, joined = _ROTATIONS[0] if draw(st.booleans()) else draw(st.sampled_from(_ROTATIONS))
     q, k = _pick(draw, "q", "q", "q * 1", "k"), _pick(draw, "k", "k", "k * 1")
     product = "{0} * {1} + rotate_half({0}) * {2}"
-    turned = product.format(q, "cos", _pick(draw, "sin", "cos")), product.format(k, "cos", _pick(draw, "sin", "sin", "cos"))
+    turned = (
+        product.format(q, "cos", _pick(draw, "sin", "cos")),
+        product.format(k, "cos", _pick(draw, "sin", "sin", "cos")),
+    )
     lines = [
         f"cos = cos.unsqueeze({_pick(draw, 'unsqueeze_dim', '1', '-3')})",
         f"sin = sin.unsqueeze({_pick(draw, 'unsqueeze_dim', '1', '-3')})",
         _pick(draw, "pass", "cos = cos.float()", "q = q.float()", "cos.mul_(2)", "bump(sin)"),
-        _pick(draw, "return {}, {}", "return [{}, {}]", "q, k = {}, {}\nreturn q, k", "return ({}).to(k.dtype), {}").format(*turned),
+        _pick(
+            draw, "return {}, {}", "return [{}, {}]", "q, k = {}, {}\nreturn q, k", "return ({}).to(k.dtype), {}"
+        ).format(*turned),
     ]
     body = _noisy(draw, lines, Names(("q",), ("q",), layout=True))
     if draw(st.booleans()) and len(body) > len(lines):
         body = ["a, c, xs, d, n, z, flag = q * 1, q, [q], {'k': q}, None, None, True", *body]
     b, h, s = "b", _pick(draw, "2", "1", "3"), _pick(draw, "3", "1")
-    tables = _pick(draw, f"b, {s}, 4", f"1, {s}, 4", f"b, {s}, 1", f"b, {s}, 2", "b, 1, 4", "3, 4", "b, 1, 3, 4", "b, 3, 8")
+    tables = _pick(
+        draw, f"b, {s}, 4", f"1, {s}, 4", f"b, {s}, 1", f"b, {s}, 2", "b, 1, 4", "3, 4", "b, 1, 3, 4", "b, 3, 8"
+    )
     queries = _pick(draw, f"{b}, {h}, {s}, 4", f"1, {h}, {s}, 4", f"{s}, 4", f"2, b, {h}, {s}, 4", f"b, {h}, {s}, 2")
     keys = _pick(draw, f"{b}, 1, {s}, 4", f"1, 1, {s}, 4", f"b, 2, 1, 4", f"{s}, 4", "b, 1, 3, 1")
     sines = tables if draw(st.integers(0, 3)) else _pick(draw, f"b, {s}, 4", f"1, {s}, 4", f"b, {s}, 1")
@@ -165,7 +183,9 @@ def rotations(draw: Draw) -> Case:
         rotate=f"def rotate_half(x):\n    a, b = {halves}\n    return {joined}",
         body="\n".join(body),
         after=_pick(draw, *_REBOUND),
-        calling="return apply_rotary_pos_emb(q, k, cos, sin{})".format(_pick(draw, "", ", 1", ", 2", ", unsqueeze_dim=0", ", -2")),
+        calling="return apply_rotary_pos_emb(q, k, cos, sin{})".format(
+            _pick(draw, "", ", 1", ", 2", ", unsqueeze_dim=0", ", -2")
+        ),
         inputs=f"randn({queries}), randn({keys}), randn({tables}), randn({sines})",
         layout=_pick(draw, "no", "yes"),
     )
@@ -192,8 +212,16 @@ def expansions(draw: Draw) -> Case:
         "a = torch.matmul(query.float(), k.transpose(2, 3).float())",
     )
     names = Names(("key", "value"), ("key", "c"), layout=True)
-    site = [f"k = repeat_kv(key, {groups})", scores, _pick(draw, "v = repeat_kv(value, 2)", "v = value.repeat_interleave(2, 1)")]
-    end = ["w = (a + mask).softmax(-1)", "a = torch.matmul(w, v)", _pick(draw, "return a, w", "return a, w, k.shape", "return a, w, k")]
+    site = [
+        f"k = repeat_kv(key, {groups})",
+        scores,
+        _pick(draw, "v = repeat_kv(value, 2)", "v = value.repeat_interleave(2, 1)"),
+    ]
+    end = [
+        "w = (a + mask).softmax(-1)",
+        "a = torch.matmul(w, v)",
+        _pick(draw, "return a, w", "return a, w, k.shape", "return a, w, k"),
+    ]
     prologue = "a, c, xs, d, n, z, flag, late = key * 1, value, [key, value], {'k': value}, None, None, len(key) == 2, lambda: key"
     body = [prologue, "module.kept = value", *draw(around(site, names, 1)), *end]
     text = "\n".join(body).replace("self.", "module.")

@@ -10,7 +10,11 @@ from soundness.case import Case, case_of
 from soundness.noise import Draw, Lines, Names, around, supported
 
 _ARGUMENTS = {"args": "self, x, y, flag", "inputs": "randn(b, 3, 8), randn(b, 3, 8), b == 2"}
-_PROLOGUE = ["a, c, xs, d, n, z, w = x + 1, x - y, [y, x], {'k': y}, None, None, None", "self.kept = y", "late = lambda: y"]
+_PROLOGUE = [
+    "a, c, xs, d, n, z, w = x + 1, x - y, [y, x], {'k': y}, None, None, None",
+    "self.kept = y",
+    "late = lambda: y",
+]
 _TENSORS = ("x", "y", "a", "c")
 _ODD_INITS = (
     "",

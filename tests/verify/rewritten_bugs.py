@@ -27,7 +27,12 @@ REWRITTEN = (
         "grouped_matmul(attn_weights, value, module.num_key_value_groups)",
         "grouped_matmul(attn_weights, value.flip(1), module.num_key_value_groups)",
     ),
-    Bug("llama", "scaling dropped", "key.transpose(2, 3), module.num_key_value_groups) * scaling", "key.transpose(2, 3), module.num_key_value_groups)"),
+    Bug(
+        "llama",
+        "scaling dropped",
+        "key.transpose(2, 3), module.num_key_value_groups) * scaling",
+        "key.transpose(2, 3), module.num_key_value_groups)",
+    ),
     Bug(
         "llama",
         "first layer's cache slot",

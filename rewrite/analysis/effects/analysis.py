@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from rewrite.analysis.effects.calls import MAX_DEPTH
-from rewrite.analysis.effects.effect import Effect, HEAP
+from rewrite.analysis.effects.effect import HEAP, Effect
 from rewrite.analysis.effects.names import Names
 from rewrite.analysis.effects.scope import Scope
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk

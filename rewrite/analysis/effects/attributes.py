@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.analysis.effects.names import Names, SETTERS, dotted_end, is_self
+from rewrite.analysis.effects.names import SETTERS, Names, dotted_end, is_self
 from rewrite.analysis.syntax.module import ClassInfo, walk
 
 

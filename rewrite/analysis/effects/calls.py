@@ -9,7 +9,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import known
 from rewrite.analysis.effects.attributes import attribute
-from rewrite.analysis.effects.effect import Effect, HEAP, Value, union
+from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
 from rewrite.analysis.effects.names import dotted_end, is_self
 from rewrite.analysis.syntax.module import ClassInfo, self_attribute
 from rewrite.analysis.syntax.nodes import parameters

@@ -28,7 +28,7 @@ FRESH = names(
     searchsorted selu sigmoid sign silu sin sinh softmax softplus softsign sort sqrt square stack std sub
     subtract sum tan tanh tensor tile topk tril triu true_divide trunc unique unique_consecutive var where zeros
     zeros_like rms_norm group_norm avg_pool1d avg_pool2d max_pool1d max_pool2d embedding bitwise_xor
-    promote_types isin addbmm cdist index_fill
+    promote_types isin addbmm cdist index_fill reciprocal
     """
 )
 VIEWS = names(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from rewrite.analysis.effects.effect import Effect, HEAP, union
+from rewrite.analysis.effects.effect import HEAP, Effect, union
 from rewrite.analysis.effects.scope import Scope
 from rewrite.analysis.syntax.module import parts
 

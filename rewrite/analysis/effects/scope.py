@@ -17,7 +17,7 @@ import libcst as cst
 
 from rewrite.analysis.effects.attributes import attribute
 from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tensor
-from rewrite.analysis.effects.effect import Effect, HEAP, NOTHING, Value, union
+from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
 from rewrite.analysis.effects.known import NO_TENSOR
 from rewrite.analysis.effects.names import is_self
 from rewrite.analysis.syntax.module import ClassInfo, imported_names, parts, self_attribute, walk

@@ -157,7 +157,9 @@ class _Loop:
     def denominator(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
         """Return n of the only division in an expression."""
         divisions = [
-            node for node in walk(value) if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide)
+            node
+            for node in walk(value)
+            if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide)
         ]
         return divisions[0].right if len(divisions) == 1 else None
 
@@ -167,7 +169,9 @@ class _Loop:
             raise NotBounded(f"{self.module.code(count)} may be another number at the loop")
         attributes = {name for node in walk(count) if (name := self_attribute(node)) is not None}
         for statement in past:
-            stored = {self_attribute(n.target) for n in walk(statement) if isinstance(n, (cst.AssignTarget, cst.AugAssign))}
+            stored = {
+                self_attribute(n.target) for n in walk(statement) if isinstance(n, (cst.AssignTarget, cst.AugAssign))
+            }
             if (names_in([count]) - {"self"}) & bound_names(statement) or attributes & stored:
                 raise NotBounded(f"{self.module.code(count)} changes before the loop")
 

@@ -184,7 +184,9 @@ def _bound_after(name: str, repeated: Repeated) -> bool:
 def _targets(node: cst.CSTNode) -> set[str]:
     """Return the names that a node itself binds."""
     held: cst.CSTNode | None = None
-    if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del, cst.For, cst.CompFor, cst.NamedExpr)):
+    if isinstance(
+        node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del, cst.For, cst.CompFor, cst.NamedExpr)
+    ):
         held = node.target
     elif isinstance(node, cst.AsName):
         held = node.name

@@ -16,7 +16,14 @@ from rewrite.analysis.sites.linear_calls import LinearCall, linear_call, linear_
 from rewrite.analysis.sites.products import products_in, resolved
 from rewrite.analysis.sites.strides import relied_on
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, walk
-from rewrite.analysis.syntax.nodes import block_of, calls_in, fresh_name, local_names, replace_nodes, single_assignments
+from rewrite.analysis.syntax.nodes import (
+    block_of,
+    calls_in,
+    fresh_name,
+    local_names,
+    replace_nodes,
+    single_assignments,
+)
 from rewrite.analysis.syntax.proposal import Candidate, Edit, Found, Skip
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free
 from rewrite.analysis.terms.spelling import Term

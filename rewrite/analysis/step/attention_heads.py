@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, keyword
 from rewrite.analysis.syntax.module import ClassInfo, Module
-from rewrite.analysis.terms.spelling import NONE, Term, constant
+from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 HIDDEN = Term("parameter", (), "hidden_states")
 POSITIONS = Term("parameter", (), "position_embeddings")
@@ -132,8 +132,10 @@ def split_heads(term: Term, info: ClassInfo, module: Module) -> Heads:
 
 def _normed_if(term: Term, read: Reader, info: ClassInfo, module: Module) -> Heads | None:
     """Read heads that are normalised under a condition."""
-    test, yes, no = term.args
-    normed, plain = read(yes, info, module), read(no, info, module)
+    test, *ways = term.args
+    normed, plain = (read(way, info, module) for way in ways)
+    if normed.norm is None:
+        test, normed, plain = make("not", test), plain, normed
     if normed.norm is not None and normed.normed_if is None and plain == _without_norm(normed):
         return replace(normed, normed_if=test)
     return None

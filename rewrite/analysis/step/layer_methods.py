@@ -11,7 +11,7 @@ from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.sites.residual import choices, norm_classes
 from rewrite.analysis.step.attention_step import PARAMETERS as ATTENTION_PARAMETERS
 from rewrite.analysis.step.attention_step import attention_step
-from rewrite.analysis.step.layer_step import LayerStep, PARAMETERS, attention_calls, attention_input, layer_step
+from rewrite.analysis.step.layer_step import PARAMETERS, LayerStep, attention_calls, attention_input, layer_step
 from rewrite.analysis.step.layer_text import LayerText
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
 from rewrite.analysis.step.mlp_step import mlp_method

@@ -162,9 +162,7 @@ def _masked(model: ClassInfo, module: Module) -> str | None:
     return _ALWAYS if any(choice is not None and _by_window(choice) for choice in choices) else None
 
 
-def _kinds(
-    forward: cst.FunctionDef, functions: Mapping[str, str], module: Module
-) -> Iterator[tuple[str, set[str]]]:
+def _kinds(forward: cst.FunctionDef, functions: Mapping[str, str], module: Module) -> Iterator[tuple[str, set[str]]]:
     """Yield each key under which a method keeps masks, and the functions that make them."""
     kept = single_assignments(forward)
     for node in walk(forward.body):
