@@ -23,9 +23,9 @@ class DecodeLayers(Transform):
 
     What it does:
         Gives a decoder layer a method `decode`, its attention and its MLP a method `decode_residual`, and its norms a
-        method `prologue`. The layer's `forward` calls `decode` while a decode step against a `PreallocatedCache` runs. There, a norm is the
-        first stage of the product that reads it, a residual the last of the one that is added to it, and query and
-        key norms, rotary embedding and cache write are one kernel.
+        method `prologue`. The layer's `forward` calls `decode` while a decode step against a `PreallocatedCache`
+        runs. There, a norm is the first stage of the product that reads it, a residual the last of the one that is
+        added to it, and query and key norms, rotary embedding and cache write are one kernel.
 
     Why:
         For one token a layer's time is reading its weights; every further kernel adds a launch and a trip to memory.

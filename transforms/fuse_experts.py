@@ -24,8 +24,8 @@ class FuseExperts(Transform):
     What it does:
         Calls of experts become `fused_experts(hidden_states, self.experts, index, weights)`: two kernels for a few
         tokens, the experts themselves for many. A block of router and experts also gets a method
-        `decode_residual(hidden_states, norm, residual)`, which a decoder layer calls in a decode step: norm, router and choice
-        of the experts are two kernels more. Routers get a method `rule` that says what they compute.
+        `decode_residual(hidden_states, norm, residual)`, which a decoder layer calls in a decode step: norm, router
+        and choice of the experts are two kernels more. Routers get a method `rule` that says what they compute.
 
     Why:
         transformers sorts the tokens by expert and multiplies group by group, or copies the chosen experts' weights,
@@ -41,9 +41,9 @@ class FuseExperts(Transform):
         rounded as the original rounds them.
 
     Known limits:
-        `decode_residual` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for Qwen3-30B-A3B,
-        from 4 for Mixtral 8x7B), the CPU, transposed, interleaved, quantised or sharded experts, hooks and gradients
-        call the modules as they stand.
+        `decode_residual` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for
+        Qwen3-30B-A3B, from 4 for Mixtral 8x7B), the CPU, transposed, interleaved, quantised or sharded experts, hooks
+        and gradients call the modules as they stand.
     """
 
     name = "fuse_experts"

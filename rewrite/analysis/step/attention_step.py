@@ -31,6 +31,7 @@ PARAMETERS = {**BLOCK_PARAMETERS, "position_embeddings": f"{TABLES} | None", CAC
 CACHE_PARAMETER = Term("parameter", (), CACHE)
 MASK = "attention_mask"
 
+_LOCALS = ("is_sliding",)
 _SIGNATURE = ("module", "query", "key", "value", MASK)
 """What every attention function takes first."""
 
@@ -104,7 +105,7 @@ class AttentionStep:
             ]
             tables = "halves"
         test = self.query.turned_if
-        return before, tables if test is None else f"{tables} if {source(test, module, ())} else None"
+        return before, tables if test is None else f"{tables} if {source(test, module, (POSITIONS.value,))} else None"
 
     def _options(self, module: Module) -> list[str]:
         options = [f"head_dim={source(self.head_dim, module, ())}"]
@@ -206,7 +207,7 @@ def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) ->
     call = _attention_call(output.args[1])
     given = _arguments(call)
     if not {"query", "key", "value", MASK} <= {*given} or given[MASK] != Term("parameter", (), MASK):
-        raise NoStep("other_mask", str(given.get(MASK, "none is given"))[:60])
+        raise NoStep("other_attention", f"the mask is changed: {given.get(MASK, NONE)}"[:90])
     query, key, value = given["query"], given["key"], given["value"]
     update = key.args[0] if key.op == "index" else key
     if update.op != "update" or update.args[0] != CACHE_PARAMETER or len(update.args) < 4:

@@ -103,18 +103,17 @@ def cache_of(info: ClassInfo, module: Module, depth: int = 3) -> str:
     for call in calls_in(forward.body) if depth else ():
         for part in _parts(info, called_attribute(call) or "", module):
             wanted = cache_of(part, module, depth - 1)
-            names = parameters(part.methods["forward"])[1:] if wanted else []
-            for place, argument in enumerate(call.args):
-                name = names[place] if argument.keyword is None and place < len(names) else ""
-                name = argument.keyword.value if argument.keyword is not None else name
-                if (
-                    wanted
-                    and name == wanted
-                    and isinstance(argument.value, cst.Name)
-                    and argument.value.value in takes
-                ):
-                    return argument.value.value
+            given = _given(call, wanted, parameters(part.methods["forward"])[1:]) if wanted else None
+            if isinstance(given, cst.Name) and given.value in takes:
+                return given.value
     return ""
+
+
+def _given(call: cst.Call, wanted: str, names: list[str]) -> cst.BaseExpression | None:
+    """Return the argument that a call passes for the parameter `wanted` of `names`."""
+    plain = [argument.value for argument in call.args if argument.keyword is None and not argument.star]
+    named = {argument.keyword.value: argument.value for argument in call.args if argument.keyword is not None}
+    return (dict(zip(names, plain, strict=False)) | named).get(wanted)
 
 
 def _parts(info: ClassInfo, attribute: str, module: Module) -> Iterator[ClassInfo]:

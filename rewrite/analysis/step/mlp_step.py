@@ -18,7 +18,7 @@ PARAMETERS = {"hidden_states": TENSOR, "norm": f"{MODULE} | None", "residual": f
 
 
 def mlp_method(info: ClassInfo, module: Module) -> Method | None:
-    """Return the `decode_residual` of a class whose `forward(x)` is two products with an activation between, else None."""
+    """Return the method of a class whose `forward(x)` is two products with an activation between, else None."""
     forward = info.methods.get("forward")
     if forward is None or len(parameters(forward)) != 2:
         return None

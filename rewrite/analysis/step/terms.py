@@ -63,8 +63,14 @@ def computed_in_step(
     return run_step(Step(module, owner, MAX_DEPTH), function, names or {})
 
 
-def run_step(step: Step, function: cst.FunctionDef, names: Mapping[str, str]) -> Term:
-    """Do what `computed_in_step` does with another kind of execution."""
+def run_step(
+    step: Step, function: cst.FunctionDef, names: Mapping[str, str], trusted: Container[str] | None = ()
+) -> Term:
+    """Do what `computed_in_step` does with another kind of execution.
+
+    Calls of the attributes that are `trusted` may write their arguments in place, None for all: who reads the term
+    calls them in the order of the method.
+    """
     if step.owner is not None and (why := why_not_read(step.owner, function, step.module)):
         raise NotComputable(why)
     known = dict.fromkeys(cache_parameters(function)[:1], CACHE) | dict(names)
@@ -75,7 +81,7 @@ def run_step(step: Step, function: cst.FunctionDef, names: Mapping[str, str]) ->
         if name != "self"
     }
     result = step.function(function, environment)
-    check_calls(step.calls, result)
+    check_calls(step.calls, result, trusted)
     return result
 
 
@@ -120,7 +126,7 @@ class Called:
         return not (self.effect.writes or self.effect.stores or self.effect.anything)
 
 
-def check_calls(calls: Sequence[Called], result: Term) -> None:
+def check_calls(calls: Sequence[Called], result: Term, trusted: Container[str] | None = ()) -> None:
     """Refuse what terms cannot show: calls for their effect, calls made twice, arguments written in place.
 
     Raises:
@@ -137,7 +143,8 @@ def check_calls(calls: Sequence[Called], result: Term) -> None:
         if call.term in seen:
             raise NotComputable(f"{_callee(call.term)} is called twice, and may not do the same twice")
         seen.add(call.term)
-        if call.effect.writes and not call.effect.anything:
+        is_trusted = trusted is None or call.term.args[0].value in trusted
+        if call.effect.writes and not call.effect.anything and not is_trusted:
             for argument in call.term.args[1:]:
                 readers = {term for term in inside if argument in term.args}
                 if argument.op in ("parameter", "attribute") or len(readers) > 1:
