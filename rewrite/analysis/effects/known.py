@@ -158,7 +158,7 @@ METHOD_DECORATORS = names(
     auto_docstring can_return_tuple torch.no_grad torch.inference_mode merge_with_config_defaults capture_outputs
     deprecate_kwarg add_start_docstrings_to_model_forward replace_return_docstrings abc.abstractmethod
     abstractmethod staticmethod classmethod torch.jit.ignore use_kernel_func_from_hub_with_fallback override
-    typing.override
+    typing.override use_kernel_func_from_hub use_kernel_forward_from_hub
     """
 )
 """Decorators, by the end of their name, that let the function write and return what it does by itself."""

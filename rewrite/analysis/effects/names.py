@@ -164,7 +164,7 @@ class Names:
     @cached_property
     def _scan(self) -> _Scan:
         top = {*self.module.classes, *self.module.functions, *self.module.imports}
-        scan = _Scan(top)
+        scan = _Scan(top, {name for info in self.module.classes.values() for name in info.assigned})
         for node in walk(self.module.tree):
             scan.see(node)
         return scan
@@ -182,8 +182,9 @@ class Names:
 class _Scan:
     """What one walk over a file finds that may change the meaning of names and attributes anywhere in it."""
 
-    def __init__(self, top: set[str]):
+    def __init__(self, top: set[str], assigned: set[str]):
         self.top = top
+        self.assigned = assigned
         self.reflects = False
         self._changed = set[str]()
         self._stored = set[str]()
@@ -228,19 +229,29 @@ class _Scan:
     def _call(self, node: cst.Call) -> None:
         name = dotted_end(node.func)
         if isinstance(node.func, cst.Name) and name in _REFLECTION:
-            self.reflects = True
+            harmless = name == "vars" and len(node.args) == 1 and self._is_inherited(node.args[0].value)
+            self.reflects = self.reflects or not harmless
         if name not in SETTERS:
             return
         given = [argument.value for argument in node.args]
         if isinstance(node.func, cst.Attribute) and (not name.startswith("__") or len(given) < 3):
             given = [node.func.value, *given]
         key = given[1].raw_value if len(given) > 1 and isinstance(given[1], cst.SimpleString) else ""
-        if given and (key or not is_self(given[0])):  # what is computed and set on `self` concerns one class only
+        computed_on = given and not key and (is_self(given[0]) or self._is_inherited(given[0]))
+        if given and not computed_on:  # what is computed and set on `self` concerns one class only
             self._target(cst.Attribute(given[0], cst.Name(key or "_")), name=key or "*")
 
+<<<<<<< HEAD
     def _target(
         self, target: cst.CSTNode, indexed: bool = False, name: str = "", value: cst.CSTNode | None = None
     ) -> None:
+=======
+    def _is_inherited(self, node: cst.CSTNode) -> bool:
+        """Whether this is an attribute that no class of the file makes, such as its configuration."""
+        return isinstance(node, cst.Attribute) and node.attr.value not in self.assigned
+
+    def _target(self, target: cst.CSTNode, indexed: bool = False, name: str = "") -> None:
+>>>>>>> rules-step
         """Note the target of an assignment; `indexed` for one that `ClassInfo.assigned` lists if it is of `self`."""
         if isinstance(target, cst.Attribute) and not (indexed and is_self(target.value)):
             name = name or target.attr.value
