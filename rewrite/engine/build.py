@@ -69,7 +69,8 @@ def _check_parses(source: Source) -> None:
 
 def _too_deep(source: Source, error: RecursionError) -> Exception:
     """Return what to say of a file that ended a walk over its tree: that it is nested deeply, or our own error."""
-    level, depth = [ast.parse(source.text)], 0
+    level: list[ast.AST] = [ast.parse(source.text)]
+    depth = 0
     while level:
         level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
     return SourceDoesNotParse(source.path, 1, "an expression in it is nested too deeply") if depth > DEEP else error

@@ -18,7 +18,7 @@ def without_unused(module: Module, before: Module) -> cst.Module:
     """
     while True:
         if unused := _unused(module, before):
-            tree: cst.CSTNode = module.tree.visit(_Remove(unused))  # type: ignore[assignment]
+            tree: cst.CSTNode = module.tree.visit(_Remove(unused))
         elif dead := {id(node): () for node in (*_methods(module, before), *_locals(module, before))}:
             tree = replace_nodes(module.tree, dead)
         else:

@@ -241,17 +241,13 @@ class _Scan:
         if given and not computed_on:  # what is computed and set on `self` concerns one class only
             self._target(cst.Attribute(given[0], cst.Name(key or "_")), name=key or "*")
 
-<<<<<<< HEAD
-    def _target(
-        self, target: cst.CSTNode, indexed: bool = False, name: str = "", value: cst.CSTNode | None = None
-    ) -> None:
-=======
     def _is_inherited(self, node: cst.CSTNode) -> bool:
         """Whether this is an attribute that no class of the file makes, such as its configuration."""
         return isinstance(node, cst.Attribute) and node.attr.value not in self.assigned
 
-    def _target(self, target: cst.CSTNode, indexed: bool = False, name: str = "") -> None:
->>>>>>> rules-step
+    def _target(
+        self, target: cst.CSTNode, indexed: bool = False, name: str = "", value: cst.CSTNode | None = None
+    ) -> None:
         """Note the target of an assignment; `indexed` for one that `ClassInfo.assigned` lists if it is of `self`."""
         if isinstance(target, cst.Attribute) and not (indexed and is_self(target.value)):
             name = name or target.attr.value

@@ -145,15 +145,8 @@ def split_heads(term: Term, info: ClassInfo, module: Module) -> Heads:
 
 def _normed_if(term: Term, read: Reader, info: ClassInfo, module: Module) -> Heads | None:
     """Read heads that are normalised under a condition."""
-<<<<<<< HEAD
-    test, *ways = term.args
-    normed, plain = (read(way, info, module) for way in ways)
-    if normed.norm is None:
-        test, normed, plain = make("not", test), plain, normed
-=======
     test, yes, no = _positive(term, lambda way: _has_norm(way, info, module))
     normed, plain = read(yes, info, module), read(no, info, module)
->>>>>>> rules-step
     if normed.norm is not None and normed.normed_if is None and plain == _without_norm(normed):
         return replace(normed, normed_if=test)
     return None
