@@ -11,7 +11,7 @@ import libcst.matchers as m
 from rewrite.analysis.effects import Scope, effects_of
 from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, is_expanding, is_lengthening, repetition
 from rewrite.analysis.sites.grouping import Repeated, grouped
-from rewrite.analysis.sites.products import reads_of
+from rewrite.analysis.sites.readers import reads_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import block_of
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free

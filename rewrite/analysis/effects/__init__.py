@@ -28,6 +28,7 @@ them; modules of torch have no hooks, which the runtime looks for itself; a clas
 file is made from has no attribute of the name that the file assigns.
 """
 
+from rewrite.analysis.effects import known
 from rewrite.analysis.effects.analysis import Effects, effects_of
 from rewrite.analysis.effects.attributes import Attribute, attribute
 from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
@@ -48,6 +49,7 @@ __all__ = [
     "before",
     "between",
     "effects_of",
+    "known",
     "may_move",
     "own_names",
     "union",

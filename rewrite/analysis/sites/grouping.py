@@ -9,7 +9,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import Effect, Scope, union, why_not_move
 from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, computed, inline
-from rewrite.analysis.sites.products import Reads, held_by, operands, reads_of
+from rewrite.analysis.sites.readers import Reads, held_by, operands, reads_of
 from rewrite.analysis.syntax.module import walk
 from rewrite.analysis.syntax.nodes import block_of, names_bound_by, replace_nodes
 from rewrite.analysis.syntax.proposal import Edit, Found
