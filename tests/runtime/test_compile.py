@@ -39,9 +39,11 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "router": lambda x, y: router.router(x, GATE)[1],
     "router after a norm": lambda x, y: router.router(x + y, GATE, norm=RMS_NORM)[:2],
     "rotary": lambda x, y: rotary(x, y, x[:, 0], y[:, 0]),
-    "rotary of some columns": lambda x, y: rotary(x, y[:, :1], x[:, 0, :, :8].float(), y[:, 0, :, :8].float(), 1),
+    "rotary of some columns": lambda x, y: rotary(
+        x, y[:, :1], x[:, 0, :, :8].float(), y[:, 0, :, :8].float(), 1, partial=True
+    ),
     "rotary heads last": lambda x, y: rotary(x, y, x[:, :, 0], y[:, :, 0], 2, interleaved=True, in_fp32=True),
-    "rotary_single": lambda x, y: rotary_single(x, y[:1, 0, :, :4], y[:1, 0, :, :4], half_table=True),
+    "rotary_single": lambda x, y: rotary_single(x, y[:1, 0, :, :4], y[:1, 0, :, :4], half_table=True, partial=True),
 }
 operators = pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS.keys())
 

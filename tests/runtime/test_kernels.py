@@ -353,7 +353,7 @@ def test_planted_bug_is_caught(device: torch.device, bug: str) -> None:
     x, y = torch.randn(2, 64, 256, device=device)
     weight = torch.randn(256, device=device)
     large = ((30.0 * x + 1000.0).half(), (30.0 * y + 1000.0).half())
-    rotated = rotary_inputs(device, torch.float32, 32, 16)
+    rotated = rotary_inputs(device, torch.float32, 32, 32)
     planted: dict[str, tuple[Any, ...]] = {
         "eps": (
             lambda x: rms_norm(x, None, EPS),
