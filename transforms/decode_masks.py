@@ -138,7 +138,7 @@ def _takes_both(info: ClassInfo) -> bool:
 
 def _mask_calls(forward: cst.FunctionDef, module: Module) -> Iterable[cst.Call]:
     """Yield the calls that make masks, those left out that a step does not make any more."""
-    made = mask_functions(forward)
+    made = {*mask_functions(forward, module)}
     chosen = {name for name, value in single_assignments(forward).items() if _chooses(value, made)}
     for call in calls_in(forward.body):
         if isinstance(call.func, cst.Name) and call.func.value in made | chosen:
