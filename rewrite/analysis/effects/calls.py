@@ -301,25 +301,26 @@ def _tells(func: cst.Attribute, scope: Scope) -> bool:
     return root in known.QUIET and root not in scope.locals and scope.names.means(root)
 
 
-def _may_be_module(node: cst.BaseExpression, scope: Scope) -> bool:
+def _may_be_module(node: cst.BaseExpression, scope: Scope, seen: frozenset[str] = frozenset()) -> bool:
     """Whether `node` may be a module: an attribute of self that the file does not make a tensor, or a local for it."""
     if isinstance(node, cst.Name):
         value = scope.single.get(node.value)
         if node.value == "self":
             return True
-        if node.value in parameters(scope.function) or node.value not in scope.locals:
+        if node.value in parameters(scope.function) or node.value not in scope.locals or node.value in seen:
             return False
+        seen = seen | {node.value}
         assigned = [value] if value is not None else scope.assigned(node.value)
-        return any(not isinstance(v, cst.Name) and _may_be_module(v, scope) for v in assigned)
+        return any(not isinstance(v, cst.Name) and _may_be_module(v, scope, seen) for v in assigned)
     if isinstance(node, cst.IfExp):
-        return _may_be_module(node.body, scope) or _may_be_module(node.orelse, scope)
+        return _may_be_module(node.body, scope, seen) or _may_be_module(node.orelse, scope, seen)
     if isinstance(node, cst.Subscript):
-        return _may_be_module(node.value, scope)
+        return _may_be_module(node.value, scope, seen)
     if not isinstance(node, cst.Attribute) or node.attr.value in ("weight", "bias", "data"):
         return False
     name = self_attribute(node)
     if name is None or scope.owner is None:
-        return _may_be_module(node.value, scope)
+        return _may_be_module(node.value, scope, seen)
     values = attribute(scope.owner, name, scope.names).values
     return any(not _makes_tensor(value, scope) for value in values)
 
