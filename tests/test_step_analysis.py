@@ -68,6 +68,7 @@ def test_what_is_written(body, expected):
         "x += y\nreturn x",
         "x[0] = 1\nreturn x",
         "x.mul_(2)\nreturn x",
+        "if self.scale > 1:\n    return x",
         "for layer in self.layers:\n    x = layer(x)\nreturn x",
         "return [part for part in x]",
     ],

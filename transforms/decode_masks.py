@@ -141,7 +141,7 @@ def _mask_calls(forward: cst.FunctionDef, module: Module) -> Iterable[cst.Call]:
     made = {*mask_functions(forward, module)}
     chosen = {name for name, value in single_assignments(forward).items() if _chooses(value, made)}
     for call in calls_in(forward.body):
-        if isinstance(call.func, cst.Name) and call.func.value in made | chosen:
+        if module.code(call.func) in made | chosen:
             above = module.parent(call)
             if not (isinstance(above, cst.IfExp) and m.matches(above.test, m.Call(func=_TESTS))):
                 yield call

@@ -5,12 +5,16 @@ A decode step makes no mask, so both have to say the same.
 
 from __future__ import annotations
 
-import libcst as cst
+from collections.abc import Iterable, Iterator, Mapping
 
+import libcst as cst
+import libcst.matchers as m
+
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, walk
-from rewrite.analysis.syntax.nodes import parameters, single_assignments
+from rewrite.analysis.syntax.nodes import calls_in, parameters, single_assignments
 from rewrite.analysis.terms.computation import NotComputable, Run, subterms
-from rewrite.analysis.terms.spelling import NONE, Term
+from rewrite.analysis.terms.spelling import NONE, Term, make
 
 FULL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
 _CONFIG = Term("parameter", (), "config")
@@ -18,6 +22,9 @@ _WINDOWS = (
     Term(".sliding_window", (_CONFIG,)),
     Term("getattr", (_CONFIG, Term("constant", (), '"sliding_window"'), NONE)),
 )
+_OWN_CONFIG = Term("attribute", (), "config")
+_OWN_TYPES = Term(".layer_types", (_OWN_CONFIG,))
+_TYPE = "sliding_attention"
 _NEVER, _ALWAYS, _BY_TYPE = "never", "where the config has one", "by the layer's type"
 
 
@@ -52,66 +59,68 @@ def _reads_type(model: ClassInfo, module: Module) -> bool:
     """Whether the loop over the layers takes each one's mask by `config.layer_types` at its number."""
     forward = model.methods["forward"]
     for loop in walk(forward.body):
-        if not isinstance(loop, cst.For) or (mask := _mask_given(loop, model, module)) is None:
+        if not isinstance(loop, cst.For):
             continue
-        locals_ = {name.value: Term("parameter", (), name.value) for name in _targets(loop.target)}
-        try:
-            key = _step(model, module).expression(mask, _bound_once(loop, locals_, model, module)).args[-1]
-        except (NotComputable, IndexError):
-            return False
-        if key.op == "index" and key.args[0] == Term(".layer_types", (Term("attribute", (), "config"),)):
-            counted = isinstance(loop.iter, cst.Call) and module.qualified(loop.iter.func) == "enumerate"
-            first = next(iter(locals_.values()), None)
-            return counted and len(loop.iter.args) == 1 and key.args[1:] == (first,)  # type: ignore[attr-defined]
-        if key.op == ".attention_type" and key.args[0].op == "parameter":
-            return all(_has_type(layer, module) for layer, names in module.stacks.items() if model.name in names)
+        numbered = m.matches(loop.iter, m.Call(func=m.Name("enumerate"), args=[m.Arg(keyword=None)]))
+        if numbered and isinstance(loop.target, cst.Tuple) and len(loop.target.elements) == 2:
+            number, layer = (element.value for element in loop.target.elements)
+        else:
+            number, layer = None, loop.target
+        types = list(_chosen_by(loop, forward, model, module))
+        if isinstance(number, cst.Name) and Term("index", (_OWN_TYPES, Term("parameter", (), number.value))) in types:
+            return True
+        if isinstance(layer, cst.Name) and (attribute := _own_attribute(layer.value, types)) is not None:
+            stacked = [name for name, models in module.stacks.items() if model.name in models]
+            return all(_has_type(module.classes[name], attribute, model, module) for name in stacked)
     return False
 
 
-def _bound_once(loop: cst.For, names: dict[str, Term], model: ClassInfo, module: Module) -> dict[str, Term]:
-    """Return the loop's targets, and the locals that a statement of its body binds from them once."""
-    bound = dict(names)
-    for name, value in single_assignments(model.methods["forward"]).items():
-        if any(value is node for node in walk(loop.body)) and names_in([value]) & {*names}:
-            bound[name] = _step(model, module).expression(value, names)
-    return bound
+def _chosen_by(loop: cst.For, forward: cst.FunctionDef, model: ClassInfo, module: Module) -> Iterator[Term]:
+    """Yield by what the calls in a loop choose an argument among several, temporaries looked through."""
+    reading = _Reading(model, forward, module)
+    for call in calls_in(loop.body):
+        for argument in call.args:
+            chosen = reading.term(argument.value)
+            if chosen is not None and chosen.op == "index" and len(chosen.args) == 2:
+                yield chosen.args[1]
 
 
-def _step(owner: ClassInfo, module: Module) -> Run:
-    return Run(module, owner, 0)
+def _own_attribute(layer: str, types: Iterable[Term]) -> str | None:
+    of_layer = (Term("parameter", (), layer),)
+    return next((t.op[1:] for t in types if t.op.startswith(".") and t.args == of_layer), None)
 
 
-def _targets(target: cst.CSTNode) -> list[cst.Name]:
-    if isinstance(target, cst.Tuple):
-        return [name for element in target.elements for name in _targets(element.value)]
-    return [target] if isinstance(target, cst.Name) else []
+def _has_type(layer: ClassInfo, attribute: str, model: ClassInfo, module: Module) -> bool:
+    """Whether a layer keeps `config.layer_types` at the number that the model gives it."""
+    kept = _assigned(attribute, layer, module)
+    if kept is None or kept.op != "index" or kept.args[0] != Term(".layer_types", (_CONFIG,)) or len(kept.args) != 2:
+        return False
+    return kept.args[1].op == "parameter" and _is_number(kept.args[1].value, layer, model, module)
 
 
-def _mask_given(loop: cst.For, model: ClassInfo, module: Module) -> cst.BaseExpression | None:
-    """Return what the layers of a loop are given as their mask."""
-    layers = {name.value for name in _targets(loop.target)}
-    for call in walk(loop.body):
-        if isinstance(call, cst.Call) and isinstance(call.func, cst.Name) and call.func.value in layers:
-            for layer in (module.classes[name] for name, models in module.stacks.items() if model.name in models):
-                forward = layer.methods.get("forward")
-                names = [] if forward is None else parameters(forward)[1:]
-                if (given := _argument(call, "attention_mask", names)) is not None:
-                    return given
-    return None
+def _is_number(parameter: str, layer: ClassInfo, model: ClassInfo, module: Module) -> bool:
+    """Whether a model builds its layers with their number for a parameter: `[Layer(config, i) for i in range(…)]`."""
+    names = parameters(layer.methods["__init__"])[1:]
+    built = [call for call in calls_in(model.methods["__init__"].body) if module.qualified(call.func) == layer.name]
+    for call in built:
+        given = {names[place] if a.keyword is None else a.keyword.value: a.value for place, a in enumerate(call.args)}
+        counted = [above.target for above in _loops_above(call, module) if _counts(above.iter)]
+        value = given.get(parameter)
+        if value is None or not any(target.deep_equals(value) for target in counted):
+            return False
+    return bool(built)
 
 
-def _argument(call: cst.Call, wanted: str, names: list[str]) -> cst.BaseExpression | None:
-    for place, argument in enumerate(call.args):
-        name = argument.keyword.value if argument.keyword is not None else "".join(names[place : place + 1])
-        if name == wanted and not argument.star:
-            return argument.value
-    return None
+def _loops_above(call: cst.Call, module: Module) -> Iterator[cst.CompFor | cst.For]:
+    for above in module.ancestors(call):
+        if isinstance(above, cst.For):
+            yield above
+        elif isinstance(above, cst.BaseComp):
+            yield above.for_in  # type: ignore[misc]
 
 
-def _has_type(layer: str, module: Module) -> bool:
-    """Whether a layer's `attention_type` is `config.layer_types` at its number."""
-    value = _assigned("attention_type", module.classes[layer], module)
-    return value == Term("index", (Term(".layer_types", (_CONFIG,)), Term("parameter", (), "layer_idx")))
+def _counts(iterated: cst.BaseExpression) -> bool:
+    return m.matches(iterated, m.Call(func=m.Name("range"), args=[m.Arg()]))
 
 
 def stacked_in(layer: ClassInfo, module: Module) -> list[ClassInfo]:
@@ -120,45 +129,83 @@ def stacked_in(layer: ClassInfo, module: Module) -> list[ClassInfo]:
 
 
 def mask_functions(function: cst.FunctionDef, module: Module) -> dict[str, str]:
-    """Return the names in a method of functions that make masks, and what those are called where they are from."""
-    meant = {name: module.imports.get(name, name).rsplit(".", 1)[-1] for name in names_in([function.body])}
-    return {name: made for name, made in meant.items() if made.startswith("create_") and made.endswith("mask")}
+    """Return what a method calls the functions that make masks, and what they are called where they come from."""
+    found: dict[str, str] = {}
+    for node in walk(function.body):
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            name = module.qualified(node).rpartition(".")[2]
+            if name.startswith("create_") and name.endswith("mask"):
+                found[module.code(node)] = name
+    return found
 
 
 def _masked(model: ClassInfo, module: Module) -> str | None:
     forward = model.methods.get("forward")
     if forward is None:
         return None
-    made = mask_functions(forward, module)
+    functions = mask_functions(forward, module)
+    made = set(functions.values())
     if any(name.endswith("mask_function") and name != "mask_function" for name in names_in([forward.body])):
         return None
-    kinds = {*made.values()}
-    if kinds == {FULL}:
+    if made == {FULL}:
         return _NEVER
-    if kinds == {SLIDING}:
+    if made == {SLIDING}:
         return _ALWAYS
-    if kinds != {FULL, SLIDING}:
+    if made != {FULL, SLIDING}:
         return None
-    if any(isinstance(n, cst.SimpleString) and n.evaluated_value == "sliding_attention" for n in walk(forward.body)):
-        return _BY_TYPE
-    choices = (n for n in walk(forward.body) if isinstance(n, (cst.IfExp, cst.If)))
-    return _ALWAYS if any(_by_config(node, model, made, module) for node in choices) else None
+    kinds = list(_kinds(forward, functions, module))
+    if any(key == _TYPE for key, _ in kinds):
+        agrees = all(made == {SLIDING if key == _TYPE else FULL} for key, made in kinds)
+        return _BY_TYPE if agrees else None
+    reading = _Reading(model, forward, module)
+    choices = (reading.term(node) for node in walk(forward.body) if isinstance(node, cst.IfExp))
+    return _ALWAYS if any(choice is not None and _by_window(choice) for choice in choices) else None
 
 
-def _by_config(choice: cst.IfExp | cst.If, model: ClassInfo, made: dict[str, str], module: Module) -> bool:
-    """Whether a mask without a window is chosen where the config has none, and one with a window elsewhere."""
-    if choice.orelse is None:
+def _kinds(forward: cst.FunctionDef, functions: Mapping[str, str], module: Module) -> Iterator[tuple[str, set[str]]]:
+    """Yield each key under which a method keeps masks, and the functions that make them."""
+    kept = single_assignments(forward)
+    for node in walk(forward.body):
+        pairs: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
+        if isinstance(node, cst.Dict):
+            pairs = [(e.key, e.value) for e in node.elements if isinstance(e, cst.DictElement)]
+        elif isinstance(node, cst.Assign) and isinstance(target := node.targets[0].target, cst.Subscript):
+            pairs = [(e.slice.value, node.value) for e in target.slice if isinstance(e.slice, cst.Index)]
+        for key, value in pairs:
+            given = kept.get(value.value, value) if isinstance(value, cst.Name) else value
+            inside = (inner for inner in walk(given) if isinstance(inner, (cst.Name, cst.Attribute)))
+            made = {functions[code] for inner in inside if (code := module.code(inner)) in functions}
+            if isinstance(key, cst.SimpleString) and made:
+                yield str(key.evaluated_value), made
+
+
+def _by_window(choice: Term) -> bool:
+    """Whether a term is the function without a window where the config has none, and the other one else."""
+    if choice.op != "select" or choice.args[0] != make("is", Term(".sliding_window", (_OWN_CONFIG,)), NONE):
         return False
-    ways = [{made[n] for n in names_in([way]) & {*made}} for way in (choice.body, choice.orelse)]
-    try:
-        test = _step(model, module).expression(choice.test, {})
-    except NotComputable:
-        return False
-    if test.op == "isnot" or test.op == "not":
-        test = test.args[0] if test.op == "not" else Term("is", test.args)
-        ways = ways[::-1]
-    windows = [_resolved(side, model, module) for side in test.args]
-    return ways == [{FULL}, {SLIDING}] and test.op == "is" and windows[0] in _WINDOWS and windows[1] == NONE
+    ends = [way.value.rpartition(".")[2] for way in choice.args[1:]]
+    return ends == [FULL, SLIDING]
+
+
+class _Reading:
+    """The terms of what a method computes, over its parameters and the locals that it binds more than once."""
+
+    def __init__(self, owner: ClassInfo, function: cst.FunctionDef, module: Module):
+        self.run = Run(module, owner, 0)
+        self.names = effects_of(module).scope(function, owner).locals - {"self"}
+        self.single = single_assignments(function)
+
+    def term(self, node: cst.BaseExpression, depth: int = 4) -> Term | None:
+        """Return the term of an expression, None if it has none."""
+        environment = {}
+        for name in names_in([node]) & self.names:
+            value = self.single.get(name) if depth else None
+            inner = self.term(value, depth - 1) if value is not None else None
+            environment[name] = inner or Term("parameter", (), name)
+        try:
+            return self.run.expression(node, environment)
+        except NotComputable:
+            return None
 
 
 def _told(window: Term, attention: ClassInfo, module: Module) -> str | None:

@@ -78,9 +78,9 @@ class Run:
                     return self.ways(test, statement, statements[place + 1 :], environment)
                 self.branch(test, statement, environment)
                 continue
-            if not isinstance(statement, cst.SimpleStatementLine):
+            if not isinstance(statement, (cst.SimpleStatementLine, cst.BaseSmallStatement)):
                 raise NotComputable(_kind(statement))
-            for small in statement.body:
+            for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else (statement,):
                 if isinstance(small, cst.Return):
                     return self.expression(small.value or cst.Name("None"), environment)
                 self.small(small, environment)

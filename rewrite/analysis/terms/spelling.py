@@ -64,6 +64,7 @@ ARGUMENTS = {
     "transpose": ("input", "dim0", "dim1"),
     "type": ("input", "dtype"),
     "unsqueeze": ("input", "dim"),
+    "var": ("input", "dim"),
 }
 """The positions of keyword arguments, of the functions in which modeling files use both."""
 
@@ -86,7 +87,6 @@ ALIASES = {
 """Names of operations that have another one."""
 KEYWORDS = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
 """Names of arguments that have another one."""
-_OPPOSITES = {"eq": "ne", "ne": "eq", "in": "notin", "notin": "in", "is": "isnot", "isnot": "is"}
 _CASTS = {"bfloat16": "bfloat16", "double": "float64", "float": "float32", "half": "float16"}
 _DTYPES = {f"torch.{name}" for name in ("bfloat16", "double", "float", "float16", "float32", "float64", "half")}
 
@@ -190,7 +190,33 @@ def _dtype(tensor: Term) -> Term:
 
 
 def _pow(*args: Term) -> Term | None:
-    return args[0] if len(args) == 2 and args[1] == constant(1) else None
+    if len(args) != 2:
+        return None
+    base, exponent = args
+    if exponent == constant(1):
+        return base
+    if exponent == constant(-1) and _is_root(base):  # the inverse of a root
+        return Term("pow", (base.args[0], constant(-0.5)))
+    return None
+
+
+def _is_root(term: Term) -> bool:
+    return term.op == "pow" and term.args[1] == constant(0.5)
+
+
+def _add(*args: Term) -> Term | None:
+    """`torch.add(a, b, alpha=2)` is `a + b * 2`."""
+    if len(args) == 3 and args[2].op == "keyword" and args[2].value == "alpha":
+        factor = args[2].args[0]
+        return make("add", args[0], args[1] if factor == constant(1) else make("mul", args[1], factor))
+    return None
+
+
+def _sub(*args: Term) -> Term | None:
+    if len(args) == 3 and args[2].op == "keyword" and args[2].value == "alpha":
+        factor = args[2].args[0]
+        return make("sub", args[0], args[1] if factor == constant(1) else make("mul", args[1], factor))
+    return make("add", args[0], make("neg", args[1])) if len(args) == 2 else None
 
 
 def _mul(*args: Term) -> Term | None:
@@ -215,47 +241,59 @@ def _neg(*args: Term) -> Term | None:
 
 
 def _div(*args: Term) -> Term | None:
-    if len(args) == 2 and args[0] == constant(1) and args[1].op == "pow" and args[1].args[1] == constant(0.5):
-        return Term("pow", (args[1].args[0], constant(-0.5)))
+    """Division by a root is the product with its inverse, up to the last bit."""
+    if len(args) == 2 and _is_root(args[1]):
+        inverse = Term("pow", (args[1].args[0], constant(-0.5)))
+        return inverse if args[0] == constant(1) else make("mul", args[0], inverse)
     return None
+
+
+def _select(*args: Term) -> Term | None:
+    """A test and its negation are one: the branches change places."""
+    if len(args) != 3:
+        return None
+    test, yes, no = args
+    if yes == no:
+        return yes
+    if test.op == "not":
+        return make("select", test.args[0], no, yes)
+    opposite = {"isnot": "is", "ne": "eq", "notin": "in"}.get(test.op)
+    return make("select", make(opposite, *test.args), no, yes) if opposite is not None else None
+
+
+def _not(*args: Term) -> Term | None:
+    """Tests whose negation has a name; an order of numbers has none, NaN is neither below nor above."""
+    inner = args[0]
+    if inner.op == "not" and inner.args[0].op in _TRUTHS:
+        return inner.args[0]
+    opposite = {"isnot": "is", "is": "isnot", "ne": "eq", "eq": "ne", "in": "notin", "notin": "in"}.get(inner.op)
+    return Term(opposite, inner.args) if opposite is not None else None
+
+
+_TRUTHS = ("is", "isnot", "eq", "ne", "in", "notin", "lt", "le", "not")
+
+
+def _ordered(name: str) -> Callable[..., Term]:
+    """Comparisons that read the same from both sides."""
+    return lambda *args: Term(name, tuple(sorted(args, key=_rank)))
+
+
+def _rank(term: Term) -> tuple[bool, str]:
+    """Constants stand on the right, as most people write them."""
+    return term.op == "constant" or term == NONE, str(term) if term.size < 400 else ""
 
 
 def _index(*args: Term) -> Term | None:
     base, *items = args
     places = [place for place, item in enumerate(items) if item == NONE]
+    if len(items) == 2 and items[0] == _ELLIPSIS and items[1] == NONE:
+        return make("unsqueeze", base, constant(-1))
     if len(places) == 1 and all(item == _ALL for item in items if item != NONE):
         return make("unsqueeze", base, constant(places[0]))
     if base.op == "tuple" and len(items) == 1 and items[0].op == "constant":
         number = int(items[0].value) if items[0].value.lstrip("-").isdigit() else len(base.args)
         return base.args[number] if -len(base.args) <= number < len(base.args) else None
     return None
-
-
-def _select(*args: Term) -> Term | None:
-    """Tests that deny something become tests of it, the ways exchanged."""
-    test, yes, no = args
-    if yes == no:
-        return yes
-    if test.op == "not":
-        return make("select", test.args[0], no, yes)
-    if test.op in ("isnot", "ne", "notin"):
-        return Term("select", (Term(_OPPOSITES[test.op], test.args), no, yes))
-    return None
-
-
-def _not(*args: Term) -> Term | None:
-    opposite = _OPPOSITES.get(args[0].op)
-    return None if opposite is None else Term(opposite, args[0].args)
-
-
-def _symmetric(name: str) -> Callable[..., Term | None]:
-    """Return the rule of a comparison whose sides may change places: constants come last."""
-
-    def rule(*args: Term) -> Term | None:
-        known = ("constant", "name")
-        return Term(name, tuple(sorted(args, key=lambda side: (side.op in known, str(side))))) if args else None
-
-    return rule
 
 
 def _transpose(*args: Term) -> Term | None:
@@ -276,6 +314,25 @@ def _permute(*args: Term) -> Term | None:
 
 
 _ALL = Term("slice", (NONE, NONE, NONE))
+_ELLIPSIS = Term("constant", (), "...")
+_TRUE = Term("name", (), "True")
+
+
+def _unsqueeze(*args: Term) -> Term | None:
+    """A mean whose dimension is put back is one that keeps it."""
+    if len(args) == 2 and args[0].op == "mean" and args[0].args[1:] == (args[1],) and args[1].op == "constant":
+        return Term("mean", (*args[0].args, _TRUE))
+    return None
+
+
+def _var(*args: Term) -> Term | None:
+    """The mean of the squares of the differences from the mean, where it is not corrected for a sample's size."""
+    words = {a.value: a.args[0] for a in args[2:] if a.op == "keyword"}
+    plain = {"keepdim": _TRUE, "unbiased": Term("name", (), "False")}, {"keepdim": _TRUE, "correction": constant(0)}
+    if len(args) != 4 or words not in plain:
+        return None
+    centered = make("sub", args[0], make("mean", args[0], args[1], _TRUE))
+    return make("mean", make("pow", centered, constant(2)), args[1], _TRUE)
 
 
 def _slice(*args: Term) -> Term:
@@ -302,19 +359,20 @@ _RULES: dict[str, Callable[..., Term | None]] = {
     "pow": _pow,
     "mul": _mul,
     "neg": _neg,
-    "sub": lambda *args: make("add", args[0], make("neg", args[1])) if len(args) == 2 else None,
+    "add": _add,
+    "sub": _sub,
+    "reciprocal": lambda *args: make("pow", *args, constant(-1)),
+    "select": _select,
+    "not": _not,
+    "gt": lambda *args: Term("lt", args[::-1]) if len(args) == 2 else None,
+    "ge": lambda *args: Term("le", args[::-1]) if len(args) == 2 else None,
+    **{name: _ordered(name) for name in ("eq", "ne", "is", "isnot")},
     "div": _div,
     "index": _index,
     "slice": _slice,
     "mean": _mean,
-    "select": lambda *args: _select(*args) if len(args) == 3 else None,
-    "not": _not,
-    "eq": _symmetric("eq"),
-    "ne": _symmetric("ne"),
-    "is": _symmetric("is"),
-    "isnot": _symmetric("isnot"),
-    "gt": lambda *args: Term("lt", args[::-1]),
-    "ge": lambda *args: Term("le", args[::-1]),
     "transpose": _transpose,
     "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "var": _var,
 }
