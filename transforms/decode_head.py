@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import libcst as cst
 
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.step.terms import LINEAR
-from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_assignments
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, single_argument
+from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_assignments, self_attribute, walk
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression
 from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -39,47 +40,72 @@ class DecodeHead(Transform):
     stage = Stage.STEP
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the head is not built as a plain nn.Linear",
-        "other_call": "the head is called with other arguments",
+        "other_call": "the head is called with other arguments, or its weight is multiplied without it",
         "name_taken": "the file has a name `linear` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every call of something made for the vocabulary, in the `forward` of a model that generates."""
+        """Every use of something made for the vocabulary, in the `forward` of a model that generates."""
         for info in module.classes.values():
-            if not {"forward", "__init__"} <= {*info.methods} or not _generates(info):
+            if not {"forward", "__init__"} <= {*info.methods} or not _generates(info, module):
                 continue
             for call in calls_in(info.methods["forward"].body):
                 attribute = called_attribute(call)
                 if attribute is not None and _is_head(info, attribute, module):
                     yield Candidate(call, f"{info.name}.forward", attribute)
+                elif (read := _weight_read(call)) is not None and _is_head(info, read, module):
+                    yield Candidate(call, f"{info.name}.forward", f"{read}.weight")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Replace the call."""
         owner = module.classes[candidate.where.split(".")[0]]
         forward = owner.methods["forward"]
         call = next(call for call in calls_in(forward.body) if call is candidate.node)
-        argument = single_argument(call)
+        argument = _input(call) if called_attribute(call) is not None else None
         if argument is None:
-            return Skip("other_call")
+            return Skip("other_call", module.code(call)[:80])
         if not _is_linear(owner, candidate.label, module):
-            return Skip("not_linear")
+            return Skip("not_linear", candidate.label)
         if not name_is_free("linear", module, forward):
             return Skip("name_taken")
         fused = expression(f"linear({module.code(argument)}, self.{candidate.label})")
         return Found((Edit(call, (fused,)),), ("products.linear",))
 
 
-def _generates(info: ClassInfo) -> bool:
-    return any(base.rsplit(".", 1)[-1] in ("GenerationMixin", "GraphGeneration") for base in info.bases)
+def _generates(info: ClassInfo, module: Module) -> bool:
+    bases = {base.rsplit(".", 1)[-1] for owner in effects_of(module).names.owners(info) for base in owner.bases}
+    return bool(bases & {"GenerationMixin", "GraphGeneration"})
 
 
 def _is_head(info: ClassInfo, attribute: str, module: Module) -> bool:
-    values = module.assignments(info, attribute)
-    heads = [v for v in values if any(module.qualified(c.func).endswith("Linear") for c in calls_in(v))]
-    return bool(heads) and any("vocab_size" in name for name in names_in(heads))
+    """Whether an attribute is made for the vocabulary, and is no table of embeddings."""
+    calls = [call for value in module.assignments(info, attribute) for call in calls_in(value)]
+    made = [call for call in calls if not module.qualified(call.func).endswith("Embedding")]
+    return any("vocab" in name for name in names_in(argument for call in made for argument in call.args))
+
+
+def _input(call: cst.Call) -> cst.BaseExpression | None:
+    """Return the one argument of a call of `nn.Linear`, by position or by name."""
+    if len(call.args) != 1 or call.args[0].star:
+        return None
+    word = call.args[0].keyword
+    return call.args[0].value if word is None or word.value == "input" else None
+
+
+def _weight_read(call: cst.Call) -> str | None:
+    """Return `x` of a call that is given `self.x.weight`, or what is made of it."""
+    for argument in call.args:
+        for node in walk(argument.value):
+            if isinstance(node, cst.Attribute) and node.attr.value == "weight":
+                if (attribute := self_attribute(node.value)) is not None:
+                    return attribute
+    return None
 
 
 def _is_linear(info: ClassInfo, attribute: str, module: Module) -> bool:
     """Whether `__init__` makes the head a plain one; `set_output_embeddings` may put in another of its kind."""
+    names = effects_of(module).names
+    if not names.means(info.name) or names.why_strange(info):
+        return False
     values = [value for name, value in self_assignments(info.methods["__init__"]) if name == attribute]
-    return bool(values) and all(isinstance(v, cst.Call) and module.qualified(v.func) in LINEAR for v in values)
+    return bool(values) and all(isinstance(v, cst.Call) and names.resolved(v.func) in LINEAR for v in values)

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import libcst as cst
-import libcst.matchers as m
 
 from rewrite.analysis.step.layer_methods import layer_methods
-from rewrite.analysis.step.layer_step import LayerStep, is_decoded
-from rewrite.analysis.step.terms import CACHES, NoStep, NotWritable
+from rewrite.analysis.step.layer_step import LayerStep, is_decoded, takes_cache
+from rewrite.analysis.step.terms import NoStep, NotWritable
 from rewrite.analysis.step.windows import stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters
 from rewrite.analysis.syntax.replacement import is_docstring, name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -63,12 +61,11 @@ class DecodeLayers(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every class that another one stacks and whose `forward` takes a cache and passes it on."""
+        """Every class that another one stacks and whose `forward` takes a cache, or calls a part that does."""
         for info in module.classes.values():
-            forward = info.methods.get("forward")
-            if forward is None or not {*CACHES} & {*parameters(forward)}:
+            if "forward" not in info.methods or is_decoded(info):
                 continue
-            if stacked_in(info, module) and not is_decoded(info) and _calls_attention(info):
+            if (stacked_in(info, module) or _is_checkpointed(info)) and takes_cache(info, module):
                 yield Candidate(info.node, info.name)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -89,10 +86,9 @@ class DecodeLayers(Transform):
         return Found((*edits, Edit(layer.forward, (_guarded(layer, module), own.node(module)))), tuple(sorted(uses)))
 
 
-def _calls_attention(info: ClassInfo) -> bool:
-    """Whether the cache is passed on to an attribute."""
-    calls = (call for call in calls_in(info.methods["forward"].body) if called_attribute(call) is not None)
-    return any(m.matches(argument.value, m.OneOf(*map(m.Name, CACHES))) for call in calls for argument in call.args)
+def _is_checkpointed(info: ClassInfo) -> bool:
+    """Whether a class says itself that it is a layer."""
+    return any(base.endswith("GradientCheckpointingLayer") for base in info.bases)
 
 
 def _guarded(layer: LayerStep, module: Module) -> cst.FunctionDef:

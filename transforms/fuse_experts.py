@@ -11,8 +11,8 @@ from rewrite.analysis.moe.mixture import Mixture, classes_of, experts_attributes
 from rewrite.analysis.moe.routing import routing_rule
 from rewrite.analysis.step.mlp_step import NAME, PARAMETERS, mlp_method
 from rewrite.analysis.syntax.methods import TENSOR, Method
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression
+from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters
 from rewrite.analysis.syntax.replacement import call_statement, line, name_is_free
 from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
@@ -100,13 +100,27 @@ def _calls(info: ClassInfo, module: Module) -> list[tuple[str, cst.Call]]:
 def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Found | Skip:
     if (unusual := _unusual(info, attribute, module)) is not None:
         return unusual
-    if len(call.args) != 3 or any(argument.keyword is not None or argument.star for argument in call.args):
+    given = _given(call, classes_of(info, attribute, module) or [])
+    if given is None:
         return Skip("other_call", module.code(call))
     if not name_is_free("fused_experts", module, info.methods["forward"]):
         return Skip("name_taken")
-    first, *rest = (module.code(argument.value) for argument in call.args)
+    first, *rest = (module.code(value) for value in given)
     fused = expression(f"fused_experts({', '.join([first, f'self.{attribute}', *rest])})")
     return Found((Edit(call, (fused,)),), ("moe.fused_experts",))
+
+
+def _given(call: cst.Call, experts: list[ClassInfo]) -> list[cst.BaseExpression] | None:
+    """Return hidden states, index and weights as a call of experts passes them, by position or by name."""
+    orders = {tuple(parameters(e.methods["forward"])[1:]) for e in experts if "forward" in e.methods}
+    if len(orders) != 1 or any(argument.star for argument in call.args):
+        return None
+    names = orders.pop()
+    plain = [argument.value for argument in call.args if argument.keyword is None]
+    given = dict(zip(names, plain, strict=False))
+    given |= {argument.keyword.value: argument.value for argument in call.args if argument.keyword is not None}
+    in_order = list(given) == list(names)  # else they would be evaluated in another order
+    return list(given.values()) if in_order and len(call.args) == len(names) == 3 else None
 
 
 def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
@@ -123,13 +137,19 @@ def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
 
 
 def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
-    """Return the classes of the router of a block that has its method."""
+    """Return the classes that a block with our method may route with: those it calls that choose the largest."""
     if NAME not in info.methods or not experts_attributes(info, module):
         return []
-    try:
-        return classes_of(info, mixture(info, module).router, module) or []
-    except NotComputable:
-        return []
+    called = {called_attribute(call) for call in calls_in(info.methods["forward"].body)}
+    parts = [part for name in sorted(filter(None, called)) for part in classes_of(info, name, module) or []]
+    return [part for part in parts if "forward" in part.methods and _chooses(part, module)]
+
+
+def _chooses(info: ClassInfo, module: Module) -> bool:
+    """Whether a class takes the largest of something in its `forward` or a method that this calls."""
+    names = names_in([info.methods["forward"].body])
+    helpers = [method.body for name, method in info.methods.items() if name in names]
+    return bool({"topk", "sort", "argsort", "argmax"} & names_in([info.methods["forward"].body, *helpers]))
 
 
 def _router(info: ClassInfo, module: Module) -> Found | Skip:

@@ -43,6 +43,10 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
         NoStep: with the reason why they cannot be written.
     """
     _check_free(info, "decode", module)
+    if not stacked_in(info, module):
+        raise NoStep("other_layer", "nothing in the file builds several of it by its name")
+    if not cache_of(info, module):
+        raise NoStep("other_layer", "its attention is given a cache that is no parameter of the layer")
     layer = layer_step(info, lambda call: _takes(_classes(info, call.args[0].value, module), module), module)
     if layer.missing:
         raise NoStep("other_layer", f"it takes no {layer.missing[0]}")

@@ -109,6 +109,14 @@ def cache_of(info: ClassInfo, module: Module, depth: int = 3) -> str:
     return ""
 
 
+def takes_cache(info: ClassInfo, module: Module) -> bool:
+    """Whether a part that a class calls takes a cache, whatever the class passes it (broad)."""
+    called = {called_attribute(call) for call in calls_in(info.methods["forward"].body)} - {None}
+    parts = [part for name in sorted(map(str, called)) for part in _parts(info, name, module)]
+    forwards = [part.methods["forward"] for part in parts if "forward" in part.methods]
+    return any(cache_parameters(forward) for forward in forwards)
+
+
 def _given(call: cst.Call, wanted: str, names: list[str]) -> cst.BaseExpression | None:
     """Return the argument that a call passes for the parameter `wanted` of `names`."""
     plain = [argument.value for argument in call.args if argument.keyword is None and not argument.star]

@@ -246,9 +246,25 @@ class Step(Run):
             return Term("tuple", (Term("call", (norm, total)), total))
         if called.op == "packed_linear":
             return Term("tuple", tuple(Term("call", (projection, called.args[0])) for projection in called.args[1:]))
+        if called.op == "call" and called.args[0].op == "attribute" and self.owner is not None:
+            called = self.by_position(called)
         if called.op == "call" and self.scope is not None:
             self.calls.append(Called(called, self.scope.value(node).effect))
         return called
+
+    def by_position(self, called: Term) -> Term:
+        """Return the call of a part with keywords at their positions, where its class says which those are."""
+        assert self.owner is not None
+        names = effects_of(self.module).names
+        built = [v.func for v in values_of(called.args[0].value, self.owner, self.module) if isinstance(v, cst.Call)]
+        orders = {tuple(_takes(self.module, names.resolved(func))) for func in built}
+        plain = [argument for argument in called.args[1:] if argument.op != "keyword"]
+        named = {argument.value: argument.args[0] for argument in called.args[1:] if argument.op == "keyword"}
+        order = orders.pop() if len(orders) == 1 else ()
+        while named and len(plain) < len(order) and order[len(plain)] in named:
+            plain.append(named.pop(order[len(plain)]))
+        rest = (Term("keyword", (named[name],), name) for name in sorted(named))
+        return Term("call", (called.args[0], *plain, *rest))
 
     def check_helper(self, node: cst.Call) -> None:
         """Refuse a function or method of the file that may not be what its definition says."""
@@ -265,6 +281,16 @@ class Step(Run):
             assigned = method in self.owner.assigned
             if heirs or assigned or (why := why_not_read(self.owner, helper, self.module)):
                 raise NotComputable(f"self.{method} may be replaced" if heirs or assigned else why)
+
+
+def _takes(module: Module, name: str) -> list[str]:
+    """Return what `forward` of a class takes, in order: of the file, or one of torch's with a single input."""
+    if name in module.classes:
+        forward = module.method(module.classes[name], "forward")
+        if forward is None or forward.params.star_arg is not cst.MaybeSentinel.DEFAULT:
+            return []
+        return [param.name.value for param in (*forward.params.posonly_params, *forward.params.params)][1:]
+    return ["input"] if name.startswith("torch.nn.") else []
 
 
 def _complains(statement: cst.CSTNode) -> bool:
