@@ -18,7 +18,9 @@ def _changed(draw: Draw, text: str, names: Names, most: int = 2, skip: int = 0) 
     for _ in range(draw(st.integers(0, most))):
         place = draw(st.integers(skip, len(lines) - 1))
         following = lines[place]
-        if not following.strip() or following.strip().startswith((")", "hidden_states, attention", "position_embeddings=")):
+        if not following.strip() or following.strip().startswith(
+            (")", "hidden_states, attention", "position_embeddings=")
+        ):
             continue
         if any(lines[place - 1].rstrip().endswith(end) for end in ("(", ",")) and place:
             continue
@@ -27,7 +29,11 @@ def _changed(draw: Draw, text: str, names: Names, most: int = 2, skip: int = 0) 
     return "\n".join(lines)
 
 
-_LOCALS = "a, c, xs, d, n, z, flag, late = {0} * 1, {0}, [{0}], {{'k': {0}}}, None, None, len({0}) == 2, lambda: {0}\nself.kept = {0}\n"
+_LOCALS = (
+    "a, c, xs, d, n, z = {0} * 1, {0}, [{0}], {{'k': {0}}}, None, None\n"
+    "flag, late = len({0}) == 2, lambda: {0}\n"
+    "self.kept = {0}\n"
+)
 
 
 @st.composite
@@ -57,7 +63,15 @@ def flows(draw: Draw) -> Case:
     wrapped = draw(st.sampled_from((tensors, "time = 1.0")))
     names = Names(("x", "y"), ("x", "a"), layout=False)
     body = _changed(draw, _FLOW.format(steps=steps, wrapped=wrapped), names, 1)
-    odd = ("dt.mul_(1.1)", "time.sub_(0.1)", "t = time\n    t -= 0.1", "bump(time)", "self.steps += 1", "_ = 3", "pass")
+    odd = (
+        "dt.mul_(1.1)",
+        "time.sub_(0.1)",
+        "t = time\n    t -= 0.1",
+        "bump(time)",
+        "self.steps += 1",
+        "_ = 3",
+        "pass",
+    )
     if draw(st.booleans()):
         body = body.replace("    x = x + dt", f"    {draw(st.sampled_from(odd))}\n    x = x + dt", 1)
     start = _LOCALS.format("x") + "n = 4\n"
@@ -82,15 +96,19 @@ def sparse_blocks(draw: Draw) -> Case:
     odd = {
         "weights)": ("weights)", "weights * 2)", "weights.fill_(1))"),
         "tokens, index": ("tokens, index", "tokens + 1, index", "tokens, index.flip(-1)", "bump(tokens), index"),
-        "length, width)": ("length, width)", "length, width) + hidden_states", "length, width) + self.soft(hidden_states)"),
+        "length, width)": (
+            "length, width)",
+            "length, width) + hidden_states",
+            "length, width) + self.soft(hidden_states)",
+        ),
     }
     for old, new in odd.items():
         body = body.replace(old, draw(st.sampled_from((old, *new))))
     router = router.replace("dim=-1, dtype", draw(st.sampled_from(("dim=-1, dtype", "dim=-1, dtype", "dim=0, dtype"))))
     holes = {"body": _LOCALS.format("hidden_states") + body, "router": _LOCALS.format("x") + router}
-    supports = {**supported({**holes, "router_init": ""})}
+    supports = supported(holes)
     supports["router_init"] = supports.get("init", "")
-    return case_of("random/experts.block", "experts", {k: v for k, v in supports.items()})
+    return case_of("random/experts.block", "experts", supports)
 
 
 _PARTS = ("feed", "rotary", "attention", "layer", "model", "head")
@@ -114,7 +132,12 @@ def _decoder(draw: Draw, parts: tuple[str, ...]) -> Case:
         if part in holes and "init" in supports:
             text = supports["init"].replace("self.", "self.mlp.") if part == "feed" else supports["init"]
             holes[own] = text
-    for part, hole in (("attention", "attention_methods"), ("layer", "layer_methods"), ("model", "model_methods"), ("head", "head_methods")):
+    for part, hole in (
+        ("attention", "attention_methods"),
+        ("layer", "layer_methods"),
+        ("model", "model_methods"),
+        ("head", "head_methods"),
+    ):
         if part in holes and "methods" in supports:
             holes[hole] = supports["methods"]
     return case_of("random/decoder.model", "decoder", holes)

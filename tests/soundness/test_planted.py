@@ -80,4 +80,3 @@ def test_a_right_rewriting_is_none() -> None:
     verdict = examine(case, [Planted("y.add(1)", "1 + y")])
     assert verdict.sites
     assert not verdict.difference
-
