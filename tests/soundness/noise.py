@@ -1,7 +1,7 @@
 """Statements that stand around the places that transforms look for: harmless ones, and ones that write what is read.
 
-Templates name what they need: `{s}` and `{r}` are tensors of one shape, `{t}` is a local to assign, `{p}` and `{o}` are
-modules. A scaffold that takes them starts its method with `PROLOGUE` and has the attributes and functions of `SUPPORT`.
+Templates name what they need: `{s}` and `{r}` are tensors of one shape, `{t}` is a local to assign, `{p}` and `{o}`
+are modules. What else they name is a local that the method starts with, or comes from `SUPPORT`.
 """
 
 from __future__ import annotations
@@ -175,11 +175,14 @@ class Names:
     targets: Sequence[str]
     modules: Sequence[str] = ()
     layout: bool = True
+    owner: bool = True
+    """Whether there is a `self`."""
 
     def templates(self) -> tuple[str, ...]:
         """Return the statements that these names can fill; those that change nothing twice as often."""
         weights = WEIGHTS if self.modules else ()
-        return (*PURE, *PURE, *WRITES, *ORDER, *SCOPE, *LEAVE, *weights, *(LAYOUT if self.layout else ()))
+        every = (*PURE, *PURE, *WRITES, *ORDER, *SCOPE, *LEAVE, *weights, *(LAYOUT if self.layout else ()))
+        return every if self.owner else tuple(template for template in every if "self." not in template)
 
 
 def filled(draw: Draw, template: str, names: Names) -> Lines:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from soundness.case import Case
 from soundness.random_computations import expansions, layer_norms, rms_norms, rotations
 from soundness.random_models import HOST_SITES, LENGTH_SITES, decoders, host_values, loops, sparse_blocks
-from soundness.random_modules import gated, projections, residuals
+from soundness.random_modules import gated, pairs, projections, residuals
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ PLACES = {
     "fixed_count_loops": Place(loops()),
     "fuse_add_norm": Place(residuals(), ("fuse_rms_norm",)),
     "fuse_experts": Place(sparse_blocks(), ("fuse_gated_activation",)),
-    "fuse_gate_up": Place(gated()),
+    "fuse_gate_up": Place(pairs()),
     "fuse_gated_activation": Place(gated()),
     "fuse_layer_norm": Place(layer_norms()),
     "fuse_qkv": Place(projections()),

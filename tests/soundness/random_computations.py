@@ -1,4 +1,4 @@
-"""Random norms, rotations, expansions, loops and decoders: computations put together from parts, one of them often odd."""
+"""Random norms, rotations and expansions: computations put together from parts, one of them often odd."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _pick(draw: Draw, *choices: str) -> str:
 
 
 def _noisy(draw: Draw, lines: Sequence[str], names: Names) -> Lines:
-    """Return the lines, in one of two draws with one other statement somewhere."""
-    if draw(st.booleans()):
+    """Return the lines, in one of four draws with one other statement somewhere."""
+    if draw(st.integers(0, 3)):
         return [part for line in lines for part in line.splitlines()]
     place = draw(st.integers(0, len(lines) - 1))
     parts = [*lines[:place], *draw(noise(names)), *lines[place:]]
@@ -26,6 +26,12 @@ def _noisy(draw: Draw, lines: Sequence[str], names: Names) -> Lines:
 
 def _made(name: str, scaffold: str, **holes: str) -> Case:
     return case_of(f"random/{scaffold}.{name}", scaffold, supported(holes))
+
+
+def _with_noise(draw: Draw, lines: Lines, names: Names) -> Lines:
+    """Return a norm's lines, in one of eight draws with one other statement and the locals that it reads."""
+    noisy = _noisy(draw, lines, names) if draw(st.booleans()) else lines
+    return noisy if len(noisy) == len(lines) else [_LOCALS, *noisy]
 
 
 _LOCALS = "a, c, xs, d, n, z, flag = x * 1, x * 2, [x], {'k': x}, None, None, len(x) == 2"
@@ -70,34 +76,54 @@ def rms_norms(draw: Draw) -> Case:
             "return self.scale * h.to(k)",
         ),
     ]
-    body = [_LOCALS, *_noisy(draw, lines, Names(("x", "h", "a"), ("a", "h", "c")))] if draw(st.booleans()) else lines
+    method = ""
+    if not draw(st.integers(0, 3)):
+        decorator = draw(st.sampled_from(("", "", "@doubled\n", "@functools.wraps(print)\n")))
+        parts = [line.replace("x", "h") for line in lines[2:4]]
+        method = "\n    ".join((f"{decorator}def norm(self, h):", *parts, "return h\n"))
+        lines[2:4] = ["h = self.norm(h)"]
+    lines = _with_noise(draw, lines, Names(("x", "h", "a"), ("a", "h", "c")))
     weight = _pick(
         draw, "", "self.weight = nn.Parameter(torch.ones(1))", "self.weight = nn.Parameter(torch.ones(3, 1))"
     )
+    imported = draw(st.booleans())
+    text = "\n".join(lines)
     return _made(
         "norm",
         "rms_norm",
-        body="\n".join(body),
+        body=text.replace("torch.rsqrt", "rsqrt") if imported else text,
+        imports="from torch import rsqrt" if imported else "",
+        before="def doubled(method):\n    return lambda self, h: method(self, h) * 2\n",
         args="self, x",
-        init=f"{weight}\nself.power, self.flag, self.kept, self.scale = 2, False, torch.ones(1), nn.Parameter(torch.ones(dim))\n"
-        + _pick(draw, "", "self.eps = 0.7", "self.eps = torch.tensor(0.3)", "self.eps = nn.Parameter(torch.ones(8))"),
-        methods="def norms(self, h):\n    return h * 1\n",
-        after=_pick(
-            draw, "", "class Subject(Subject):\n    eps = property(lambda self: 0.5, lambda self, value: None)"
+        init="self.power, self.flag, self.kept = 2, False, torch.ones(1)\nself.scale = nn.Parameter(torch.ones(dim))\n"
+        + weight
+        + _pick(
+            draw, "", "\nself.eps = 0.7", "\nself.eps = torch.tensor(0.3)", "\nself.eps = nn.Parameter(torch.ones(8))"
         ),
-        inputs=_pick(
-            draw,
-            "randn(b, 3, 8),",
-            "randn(8),",
-            "randn(0, 8),",
-            "randn(b, 3, 1),",
-            "randn(b, 2, 1, 3, 8),",
-            "randn(b, 8, 3).transpose(1, 2),",
-            "randn(b, 3, 8).float(),",
-            "integers(5, b, 3, 8),",
-        ),
-        layout=_pick(draw, "no", "yes"),
+        methods=f"def norms(self, h):\n    return h * 1\n\n{method}",
+        after=_pick(draw, "", *_NORM_AFTER),
+        inputs=_pick(draw, "randn(b, 3, 8),", *_NORM_INPUTS),
+        layout="yes" if draw(st.booleans()) else "no",
     )
+
+
+_NORM_INPUTS = (
+    "randn(8),",
+    "randn(0, 8),",
+    "randn(b, 3, 1),",
+    "randn(b, 2, 1, 3, 8),",
+    "randn(b, 8, 3).transpose(1, 2),",
+    "randn(b, 8, 3).mT,",
+    "randn(b, 3, 8).float(),",
+    "integers(5, b, 3, 8),",
+)
+_NORM_AFTER = (
+    "class Subject(Subject):\n    eps = property(lambda self: 0.5, lambda self, value: None)",
+    "class Subject(Subject):\n    def norm(self, h):\n        return h * 2\n\n    norms = norm",
+    "rsqrt = torch.sqrt",
+    "for rsqrt in (torch.abs,):\n    pass",
+    "Subject.forward = torch.no_grad()(Subject.forward)",
+)
 
 
 @st.composite
@@ -121,15 +147,15 @@ def layer_norms(draw: Draw) -> Case:
             "return (self.weight.float() * h + self.shift).to(k)",
         ),
     ]
-    body = [_LOCALS, *_noisy(draw, lines, Names(("x", "h", "a"), ("a", "h", "c")))] if draw(st.booleans()) else lines
+    lines = _with_noise(draw, lines, Names(("x", "h", "a"), ("a", "h", "c")))
     return _made(
         "norm",
         "layer_norm",
-        body="\n".join(body),
+        body="\n".join(lines),
         init="self.bias, self.shift, self.kept = nn.Parameter(torch.zeros(dim)), 0.5, torch.ones(1)\n"
         + _pick(draw, "", "self.weight = nn.Parameter(torch.ones(1))", "self.weight = nn.Parameter(torch.ones(3, 1))"),
-        inputs=_pick(draw, "randn(b, 3, 8),", "randn(8),", "randn(0, 8),", "randn(b, 3, 1),", "randn(b, 8, 3).mT,"),
-        layout=_pick(draw, "no", "yes"),
+        inputs=_pick(draw, "randn(b, 3, 8),", *_NORM_INPUTS),
+        layout="yes" if draw(st.booleans()) else "no",
     )
 
 
@@ -152,7 +178,9 @@ _REBOUND = (
 @st.composite
 def rotations(draw: Draw) -> Case:
     """Return a function that rotates queries and keys, with tables of many shapes."""
-    halves, joined = _ROTATIONS[0] if draw(st.booleans()) else draw(st.sampled_from(_ROTATIONS))
+    halves, joined = (
+        _ROTATIONS[draw(st.integers(0, 2))] if draw(st.integers(0, 3)) else draw(st.sampled_from(_ROTATIONS))
+    )
     q, k = _pick(draw, "q", "q", "q * 1", "k"), _pick(draw, "k", "k", "k * 1")
     product = "{0} * {1} + rotate_half({0}) * {2}"
     turned = (
@@ -162,20 +190,21 @@ def rotations(draw: Draw) -> Case:
     lines = [
         f"cos = cos.unsqueeze({_pick(draw, 'unsqueeze_dim', '1', '-3')})",
         f"sin = sin.unsqueeze({_pick(draw, 'unsqueeze_dim', '1', '-3')})",
-        _pick(draw, "pass", "cos = cos.float()", "q = q.float()", "cos.mul_(2)", "bump(sin)"),
+        _pick(draw, "", "cos = cos.float()", "q = q.float()", "cos.mul_(2)", "bump(sin)"),
         _pick(
             draw, "return {}, {}", "return [{}, {}]", "q, k = {}, {}\nreturn q, k", "return ({}).to(k.dtype), {}"
         ).format(*turned),
     ]
-    body = _noisy(draw, lines, Names(("q",), ("q",), layout=True))
-    if draw(st.booleans()) and len(body) > len(lines):
+    lines = [part for line in lines for part in line.splitlines()]
+    body = _noisy(draw, lines, Names(("q", "k"), ("q", "a"), owner=False)) if draw(st.booleans()) else lines
+    if len(body) > len(lines):
         body = ["a, c, xs, d, n, z, flag = q * 1, q, [q], {'k': q}, None, None, True", *body]
     b, h, s = "b", _pick(draw, "2", "1", "3"), _pick(draw, "3", "1")
-    tables = _pick(
-        draw, f"b, {s}, 4", f"1, {s}, 4", f"b, {s}, 1", f"b, {s}, 2", "b, 1, 4", "3, 4", "b, 1, 3, 4", "b, 3, 8"
+    tables = draw(
+        st.sampled_from((*[f"b, {s}, 4"] * 4, f"1, {s}, 4", f"b, {s}, 1", f"b, {s}, 2", "b, 1, 4", "3, 4", "b, 3, 8"))
     )
     queries = _pick(draw, f"{b}, {h}, {s}, 4", f"1, {h}, {s}, 4", f"{s}, 4", f"2, b, {h}, {s}, 4", f"b, {h}, {s}, 2")
-    keys = _pick(draw, f"{b}, 1, {s}, 4", f"1, 1, {s}, 4", f"b, 2, 1, 4", f"{s}, 4", "b, 1, 3, 1")
+    keys = _pick(draw, f"{b}, 1, {s}, 4", f"1, 1, {s}, 4", "b, 2, 1, 4", f"{s}, 4", "b, 1, 3, 1")
     sines = tables if draw(st.integers(0, 3)) else _pick(draw, f"b, {s}, 4", f"1, {s}, 4", f"b, {s}, 1")
     return _made(
         "apply",
@@ -222,8 +251,9 @@ def expansions(draw: Draw) -> Case:
         "a = torch.matmul(w, v)",
         _pick(draw, "return a, w", "return a, w, k.shape", "return a, w, k"),
     ]
-    prologue = "a, c, xs, d, n, z, flag, late = key * 1, value, [key, value], {'k': value}, None, None, len(key) == 2, lambda: key"
-    body = [prologue, "module.kept = value", *draw(around(site, names, 1)), *end]
+    prologue = "a, c, xs, d, n, z = key * 1, value, [key, value], {'k': value}, None, None"
+    given = "flag, late = len(key) == 2, lambda: key"
+    body = [prologue, given, "module.kept = value", *draw(around(site, names, 1)), *end]
     text = "\n".join(body).replace("self.", "module.")
     batch, heads = _pick(draw, "b", "1"), _pick(draw, "4", "2", "1", "8")
     inputs = f"randn({batch}, {heads}, 3, 6), randn(b, 2, 3, 6), randn(b, 2, 3, 6), randn(b, 1, 3, 3)"

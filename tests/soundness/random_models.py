@@ -29,7 +29,11 @@ def _changed(draw: Draw, text: str, names: Names, most: int = 2, skip: int = 0) 
     return "\n".join(lines)
 
 
-_LOCALS = "a, c, xs, d, n, z, flag, late = {0} * 1, {0}, [{0}], {{'k': {0}}}, None, None, len({0}) == 2, lambda: {0}\nself.kept = {0}\n"
+_LOCALS = (
+    "a, c, xs, d, n, z = {0} * 1, {0}, [{0}], {{'k': {0}}}, None, None\n"
+    "flag, late = len({0}) == 2, lambda: {0}\n"
+    "self.kept = {0}\n"
+)
 
 
 @st.composite
@@ -102,9 +106,9 @@ def sparse_blocks(draw: Draw) -> Case:
         body = body.replace(old, draw(st.sampled_from((old, *new))))
     router = router.replace("dim=-1, dtype", draw(st.sampled_from(("dim=-1, dtype", "dim=-1, dtype", "dim=0, dtype"))))
     holes = {"body": _LOCALS.format("hidden_states") + body, "router": _LOCALS.format("x") + router}
-    supports = {**supported({**holes, "router_init": ""})}
+    supports = supported(holes)
     supports["router_init"] = supports.get("init", "")
-    return case_of("random/experts.block", "experts", {k: v for k, v in supports.items()})
+    return case_of("random/experts.block", "experts", supports)
 
 
 _PARTS = ("feed", "rotary", "attention", "layer", "model", "head")

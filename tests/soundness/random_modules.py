@@ -80,15 +80,38 @@ _ACTIVATIONS = (
 )
 
 
+_PAIRS = (
+    ["a = self.act_fn(self.gate_proj({s})) * self.up_proj({s})"],
+    ["e = self.act_fn(self.gate_proj({s}))", "g = self.up_proj({s})", "a = e * g"],
+    ["e = self.gate_proj({s})", "g = self.up_proj({s})", "a = self.act_fn(e) * g"],
+    ["e = self.gate_proj({s})", "self.act_fn({s})", "g = self.up_proj({s})", "a = self.act_fn(e) * g"],
+    ["e = self.gate_proj({s})", "g = self.up_proj({s})", "a = self.act_fn(e) * g", "c = g.view(-1).view({s}.shape)"],
+    ["g = self.up_proj({s})", "a = self.act_fn(self.gate_proj({s})) * g"],
+    ["a = self.up_proj({s}) * self.act_fn(self.gate_proj({s}))"],
+    ["for _ in range(2):\n    e = self.act_fn(self.gate_proj({s}))\n    g = self.up_proj({s})\n    a = e * g"],
+)
+
+
+@st.composite
+def pairs(draw: Draw) -> Case:
+    """Return a method with the product of an activated projection and another one of the same input."""
+    modules = ("gate_proj", "up_proj")
+    source = draw(st.sampled_from(_TENSORS))
+    site = [line.format(s=source) for line in draw(st.sampled_from(_PAIRS))]
+    holes = {
+        "init": "self.gate_proj = nn.Linear(8, 8)\nself.up_proj = nn.Linear(8, 8)\n" + _odd_init(draw, modules),
+        "activation": draw(st.sampled_from(_ACTIVATIONS)),
+    }
+    return _case("products", "gated", _method(draw, site, modules), holes)
+
+
 @st.composite
 def gated(draw: Draw) -> Case:
-    """Return a method with the product of an activated projection and another one, or of what was projected."""
+    """Return a method with the product of something activated and another tensor."""
     modules = ("gate_proj", "up_proj")
     first, second = draw(st.sampled_from(_TENSORS)), draw(st.sampled_from(_TENSORS))
     forms = (
-        ["a = self.act_fn(self.gate_proj({s})) * self.up_proj({s})"],
-        ["e = self.act_fn(self.gate_proj({s}))", "g = self.up_proj({s})", "a = e * g"],
-        ["e = self.gate_proj({s})", "g = self.up_proj({s})", "a = self.act_fn(e) * g"],
+        *_PAIRS[:3],
         ["e = self.act_fn({s})", "a = e * {r}"],
         ["e = self.act_fn({s})", "a = {r} * e"],
         ["a = self.act_fn({s}) * {r}"],
