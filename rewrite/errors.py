@@ -54,6 +54,23 @@ class UnknownModel(UsageError):
         )
 
 
+class OutsideTransformNotLoadable(UsageError):
+    """A transform that the user brings cannot be used."""
+
+    def __init__(self, where: str, why: str):
+        super().__init__(f"cannot load a transform of your own, {where}: {why}")
+
+
+class UnknownOperator(UsageError):
+    """A rule asks for something that the runtime does not offer."""
+
+    def __init__(self, use: str):
+        super().__init__(
+            f"a transform uses '{use}', which the runtime does not offer: `Found.uses` names what a room of it "
+            "exports, as in 'norms.rms_norm'; a function of your own comes in by `Found.imports`"
+        )
+
+
 class NoModelingFile(UsageError):
     """A model type exists, but transformers has no file that defines its model alone."""
 

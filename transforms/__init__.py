@@ -1,11 +1,13 @@
-"""One libcst transform a file; this folder is the registry."""
+"""One libcst transform a file; this folder is the registry. Users bring others (`rewrite/outside.py`)."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 
-from rewrite.errors import UnknownTransform
+from rewrite.errors import OutsideTransformNotLoadable, UnknownTransform
+from rewrite.outside import outside_transforms
 from rewrite.transform import Transform, order
 
 
@@ -19,15 +21,41 @@ def all_transforms() -> list[Transform]:
     return order(found)
 
 
-def select(only: tuple[str, ...] = (), skip: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[Transform]:
+def available(place: Path | None = None) -> list[Transform]:
+    """Return every transform of this folder, and those that the user brings for the project around `place`.
+
+    Args:
+        place: an output folder, or any other; where it is None, the working folder.
+
+    Raises:
+        OutsideTransformNotLoadable: if one that the user brings cannot be imported, or has a name that is taken.
+    """
+    found = all_transforms()
+    for transform in outside_transforms(place or Path.cwd()):
+        if any(other.name == transform.name for other in found):
+            where = type(transform).__module__
+            raise OutsideTransformNotLoadable(where, f"there is a transform '{transform.name}' already")
+        found.append(transform)
+    return order(found)
+
+
+def is_own(transform: Transform) -> bool:
+    """Whether a transform came with this tool."""
+    return type(transform).__module__.startswith(f"{__name__}.")
+
+
+def select(
+    only: tuple[str, ...] = (), skip: tuple[str, ...] = (), also: tuple[str, ...] = (), place: Path | None = None
+) -> list[Transform]:
     """Return the transforms to run: `only` (default: all but the ones on request) and `also`, less `skip`.
 
     Raises:
         UnknownTransform: if a name belongs to no transform.
+        OutsideTransformNotLoadable: as `available`.
     """
-    available = {transform.name: transform for transform in all_transforms()}
+    there = {transform.name: transform for transform in available(place)}
     for name in (*only, *skip, *also):
-        if name not in available:
-            raise UnknownTransform(name, list(available))
-    chosen = only or tuple(name for name, transform in available.items() if not transform.on_request)
-    return [available[name] for name in available if name in (*chosen, *also) and name not in skip]
+        if name not in there:
+            raise UnknownTransform(name, list(there))
+    chosen = only or tuple(name for name, transform in there.items() if not transform.on_request)
+    return [there[name] for name in there if name in (*chosen, *also) and name not in skip]

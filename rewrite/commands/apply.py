@@ -130,7 +130,7 @@ def _run(job: Job, screen: Screen) -> int:
     from rewrite.transforms import select
     from rewrite.upstream.source import resolve, weights_fit
 
-    transforms = select(job.only, job.skip, job.also)
+    transforms = select(job.only, job.skip, job.also, job.out)
     source = resolve(job.model, job.trust_remote_code)
     if job.request.weights is not None:
         weights_fit(source, job.request.weights)

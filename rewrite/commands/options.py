@@ -29,9 +29,9 @@ def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 def complete_transforms(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the transforms whose name begins with `incomplete`."""
-    from rewrite.transforms import all_transforms
+    from rewrite.transforms import available
 
-    found = [transform for transform in all_transforms() if transform.name.startswith(incomplete)]
+    found = [transform for transform in available() if transform.name.startswith(incomplete)]
     return [CompletionItem(transform.name, help=transform.summary) for transform in found]
 
 

@@ -15,16 +15,24 @@ def transforms(json_path: Path | None) -> int:
     """List the transforms in the order in which they run; `rewrite explain TRANSFORM` says more about one."""
     from rewrite.deliver import report
     from rewrite.show.console import Screen
-    from rewrite.transforms import all_transforms
+    from rewrite.transforms import available, is_own
 
-    found = all_transforms()
+    found = available()
     if str(json_path) != "-":
-        rows = [(t.name, t.numerics.value + (" · on request" if t.on_request else ""), t.summary) for t in found]
+        rows = [
+            (
+                t.name,
+                t.numerics.value + (" · on request" if t.on_request else "") + ("" if is_own(t) else " · yours"),
+                t.summary,
+            )
+            for t in found
+        ]
         Screen().table(("transform", "numerics", "what it does"), rows)
     listed = {
         t.name: {
             "summary": t.summary,
             "numerics": t.numerics.value,
+            "own": is_own(t),
             "on_request": t.on_request,
             "after": list(t.after),
             "reasons": dict(t.reasons),

@@ -15,6 +15,9 @@ from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotPars
 from rewrite.transform import Rewritten, Transform
 from rewrite.upstream.source import Source
 
+DEEP = 200
+"""Levels of a syntax tree; the deepest modeling file of transformers 5.23 has 23."""
+
 
 @dataclass(frozen=True)
 class Build:
@@ -40,7 +43,12 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
         relocated = relocate(source)
     except cst.ParserSyntaxError as error:
         raise SourceDoesNotParse(source.path, error.raw_line, error.message.splitlines()[0]) from error
-    rewritten = rewrite_text(relocated.text, transforms, relocated.uses)
+    except RecursionError as error:
+        raise _too_deep(source, error) from error
+    try:
+        rewritten = rewrite_text(relocated.text, transforms, relocated.uses)
+    except RecursionError as error:
+        raise _too_deep(source, error) from error
     if not rewritten.sites:
         raise NothingToRewrite(source.path, _reasons(rewritten))
     return Build(source, rewritten)
@@ -56,6 +64,14 @@ def _check_parses(source: Source) -> None:
         raise SourceDoesNotParse(source.path, 1, str(error)) from error
     except (RecursionError, MemoryError) as error:
         raise SourceDoesNotParse(source.path, 1, "an expression in it is nested too deeply") from error
+
+
+def _too_deep(source: Source, error: RecursionError) -> Exception:
+    """Return what to say of a file that ended a walk over its tree: that it is nested deeply, or our own error."""
+    level, depth = [ast.parse(source.text)], 0
+    while level:
+        level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
+    return SourceDoesNotParse(source.path, 1, "an expression in it is nested too deeply") if depth > DEEP else error
 
 
 def _reasons(rewritten: Rewritten) -> list[str]:

@@ -1,24 +1,14 @@
-"""Imports and definitions at the top of a rewritten file: what the new code needs in, what nothing reads out."""
+"""Imports at the top of a rewritten file: what the new code needs, in the order in which formatters put them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+import re
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import Module, bound_name
+from rewrite.analysis.syntax.module import Module, dotted
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
-
-
-def without_unused(module: Module, before: Module) -> cst.Module:
-    """Return the tree without the functions and imports that `before` read somewhere and `module` reads nowhere."""
-    while unused := _unused(module, before):
-        tree = module.tree.visit(_Remove(unused))
-        if not isinstance(tree, cst.Module):
-            raise TypeError("removing names replaced the module itself")
-        module = Module(tree)
-    return module.tree
 
 
 def with_runtime(tree: cst.Module, uses: Sequence[str]) -> cst.Module:
@@ -27,14 +17,32 @@ def with_runtime(tree: cst.Module, uses: Sequence[str]) -> cst.Module:
     for use in uses:
         room, function = use.split(".")
         by_room.setdefault(room, []).append(function)
-    return insert_imports(tree, [_from_runtime(room, sorted(by_room[room])) for room in sorted(by_room)])
+    rooms = {room: sorted(functions, key=isort_key) for room, functions in sorted(by_room.items())}
+    return insert_imports(tree, [from_line(f".runtime.{room}", functions) for room, functions in rooms.items()])
 
 
-def _from_runtime(room: str, functions: Sequence[str]) -> str:
-    line = f"from .runtime.{room} import {', '.join(functions)}"
+def with_lines(tree: cst.Module, lines: Sequence[str]) -> cst.Module:
+    """Return the tree with those of the import `lines` that bind a name which it reads and does not import yet."""
+    module = Module(tree)
+
+    def is_needed(line: str) -> bool:
+        parsed = cst.parse_module(line)
+        return any(module.references.get(name) and name not in module.imports for name in Module(parsed).imports)
+
+    return insert_imports(tree, [line for line in lines if is_needed(line)])
+
+
+def from_line(module: str, names: Sequence[str]) -> str:
+    """Return `from <module> import <names>`, one name a line where it is too long for one."""
+    line = f"from {module} import {', '.join(names)}"
     if len(line) <= LINE_LENGTH:
         return line
-    return "\n".join([f"from .runtime.{room} import (", *(f"    {function}," for function in functions), ")"])
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
+
+
+def isort_key(name: str) -> tuple[int, str]:
+    """Order names as isort does: CONSTANTS, Classes, functions."""
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
 def insert_imports(tree: cst.Module, lines: Sequence[str]) -> cst.Module:
@@ -54,65 +62,106 @@ def _is_import(statement: cst.CSTNode) -> bool:
     )
 
 
-def _unused(module: Module, before: Module) -> set[str]:
-    named = {*module.functions, *module.imports}
-    exported = _exported(module)
-    return {
-        name for name in named - exported if before.references.get(name, 0) > 0 and module.references.get(name, 0) == 0
-    }
+def sorted_library(tree: cst.Module, library: str) -> cst.Module:
+    """Return the tree with the imports from `library` in every block of imports sorted as isort does.
+
+    They were relative once, in a group of their own, and sorted by their dots.
+    """
+    sorter = _Sorter(library)
+    return _module(tree.visit(sorter))
 
 
-def _exported(module: Module) -> set[str]:
-    """Return the names in `__all__`, which are text and therefore not references."""
-    for statement in module.tree.body:
-        if not isinstance(statement, cst.SimpleStatementLine):
-            continue
-        for small in statement.body:
-            if isinstance(small, cst.Assign) and module.code(small.targets[0].target) == "__all__":
-                elements = getattr(small.value, "elements", ())
-                values = (element.value for element in elements)
-                return {str(v.evaluated_value) for v in values if isinstance(v, cst.SimpleString)}
-    return set()
-
-
-_Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
-
-
-class _Remove(cst.CSTTransformer):
-    """Removes top-level functions and import names."""
-
-    def __init__(self, names: set[str]):
+class _Sorter(cst.CSTTransformer):
+    def __init__(self, library: str):
         super().__init__()
-        self.names = names
+        self.library = library
 
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
-        return False
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return updated_node.with_changes(body=list(self._sorted(updated_node.body)))
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        return False
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        return updated_node.with_changes(body=list(self._sorted(updated_node.body)))
 
-    def leave_FunctionDef(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.FunctionDef | cst.RemovalSentinel:
-        return cst.RemoveFromParent() if original_node.name.value in self.names else updated_node
+    def _sorted(self, body: Sequence[cst.BaseStatement]) -> Iterator[cst.BaseStatement]:
+        block: list[cst.SimpleStatementLine] = []
+        for statement in body:
+            if _is_import(statement) and isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
+                block.append(statement)
+                continue
+            yield from self._block(block)
+            block = []
+            yield statement
+        yield from self._block(block)
 
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import | cst.RemovalSentinel:
-        kept = [alias for alias in updated_node.names if bound_name(alias).split(".")[0] not in self.names]
-        return self._with_names(updated_node, kept)
+    def _block(self, block: Sequence[cst.SimpleStatementLine]) -> list[cst.SimpleStatementLine]:
+        """Sort those of the library where the first of them stands; the others keep their order."""
+        own = [line for line in block if self._root(line) == self.library]
+        if len(own) < 2:
+            return list(block)
+        first = next(place for place, line in enumerate(block) if line is own[0])
+        ordered = sorted(_merged(own), key=_module_key)
+        if ordered == own:
+            return list(block)
+        blank = [line for line in own[0].leading_lines if line.comment is None]
+        lines = [_without_blank(line) for line in ordered]
+        lines[0] = lines[0].with_changes(leading_lines=[*blank, *lines[0].leading_lines])
+        before = [line for line in block[:first] if self._root(line) != self.library]
+        return [*before, *lines, *(line for line in block[first:] if self._root(line) != self.library)]
 
-    def leave_ImportFrom(
-        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
-    ) -> cst.ImportFrom | cst.RemovalSentinel:
-        if isinstance(updated_node.names, cst.ImportStar):
-            return updated_node
-        kept = [alias for alias in updated_node.names if bound_name(alias) not in self.names]
-        return self._with_names(updated_node, kept)
+    def _root(self, line: cst.SimpleStatementLine) -> str:
+        imported = line.body[0]
+        if isinstance(imported, cst.ImportFrom):
+            return dotted(imported.module).split(".")[0] if imported.module and not imported.relative else ""
+        return ""
 
-    def _with_names(self, node: _Import, kept: list[cst.ImportAlias]) -> _Import | cst.RemovalSentinel:
-        if isinstance(node.names, cst.ImportStar) or len(kept) == len(node.names):
-            return node
-        if not kept:
-            return cst.RemoveFromParent()
-        one_line = node.names[-1].comma == cst.MaybeSentinel.DEFAULT
-        last = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT if one_line else node.names[-1].comma)
-        return node.with_changes(names=[*kept[:-1], last])
+
+def _merged(lines: Sequence[cst.SimpleStatementLine]) -> list[cst.SimpleStatementLine]:
+    """Join plain imports from the same module, which two numbers of dots had kept apart."""
+    found: dict[str, cst.SimpleStatementLine] = {}
+    for number, line in enumerate(lines):
+        statement = cst.ensure_type(line.body[0], cst.ImportFrom)
+        name = dotted(statement.module) if statement.module is not None else ""
+        other = found.get(name)
+        if other is None or not _is_plain(line) or not _is_plain(other):
+            found[name if other is None else f"{name} #{number}"] = line
+            continue
+        aliases = [*_names(cst.ensure_type(other.body[0], cst.ImportFrom)), *_names(statement)]
+        text = from_line(name, sorted(set(aliases), key=isort_key))
+        found[name] = cst.ensure_type(cst.parse_statement(text), cst.SimpleStatementLine).with_changes(
+            leading_lines=other.leading_lines
+        )
+    return list(found.values())
+
+
+def _is_plain(line: cst.SimpleStatementLine) -> bool:
+    """Whether an import has neither aliases nor comments."""
+    statement = cst.ensure_type(line.body[0], cst.ImportFrom)
+    aliases = () if isinstance(statement.names, cst.ImportStar) else statement.names
+    return bool(aliases) and not any(a.asname for a in aliases) and "#" not in cst.Module([line]).code
+
+
+def _names(statement: cst.ImportFrom) -> list[str]:
+    return [] if isinstance(statement.names, cst.ImportStar) else [dotted(alias.name) for alias in statement.names]
+
+
+def _module_key(line: cst.SimpleStatementLine) -> tuple[object, ...]:
+    """Order imports as isort does: by module without regard to case, numbers by their value; then by first name."""
+    statement = cst.ensure_type(line.body[0], cst.ImportFrom)
+    name = dotted(statement.module) if statement.module is not None else ""
+    return (_natural(name), *(_natural(member) for member in _names(statement)[:1]))
+
+
+def _natural(text: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", text.lower()))
+
+
+def _without_blank(line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
+    return line.with_changes(leading_lines=[empty for empty in line.leading_lines if empty.comment is not None])
+
+
+def _module(tree: cst.Module | cst.RemovalSentinel | cst.FlattenSentinel[cst.Module]) -> cst.Module:
+    if not isinstance(tree, cst.Module):
+        raise TypeError("sorting imports replaced the module itself")
+    return tree

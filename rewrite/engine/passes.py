@@ -14,7 +14,7 @@ import libcst as cst
 
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import replace_nodes
-from rewrite.engine import imports
+from rewrite.engine import imports, leftovers
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.transform import Candidate, Edit, Found, Rewritten, Skip, SkippedSite, Transform, TransformReport, order
 
@@ -31,6 +31,7 @@ class _Pass:
     sites: list[str] = field(default_factory=list)
     skipped: list[SkippedSite] = field(default_factory=list)
     uses: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
 
     def accept(self, site: str, found: Found) -> None:
         """Take over the edits of one site, or leave it to the next pass where it touches another site's edit."""
@@ -43,6 +44,7 @@ class _Pass:
             self.covered.update(id(above) for above in self.module.ancestors(edit.old))
         self.sites.append(site)
         self.uses.extend(found.uses)
+        self.imports.extend(found.imports)
 
     def _touched(self, old: cst.CSTNode) -> bool:
         return id(old) in self.covered or any(id(above) in self.edits for above in self.module.ancestors(old))
@@ -59,32 +61,35 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
         libcst.ParserSyntaxError: if `text` does not parse.
     """
     before = Module(cst.parse_module(text))
-    module, reports, uses = before, [], set(already_used)
+    module, reports, uses, lines = before, [], set(already_used), set[str]()
     for transform in order(transforms):
-        module, report, used = _converge(transform, module)
+        module, report, used, needed = _converge(transform, module)
         reports.append(report)
         uses |= used
+        lines |= needed
     if not uses and not any(report.rewritten for report in reports):
         return Rewritten(text, tuple(reports))
     uses = {use for use in uses if module.references.get(use.split(".")[1])}  # a later transform replaces some calls
-    tree = imports.without_unused(module, before)
+    tree = leftovers.without_unused(module, before)
     called = Module(tree).references
     uses = {use for use in uses if called.get(use.split(".")[1], 0)}  # a later transform may have replaced a call
+    tree = imports.with_lines(tree, sorted(lines))
     tree = imports.with_runtime(tree, sorted(uses))
     rewritten = tree.code
     compile(rewritten, "<rewritten>", "exec", dont_inherit=True)
     return Rewritten(rewritten, tuple(reports), tuple(sorted(uses)))
 
 
-def _converge(transform: Transform, module: Module) -> tuple[Module, TransformReport, set[str]]:
+def _converge(transform: Transform, module: Module) -> tuple[Module, TransformReport, set[str], set[str]]:
     sites: list[str] = []
-    uses: set[str] = set()
+    uses, lines = set[str](), set[str]()
     for _ in range(MAX_PASSES):
         current = _one_pass(transform, module)
         sites += current.sites
         uses |= set(current.uses)
+        lines |= set(current.imports)
         if not current.edits:
-            return module, TransformReport(transform.name, tuple(sites), tuple(current.skipped)), uses
+            return module, TransformReport(transform.name, tuple(sites), tuple(current.skipped)), uses, lines
         module = Module(_apply(module.tree, current))
     raise NotConverging(transform.name, MAX_PASSES)
 

@@ -13,9 +13,12 @@ import libcst as cst
 
 from rewrite import __version__
 from rewrite.analysis.syntax.module import Module, dotted
+from rewrite.analysis.syntax.nodes import LINE_LENGTH
+from rewrite.engine.imports import from_line, sorted_library
 from rewrite.errors import RelativeImport
 from rewrite.upstream.source import Source
 
+LIBRARY = "transformers"
 HEADER_MARK = "# Rewritten by hf-rewrite "
 HEADER_LOCK = (
     "# This file is yours: review it, edit it, ship it. rewrite.lock lists what was changed and what was skipped."
@@ -28,7 +31,7 @@ class Relocated:
 
     text: str
     uses: tuple[str, ...]
-    """Runtime names that it refers to, as `file.name`."""
+    """What it refers to of the runtime, as `room.function`."""
 
 
 def relocate(source: Source) -> Relocated:
@@ -41,6 +44,8 @@ def relocate(source: Source) -> Relocated:
     tree = cst.parse_module(source.text)
     mover = _Mover(Module(tree), source)
     moved = tree.visit(mover)
+    if source.module is not None:
+        moved = sorted_library(moved, LIBRARY)
     return Relocated(_header(source) + _without_banner(moved.code), tuple(sorted(mover.uses)))
 
 
@@ -71,7 +76,7 @@ class _Mover(cst.CSTTransformer):
         spaced = updated_node.with_changes(relative=(), module=name)
         if spaced.whitespace_after_from.empty:
             spaced = spaced.with_changes(whitespace_after_from=cst.SimpleWhitespace(" "))
-        return spaced
+        return _wrapped(spaced)
 
     def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
         imported = [self.module.qualified(base.value) for base in original_node.bases]
@@ -95,6 +100,16 @@ class _Mover(cst.CSTTransformer):
         return updated_node.with_changes(
             func=cst.Name("from_config"), args=[cst.Arg(function.value), *updated_node.args, module.args[0]]
         )
+
+
+def _wrapped(node: cst.ImportFrom) -> cst.ImportFrom:
+    """Put an import that has become too long for one line on several."""
+    text = cst.Module([]).code_for_node(node)
+    if node.lpar is not None or len(text) <= LINE_LENGTH or isinstance(node.names, cst.ImportStar):
+        return node
+    names = [cst.Module([]).code_for_node(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for alias in node.names]
+    line = cst.ensure_type(cst.parse_statement(from_line(text.split()[1], names)), cst.SimpleStatementLine)
+    return cst.ensure_type(line.body[0], cst.ImportFrom)
 
 
 def _header(source: Source) -> str:

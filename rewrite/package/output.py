@@ -2,7 +2,7 @@
 
 The new package is written to `.<name>.rewrite-new-*/<name>` beside the folder, under its final name so that it can be
 imported and checked there, and then changes places with the old one in one step of the file system. Where that cannot
-do it (`rewrite.exchange`), in two renames: a run that is killed between them leaves the old folder as
+do it (`swap`), in two renames: a run that is killed between them leaves the old folder as
 `.<name>.rewrite-old`, and the next run puts it back.
 """
 

@@ -11,6 +11,9 @@ import importlib.resources
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
+from rewrite.engine.imports import isort_key
+from rewrite.errors import UnknownOperator
+
 ALWAYS = (
     "core/backend", "core/explain", "core/rocm", "origin/guard", "package/auto", "package/selftest",
 )  # fmt: skip
@@ -78,9 +81,16 @@ def shipped(path: str) -> bytes:
 
 
 def file_of(use: str) -> str:
-    """Return the file, `norms/rms_norm`, of what a modeling file imports as `norms.rms_norm`."""
-    room, function = use.split(".")
-    return f"{room}/{_offered(room)[function]}"
+    """Return the file, `norms/rms_norm`, of what a modeling file imports as `norms.rms_norm`.
+
+    Raises:
+        UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
+    """
+    room, _, function = use.partition(".")
+    try:
+        return f"{room}/{_offered(room)[function]}"
+    except (FileNotFoundError, KeyError) as error:
+        raise UnknownOperator(use) from error
 
 
 def init(names: Sequence[str]) -> str:
@@ -106,11 +116,6 @@ def room_init(room: str, names: Sequence[str]) -> str:
     exported = sorted((name for functions in by_file.values() for name in functions), key=isort_key)
     listed = ", ".join(f'"{name}"' for name in exported)
     return "\n".join([f'"""{docstring}"""', "", *imports, "", f"__all__ = [{listed}]", ""])
-
-
-def isort_key(name: str) -> tuple[int, str]:
-    """Order names as ruff's isort does: CONSTANTS, Classes, functions."""
-    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
 def _offered(room: str) -> dict[str, str]:

@@ -99,7 +99,7 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
     if source is not None:
         if (moved := _moved(lock, source)) is not None:
             yield Finding("transformers-moved", moved, _lines(folder, lock, source))
-        if full or not rebuild.is_current(lock, source):
+        if full or not rebuild.is_current(folder, lock, source):
             yield from _anew(folder, lock, source)
         yield from _pin(folder, lock, source)
     if (stale := rebuild.stale_verdict(folder, lock)) is not None:

@@ -73,7 +73,7 @@ def source_of(folder: Path, lock: Lock, given: Path | None = None, library: Inst
     return original.find_present(folder, lock, given, library)
 
 
-def is_current(lock: Lock, source: Source) -> bool:
+def is_current(folder: Path, lock: Lock, source: Source) -> bool:
     """Return whether a package made now has the bytes that the lock lists, by what decides them: nothing is made.
 
     Rules, engine, runtime files and original are those of the lock, and nobody edited the lock.
@@ -85,7 +85,7 @@ def is_current(lock: Lock, source: Source) -> bool:
     if any(lock.files[name] != digest for name, digest in own_runtime(lock).items()):
         return False
     try:
-        return dict(lock.rules) == rule_hashes(_selected(lock))
+        return dict(lock.rules) == rule_hashes(_selected(folder, lock))
     except UnknownTransform:
         return False
 
@@ -142,13 +142,13 @@ def _importable(lock: Lock) -> list[str]:
     return [name for name in lock.files if not name.startswith(".")]
 
 
-def _selected(lock: Lock) -> list[Transform]:
-    return select(lock.options.only, lock.options.skip, lock.options.also)
+def _selected(folder: Path, lock: Lock) -> list[Transform]:
+    return select(lock.options.only, lock.options.skip, lock.options.also, folder)
 
 
 def _transforms(folder: Path, lock: Lock) -> list[Transform]:
     try:
-        return _selected(lock)
+        return _selected(folder, lock)
     except UnknownTransform as error:
         raise RuleGone(folder, str(error)) from error
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SWITCH = "_step_without_graph"
+LOOP = ".decode.generation"
+"""Where the loop is in a package's runtime."""
+PARTS = ("core.backend", "decode.graph", "decode.graph_store")
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
 NEW, LONGER = 16, 40
 FINITE_POISON = 1e3
@@ -70,9 +73,9 @@ class Package:
             NotRun: it is no runtime that this verifier knows.
         """
         origin = next(base.__module__ for base in model_class.__mro__ if SWITCH in vars(base))
-        folder = origin.rpartition(".")[0]
+        runtime = origin.removesuffix(LOOP)
         try:
-            return cls(*(importlib.import_module(f"{folder}.{name}") for name in ("backend", "graph", "graph_store")))
+            return cls(*(importlib.import_module(f"{runtime}.{name}") for name in PARTS))
         except ModuleNotFoundError as error:
             raise NotRun(f"the package's loop is not one that can be asked what ran: {error}") from error
 

@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.integrations import flash_attention
 
@@ -26,17 +26,17 @@ _in_order: WeakIdKeyDictionary = WeakIdKeyDictionary()
 @functools.wraps(flash_attention.flash_attention_forward)
 def forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attend with `[B, H, S, D]` views; the result is `[B, S, H, D]`."""
     reason = _refusal(query, key, value, attention_mask, dropout, {**kwargs, "softcap": softcap})
     if reason is None:
@@ -63,10 +63,10 @@ def forward(
 
 
 def _refusal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> str | None:
@@ -85,7 +85,7 @@ def _refusal(
     return None
 
 
-def _packed(query: torch.Tensor, position_ids: torch.Tensor | None) -> bool:
+def _packed(query: Tensor, position_ids: Tensor | None) -> bool:
     """Return whether one row may hold several sequences, whose positions start anew.
 
     transformers asks the device in every layer; here it is asked once for a tensor, and not during a capture.

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -29,7 +29,7 @@ from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
 from ..core import backend
 
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 FOLD_LENGTH = 64
 _DEVICES = frozenset({"cpu", "cuda"})
@@ -49,15 +49,15 @@ def native_gqa(interface: Attention) -> Attention:
 @functools.wraps(sdpa_attention_forward)
 def _sdpa(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     groups = getattr(module, "num_key_value_groups", 1)
     if aiter_calls.candidate("attention"):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -80,9 +80,7 @@ def _sdpa(
     )
 
 
-def _refusal(
-    groups: int, query: torch.Tensor, key: torch.Tensor, dropout: float, kwargs: dict[str, Any]
-) -> str | None:
+def _refusal(groups: int, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> str | None:
     if dropout:
         return "dropout"
     for name in ("position_bias", "cache", "softcap", "output_attentions"):
@@ -96,10 +94,10 @@ def _refusal(
 
 
 def _aiter_refusal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> str | None:
@@ -120,9 +118,7 @@ def _aiter_refusal(
     return "head_dim" if max(query.shape[-1], value.shape[-1]) > aiter_attention.MAX_HEAD_DIM else None
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, is_causal: bool
-) -> torch.Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_causal: bool) -> Tensor:
     """Attend without a mask, by aiter or as torch does; `is_causal` as torch has it. The result is `[B, S, H, Dv]`."""
     if is_causal and key.shape[2] > query.shape[2]:  # what a prefill into an empty static cache sees
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -140,13 +136,13 @@ def _flash(
 
 
 def _grouped(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     is_causal: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend with `query` `[B, H, S, D]` to `key`, `value` `[B, Hk, T, D]`; the result is `[B, S, H, D]`.
 
     Several sequences of more than `FOLD_LENGTH` queries, where cuDNN does not take them, copy the keys after all: that
@@ -183,13 +179,13 @@ def _grouped(
 
 
 def _folded(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     groups: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend with the group as part of the query length: the mask is repeated, which is small for few queries."""
     batch, heads, length, _ = query.shape
     if mask is not None:
@@ -203,9 +199,7 @@ def _folded(
     return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous()
 
 
-def _cudnn_takes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
-) -> bool:
+def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
     """Return whether cuDNN attends to grouped keys with a mask: torch's other fused kernels refuse that pair.
 
     torch.compile cannot trace the question: it sees one operator, except where gradients are wanted.
@@ -217,20 +211,18 @@ def _cudnn_takes(
 
 
 def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scaling: float | None,
     is_causal: bool,
-) -> torch.Tensor:
+) -> Tensor:
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1])
 
 
-def _flash_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, is_causal: bool
-) -> torch.Tensor:
+def _flash_fake(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_causal: bool) -> Tensor:
     return _fake(query, key, value, None, scaling, is_causal)
 
 
@@ -249,7 +241,7 @@ _op = backend.register(
 )
 
 
-def grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
     """Return `left @ repeat_kv(right, H // Hk)` without the copy that `repeat_kv` makes.
 
     Args:

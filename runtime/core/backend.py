@@ -37,7 +37,7 @@ _chosen: str | None = None
 
 # Each output package carries its own copy of this folder, so each registers its operators under its own name: two
 # rewritten models live in one process.
-NAMESPACE = __name__.rsplit(".", 2)[0].replace(".", "_")
+NAMESPACE = __name__.rsplit(".", 3)[0].replace(".", "_")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _NO_GUARD = contextlib.nullcontext()
 

@@ -72,11 +72,11 @@ class GraphGeneration(GenerationMixin):
         backend.count_fallback("generate", reason, self)
         return super()._sample(
             input_ids,
+            generation_config=generation_config,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
             streamer=streamer,
+            synced_gpus=synced_gpus,
             **model_kwargs,
         )
 

@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_the_old_folder(
     assert hidden(package.parent) == []
 
 
-@pytest.mark.parametrize("place", ["rewrite.build.build", "rewrite.gate.check_text"])
+@pytest.mark.parametrize("place", ["rewrite.engine.build.build", "rewrite.deliver.precheck.check_text"])
 def test_an_interruption_leaves_the_old_folder(
     package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -151,7 +151,7 @@ def test_an_interruption_between_the_renames_puts_the_old_folder_back(
             raise KeyboardInterrupt
         return rename(self, target)
 
-    monkeypatch.setattr("rewrite.exchange.exchange", lambda one, other: False)  # a file system that cannot
+    monkeypatch.setattr("rewrite.package.swap.exchange", lambda one, other: False)  # a file system that cannot
     monkeypatch.setattr(Path, "rename", interrupted)
     assert rewrite(*ARGUMENTS, "--out", package).code == 130
     assert (package / "mine.txt").read_text() == "mine"

@@ -32,7 +32,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         progress("half way")
         return verdict(asked[0], rewritten)
 
-    monkeypatch.setattr("rewrite.judge.judge", judge)
+    monkeypatch.setattr("rewrite.deliver.verification.judge", judge)
     return asked
 
 
@@ -100,7 +100,7 @@ def test_the_fixture_passes_the_real_verifier(here: Path, rewrite: CommandLine) 
     assert done.code == 0, done.out
     assert (here / "out" / "verify.json").is_file()
     path = here / "out" / "modeling_tiny.py"
-    path.write_text(path.read_text().replace("value_states = v.view", "value_states = k.view"))
+    path.write_text(path.read_text().replace("value = v.view", "value = k.view"))
     failed = rewrite("verify", "out", "--quick")
     assert failed.code == 1
     assert "NOT PASSED" in failed.out

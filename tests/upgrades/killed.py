@@ -89,7 +89,7 @@ def main(count: int, seed: int, exchange: bool) -> dict[str, int]:
     if not exchange:
         import rewrite.package.swap
 
-        rewrite.exchange.exchange = lambda one, other: False
+        rewrite.package.swap.exchange = lambda one, other: False
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
         top = Path(name)

@@ -93,7 +93,7 @@ def test_a_place_that_refuses(
     def refuses(*arguments: object) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("rewrite.exchange._claimed", refuses)
+    monkeypatch.setattr("rewrite.package.swap._claimed", refuses)
     done = rewrite("sync", package, "--transformers", tree)
     assert (done.code, "Read-only file system" in done.err) == (1, True)
     assert contents(package) == before
@@ -128,7 +128,9 @@ def test_two_processes_at_once_end_in_the_new_state(package: Path, releases: Rel
     assert [path.name for path in package.resolve().parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("when", ["rewrite.gate.check_text", "rewrite.edits.with_edits", "rewrite.edits.problems"])
+@pytest.mark.parametrize(
+    "when", ["rewrite.deliver.precheck.check_text", "rewrite.sync.edits.with_edits", "rewrite.sync.edits.problems"]
+)
 def test_a_file_that_the_user_saves_meanwhile_is_not_replaced(
     package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:

@@ -144,7 +144,7 @@ def test_a_version_is_downloaded_once(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("rewrite.release.subprocess.run", download)
+    monkeypatch.setattr("rewrite.upstream.release.subprocess.run", download)
     for _ in range(2):
         assert rewrite("sync", package, "--transformers", "6.1.0", "--dry-run").code == 0
     assert len(asked) == 1

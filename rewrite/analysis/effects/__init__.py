@@ -26,6 +26,7 @@ them; modules of torch have no hooks, which the runtime looks for itself; a clas
 file is made from has no attribute of the name that the file assigns.
 """
 
+from rewrite.analysis.effects import known
 from rewrite.analysis.effects.analysis import Effects, effects_of
 from rewrite.analysis.effects.attributes import Attribute, attribute
 from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
@@ -45,6 +46,7 @@ __all__ = [
     "before",
     "between",
     "effects_of",
+    "known",
     "may_move",
     "union",
     "why_not_move",

@@ -38,6 +38,9 @@ class Found:
     edits: tuple[Edit, ...]
     uses: tuple[str, ...] = ()
     """Runtime functions that the new code calls, as `room.function`: `products.packed_linear`."""
+    imports: tuple[str, ...] = ()
+    """Other lines that the new code needs at the top of the file, `from my_kernels import rms_norm`; for rules that
+    users bring."""
 
 
 @dataclass(frozen=True)
