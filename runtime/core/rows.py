@@ -42,6 +42,31 @@ def collapse(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return tensor.contiguous(), 1, tensor.shape[-1], 0
 
 
+def order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions of `tensor` from the outermost in memory, as torch lays out what it computes elementwise.
+
+    Empty where the result would be contiguous, so that nothing has to change places; None where a kernel that writes
+    row by row cannot lay it out so: the last dimension is not the innermost, or a dimension is expanded.
+    """
+    if tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    wide = [place for place, size in enumerate(tensor.shape) if size != 1]
+    if any(strides[place] == 0 for place in wide):
+        return None
+    ranked = sorted(wide, key=lambda place: -strides[place])
+    if ranked == wide:
+        return ()
+    if ranked[-1] != tensor.ndim - 1:
+        return None
+    return (*(place for place in range(tensor.ndim) if tensor.shape[place] == 1), *ranked)
+
+
+def restored(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Return what `permute(order)` was made from."""
+    return tensor.permute([order.index(place) for place in range(len(order))]) if order else tensor
+
+
 def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return `(tensor, row_stride)` for a kernel that knows one row stride; copies where two would be needed."""
     tensor, inner, outer_stride, _ = collapse(tensor)

@@ -36,8 +36,9 @@ def add_layer_norm(
         eps: added to the variance.
 
     Returns:
-        `(normed, summed)`, both `[N, H]` in the sum's dtype, contiguous and new. Differentiable: where gradients are
-        wanted the torch form runs. Under autocast, which runs `F.layer_norm` in fp32, it runs too.
+        `(normed, summed)`, both `[N, H]` in the sum's dtype and new, the first contiguous, the second laid out as
+        torch lays out a sum. Differentiable: where gradients are wanted the torch form runs. Under autocast, which
+        runs `F.layer_norm` in fp32, it runs too.
     """
     reason = None
     if backend.wants_gradient(hidden_states, residual, weight, bias):
@@ -70,11 +71,12 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if backend.uses_triton(hidden_states):
         reason = sum_refusal(hidden_states, residual) or _parameter_refusal(hidden_states, residual, weight, bias)
+        reason = reason or (None if rows.order(residual) == () else "layout")
         if reason is None:
             return _launch(hidden_states, residual, weight, bias, eps)
         backend.count_fallback("add_layer_norm", reason)
     normed, summed = _reference(hidden_states, residual, weight, bias, eps)
-    return normed.contiguous(), summed.contiguous()
+    return normed.contiguous(), summed
 
 
 def _parameter_refusal(
@@ -97,7 +99,8 @@ def _launch(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    normed, summed = _fake(hidden_states, residual, weight, bias, eps)
+    summed = empty_sum(hidden_states, residual)
+    normed = torch.empty_like(summed)
     if summed.numel() == 0:
         return normed, summed
     hidden_size = summed.shape[-1]
@@ -127,8 +130,8 @@ def _fake(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    summed = empty_sum(hidden_states, residual)
-    return torch.empty_like(summed), summed
+    summed = residual + hidden_states
+    return torch.empty_like(summed, memory_format=torch.contiguous_format), summed
 
 
 _op = backend.register(

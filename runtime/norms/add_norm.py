@@ -14,9 +14,10 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(norm(summed), summed)` with `summed = residual + hidden_states`, in one kernel if the norm allows it.
 
-    A norm takes part if it is `torch.nn.LayerNorm` over one dimension or has a method
-    `add_forward(hidden_states, residual) -> (normed, summed)`, which rewritten RMSNorm classes have. Any other norm,
-    or one whose call is observed (`backend.observed`), is called as it stands and counted.
+    A norm takes part if it is `torch.nn.LayerNorm` over the last dimension or has a method
+    `add_forward(hidden_states, residual) -> (normed, summed)` beside its `forward`, which rewritten RMSNorm classes
+    have. Any other norm, or one whose call is observed (`backend.observed`), is called as it stands and counted, and
+    so it is for anything but two tensors of one shape.
 
     Args:
         hidden_states: `[N, H]`.
@@ -34,10 +35,27 @@ def add_norm(
 
 
 def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Module) -> str | None:
+    if not (isinstance(hidden_states, torch.Tensor) and isinstance(residual, torch.Tensor)):
+        return "no_tensors"
+    if not isinstance(norm, nn.Module):
+        return "no_module"
     if backend.observed(norm):
         return "norm_observed"
     if hidden_states.shape != residual.shape:
         return "shapes_differ"
     if type(norm) is nn.LayerNorm:
-        return None if len(norm.normalized_shape) == 1 else "normalized_shape"
-    return None if hasattr(type(norm), "add_forward") else "norm_without_add_forward"
+        if nn.LayerNorm.forward is not _LAYER_NORM:
+            return "forward_replaced"
+        return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
+    added = getattr(type(norm), "add_forward", None)
+    if added is None:
+        return "norm_without_add_forward"
+    return None if _class_of(added) == _class_of(type(norm).forward) else "forward_replaced"
+
+
+def _class_of(method: object) -> tuple[str, str]:
+    """Return the class whose body a method was written in: a subclass may replace `forward` alone, anyone set it."""
+    return getattr(method, "__module__", ""), getattr(method, "__qualname__", "").rpartition(".")[0]
+
+
+_LAYER_NORM = nn.LayerNorm.forward

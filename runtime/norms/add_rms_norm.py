@@ -40,9 +40,12 @@ def add_rms_norm(
         weight_in_fp32: as in `rms_norm`.
 
     Returns:
-        `(normed, summed)`, both `[N, H]`, contiguous and new. Differentiable: where gradients are wanted the torch
-        form runs.
+        `(normed, summed)`, both `[N, H]`, new and laid out as the torch form lays them out. Differentiable: where
+        gradients are wanted the torch form runs, and so it does where eps is no number.
     """
+    if isinstance(eps, torch.Tensor):
+        backend.count_fallback("add_rms_norm", "eps_is_a_tensor")
+        return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, residual, weight):
         backend.count_fallback("add_rms_norm", "gradient_wanted")
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
@@ -69,16 +72,21 @@ def _forward(
     offset: float,
     weight_in_fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = aiter_norms.add_rms_norm(hidden_states, residual, weight, eps, offset, weight_in_fp32, norm_reference)
-    if found is not None:
-        return found
+    order = rows.order(residual)
+    if order == ():
+        given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
+        found = aiter_norms.add_rms_norm(*given, norm_reference)
+        if found is not None:
+            return found
     if backend.uses_triton(hidden_states):
         reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
-        if reason is None:
-            return _launch(hidden_states, residual, weight, eps, offset, weight_in_fp32)
-        backend.count_fallback("add_rms_norm", reason)
-    normed, summed = _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
-    return normed.contiguous(), summed.contiguous()
+        reason = reason or ("layout" if order is None else None)
+        if reason is None and order is not None:
+            x, y = (t.permute(order) if order else t for t in (hidden_states, residual))
+            normed, summed = _launch(x, y, weight, eps, offset, weight_in_fp32)
+            return rows.restored(normed, order), rows.restored(summed, order)
+        backend.count_fallback("add_rms_norm", str(reason))
+    return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
 
 
 def sum_refusal(hidden_states: torch.Tensor, residual: torch.Tensor) -> str | None:
@@ -107,7 +115,8 @@ def _launch(
     offset: float,
     weight_in_fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    normed, summed = _fake(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+    summed = empty_sum(hidden_states, residual)
+    normed = torch.empty_like(summed, dtype=result_dtype(summed.dtype, weight, weight_in_fp32))
     if summed.numel() == 0:
         return normed, summed
     hidden_size = summed.shape[-1]
@@ -129,22 +138,10 @@ def _launch(
     return normed, summed
 
 
-def _fake(
-    hidden_states: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    weight_in_fp32: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    summed = empty_sum(hidden_states, residual)
-    return torch.empty_like(summed, dtype=result_dtype(summed.dtype, weight, weight_in_fp32)), summed
-
-
 _op = backend.register(
     "add_rms_norm",
     "(Tensor hidden_states, Tensor residual, Tensor? weight, float eps, float offset, bool weight_in_fp32)"
     " -> (Tensor, Tensor)",
     _forward,
-    _fake,
+    _reference,
 )

@@ -111,8 +111,12 @@ def layer_norm(
         eps: added to the variance, in fp32.
 
     Returns:
-        `[N, H]` in the input's dtype, contiguous. Differentiable: where gradients are wanted the torch form runs.
+        `[N, H]` in the input's dtype, laid out as the torch form lays it out. Differentiable: where gradients are
+        wanted the torch form runs, and so it does where eps is no number.
     """
+    if isinstance(eps, torch.Tensor):
+        backend.count_fallback("layer_norm", "eps_is_a_tensor")
+        return _reference(hidden_states, weight, bias, eps)
     if backend.wants_gradient(hidden_states, weight, bias):
         backend.count_fallback("layer_norm", "gradient_wanted")
         return _reference(hidden_states, weight, bias, eps)
@@ -135,6 +139,8 @@ def _reference(
 
 def refusal(hidden_states: torch.Tensor, *parameters: torch.Tensor | None) -> str | None:
     """Return why the kernel does not take these tensors, or None if it does."""
+    if not hidden_states.ndim:
+        return "scalar"
     if hidden_states.dtype not in rows.KERNEL_DTYPES:
         return "dtype"
     shapes = set()
@@ -154,21 +160,27 @@ def refusal(hidden_states: torch.Tensor, *parameters: torch.Tensor | None) -> st
 def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    normed = aiter_norms.layer_norm(hidden_states, weight, bias, eps, _reference)
-    if normed is not None:
-        return normed
+    order = rows.order(hidden_states)
+    if order == ():
+        normed = aiter_norms.layer_norm(hidden_states, weight, bias, eps, _reference)
+        if normed is not None:
+            return normed
     if backend.uses_triton(hidden_states):
         reason = refusal(hidden_states, weight, bias)
-        if reason is None:
-            return _launch(hidden_states, weight, bias, eps)
-        backend.count_fallback("layer_norm", reason)
-    return _reference(hidden_states, weight, bias, eps).contiguous()
+        grouped = any(parameter is not None and parameter.ndim > 1 for parameter in (weight, bias))
+        if order is None or (order and grouped):
+            reason = reason or "layout"
+        if reason is None and order is not None:
+            x = hidden_states.permute(order) if order else hidden_states
+            return rows.restored(_launch(x, weight, bias, eps), order)
+        backend.count_fallback("layer_norm", str(reason))
+    return _reference(hidden_states, weight, bias, eps)
 
 
 def _launch(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    out = _fake(hidden_states, weight, bias, eps)
+    out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     hidden_size = out.shape[-1]
@@ -192,12 +204,6 @@ def _launch(
     return out
 
 
-def _fake(
-    hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-
-
 _op = backend.register(
-    "layer_norm", "(Tensor hidden_states, Tensor? weight, Tensor? bias, float eps) -> Tensor", _forward, _fake
+    "layer_norm", "(Tensor hidden_states, Tensor? weight, Tensor? bias, float eps) -> Tensor", _forward, _reference
 )

@@ -117,9 +117,13 @@ def rms_norm(
         weight_in_fp32: multiply by the weight before the result is rounded (Gemma, OLMo2, gpt_oss), not after (Llama).
 
     Returns:
-        `[N, H]`, contiguous. The input's dtype if `weight_in_fp32` or without a weight, else torch's promotion of the
-        two. Differentiable: where gradients are wanted the torch form runs.
+        `[N, H]`, laid out as the torch form lays it out. The input's dtype if `weight_in_fp32` or without a weight,
+        else torch's promotion of the two. Differentiable: where gradients are wanted the torch form runs, and so it
+        does where eps is no number.
     """
+    if isinstance(eps, torch.Tensor):
+        backend.count_fallback("rms_norm", "eps_is_a_tensor")
+        return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, weight):
         backend.count_fallback("rms_norm", "gradient_wanted")
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
@@ -146,6 +150,8 @@ def result_dtype(dtype: torch.dtype, weight: torch.Tensor | None, weight_in_fp32
 
 def refusal(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | None:
     """Return why the kernel does not take these tensors, or None if it does."""
+    if not hidden_states.ndim:
+        return "scalar"
     if hidden_states.dtype not in rows.KERNEL_DTYPES:
         return "dtype"
     if weight is None:
@@ -158,21 +164,24 @@ def refusal(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | N
 def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> torch.Tensor:
-    normed = aiter_norms.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, reference)
-    if normed is not None:
-        return normed
+    order = rows.order(hidden_states)
+    if order == ():
+        normed = aiter_norms.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, reference)
+        if normed is not None:
+            return normed
     if backend.uses_triton(hidden_states):
-        reason = refusal(hidden_states, weight)
-        if reason is None:
-            return _launch(hidden_states, weight, eps, offset, weight_in_fp32)
-        backend.count_fallback("rms_norm", reason)
-    return reference(hidden_states, weight, eps, offset, weight_in_fp32).contiguous()
+        reason = refusal(hidden_states, weight) or ("layout" if order is None else None)
+        if reason is None and order is not None:
+            x = hidden_states.permute(order) if order else hidden_states
+            return rows.restored(_launch(x, weight, eps, offset, weight_in_fp32), order)
+        backend.count_fallback("rms_norm", str(reason))
+    return reference(hidden_states, weight, eps, offset, weight_in_fp32)
 
 
 def _launch(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> torch.Tensor:
-    out = _fake(hidden_states, weight, eps, offset, weight_in_fp32)
+    out = _empty(hidden_states, weight, weight_in_fp32)
     if out.numel() == 0:
         return out
     hidden_size = out.shape[-1]
@@ -193,9 +202,7 @@ def _launch(
     return out
 
 
-def _fake(
-    hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
-) -> torch.Tensor:
+def _empty(hidden_states: torch.Tensor, weight: torch.Tensor | None, weight_in_fp32: bool) -> torch.Tensor:
     dtype = result_dtype(hidden_states.dtype, weight, weight_in_fp32)
     return torch.empty_like(hidden_states, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -204,5 +211,5 @@ _op = backend.register(
     "rms_norm",
     "(Tensor hidden_states, Tensor? weight, float eps, float offset, bool weight_in_fp32) -> Tensor",
     _forward,
-    _fake,
+    reference,
 )

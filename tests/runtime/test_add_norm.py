@@ -10,9 +10,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from rewrite.runtime.core import backend
 from rewrite.runtime.norms.add_norm import add_norm
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
+from rewrite.runtime.norms.rms_norm import rms_norm
 
 
 class RewrittenRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
     def add_forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)
 
@@ -38,6 +42,76 @@ def test_result_is_that_of_the_original_lines(name: str, dtype: torch.dtype) -> 
     assert torch.equal(summed, residual + x)
     assert torch.equal(normed, norm(residual + x))
     assert backend.fallbacks() == ({("add_norm", reason): 1} if reason else {})
+
+
+class Doubled(RewrittenRMSNorm):
+    """Replaces `forward` alone."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_a_replaced_forward_is_called(layer_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm: nn.Module = Doubled(64)
+    if layer_norm:
+        norm = nn.LayerNorm(64)
+        monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x + 1)
+    x, residual = torch.randn(2, 3, 64)
+    normed, _ = add_norm(x, residual, norm.requires_grad_(False))
+    assert torch.equal(normed, norm(residual + x))
+    assert backend.fallbacks() == {("add_norm", "forward_replaced"): 1}
+
+
+def test_a_forward_set_on_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = RewrittenRMSNorm(64).requires_grad_(False)
+    monkeypatch.setattr(RewrittenRMSNorm, "forward", lambda self, x: x + 1)
+    x, residual = torch.randn(2, 3, 64)
+    assert torch.equal(add_norm(x, residual, norm)[0], residual + x + 1)
+
+
+def test_what_is_no_tensor_is_added_and_normed_as_it_stands() -> None:
+    norm = RewrittenRMSNorm(64).requires_grad_(False)
+    x = torch.randn(3, 64)
+    normed, summed = add_norm(x, 0.5, norm)  # type: ignore[arg-type]
+    assert torch.equal(summed, x + 0.5)
+    assert torch.equal(normed, norm(x + 0.5))
+    with pytest.raises(TypeError):
+        add_norm(x, x, None)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        add_norm(x, x, nn.LayerNorm(1, elementwise_affine=False))
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(2, 64, 3).transpose(1, 2),
+    "heads": lambda: torch.randn(2, 3, 4, 64).transpose(1, 2),
+    "slice": lambda: torch.randn(2, 3, 100)[..., 10:74],
+    "expanded": lambda: torch.randn(2, 1, 64).expand(2, 3, 64),
+    "contiguous": lambda: torch.randn(2, 3, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("make", [RewrittenRMSNorm, nn.LayerNorm])
+def test_results_are_laid_out_as_torch_lays_them_out(name: str, dtype: torch.dtype, make: type[nn.Module]) -> None:
+    norm = make(64).to(dtype).requires_grad_(False)
+    x = LAYOUTS[name]().to(dtype)
+    for residual in (torch.randn(x.shape).to(dtype), x * 2):
+        normed, summed = add_norm(x, residual, norm)
+        wanted = residual + x
+        assert summed.stride() == wanted.stride()
+        assert normed.stride() == norm(wanted).stride()
+        h = wanted.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        assert rms_norm(wanted, torch.ones(64), 1e-6).stride() == h.stride()
+
+
+def test_an_eps_that_is_a_tensor_is_broadcast() -> None:
+    x, eps = torch.randn(3, 64), torch.rand(3, 1)
+    h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    assert torch.equal(rms_norm(x, None, eps), h)  # type: ignore[arg-type]
+    assert backend.fallbacks() == {("rms_norm", "eps_is_a_tensor"): 1}
 
 
 def hooked(norm: nn.Module) -> None:

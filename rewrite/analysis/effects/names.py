@@ -304,6 +304,20 @@ def _harmless(decorator: cst.Decorator, known: frozenset[str], module: Module) -
     return name in known or name.rsplit(".", 1)[-1] in known
 
 
+def _again(top: cst.CSTNode) -> Iterator[str]:
+    """Yield every name that a module imports once more from where it comes from: `import torch`, `import torch.nn`."""
+    seen: set[tuple[str, str]] = set()
+    stack: list[cst.CSTNode] = [top]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (cst.Import, cst.ImportFrom)):
+            found = list(imported_names(node))
+            yield from (name for name, target in found if (name, target) in seen)
+            seen.update(found)
+        elif not isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.BaseExpression)):
+            stack.extend(parts(node))
+
+
 def _bound_in(top: cst.CSTNode) -> Iterator[str]:
     """Yield every name that the statements of a module or class body bind, functions' and classes' bodies left out."""
     for node in parts(top):
