@@ -46,6 +46,10 @@ class Names:
         """Whether the file binds a name at module level, or a function of it does with `global`."""
         return self._bound[name] > 0
 
+    def is_free(self, name: str) -> bool:
+        """Whether the file binds a name nowhere, or once, by an import."""
+        return not self.is_bound(name) or (name in self.module.imports and self.means(name))
+
     def resolved(self, expression: cst.BaseExpression) -> str:
         """Return the dotted name as `Module.qualified` does, `""` where its root may mean something else."""
         root: cst.BaseExpression = expression
@@ -147,9 +151,9 @@ class Names:
         return self._scan.handed
 
     @property
-    def stored_below(self) -> frozenset[str]:
-        """Names of attributes of which the file sets an attribute or item: `x` of `self.x.weight = …`."""
-        return self._scan.stored_below
+    def tampered(self) -> frozenset[str]:
+        """Names of attributes whose calls the file may change: `x` of `self.x.inplace = …`, `x.register_…_hook(…)`."""
+        return self._scan.tampered
 
     @cached_property
     def _unknowable(self) -> bool:
@@ -205,7 +209,7 @@ class _Scan:
         return frozenset(self._handed)
 
     @property
-    def stored_below(self) -> frozenset[str]:
+    def tampered(self) -> frozenset[str]:
         return frozenset(self._below)
 
     def see(self, node: cst.CSTNode) -> None:
@@ -229,6 +233,8 @@ class _Scan:
         name = dotted_end(node.func)
         if isinstance(node.func, cst.Name) and name in _REFLECTION:
             self.reflects = True
+        if name.startswith("register_") and name.endswith("hook") and isinstance(node.func, cst.Attribute):
+            self._tamper(node.func.value)
         if name not in SETTERS:
             return
         given = [argument.value for argument in node.args]
@@ -254,12 +260,22 @@ class _Scan:
             "_buffers",
         ):
             self._stored.add("*")
-        while isinstance(inner, (cst.Attribute, cst.Subscript)):
-            if isinstance(inner, cst.Attribute):
-                self._below.add(inner.attr.value)
-            inner = inner.value
+        ordinary = isinstance(target, cst.Subscript) or dotted_end(target) in _ORDINARY
+        inner = self._tamper(inner, ordinary)
         if isinstance(inner, cst.Name) and inner is not target and inner.value in self.top:
             self._changed.add(inner.value)
+
+    def _tamper(self, inner: cst.CSTNode, ordinary: bool = False) -> cst.CSTNode:
+        """Note that something of `inner` is changed, unless that is its numbers; return what `inner` starts with."""
+        while isinstance(inner, (cst.Attribute, cst.Subscript)):
+            if isinstance(inner, cst.Attribute) and not ordinary:
+                self._below.add(inner.attr.value)
+            inner = inner.value
+        return inner
+
+
+_ORDINARY = ("weight", "bias", "data", "grad", "requires_grad")
+"""Attributes of modules and tensors whose change does not change what code a call runs."""
 
 
 def is_self(node: cst.CSTNode) -> bool:

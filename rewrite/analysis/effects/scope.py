@@ -292,7 +292,7 @@ class Scope:
         return total
 
     def _leaves(self, node: cst.CSTNode) -> Effect:
-        word = {cst.Return: "return", cst.Raise: "raise", cst.Break: "break"}.get(type(node), "continue")
+        word = type(node).__name__.lower()
         return self._all(parts(node)) | Effect(leaves=frozenset({word}))
 
     def _deletes(self, node: cst.Del) -> Effect:
@@ -328,7 +328,17 @@ class Scope:
             effect = effect | self._iterates(node.for_in.iter)
         if isinstance(node, (cst.BinaryOperation, cst.UnaryOperation, cst.Comparison, cst.Subscript)):
             effect = effect | self._overloaded()
+        if isinstance(node, cst.Subscript):
+            effect = effect | self._indexes(node.value)
         return Value(self._roots(node, inside), effect)
+
+    def _indexes(self, base: cst.BaseExpression) -> Effect:
+        """Indexing what an unknown call has made may run code: a `defaultdict` does."""
+        name = base.value if isinstance(base, cst.Name) else ""
+        made = self.assigned(name) if name not in parameters(self.function) else []
+        if any(isinstance(value, cst.Call) and self.value(value).effect.anything for value in made):
+            return Effect(anything=f"indexing `{name}` may run code")
+        return NOTHING
 
     def _roots(self, node: cst.BaseExpression, inside: Sequence[cst.BaseExpression]) -> frozenset[str]:
         if isinstance(node, cst.Subscript):
@@ -453,6 +463,7 @@ _STATEMENTS: dict[type[cst.CSTNode], Callable[[Scope, Any], Effect]] = {
     cst.ImportFrom: Scope._imports,
     cst.Return: Scope._leaves,
     cst.Raise: Scope._leaves,
+    cst.Assert: Scope._leaves,
     cst.Break: Scope._leaves,
     cst.Continue: Scope._leaves,
 }

@@ -133,7 +133,9 @@ def merge(group: Group, module: Module) -> Found | Skip:
     """Return the edits that make one `packed_linear` of the group's calls, or why that would not be safe."""
     if (skip := _unsafe(group, module)) is not None:
         return skip
-    if not name_is_free("packed_linear", module, group.method):
+    if not name_is_free("packed_linear", module, group.method) or not effects_of(module).names.is_free(
+        "packed_linear"
+    ):
         return Skip("name_taken")
     scope = effects_of(module).scope(group.method, group.owner)
     reads = relied_on(scope, group.calls)
