@@ -42,6 +42,7 @@ class Scope:
         self.depth = depth
         self._values: dict[int, Value] = {}
         self._classes: dict[str, str] = {}
+        self._indexed: set[int] = set()
 
     @cached_property
     def locals(self) -> frozenset[str]:
@@ -121,6 +122,14 @@ class Scope:
         """Return what running a statement, or evaluating an expression, may do."""
         self._settled  # noqa: B018  decides which locals share memory
         return Effect(anything=self.unknown) if self.unknown else self._effect(node)
+
+    def trusting(self, calls: Iterable[cst.Call]) -> Scope:
+        """Return a scope of the same function that takes these calls for pure, each giving a tensor of its own."""
+        scope = Scope(self.effects, self.function, self.owner, self.depth)
+        for call in calls:
+            inside = union(self.of(argument.value) for argument in call.args)
+            scope._values[id(call)] = Value(frozenset(), inside | self.of(call.func))
+        return scope
 
     def root(self, name: str) -> str:
         """Return what stands for all locals that may share memory with `name`; `HEAP` where others may."""
@@ -334,10 +343,14 @@ class Scope:
 
     def _indexes(self, base: cst.BaseExpression) -> Effect:
         """Indexing what an unknown call has made may run code: a `defaultdict` does."""
-        name = base.value if isinstance(base, cst.Name) else ""
-        made = self.assigned(name) if name not in parameters(self.function) else []
-        if any(isinstance(value, cst.Call) and self.value(value).effect.anything for value in made):
-            return Effect(anything=f"indexing `{name}` may run code")
+        made = self.single.get(base.value) if isinstance(base, cst.Name) else None
+        if made is None or id(made) in self._indexed:
+            return NOTHING
+        self._indexed.add(id(made))
+        anything = isinstance(made, cst.Call) and self.value(made).effect.anything
+        self._indexed.discard(id(made))
+        if anything:
+            return Effect(anything=f"indexing `{self.module.code(base)}` may run code")
         return NOTHING
 
     def _roots(self, node: cst.BaseExpression, inside: Sequence[cst.BaseExpression]) -> frozenset[str]:
