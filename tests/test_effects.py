@@ -282,6 +282,12 @@ def test_a_module_that_may_be_another_is_unknown(extra: str) -> None:
     assert asked("y = self.own_norm(x)", extra=extra) is not None
 
 
+def test_a_module_of_a_class_that_is_replaced_everywhere_is_unknown() -> None:
+    change = "\ndef change(model):\n    if isinstance(model, {}):\n        model._modules['x'] = halve(model)\n"
+    assert asked("y = self.own_norm(x)", extra=change.format("nn.BatchNorm2d")) is None
+    assert asked("y = self.own_norm(x)", extra=change.format("Norm")) is not None
+
+
 def test_an_heirs_method_counts() -> None:
     heir = "\nclass Heir(Subject):\n    def helper(self, x):\n        return x.mul_(2)\n"
     assert asked("y = self.helper(x)", extra=heir) is not None

@@ -151,6 +151,11 @@ class Names:
         return self._scan.handed
 
     @property
+    def replaced_classes(self) -> frozenset[str]:
+        """Classes whose instances the file replaces wherever it finds them, by `module._modules[name] = …`."""
+        return self._scan.replaced
+
+    @property
     def tampered(self) -> frozenset[str]:
         """Names of attributes whose calls the file may change: `x` of `self.x.inplace = …`, `x.register_…_hook(…)`."""
         return self._scan.tampered
@@ -168,7 +173,7 @@ class Names:
     @cached_property
     def _scan(self) -> _Scan:
         top = {*self.module.classes, *self.module.functions, *self.module.imports}
-        scan = _Scan(top)
+        scan = _Scan(self.module, top)
         for node in walk(self.module.tree):
             scan.see(node)
         return scan
@@ -186,8 +191,10 @@ class Names:
 class _Scan:
     """What one walk over a file finds that may change the meaning of names and attributes anywhere in it."""
 
-    def __init__(self, top: set[str]):
+    def __init__(self, module: Module, top: set[str]):
+        self.module = module
         self.top = top
+        self._replaced = set[str]()
         self.reflects = False
         self._changed = set[str]()
         self._stored = set[str]()
@@ -203,6 +210,10 @@ class _Scan:
     @property
     def stored(self) -> frozenset[str]:
         return frozenset(self._stored)
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        return frozenset(self._replaced)
 
     @property
     def handed(self) -> frozenset[str]:
@@ -253,17 +264,24 @@ class _Scan:
             handed_over = isinstance(value, cst.Attribute) and value.attr.value == name
             (self._handed if handed_over else self._stored).add(name)
         inner: cst.CSTNode = target.value if isinstance(target, (cst.Attribute, cst.Subscript)) else target
-        if isinstance(target, cst.Subscript) and dotted_end(inner) in (
-            "__dict__",
-            "_modules",
-            "_parameters",
-            "_buffers",
-        ):
-            self._stored.add("*")
+        if isinstance(target, cst.Subscript) and dotted_end(inner) in _TABLES:
+            guard = self._guard(target)
+            self._replaced.update({guard} if guard else set())
+            self._stored.update(set() if guard else {"*"})
         ordinary = isinstance(target, cst.Subscript) or dotted_end(target) in _ORDINARY
         inner = self._tamper(inner, ordinary)
         if isinstance(inner, cst.Name) and inner is not target and inner.value in self.top:
             self._changed.add(inner.value)
+
+    def _guard(self, target: cst.CSTNode) -> str:
+        """Return the class of what is replaced where a test `isinstance(module, Class)` says so, else `""`."""
+        below = target
+        for above in self.module.ancestors(target):
+            test = above.test if isinstance(above, cst.If) and above.body is below else None
+            if isinstance(test, cst.Call) and dotted_end(test.func) == "isinstance" and len(test.args) == 2:
+                return dotted_end(test.args[1].value)
+            below = above
+        return ""
 
     def _tamper(self, inner: cst.CSTNode, ordinary: bool = False) -> cst.CSTNode:
         """Note that something of `inner` is changed, unless that is its numbers; return what `inner` starts with."""
@@ -274,6 +292,7 @@ class _Scan:
         return inner
 
 
+_TABLES = ("__dict__", "_modules", "_parameters", "_buffers")
 _ORDINARY = ("weight", "bias", "data", "grad", "requires_grad")
 """Attributes of modules and tensors whose change does not change what code a call runs."""
 
