@@ -74,7 +74,9 @@ class FuseGatedActivation(Transform):
         gated = next((g for g in gated_products(scope) if g.product.node is candidate.node), None)
         if gated is None or gated.gate is None or _is_number(gated.other):
             return Skip("other_form", module.code(candidate.node))
-        if not name_is_free("gated_activation", module, method):
+        if not name_is_free("gated_activation", module, method) or not effects_of(module).names.is_free(
+            "gated_activation"
+        ):
             return Skip("name_taken")
         if (skip := _unsafe(gated, scope)) is not None:
             return skip

@@ -7,9 +7,11 @@ from typing import ClassVar
 
 import libcst as cst
 
+from rewrite.analysis.effects import effects_of
+from rewrite.analysis.sites.linear_calls import only_argument
 from rewrite.analysis.step.terms import LINEAR
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in, single_argument
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -29,7 +31,7 @@ class RouteGemm(Transform):
         rows a kernel that splits the columns beats a general product; `rewrite tune` measures which one to take.
 
     What it needs:
-        The projection is called with one positional argument.
+        The projection is called with one argument.
 
     Numerics:
         Reordered: the same sums, which each library takes in an order of its own. A path that takes no bias adds it
@@ -65,12 +67,14 @@ class RouteGemm(Transform):
         owner = module.classes[candidate.where.split(".")[0]]
         call = candidate.node
         assert isinstance(call, cst.Call)
-        if not _is_linear(owner, candidate.label, module):
+        if candidate.label in effects_of(module).names.tampered or not _is_linear(owner, candidate.label, module):
             return Skip("not_linear", candidate.label)
-        argument = single_argument(call) if called_attribute(call) else call.args[0].value
+        argument = only_argument(call) if called_attribute(call) else call.args[0].value
         if argument is None or isinstance(argument, cst.GeneratorExp):
             return Skip("other_call", candidate.label)
-        if not name_is_free(OPERATOR, module, owner.methods["forward"]):
+        if not name_is_free(OPERATOR, module, owner.methods["forward"]) or not effects_of(module).names.is_free(
+            OPERATOR
+        ):
             return Skip("name_taken")
         arguments = [module.code(argument), f"self.{candidate.label}"]
         old, new = with_call(call, OPERATOR, arguments, module)
@@ -106,6 +110,7 @@ def _is_linear(owner: ClassInfo, attribute: str, module: Module) -> bool:
     init = owner.methods.get("__init__")
     made = [value for name, value in (self_assignments(init) if init else ()) if name == attribute]
     if made:
-        return all(isinstance(v, cst.Call) and module.qualified(v.func) in LINEAR for v in made)
+        names = effects_of(module).names
+        return all(isinstance(v, cst.Call) and names.resolved(v.func) in LINEAR for v in made)
     bases = (module.classes[base] for base in owner.bases if base in module.classes)
     return any(_is_linear(base, attribute, module) for base in bases)

@@ -98,7 +98,8 @@ def gated_activation(
 
     One kernel for SiLU, GELU (erf or tanh), ReLU and squared ReLU, given as torch's or transformers' modules or as
     torch's functions. Any other activation, a module that writes its argument, or one whose call is observed
-    (`backend.observed`), is called as it stands and counted; so are factors of other shapes, and numbers.
+    (`backend.observed`), is called as it stands and counted; so are numbers, and tensors whose dimensions were
+    permuted, of which torch makes a permuted product.
 
     Args:
         gate: `[N, I]`, any strides; usually a column slice of a packed projection.
@@ -120,7 +121,18 @@ def gated_activation(
     if backend.wants_gradient(gate, up):
         backend.count_fallback("gated_activation", "gradient_wanted")
         return activation(gate) * up
+    if not (_is_in_order(gate) and _is_in_order(up)):
+        backend.count_fallback("gated_activation", "permuted")
+        return activation(gate) * up
     return _op(gate, up, kind)
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    """Return whether the strides fall from the first dimension to the last: else torch's product is permuted too."""
+    if tensor.is_contiguous():
+        return True
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return strides == sorted(strides, reverse=True)
 
 
 def activation_kind(activation: Callable[[torch.Tensor], torch.Tensor]) -> str | None:

@@ -26,6 +26,8 @@ REASONS = {
     "not_linear": "a projection is no plain nn.Linear (an adapter or a quantised layer replaced it)",
     "observed": "a hook, a wrapped forward or a parametrisation watches a projection",
     "gradient": "gradients are wanted",
+    "not_a_tensor": "the input is no tensor",
+    "traced": "torch.jit traces the call, and what packing asks of sizes would become part of the trace",
     "autocast": "autocast chooses the dtype of each product",
     "not_a_plain_parameter": "a weight is a distributed or otherwise special tensor",
     "different_weights": "the weights differ in dtype, device or input size",
@@ -89,6 +91,10 @@ def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) ->
 
 def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
     """Return why the projections have to be called themselves, a key of `REASONS`; None where weights will do."""
+    if not isinstance(input, Tensor):
+        return "not_a_tensor"
+    if torch._C._get_tracing_state() is not None:
+        return "traced"
     gradient = torch.is_grad_enabled()
     if gradient and input.requires_grad:
         return "gradient"
@@ -99,7 +105,7 @@ def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
             return "not_linear"
         if backend.observed(projection):
             return "observed"
-        weight, bias = projection._parameters["weight"], projection._parameters["bias"]
+        weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias")
         if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
             return "not_a_plain_parameter"
         if gradient and (weight.requires_grad or (bias is not None and bias.requires_grad)):

@@ -353,3 +353,24 @@ def test_a_part_of_a_group_joins_the_whole():
                 torch.testing.assert_close(ours, projection(x))
     assert packed(module)
     assert backend.fallbacks() == {}
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], 2])
+def test_what_is_no_tensor_fails_as_in_the_modules(wrong):
+    module = Attention()
+    with pytest.raises(TypeError) as original:
+        module.q(wrong)
+    with pytest.raises(TypeError) as ours:
+        module(wrong)
+    assert str(ours.value) == str(original.value)
+    assert backend.fallbacks() == {("packed_linear", "not_a_tensor"): 1}
+
+
+def test_a_trace_holds_the_original_calls():
+    module = Attention((True, False, True))
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        traced = torch.jit.trace(module, (x,))
+        longer = torch.randn(5, 32)
+        torch.testing.assert_close(traced(longer), module.original(longer))
+    assert set(backend.fallbacks()) == {("packed_linear", "traced")}

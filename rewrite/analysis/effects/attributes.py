@@ -29,6 +29,11 @@ def attribute(owner: ClassInfo, name: str, names: Names) -> Attribute:
         return Attribute((), f"nothing in the file says what self.{name} is")
     if name in names.stored or "*" in names.stored:
         return Attribute(values, f"`{name}` is also set from outside")
+    built = [dotted_end(value.func) for value in values if isinstance(value, cst.Call)]
+    if odd := next((kind for kind in built if kind in names.replaced_classes), ""):
+        return Attribute(values, f"{odd} is replaced wherever it is found")
+    if name in names.tampered:
+        return Attribute(values, f"the file changes what a call of `{name}` does")
     for info in family.values():
         if names.class_names(info)[name]:
             return Attribute(values, f"{info.name} has a `{name}` of its own")

@@ -101,7 +101,7 @@ TORCH = names(
 RANDOM = names(
     """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand rand_like randn
-    randn_like randint randint_like randperm bernoulli multinomial normal poisson gumbel_softmax rrelu
+    randn_like randint randint_like randperm bernoulli multinomial normal poisson gumbel_softmax rrelu manual_seed
     """
 )
 """Functions that draw random numbers, some of them in training only."""

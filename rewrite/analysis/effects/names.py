@@ -46,6 +46,10 @@ class Names:
         """Whether the file binds a name at module level, or a function of it does with `global`."""
         return self._bound[name] > 0
 
+    def is_free(self, name: str) -> bool:
+        """Whether the file binds a name nowhere, or once, by an import."""
+        return not self.is_bound(name) or (name in self.module.imports and self.means(name))
+
     def resolved(self, expression: cst.BaseExpression) -> str:
         """Return the dotted name as `Module.qualified` does, `""` where its root may mean something else."""
         root: cst.BaseExpression = expression
@@ -147,9 +151,14 @@ class Names:
         return self._scan.handed
 
     @property
-    def stored_below(self) -> frozenset[str]:
-        """Names of attributes of which the file sets an attribute or item: `x` of `self.x.weight = …`."""
-        return self._scan.stored_below
+    def replaced_classes(self) -> frozenset[str]:
+        """Classes whose instances the file replaces wherever it finds them, by `module._modules[name] = …`."""
+        return self._scan.replaced
+
+    @property
+    def tampered(self) -> frozenset[str]:
+        """Names of attributes whose calls the file may change: `x` of `self.x.inplace = …`, `x.register_…_hook(…)`."""
+        return self._scan.tampered
 
     @cached_property
     def _unknowable(self) -> bool:
@@ -166,7 +175,7 @@ class Names:
     @cached_property
     def _scan(self) -> _Scan:
         top = {*self.module.classes, *self.module.functions, *self.module.imports}
-        scan = _Scan(top, {name for info in self.module.classes.values() for name in info.assigned})
+        scan = _Scan(self.module, top)
         for node in walk(self.module.tree):
             scan.see(node)
         return scan
@@ -184,9 +193,11 @@ class Names:
 class _Scan:
     """What one walk over a file finds that may change the meaning of names and attributes anywhere in it."""
 
-    def __init__(self, top: set[str], assigned: set[str]):
+    def __init__(self, module: Module, top: set[str]):
+        self.module = module
         self.top = top
-        self.assigned = assigned
+        self.assigned = {name for info in module.classes.values() for name in info.assigned}
+        self._replaced = set[str]()
         self.reflects = False
         self._changed = set[str]()
         self._stored = set[str]()
@@ -204,11 +215,15 @@ class _Scan:
         return frozenset(self._stored)
 
     @property
+    def replaced(self) -> frozenset[str]:
+        return frozenset(self._replaced)
+
+    @property
     def handed(self) -> frozenset[str]:
         return frozenset(self._handed)
 
     @property
-    def stored_below(self) -> frozenset[str]:
+    def tampered(self) -> frozenset[str]:
         return frozenset(self._below)
 
     def see(self, node: cst.CSTNode) -> None:
@@ -233,6 +248,8 @@ class _Scan:
         if isinstance(node.func, cst.Name) and name in _REFLECTION:
             harmless = name == "vars" and len(node.args) == 1 and self._is_inherited(node.args[0].value)
             self.reflects = self.reflects or not harmless
+        if name.startswith("register_") and name.endswith("hook") and isinstance(node.func, cst.Attribute):
+            self._tamper(node.func.value)
         if name not in SETTERS:
             return
         given = [argument.value for argument in node.args]
@@ -256,19 +273,37 @@ class _Scan:
             handed_over = isinstance(value, cst.Attribute) and value.attr.value == name
             (self._handed if handed_over else self._stored).add(name)
         inner: cst.CSTNode = target.value if isinstance(target, (cst.Attribute, cst.Subscript)) else target
-        if isinstance(target, cst.Subscript) and dotted_end(inner) in (
-            "__dict__",
-            "_modules",
-            "_parameters",
-            "_buffers",
-        ):
-            self._stored.add("*")
-        while isinstance(inner, (cst.Attribute, cst.Subscript)):
-            if isinstance(inner, cst.Attribute):
-                self._below.add(inner.attr.value)
-            inner = inner.value
+        if isinstance(target, cst.Subscript) and dotted_end(inner) in _TABLES:
+            guard = self._guard(target)
+            self._replaced.update({guard} if guard else set())
+            self._stored.update(set() if guard else {"*"})
+        ordinary = isinstance(target, cst.Subscript) or dotted_end(target) in _ORDINARY
+        inner = self._tamper(inner, ordinary)
         if isinstance(inner, cst.Name) and inner is not target and inner.value in self.top:
             self._changed.add(inner.value)
+
+    def _guard(self, target: cst.CSTNode) -> str:
+        """Return the class of what is replaced where a test `isinstance(module, Class)` says so, else `""`."""
+        below = target
+        for above in self.module.ancestors(target):
+            test = above.test if isinstance(above, cst.If) and above.body is below else None
+            if isinstance(test, cst.Call) and dotted_end(test.func) == "isinstance" and len(test.args) == 2:
+                return dotted_end(test.args[1].value)
+            below = above
+        return ""
+
+    def _tamper(self, inner: cst.CSTNode, ordinary: bool = False) -> cst.CSTNode:
+        """Note that something of `inner` is changed, unless that is its numbers; return what `inner` starts with."""
+        while isinstance(inner, (cst.Attribute, cst.Subscript)):
+            if isinstance(inner, cst.Attribute) and not ordinary:
+                self._below.add(inner.attr.value)
+            inner = inner.value
+        return inner
+
+
+_TABLES = ("__dict__", "_modules", "_parameters", "_buffers")
+_ORDINARY = ("weight", "bias", "data", "grad", "requires_grad")
+"""Attributes of modules and tensors whose change does not change what code a call runs."""
 
 
 def is_self(node: cst.CSTNode) -> bool:

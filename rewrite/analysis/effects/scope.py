@@ -42,6 +42,7 @@ class Scope:
         self.depth = depth
         self._values: dict[int, Value] = {}
         self._classes: dict[str, str] = {}
+        self._indexed: set[int] = set()
 
     @cached_property
     def locals(self) -> frozenset[str]:
@@ -121,6 +122,14 @@ class Scope:
         """Return what running a statement, or evaluating an expression, may do."""
         self._settled  # noqa: B018  decides which locals share memory
         return Effect(anything=self.unknown) if self.unknown else self._effect(node)
+
+    def trusting(self, calls: Iterable[cst.Call]) -> Scope:
+        """Return a scope of the same function that takes these calls for pure, each giving a tensor of its own."""
+        scope = Scope(self.effects, self.function, self.owner, self.depth)
+        for call in calls:
+            inside = union(self.of(argument.value) for argument in call.args)
+            scope._values[id(call)] = Value(frozenset(), inside | self.of(call.func))
+        return scope
 
     def root(self, name: str) -> str:
         """Return what stands for all locals that may share memory with `name`; `HEAP` where others may."""
@@ -292,7 +301,7 @@ class Scope:
         return total
 
     def _leaves(self, node: cst.CSTNode) -> Effect:
-        word = {cst.Return: "return", cst.Raise: "raise", cst.Break: "break"}.get(type(node), "continue")
+        word = type(node).__name__.lower()
         return self._all(parts(node)) | Effect(leaves=frozenset({word}))
 
     def _deletes(self, node: cst.Del) -> Effect:
@@ -328,7 +337,21 @@ class Scope:
             effect = effect | self._iterates(node.for_in.iter)
         if isinstance(node, (cst.BinaryOperation, cst.UnaryOperation, cst.Comparison, cst.Subscript)):
             effect = effect | self._overloaded()
+        if isinstance(node, cst.Subscript):
+            effect = effect | self._indexes(node.value)
         return Value(self._roots(node, inside), effect)
+
+    def _indexes(self, base: cst.BaseExpression) -> Effect:
+        """Indexing what an unknown call has made may run code: a `defaultdict` does."""
+        made = self.single.get(base.value) if isinstance(base, cst.Name) else None
+        if made is None or id(made) in self._indexed:
+            return NOTHING
+        self._indexed.add(id(made))
+        anything = isinstance(made, cst.Call) and self.value(made).effect.anything
+        self._indexed.discard(id(made))
+        if anything:
+            return Effect(anything=f"indexing `{self.module.code(base)}` may run code")
+        return NOTHING
 
     def _roots(self, node: cst.BaseExpression, inside: Sequence[cst.BaseExpression]) -> frozenset[str]:
         if isinstance(node, cst.Subscript):
@@ -453,6 +476,7 @@ _STATEMENTS: dict[type[cst.CSTNode], Callable[[Scope, Any], Effect]] = {
     cst.ImportFrom: Scope._imports,
     cst.Return: Scope._leaves,
     cst.Raise: Scope._leaves,
+    cst.Assert: Scope._leaves,
     cst.Break: Scope._leaves,
     cst.Continue: Scope._leaves,
 }

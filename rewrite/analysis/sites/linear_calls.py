@@ -56,7 +56,7 @@ def _called(
     attribute = self_attribute(function)
     if attribute is None or not linear_kind(attribute, owner, module):
         return None
-    argument = _only_argument(node)
+    argument = only_argument(node)
     if argument is None:
         return None
     return attribute, argument, function is node.func
@@ -74,7 +74,7 @@ def _functional(node: cst.Call, owner: ClassInfo, module: Module) -> tuple[str, 
     return (attribute, given["input"], False) if attribute and linear_kind(attribute, owner, module) else None
 
 
-def _only_argument(call: cst.Call) -> cst.BaseExpression | None:
+def only_argument(call: cst.Call) -> cst.BaseExpression | None:
     """Return the argument of a call with one, given by its place or as `input`."""
     if len(call.args) != 1 or call.args[0].star:
         return None

@@ -133,7 +133,9 @@ def merge(group: Group, module: Module) -> Found | Skip:
     """Return the edits that make one `packed_linear` of the group's calls, or why that would not be safe."""
     if (skip := _unsafe(group, module)) is not None:
         return skip
-    if not name_is_free("packed_linear", module, group.method):
+    if not name_is_free("packed_linear", module, group.method) or not effects_of(module).names.is_free(
+        "packed_linear"
+    ):
         return Skip("name_taken")
     scope = effects_of(module).scope(group.method, group.owner)
     reads = relied_on(scope, group.calls)
@@ -221,7 +223,7 @@ def _odd_projection(group: Group, module: Module) -> Skip | None:
         found = attribute(group.owner, call.attribute, effects_of(module).names)
         if odd := next((v for v in found.values if not _builds_linear(v, module)), None):
             return Skip("not_linear", f"self.{call.attribute} may be {module.code(odd)}")
-        if found.unknown:
+        if not found.values:
             return Skip("not_linear", f"self.{call.attribute}: {found.unknown}")
     return None
 
@@ -231,7 +233,14 @@ def _builds_linear(value: cst.BaseExpression, module: Module) -> bool:
 
 
 def _unordered(group: Group, scope: Scope) -> Skip | None:
-    """Return why the calls may not all take place before the first one's statement, None if they may."""
+    """Return why the calls may not all take place before the first one's statement, None if they may.
+
+    A projection that something may have replaced is looked at when it runs, and then all are called one after the
+    other: that is the same as long as nothing but values is computed between them.
+    """
+    found = {call.attribute: attribute(group.owner, call.attribute, scope.names) for call in group.calls}
+    replaced = next((f"self.{name}: {is_.unknown}" for name, is_ in found.items() if is_.unknown), "")
+    scope = scope.trusting([call.node for call in group.calls]) if replaced else scope
     asked = scope.of(group.first.argument)
     for call in group.calls:
         past = between(scope, group.first.statement, call.node)
@@ -240,6 +249,8 @@ def _unordered(group: Group, scope: Scope) -> Skip | None:
         moved = with_argument(scope.of(call.node), scope.of(call.argument), asked)
         if (why := why_not_move(scope, moved, past)) is not None:
             return Skip(_kind_of_conflict(moved, past), f"self.{call.attribute}: {why}")
+        if replaced and (past.writes or past.stores or past.draws):
+            return Skip("not_proven", replaced)
     return None
 
 

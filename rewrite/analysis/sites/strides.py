@@ -17,7 +17,7 @@ from rewrite.analysis.effects.identity import Identity, plainly_bound
 from rewrite.analysis.sites.linear_calls import LinearCall
 from rewrite.analysis.sites.residual import choices
 from rewrite.analysis.sites.shapes import splits_last
-from rewrite.analysis.syntax.module import ClassInfo, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
 MAX_DEPTH = 4
@@ -27,6 +27,10 @@ _NOTICES = known.names(
     set_ view_as numpy __dlpack__ view_as_complex view_as_real
     """
 )
+_SAME = known.names("to float type half bfloat16 double detach dropout")
+"""What may return the tensor itself."""
+_MAY_COPY = known.names("contiguous reshape flatten ravel reshape_as unflatten")
+"""What gives a view of a contiguous tensor, and may give a copy of a slice."""
 _COPIES = known.names("contiguous clone")
 _REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
 """What makes a contiguous tensor not contiguous anyway."""
@@ -55,6 +59,8 @@ class _Tracked:
     call: LinearCall | None
     """The projection, while nothing has changed the shape of its result."""
     depth: int = 0
+    copied: bool = False
+    """Whether this is a copy where a contiguous result would give a view, and the result is read elsewhere."""
     entry: tuple[int, str] | None = None
     """The function, by its `id`, and the parameter through which it came here; None in the method of the call."""
 
@@ -70,7 +76,7 @@ def relied_on(scope: Scope, calls: Sequence[LinearCall]) -> Reads:
 class _Follower:
     def __init__(self) -> None:
         self.reads = Reads()
-        self.seen = set[tuple[int, bool, tuple[int, str] | None]]()
+        self.seen = set[tuple[int, bool, bool, tuple[int, str] | None]]()
         self.returning: dict[tuple[int, str], bool] = {}
         """Whether a function returns what came in by a parameter, for those that were followed."""
 
@@ -80,7 +86,7 @@ class _Follower:
 
     def expression(self, node: cst.CSTNode, what: _Tracked) -> None:
         """Look at what is done with the value of `node`."""
-        key = (id(node), what.call is not None, what.entry)
+        key = (id(node), what.call is not None, what.copied, what.entry)
         if self.reads.problem or key in self.seen:
             return
         self.seen.add(key)
@@ -96,6 +102,8 @@ class _Follower:
             self._element(module.parent(above), above, what)
         elif isinstance(above, cst.Subscript) and above.value is node:
             self.expression(above, replace(what, call=None))
+        elif what.copied and _is_written(node, above):
+            self.notices(f"`{module.code(node)}` is written in place, and would be a copy")
         elif isinstance(above, (cst.IfExp, cst.BooleanOperation)):
             self.expression(above, what)
         elif isinstance(above, cst.NamedExpr):
@@ -130,13 +138,16 @@ class _Follower:
             self.notices(f"`{scope.module.code(call)}`")
         elif name == "view" and spelled is not None:
             self._view(call, spelled, what)
-        elif name in _COPIES or name in _REORDERS or name in _SAYS or name in known.FRESH:
+        elif what.copied and name.endswith("_"):
+            self.notices(f"`{scope.module.code(call)}` writes in place what would be a copy")
+        elif name in _REORDERS or name in _SAYS or (name in known.FRESH and name not in _COPIES):
             return
-        elif name in known.VIEWS or name in known.RANDOM or name.endswith("_"):
-            same = name in ("to", "float", "type", "half", "bfloat16", "double", "detach", "dropout") or name.endswith(
-                "_"
-            )
-            self.expression(call, what if same else replace(what, call=None))
+        elif name in known.VIEWS or name in known.RANDOM or name in _COPIES or name.endswith("_"):
+            base = call.func.value if spelled is not None and isinstance(call.func, cst.Attribute) else call
+            same = name not in _MAY_COPY or (name == "reshape" and splits_last(scope, call, what.call))
+            copied = what.copied or not (same or _is_dead(scope, base))
+            if name not in _COPIES or copied:
+                self.expression(call, replace(what, call=what.call if name in _SAME else None, copied=copied))
         else:
             self.notices(f"`{scope.module.code(call)}`, of which nothing is known")
 
@@ -144,10 +155,9 @@ class _Follower:
         """A `view` that may merge the last dimension becomes `reshape`, where nobody sees that this may copy."""
         scope, base = what.scope, call.func.value if isinstance(call.func, cst.Attribute) else call
         if not splits_last(scope, call, what.call):
-            if isinstance(base, cst.Name) and sum(1 for _ in reads_of(base.value, scope)) > 1:
-                if not _is_last_read(scope, base):
-                    self.notices(f"`{scope.module.code(call)}` is not proven to only split the last dimension")
-                    return
+            if not _names_sizes(call, scope) or not _is_dead(scope, base):
+                self.notices(f"`{scope.module.code(call)}` is not proven to only split the last dimension")
+                return
             self.reads.reshapes.append(spelled)
         self.expression(call, replace(what, call=None))
 
@@ -169,6 +179,9 @@ class _Follower:
 
     def _kept(self, container: cst.BaseExpression, what: _Tracked) -> None:
         """Look at every read of a list that now holds it."""
+        if (name := self_attribute(container)) is not None:
+            self._kept_as(name, what)
+            return
         if not isinstance(container, cst.Name) or container.value not in what.scope.single:
             self.notices(f"it is kept in `{what.scope.module.code(container)}`")
             return
@@ -176,6 +189,18 @@ class _Follower:
             above = what.scope.module.parent(read)
             if not (isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES):
                 self.expression(read, replace(what, call=None))
+
+    def _kept_as(self, name: str, what: _Tracked) -> None:
+        """Look at every read of the attribute of `self` that now holds it, in whatever class of the file."""
+        if what.depth >= MAX_DEPTH:
+            self.notices(f"it is kept in `self.{name}`")
+            return
+        module = what.scope.module
+        for info, _, function in module.methods():
+            for read in walk(function.body):
+                if isinstance(read, cst.Attribute) and read.attr.value == name and not _is_target(read, module):
+                    scope = what.scope.effects.scope(function, info)
+                    self.expression(read, _Tracked(scope, None, what.depth + 1))
 
     def _followed(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
         """Go on inside the functions of the file that may be called; modules of torch take any strides."""
@@ -199,7 +224,7 @@ class _Follower:
             self.returning[entry] = False
             for read in reads_of(name, inner):
                 if Identity(inner).assignment(name, read) is None:
-                    self.expression(read, _Tracked(inner, what.call, what.depth + 1, entry))
+                    self.expression(read, _Tracked(inner, what.call, what.depth + 1, what.copied, entry))
         return self.returning[entry]
 
     def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: _Tracked) -> None:
@@ -225,6 +250,9 @@ class _Follower:
             for element in target.elements:
                 self._bound(element.value, line, what)
             return
+        if (name := self_attribute(target)) is not None:
+            self._kept_as(name, what)
+            return
         if not isinstance(target, cst.Name):
             self.notices(f"it is kept in `{module.code(target)}`")
             return
@@ -242,6 +270,17 @@ class _Follower:
             return
         for call, scope in _callers(what.scope):
             self.expression(call, _Tracked(scope, None, what.depth + 1))
+
+
+def _is_target(node: cst.Attribute, module: Module) -> bool:
+    """Whether an attribute is set or added to, and not read."""
+    above = module.parent(node)
+    adds = isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES
+    return (
+        adds
+        or isinstance(above, (cst.AssignTarget, cst.Del))
+        or (isinstance(above, cst.AnnAssign) and above.target is node)
+    )
 
 
 def _parameter(call: cst.Call, argument: cst.Arg, function: cst.FunctionDef) -> str | None:
@@ -358,9 +397,30 @@ def _rebinding(scope: Scope, name: str, line: cst.BaseStatement) -> Iterator[cst
         node = above
 
 
-def _is_last_read(scope: Scope, read: cst.Name) -> bool:
-    """Whether the statement of `read` binds the name anew, so that the tensor is read nowhere else afterwards."""
-    statement = scope.module.statement(read)
-    if not isinstance(statement, cst.SimpleStatementLine) or read.value not in plainly_bound(statement):
+def _is_dead(scope: Scope, base: cst.BaseExpression) -> bool:
+    """Whether the tensor that an operation is applied to is read by nothing else."""
+    if not isinstance(base, cst.Name):
+        return isinstance(base, cst.Call)
+    reads = list(reads_of(base.value, scope))
+    if len(reads) == 1:
+        return True
+    statement = scope.module.statement(base)
+    if not isinstance(statement, cst.SimpleStatementLine) or base.value not in plainly_bound(statement):
         return False
-    return [r for r in reads_of(read.value, scope) if scope.module.statement(r) is statement] == [read]
+    return [read for read in reads if scope.module.statement(read) is statement] == [base]
+
+
+def _names_sizes(call: cst.Call, scope: Scope) -> bool:
+    """Whether a `view` names sizes by their place, and no dtype."""
+    if any(argument.keyword is not None for argument in call.args) or not call.args:
+        return False
+    first = call.args[0].value
+    name = scope.module.qualified(first)
+    return not (name.startswith("torch.") or name.endswith("dtype"))
+
+
+def _is_written(node: cst.CSTNode, above: cst.CSTNode) -> bool:
+    """Whether a statement writes `node` in place."""
+    if isinstance(above, cst.AugAssign):
+        return above.target is node
+    return isinstance(above, cst.AssignTarget) and isinstance(node, cst.Subscript)
