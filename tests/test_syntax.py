@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import libcst as cst
-import pytest
 
 from rewrite.analysis.syntax.module import parts
 

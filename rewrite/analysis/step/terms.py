@@ -1,7 +1,7 @@
 """What a method computes in one decode step: in evaluation, one token a row, with a cache that is there.
 
 A symbolic execution that knows the outcome of the tests that a step decides, leaves out dropout, and reads the calls
-that earlier transforms have put in: `add_norm`, `packed_linear`.
+that earlier transforms have put in by what their operators declare.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import libcst.matchers as m
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, without_runtime
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Run, subterms
+from rewrite.analysis.terms.declared import as_declared
 from rewrite.analysis.terms.spelling import NONE, Term, make
 
 MAX_DEPTH = 4
@@ -131,13 +132,7 @@ class Step(Run):
         called = super().call(node, environment)
         if called.op in ("nn.functional.dropout", "dropout"):
             return called.args[0]
-        if called.op == "add_norm" and len(called.args) == 3:
-            left, right, norm = called.args
-            total = make("add", right, left)
-            return Term("tuple", (Term("call", (norm, total)), total))
-        if called.op == "packed_linear":
-            return Term("tuple", tuple(Term("call", (projection, called.args[0])) for projection in called.args[1:]))
-        return called
+        return as_declared(called)
 
 
 def is_built_from(attribute: str, classes: tuple[str, ...], owner: ClassInfo, module: Module) -> bool:
