@@ -305,7 +305,7 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
                 else:
                     step.launch_skinny(x, weight, None, prologue, residual, out, tile)
 
-        candidates = [step.tile_for(kind, weights[0]), *TILES[kind]]
+        candidates = [step.tile_for(kind, weights[0], normed=prologue is not None), *TILES[kind]]
         candidates = [t for t in dict.fromkeys(candidates) if inputs % t[1] == 0 and outputs % t[0] == 0]
         waiting: dict[Any, Any] = {}
         launch.collect(lambda key, compile, waiting=waiting: waiting.setdefault(key, compile))

@@ -13,9 +13,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh", action="store_true", help="write the golden files anew, to be read as a diff")
+    parser.addoption("--every-model", action="store_true", help="all modeling files, where a test takes a sample")
+    parser.addoption("--examples", type=int, default=60, help="random modules for each transform (tests/soundness)")
 
 
 @pytest.fixture(scope="session")
 def refresh(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are written instead of compared."""
     return bool(request.config.getoption("--refresh"))
+
+
+@pytest.fixture(scope="session")
+def examples(request: pytest.FixtureRequest) -> int:
+    """How many random modules are tried for each transform."""
+    return int(request.config.getoption("--examples"))

@@ -42,6 +42,38 @@ SAME = [
     ("x.float().float()", "x.float()"),
     ("x.to(x.dtype)", "x"),
     ("1.0 + x", "x + 1"),
+    ("torch.add(x, y)", "x.add(other=y)"),
+    ("x.transpose(1, 2)", "torch.swapaxes(x, axis0=2, axis1=1)"),
+    ("x.transpose(1, 2)", "x.permute(0, 2, 1, 3)"),
+    ("x.permute(2, 0, 1)", "torch.permute(x, (2, 0, 1))"),
+    ("torch.nn.functional.softmax(x, dim=-1)", "x.softmax(-1)"),
+    ("x if y is None else 1", "1 if y is not None else x"),
+    ("x if not y == 2 else 1", "x if y != 2 else 1"),
+    ("x if y > 3 else 1", "x if 3 < y else 1"),
+    ("x if 'a' == y else 1", 'x if y == "a" else 1'),
+    ("x if y not in (1, 2) else 3", "3 if y in (1, 2) else x"),
+    ("x + y", "torch.add(x, y)"),
+    ("x + y", "y.add(x)"),
+    ("x + y", "torch.add(input=x, other=y)"),
+    ("x + y * 2", "torch.add(x, y, alpha=2)"),
+    ("x - y", "torch.sub(x, other=y, alpha=1)"),
+    ("x * y", "torch.mul(x, other=y)"),
+    ("x / y", "x.div(y)"),
+    ("x / torch.sqrt(y)", "x * torch.rsqrt(y)"),
+    ("x / y.sqrt()", "x * y**-0.5"),
+    ("torch.reciprocal(y.sqrt())", "y.rsqrt()"),
+    ("x.mean(-1).unsqueeze(-1)", "x.mean(-1, keepdim=True)"),
+    ("x.mean(-1)[..., None]", "x.mean(-1, keepdim=True)"),
+    ("x.var(-1, unbiased=False, keepdim=True)", "(x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True)"),
+    ("torch.var(x, -1, correction=0, keepdim=True)", "x.var(dim=-1, keepdim=True, unbiased=False)"),
+    ("x if y is None else 1", "1 if y is not None else x"),
+    ("x if y == 1 else 2", "2 if y != 1 else x"),
+    ("x if not y else 2", "2 if y else x"),
+    ("x if not (y is None) else 2", "x if y is not None else 2"),
+    ("x if y < 1 else 2", "x if 1 > y else 2"),
+    ("x if y >= 1 else 2", "x if 1 <= y else 2"),
+    ("x if None is y else 2", "x if y is None else 2"),
+    ("x if y else x", "x"),
 ]
 
 
@@ -58,11 +90,22 @@ DIFFERENT = [
     ("(x + y) + 1", "x + (y + 1)"),
     ("torch.cat((x, -y), dim=-1)", "torch.cat((-x, y), dim=-1)"),
     ("x.mean(-1)", "x.mean(1)"),
+    ("x.permute(1, 2, 0)", "x.permute(2, 0, 1)"),
+    ("x if y < 3 else 1", "1 if y < 3 else x"),
+    ("x if not y < 3 else 1", "x if y > 3 else 1"),
+    ("torch.add(x, y)", "torch.add(x, y, alpha=2)"),
     ("x.mean(-1)", "x.mean(-1, keepdim=True)"),
     ("x[..., ::2]", "x[..., 1::2]"),
     ("x.float()", "x.half()"),
     ("x.to(y)", "x.to(y.dtype)"),
     ("(y * x.float()).to(x.dtype)", "y * x"),
+    ("torch.add(x, y, alpha=2)", "x + y"),
+    ("torch.add(x, y, out=x)", "x + y"),
+    ("x.var(-1, keepdim=True)", "x.var(-1, unbiased=False, keepdim=True)"),
+    ("x.mean(-1).unsqueeze(1)", "x.mean(-1, keepdim=True)"),
+    ("x if y < 1 else 2", "2 if y > 1 else x"),
+    ("x if y < 1 else 2", "2 if y >= 1 else x"),
+    ("x if y < 1 else 2", "x if y <= 1 else 2"),
 ]
 
 
@@ -95,11 +138,33 @@ def test_a_conditional_assignment_is_a_conditional_expression() -> None:
     assert returned("if y:\n    x = x + 1\nreturn x") == returned("return x + 1 if y else x")
 
 
+RETURNS = [
+    "if y:\n    return x\nreturn x + 1",
+    "if y:\n    return x\nelse:\n    return x + 1",
+    "if not y:\n    return x + 1\nreturn x",
+    "if not y:\n    x = x + 1\nreturn x",
+    "if y: return x\nx = x + 1\nreturn x",
+    "if y:\n    z = x\nelse:\n    return x + 1\nreturn z",
+]
+
+
+@pytest.mark.parametrize("text", RETURNS)
+def test_an_early_return_is_a_conditional_expression(text: str) -> None:
+    assert returned(text) == returned("return x if y else x + 1")
+
+
+def test_what_follows_an_early_return_stands_under_its_negation() -> None:
+    chain = "if y == 1:\n    return x\nelif y == 2:\n    x = x + 1\n    if x == 3:\n        return y\nreturn x"
+    assert returned(chain) == returned("return x if y == 1 else ((y if x + 1 == 3 else x + 1) if y == 2 else x)")
+
+
 REFUSED = [
     "x += y\nreturn x",
     "x[0] = y\nreturn x",
     "for _ in y:\n    x = x + 1\nreturn x",
-    "if y:\n    return x\nreturn y",
+    "if y:\n    return x",
+    "if y:\n    return x\nx = y",
+    "if y:\n    return x\nraise y",
     "x.add_(y)\nreturn x",
     "z = x.add_(y)\nreturn x * z",
     "return f(*x)",
@@ -107,6 +172,19 @@ REFUSED = [
     "assert y\nreturn x",
     "y = x",
 ]
+
+
+EARLY = [
+    "if y is None:\n    return x\nreturn y",
+    "if y is not None:\n    return y\nelse:\n    return x",
+    "if y is not None:\n    z = y\nelse:\n    return x\nreturn z",
+    "if y is None:\n    if x is x:\n        return x\n    return x\nreturn y",
+]
+
+
+@pytest.mark.parametrize("text", EARLY)
+def test_an_early_return_under_a_negated_test_is_one_too(text: str) -> None:
+    assert returned(text) == returned("return x if y is None else y")
 
 
 @pytest.mark.parametrize("text", REFUSED)

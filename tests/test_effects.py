@@ -128,6 +128,8 @@ PROVEN = (
     "y = getattr(other, 'shape', None)",
     "y = x.to(torch.float32)",
     "y = self.buffer.to(x.device)",
+    "def inner(t): return t.view(-1)\ny = inner(x)",
+    "y = [*x.shape[:-1], 8]",
     "y = lambda t: t.mul_(2)",
     "other = y = x",
 )
@@ -171,6 +173,8 @@ REFUSED = {
     "self.q_proj.to(x.dtype)": "written in place",
     "module.half()": "written in place",
     "halve(view)": "written in place",
+    "def inner(t): return t.mul_(2)\ninner(view)": "written in place",
+    "def inner(): return view.mul_(2)\ninner()": "`view.mul_` is not known",
     "y = fresh.view(-1)\nz = y if flag else view\nz.zero_()": "written in place",
     "nn.init.zeros_(self.q_proj.weight)": "`nn.init.zeros_` is not known",
     "torch.nn.init.zeros_(fresh)": "`torch.nn.init.zeros_` is not known",
@@ -299,6 +303,12 @@ def test_random_numbers_keep_their_order() -> None:
     assert asked("y = self.dropout(other)", "self.q_proj(x)") is None
     assert "draws random numbers" in str(asked("y = self.dropout(other)", "self.dropout(x)"))
     assert "draws random numbers" in str(asked("y = torch.rand_like(other)", "F.dropout(x, 0.1)"))
+
+
+def test_what_a_function_inside_captures_is_read() -> None:
+    inside = "def inner(t): return t + fresh\n"
+    assert asked(inside, "inner(x)") is None
+    assert "`fresh` is bound anew" in str(asked(inside + "fresh = other", "inner(x)"))
 
 
 def test_what_writes_does_not_move_before_what_reads() -> None:

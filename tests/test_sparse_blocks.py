@@ -1,4 +1,4 @@
-"""Sparse blocks of the installed transformers: `decode(x, norm, residual)` is `residual + block(norm(x))`."""
+"""Sparse blocks of the installed transformers: `decode_residual(x, norm, residual)` is `residual + block(norm(x))`."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_decode_is_the_block_after_the_norm_and_before_the_residual(
     x, residual = inputs()
     norm = Norm()
     backend.reset_fallbacks()
-    got = ours.decode(x, norm, residual)
+    got = ours.decode_residual(x, norm, residual)
     assert norm.calls == 1
     assert not {operator for operator, _ in backend.fallbacks()} & {"router", "fused_experts"}
     torch.testing.assert_close(got, residual + theirs(norm(x)), rtol=1e-10, atol=1e-10)
-    wrong = ours.decode(x, norm, torch.zeros_like(residual))
+    wrong = ours.decode_residual(x, norm, torch.zeros_like(residual))
     assert not torch.allclose(wrong, residual + theirs(norm(x)))
 
 
@@ -112,7 +112,7 @@ def test_experts_in_several_groups_are_the_routers_own_business(rewritten: Calla
     theirs, ours = blocks(module, model, n_group=4, topk_group=2)
     x, residual = inputs()
     backend.reset_fallbacks()
-    got = ours.decode(x, Norm(), residual)
+    got = ours.decode_residual(x, Norm(), residual)
     assert backend.fallbacks()[("router", "grouped_choice")] == 1
     torch.testing.assert_close(got, residual + theirs(Norm()(x)), rtol=1e-10, atol=1e-10)
 
@@ -126,7 +126,7 @@ def test_hooks_on_the_router_and_the_experts_are_called(rewritten: Callable[[str
     ours.gate.register_forward_hook(lambda *_: seen.append("router"))
     ours.experts.register_forward_hook(lambda *_: seen.append("experts"))
     backend.reset_fallbacks()
-    got = ours.decode(x, Norm(), residual)
+    got = ours.decode_residual(x, Norm(), residual)
     assert seen == ["router", "experts"]
     assert {("router", "observed"), ("fused_experts", "observed")} <= set(backend.fallbacks())
     torch.testing.assert_close(got, residual + theirs(Norm()(x)), rtol=1e-10, atol=1e-10)

@@ -52,6 +52,8 @@ def written(body):
         ("return x if self.a is None or self.b and not self.c else y",) * 2,
         ("return x if (self.a or self.b) and self.c else y",) * 2,
         ("return x - (y - x)", "x + -(y + -x)"),
+        ("if self.scale > 1:\n    return x\nreturn y", "x if 1 < self.scale else y"),
+        ("if past_key_values is None:\n    return x\nelse:\n    return self.proj(x)", "self.proj(x)"),
     ],
 )  # fmt: skip
 def test_what_is_written(body, expected):
@@ -66,7 +68,7 @@ def test_what_is_written(body, expected):
         "x += y\nreturn x",
         "x[0] = 1\nreturn x",
         "x.mul_(2)\nreturn x",
-        "if self.scale > 1:\n    return x\nreturn y",
+        "if self.scale > 1:\n    return x",
         "for layer in self.layers:\n    x = layer(x)\nreturn x",
         "return [part for part in x]",
     ],

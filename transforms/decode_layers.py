@@ -9,8 +9,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.step.layer_methods import layer_methods
-from rewrite.analysis.step.layer_step import PARAMETERS, LayerStep, is_decoded
-from rewrite.analysis.step.terms import CACHE, CACHES, NoStep, NotWritable
+from rewrite.analysis.step.layer_step import LayerStep, is_decoded
+from rewrite.analysis.step.terms import CACHES, NoStep, NotWritable
 from rewrite.analysis.step.windows import stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters
@@ -22,10 +22,10 @@ class DecodeLayers(Transform):
     """Decoder layers compute one new token with few kernels.
 
     What it does:
-        Gives a decoder layer, its attention and its MLP a method `decode`, and its norms a method `prologue`. The
-        layer's `forward` calls `decode` while a decode step against a `PreallocatedCache` runs. There, a norm is the
-        first stage of the product that reads it, a residual the last of the one that is added to it, and query and
-        key norms, rotary embedding and cache write are one kernel.
+        Gives a decoder layer a method `decode`, its attention and its MLP a method `decode_residual`, and its norms a
+        method `prologue`. The layer's `forward` calls `decode` while a decode step against a `PreallocatedCache`
+        runs. There, a norm is the first stage of the product that reads it, a residual the last of the one that is
+        added to it, and query and key norms, rotary embedding and cache write are one kernel.
 
     Why:
         For one token a layer's time is reading its weights; every further kernel adds a launch and a trip to memory.
@@ -100,9 +100,9 @@ def _guarded(layer: LayerStep, module: Module) -> cst.FunctionDef:
     block = layer.forward.body
     statements = list(block.body)
     place = 1 if is_docstring(statements[0]) else 0
-    returned = layer.returns.format(f"self.decode({', '.join(PARAMETERS)})")
+    returned = layer.returns.format(f"self.decode({', '.join(layer.takes)})")
     guard = cst.parse_statement(
-        f"if decodes({CACHE}):\n    return {returned}\n", config=module.tree.config_for_parsing
+        f"if decodes({layer.takes[-1]}):\n    return {returned}\n", config=module.tree.config_for_parsing
     )
     first = statements[place]
     if not getattr(first, "leading_lines", ()):

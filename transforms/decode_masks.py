@@ -138,10 +138,10 @@ def _takes_both(info: ClassInfo) -> bool:
 
 def _mask_calls(forward: cst.FunctionDef, module: Module) -> Iterable[cst.Call]:
     """Yield the calls that make masks, those left out that a step does not make any more."""
-    made = mask_functions(forward)
+    made = {*mask_functions(forward, module)}
     chosen = {name for name, value in single_assignments(forward).items() if _chooses(value, made)}
     for call in calls_in(forward.body):
-        if isinstance(call.func, cst.Name) and call.func.value in made | chosen:
+        if module.code(call.func) in made | chosen:
             above = module.parent(call)
             if not (isinstance(above, cst.IfExp) and m.matches(above.test, m.Call(func=_TESTS))):
                 yield call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import libcst as cst
@@ -10,12 +10,13 @@ import libcst.matchers as m
 
 from rewrite.analysis.loops.integration_loop import NotBounded, turns
 from rewrite.analysis.moe.expert_loop import ExpertLoop, NotALoop, expert_loop
-from rewrite.analysis.syntax.module import Module, walk
-from rewrite.analysis.syntax.nodes import replace_nodes
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.nodes import calls_in, replace_nodes, single_assignments
 from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _PER_ITEM = m.Call(func=m.Attribute(attr=m.Name("tolist")), args=[])
+_FINDS = ("nonzero", "argwhere", "unique")
 
 
 class FixedCountLoops(Transform):
@@ -54,31 +55,27 @@ class FixedCountLoops(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every loop over hit experts, every `while` of a method, every split by lengths on the host."""
-        for owner, name, method in module.methods():
-            for node in walk(method.body):
+        """Every loop over hit experts, every `while`, every split by lengths on the host."""
+        for where, function, _ in _functions(module):
+            for node in walk(function.body):
                 if isinstance(node, cst.While):
-                    yield Candidate(node, f"{owner.name}.{name}", f"while {module.code(node.test)}")
-                elif (
-                    isinstance(node, cst.For) and isinstance(node.iter, cst.Name) and _hits(node.iter, method, module)
-                ):
-                    yield Candidate(node, f"{owner.name}.{name}", f"for {module.code(node.target)}")
-                elif isinstance(node, cst.Call) and _splits(node):
-                    yield Candidate(node, f"{owner.name}.{name}", " ".join(module.code(node).split()))
+                    yield Candidate(node, where, f"while {module.code(node.test)}")
+                elif isinstance(node, cst.For) and _hits(node.iter, function):
+                    yield Candidate(node, where, f"for {module.code(node.target)}")
+                elif isinstance(node, cst.Call) and _splits(node, function):
+                    yield Candidate(node, where, " ".join(module.code(node).split()))
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Change the header of the loop, and how its body chooses weights."""
-        owner, name = candidate.where.split(".")
-        method = module.classes[owner].methods[name]
+        _, method, owner = next(found for found in _functions(module) if found[0] == candidate.where)
         if isinstance(candidate.node, cst.Call):
             return Skip("per_item", candidate.label)
         if isinstance(candidate.node, cst.While):
             try:
-                return Found(
-                    (Edit(candidate.node, (_counted(candidate.node, turns(candidate.node, method, module)),)),)
-                )
+                count = turns(candidate.node, owner, module)
             except NotBounded as error:
                 return Skip("not_proven", error.why)
+            return Found((Edit(candidate.node, (_counted(candidate.node, count),)),))
         if not isinstance(candidate.node, cst.For):
             raise TypeError("a candidate is a loop or a call")
         try:
@@ -90,18 +87,34 @@ class FixedCountLoops(Transform):
         return Found(_edits(loop), ("moe.routed", "moe.select"))
 
 
-def _hits(iterated: cst.Name, method: cst.FunctionDef, module: Module) -> bool:
-    """Whether the method assigns the result of `nonzero` to the name that a loop runs over."""
-    for node in walk(method.body):
-        if isinstance(node, cst.Assign) and module.code(node.targets[0].target) == iterated.value:
-            if ".nonzero(" in module.code(node.value):
-                return True
-    return False
+def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:
+    yield from ((name, function, None) for name, function in module.functions.items())
+    for owner, name, method in module.methods():
+        yield f"{owner.name}.{name}", method, owner
 
 
-def _splits(call: cst.Call) -> bool:
-    named = isinstance(call.func, cst.Attribute) and call.func.attr.value == "split"
-    return named and any(m.matches(argument.value, _PER_ITEM) for argument in call.args)
+def _hits(iterated: cst.BaseExpression, function: cst.FunctionDef) -> bool:
+    """Whether a loop runs over what `nonzero` or `unique` found, by name or not: its length is data on the device."""
+    values = [iterated]
+    if isinstance(iterated, cst.Name):
+        lines = (node for node in walk(function.body) if isinstance(node, cst.Assign))
+        values += [line.value for line in lines for t in line.targets if m.matches(t.target, m.Name(iterated.value))]
+    return any(called in _FINDS for value in values for called in _called(value))
+
+
+def _called(node: cst.CSTNode) -> Iterator[str]:
+    for call in calls_in(node):
+        if isinstance(call.func, (cst.Name, cst.Attribute)):
+            yield call.func.value if isinstance(call.func, cst.Name) else call.func.attr.value
+
+
+def _splits(call: cst.Call, function: cst.FunctionDef) -> bool:
+    """Whether a call splits by lengths that were taken to the host, by name or not."""
+    if next(iter(_called(call)), "") not in ("split", "split_with_sizes"):
+        return False
+    named = single_assignments(function)
+    values = (named.get(a.value.value, a.value) if isinstance(a.value, cst.Name) else a.value for a in call.args)
+    return any(m.matches(value, _PER_ITEM) for value in values)
 
 
 def _counted(loop: cst.While, count: cst.BaseExpression) -> cst.For:

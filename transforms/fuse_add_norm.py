@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import libcst as cst
 
+from rewrite.analysis.effects import Scope, before, effects_of, union, why_not_move
+from rewrite.analysis.sites.as_written import is_runtime_name
 from rewrite.analysis.sites.norms import runtime_norm
-from rewrite.analysis.sites.pairing import fused_statements
+from rewrite.analysis.sites.pairing import fused
 from rewrite.analysis.sites.residual import Pair, is_fused, norm_classes, pairs
-from rewrite.analysis.syntax.module import ClassInfo, Module
-from rewrite.analysis.syntax.nodes import expression
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, walk
+from rewrite.analysis.syntax.replacement import call_statement
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 _KERNEL = "add_rms_norm"
@@ -48,9 +50,10 @@ class FuseAddNorm(Transform):
     after = ("fuse_layer_norm", "fuse_rms_norm")
     reasons: ClassVar[Mapping[str, str]] = {
         "norm_not_fused": "the norm is a class whose computation the runtime does not offer together with an add",
-        "unknown_norm": "the attribute may hold something that is no norm",
+        "unknown_norm": "what is called may be something else than one norm of the sum",
         "conditional": "the norm is computed under a condition or more than once, the sum is not",
-        "statement_between": "a statement other than a copy of the sum stands between the two",
+        "statement_between": "it is not proven that the norm may be computed before what stands between the two",
+        "order": "the order of evaluation would change, and it is not proven that nothing notices",
         "in_place": "the add writes into a tensor that other names may share",
         "name_taken": "the file has a name of its own that the new code would call",
     }
@@ -67,29 +70,68 @@ class FuseAddNorm(Transform):
         info = module.classes[owner]
         pair = next(p for p in pairs(info, info.methods[method], module) if p.call is candidate.node)
         classes = norm_classes(info, pair.norm, module)
-        if any(name is None for name in classes):
-            return Skip("unknown_norm")
+        if pair.reason == "unknown_norm":
+            return Skip(pair.reason, pair.detail)
+        if not classes or any(name is None for name in classes):
+            return Skip("unknown_norm", f"self.{pair.norm} may hold something that is no norm known here")
         norms = sorted({name for name in classes if name is not None})
         if not all(is_fused(name, module) for name in norms):
-            return Skip("norm_not_fused")
-        if (reason := _refusal(pair, module)) is not None:
-            return Skip(reason)
+            return Skip("norm_not_fused", ", ".join(name for name in norms if not is_fused(name, module)))
+        if (refused := _refusal(pair, info, module)) is not None:
+            return refused
         edits, uses = _add_forward([module.classes[name] for name in norms if name in module.classes], module)
         if edits is None:
             return Skip("name_taken")
-        return Found((*edits, *_edits(pair, module)), ("norms.add_norm", *uses))
+        return Found((*edits, *fused(pair, module)), ("norms.add_norm", *uses))
 
 
-def _refusal(pair: Pair, module: Module) -> str | None:
-    if not name_is_free("add_norm", module, pair.function):
-        return "name_taken"
+def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
+    if not is_runtime_name("add_norm", module, pair.function):
+        return Skip("name_taken")
+    if pair.reason:
+        return Skip(pair.reason, pair.detail)
+    scope = effects_of(module).scope(pair.function, info)
+    sides = scope.of(pair.add.left) | scope.of(pair.add.right)
     if not pair.total:
+        if (sides.anything or sides.stores) and not _is_set_once(pair.norm, info, module):
+            return Skip("order", f"self.{pair.norm} may change while the sum is evaluated")
         return None
-    if not pair.same_block or not isinstance(pair.line, cst.SimpleStatementLine) or _is_conditional(pair, module):
-        return "conditional"
-    if len(pair.copies) < len(pair.between) or len(pair.line.body) != 1:
-        return "statement_between"
-    return "in_place" if pair.in_place else None
+    if not isinstance(pair.line, cst.SimpleStatementLine) or _is_conditional(pair, module):
+        return Skip("conditional", "the call of the norm may not be evaluated, or several times")
+    why = _why_not_before(pair, scope)
+    return Skip("statement_between", why) if why is not None else None
+
+
+def _why_not_before(pair: Pair, scope: Scope) -> str | None:
+    """Return why the norm may not be computed right after the add, None if it may.
+
+    Copies of the sum, and names and attributes that the norm's statement reads first, change nothing.
+    """
+    earlier = list(before(scope, pair.call, pair.line))
+    if pair.only_copied and all(isinstance(n, _READS) for part in earlier for n in walk(part)):
+        return None
+    past = union(scope.of(part) for part in (*pair.between, *earlier))
+    names = {pair.total, *pair.others, *pair.copies}
+    return why_not_move(scope, scope.of(pair.call), replace(past, binds=past.binds - names))
+
+
+_READS = (
+    cst.Name,
+    cst.Attribute,
+    cst.Dot,
+    cst.BaseNumber,
+    cst.BaseParenthesizableWhitespace,
+    cst.Newline,
+    cst.BaseString,
+)
+
+
+def _is_set_once(norm: str, info: ClassInfo, module: Module) -> bool:
+    """Whether the file sets an attribute nowhere but while the module is built."""
+    names = effects_of(module).names
+    family = {other.name: other for other in (*names.owners(info), *names.heirs(info))}
+    others = [m for other in family.values() for name, m in other.methods.items() if name != "__init__"]
+    return not {norm, "*"} & names.stored and not any(norm == a for m in others for a, _ in self_assignments(m))
 
 
 def _is_conditional(pair: Pair, module: Module) -> bool:
@@ -101,14 +143,6 @@ def _is_conditional(pair: Pair, module: Module) -> bool:
         if isinstance(above, lazy):
             return True
     return False
-
-
-def _edits(pair: Pair, module: Module) -> list[Edit]:
-    if pair.assignment is None:
-        sides = [module.code(_bare(side)) for side in (pair.add.left, pair.add.right)]
-        return [Edit(pair.call, (expression(f"add_norm({', '.join(sides)}, self.{pair.norm})[0]"),))]
-    new = fused_statements(pair, module)
-    return [Edit(pair.assignment, new), *(Edit(s, ()) for s in (*pair.between, pair.line))]
 
 
 def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] | None, list[str]]:
@@ -123,7 +157,7 @@ def _add_forward(classes: list[ClassInfo], module: Module) -> tuple[list[Edit] |
         existing = module.method(info, "add_forward")
         if existing is not None and _KERNEL in module.code(existing):
             continue
-        if existing is not None or not name_is_free(_KERNEL, module):
+        if existing is not None or not is_runtime_name(_KERNEL, module):
             return None, []
         edits.append(Edit(forward, (forward, _method(call.arguments, module))))
         uses.append(f"norms.{_KERNEL}")
@@ -142,7 +176,3 @@ def _method(arguments: tuple[str, ...], module: Module) -> cst.FunctionDef:
     if not isinstance(method, cst.FunctionDef):
         raise TypeError("not a function")
     return method.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-
-
-def _bare(node: cst.BaseExpression) -> cst.BaseExpression:
-    return node.with_changes(lpar=[], rpar=[])

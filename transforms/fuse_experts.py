@@ -9,8 +9,8 @@ import libcst as cst
 
 from rewrite.analysis.moe.mixture import Mixture, classes_of, experts_attributes, layout_of, mixture
 from rewrite.analysis.moe.routing import routing_rule
-from rewrite.analysis.step.mlp_step import PARAMETERS, mlp_method
-from rewrite.analysis.syntax.methods import Method
+from rewrite.analysis.step.mlp_step import NAME, PARAMETERS, mlp_method
+from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression
 from rewrite.analysis.syntax.replacement import call_statement, line, name_is_free
@@ -24,8 +24,8 @@ class FuseExperts(Transform):
     What it does:
         Calls of experts become `fused_experts(hidden_states, self.experts, index, weights)`: two kernels for a few
         tokens, the experts themselves for many. A block of router and experts also gets a method
-        `decode(hidden_states, norm, residual)`, which a decoder layer calls in a decode step: norm, router and choice
-        of the experts are two kernels more. Routers get a method `rule` that says what they compute.
+        `decode_residual(hidden_states, norm, residual)`, which a decoder layer calls in a decode step: norm, router
+        and choice of the experts are two kernels more. Routers get a method `rule` that says what they compute.
 
     Why:
         transformers sorts the tokens by expert and multiplies group by group, or copies the chosen experts' weights,
@@ -41,9 +41,9 @@ class FuseExperts(Transform):
         rounded as the original rounds them.
 
     Known limits:
-        `decode` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for Qwen3-30B-A3B,
-        from 4 for Mixtral 8x7B), the CPU, transposed, interleaved, quantised or sharded experts, hooks and gradients
-        call the modules as they stand.
+        `decode_residual` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for
+        Qwen3-30B-A3B, from 4 for Mixtral 8x7B), the CPU, transposed, interleaved, quantised or sharded experts, hooks
+        and gradients call the modules as they stand.
     """
 
     name = "fuse_experts"
@@ -65,7 +65,7 @@ class FuseExperts(Transform):
         """Every call of decorated experts, every class that makes one, and every class of a router of such a block."""
         routers: dict[str, ClassInfo] = {}
         for info in module.classes.values():
-            if _reads_experts(info, module) and "decode" not in info.methods:
+            if _reads_experts(info, module) and NAME not in info.methods:
                 yield Candidate(info.node, info.name)
             for attribute, call in _calls(info, module):
                 yield Candidate(call, f"{info.name}.forward", attribute)
@@ -124,7 +124,7 @@ def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
 
 def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
     """Return the classes of the router of a block that has its method."""
-    if "decode" not in info.methods or not experts_attributes(info, module):
+    if NAME not in info.methods or not experts_attributes(info, module):
         return []
     try:
         return classes_of(info, mixture(info, module).router, module) or []
@@ -142,7 +142,7 @@ def _router(info: ClassInfo, module: Module) -> Found | Skip:
         return Skip("name_taken")
     statement = call_statement("return ", "RoutingRule", list(given), module)
     uses = ("moe.RoutingRule",)
-    method = Method(forward, "rule", (), "Returns what this router computes.", (statement,), uses)
+    method = Method(forward, "rule", {}, "RoutingRule", "Returns what this router computes.", (statement,), uses)
     return Found((method.edit(module),), uses)
 
 
@@ -184,16 +184,16 @@ def _shared_method(info: ClassInfo, found: Mixture, module: Module) -> Method | 
 
 
 def _has_decode(info: ClassInfo, found: Mixture, module: Module) -> bool:
-    return found.shared is not None and "decode" in (classes_of(info, found.shared, module) or [info])[0].methods
+    return found.shared is not None and NAME in (classes_of(info, found.shared, module) or [info])[0].methods
 
 
 def _added(found: Mixture, shared_has_step: bool) -> list[str]:
     """Return statements that add what the experts that all tokens share return to the residual."""
     shared, gate = f"self.{found.shared}", f"self.{found.shared_gate}(hidden_states).sigmoid()"
     if found.shared_gate is None:
-        stepped = f"residual = {shared}.decode(hidden_states, None, residual)"
+        stepped = f"residual = {shared}.{NAME}(hidden_states, None, residual)"
         return [stepped if shared_has_step else f"residual = residual + {shared}(hidden_states)"]
-    output = f"{shared}.decode(hidden_states, None, None)" if shared_has_step else f"{shared}(hidden_states)"
+    output = f"{shared}.{NAME}(hidden_states, None, None)" if shared_has_step else f"{shared}(hidden_states)"
     return [f"shared_output = {output}", f"residual = residual + {gate} * shared_output"]
 
 
@@ -208,4 +208,4 @@ def _method(info: ClassInfo, found: Mixture, shared_has_step: bool, module: Modu
     statements.append(call_statement("return ", "fused_experts", arguments, module))
     uses = ("moe.fused_experts", "moe.router")
     text = "Returns `residual + self(norm(hidden_states))` for one token a row."
-    return Method(info.methods["forward"], "decode", PARAMETERS, text, tuple(statements), uses)
+    return Method(info.methods["forward"], NAME, PARAMETERS, TENSOR, text, tuple(statements), uses)

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
-from rewrite.analysis.syntax.nodes import (
-    block_of,
-    bound_names,
-    expression,
-    mutated_names,
-    single_argument,
-    single_assignments,
-)
+from rewrite.analysis.effects import Effect, Scope, between, effects_of, why_not_move
+from rewrite.analysis.sites.activations import Gated, gated_products, products_in_place
+from rewrite.analysis.sites.products import products_in
+from rewrite.analysis.sites.strides import reads_of
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.nodes import block_of, expression
 from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
-
-_FUNCTIONS = ("silu", "gelu", "relu")
-_MODULES = ("SiLU", "GELU", "ReLU")
-
-
-@dataclass(frozen=True)
-class _Product:
-    node: cst.BinaryOperation
-    activated: cst.Call
-    other: cst.BaseExpression
-    local: cst.Name | None
-    """The local that held `activation(gate)`, if the product reads it through one."""
 
 
 class FuseGatedActivation(Transform):
@@ -44,8 +29,9 @@ class FuseGatedActivation(Transform):
         Eager torch reads and writes the widest tensor of a layer twice; the kernel reads each half and writes once.
 
     What it needs:
-        A product of which one side is a call of an activation: an attribute built from `ACT2FN` or an activation
-        module of torch, or torch's own silu, gelu or relu.
+        A product, in whatever spelling, of which one side is a call of an activation: an attribute built from
+        `ACT2FN` or an activation module of torch, or torch's own silu, gelu or relu. Neither side, nor what stands
+        between them, writes what the other reads.
 
     Numerics:
         Reordered: the activation is not rounded before the product. SiLU, GELU (erf and tanh), ReLU and ReLU² are
@@ -62,32 +48,40 @@ class FuseGatedActivation(Transform):
     reasons: ClassVar[dict[str, str]] = {
         "activation_read_twice": "the activated gate is also read elsewhere",
         "values_change": "a value that the product reads is written between the activation and the product",
+        "writes_gate": "the activation writes its argument in place",
+        "not_proven": "the factors, or what stands between them, may write what the other reads",
+        "other_form": "the activation or the product is written in a form that the operator does not take",
         "name_taken": "the file has a name `gated_activation` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
         """Yield every product with an activation on one side."""
         for owner, name, method in module.methods():
-            for number, product in enumerate(_products(module, owner, method)):
-                label = module.code(product.activated.func) + (f" #{number + 1}" if number else "")
-                yield Candidate(product.node, f"{owner.name}.{name}", label)
+            if not any(True for _ in products_in(method.body, module)) and not _multiplies_in_place(method):
+                continue
+            scope = effects_of(module).scope(method, owner)
+            for number, gated in enumerate(gated_products(scope)):
+                label = module.code(gated.function) + (f" #{number + 1}" if number else "")
+                yield Candidate(gated.product.node, f"{owner.name}.{name}", label)
+            for number, line in enumerate(products_in_place(scope)):
+                label = module.code(line.target) + (f" #{number + 1}" if number else "")
+                yield Candidate(line, f"{owner.name}.{name}", f"{label} *=")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Replace the product by the operator, and drop the local that held the activated gate."""
         owner, method = _place(candidate, module)
-        product = next(p for p in _products(module, owner, method) if p.node is candidate.node)
+        scope = effects_of(module).scope(method, owner)
+        gated = next((g for g in gated_products(scope) if g.product.node is candidate.node), None)
+        if gated is None or gated.gate is None or _is_number(gated.other):
+            return Skip("other_form", module.code(candidate.node))
         if not name_is_free("gated_activation", module, method):
             return Skip("name_taken")
-        gate = single_argument(product.activated)
-        if gate is None:
-            raise TypeError("an activation without an argument")
-        arguments = ", ".join(module.code(node) for node in (gate, product.other, product.activated.func))
-        fused = expression(f"gated_activation({arguments})")
-        edits = [Edit(product.node, (fused,))]
-        if product.local is not None:
-            if (skip := _cannot_move(product, method, module)) is not None:
-                return skip
-            edits.append(Edit(module.statement(product.activated), ()))
+        if (skip := _unsafe(gated, scope)) is not None:
+            return skip
+        arguments = ", ".join(module.code(_bare(node)) for node in (gated.gate, gated.other, gated.function))
+        edits = [Edit(gated.product.node, (expression(f"gated_activation({arguments})"),))]
+        if gated.local is not None:
+            edits.append(Edit(module.statement(gated.activated), ()))
         return Found(tuple(edits), ("products.gated_activation",))
 
 
@@ -96,56 +90,67 @@ def _place(candidate: Candidate, module: Module) -> tuple[ClassInfo, cst.Functio
     return module.classes[owner], module.classes[owner].methods[method]
 
 
-def _products(module: Module, owner: ClassInfo, method: cst.FunctionDef) -> Iterator[_Product]:
-    values = single_assignments(method)
-    for node in walk(method.body):
-        if not isinstance(node, cst.BinaryOperation) or not isinstance(node.operator, cst.Multiply):
-            continue
-        for side, other in ((node.left, node.right), (node.right, node.left)):
-            local = side if isinstance(side, cst.Name) and side.value in values else None
-            value = values[local.value] if local is not None else side
-            if isinstance(value, cst.Call) and _is_activation(module, owner, value):
-                yield _Product(node, value, other, local)
-                break
+def _multiplies_in_place(method: cst.FunctionDef) -> bool:
+    return any(isinstance(node, cst.MultiplyAssign) for node in walk(method.body))
 
 
-def _is_activation(module: Module, owner: ClassInfo, call: cst.Call) -> bool:
-    if single_argument(call) is None:
-        return False
-    if (attribute := self_attribute(call.func)) is not None:
-        return any(_builds_activation(module, value) for value in module.assignments(owner, attribute))
-    parts = module.qualified(call.func).split(".")
-    return parts[0] == "torch" and parts[-1] in _FUNCTIONS
+def _is_number(node: cst.BaseExpression) -> bool:
+    inner = node.expression if isinstance(node, cst.UnaryOperation) else node
+    return isinstance(inner, cst.BaseNumber)
 
 
-def _builds_activation(module: Module, value: cst.BaseExpression) -> bool:
-    for node in walk(value):
-        if isinstance(node, cst.Subscript) and module.qualified(node.value).endswith("activations.ACT2FN"):
-            return True
-        if isinstance(node, (cst.Attribute, cst.Name)):
-            parts = module.qualified(node).split(".")
-            if parts[0] == "torch" and parts[-1] in (*_FUNCTIONS, *_MODULES):
-                return True
-    return False
+def _bare(node: cst.BaseExpression) -> cst.BaseExpression:
+    """Return an argument without the parentheses that it had as an operand, unless it needs them."""
+    return (
+        node if isinstance(node, (cst.Tuple, cst.GeneratorExp, cst.NamedExpr)) else node.with_changes(lpar=[], rpar=[])
+    )
 
 
-def _cannot_move(product: _Product, method: cst.FunctionDef, module: Module) -> Skip | None:
-    local = product.local
-    if local is None:
+def _unsafe(gated: Gated, scope: Scope) -> Skip | None:
+    """Return why the factors may not be computed in the operator's order, None if they may."""
+    assert gated.gate is not None
+    activated, gate, other = (scope.of(node) for node in (gated.activated, gated.gate, gated.other))
+    if scope.memory(activated.writes) - scope.memory(gate.writes):
+        return Skip("writes_gate", scope.module.code(gated.activated))
+    if activated.anything and not gate.anything:
+        return Skip("not_proven", activated.anything)
+    if gated.local is not None and (skip := _local_stays(gated, scope, activated)) is not None:
+        return skip
+    return _operands(gated, scope, activated, other)
+
+
+def _operands(gated: Gated, scope: Scope, activated: Effect, other: Effect) -> Skip | None:
+    """The gate is computed, then the other factor, then the activation: compare with the order that was written."""
+    if other.is_pure and activated.is_pure:
         return None
-    reads = [n for n in walk(method.body) if isinstance(n, cst.Name) and n.value == local.value]
-    if len(reads) != 2:  # the assignment's target and the product
+    swapped = gated.product.right is gated.side
+    moved = activated if swapped or gated.local is not None else replace(activated, draws="")
+    why = why_not_move(scope, moved, other)
+    return Skip("not_proven", why) if why is not None else None
+
+
+def _local_stays(gated: Gated, scope: Scope, activated: Effect) -> Skip | None:
+    """Return why the activation may not move down to the product."""
+    local, module = gated.local, scope.module
+    assert local is not None
+    line = module.statement(gated.activated)
+    if scope.single.get(local.value) is not gated.activated or not _is_all_of(line):
+        return Skip("other_form", module.code(line))
+    if len(list(reads_of(local.value, scope))) != 1:
         return Skip("activation_read_twice", local.value)
-    block = list(block_of(product.activated, module))
-    here = module.statement(product.activated)
-    there = module.statement(product.node)
-    if not any(line is there for line in block):
+    block = list(block_of(line, module))
+    after = block[next(i for i, statement in enumerate(block) if statement is line) + 1 :]
+    past = between(scope, after[0], gated.product.node) if after else None
+    if past is None:
         return Skip("values_change", "the product stands in another block")
-    start, end = (next(i for i, line in enumerate(block) if line is s) for s in (here, there))
-    read = names_in([product.activated])
-    between = block[start + 1 : end]
-    if read & set().union(*(bound_names(line) for line in between)):
-        return Skip("values_change", module.code(product.activated))
-    if any(mutated_names(line) for line in between):
-        return Skip("values_change", "another name may mean the same tensor")
+    if (why := why_not_move(scope, activated, replace(past, leaves=frozenset()))) is not None:
+        return Skip("not_proven" if past.anything or activated.anything else "values_change", why)
     return None
+
+
+def _is_all_of(line: cst.BaseStatement) -> bool:
+    """Whether a statement is one assignment to one name."""
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+        return False
+    small = line.body[0]
+    return not isinstance(small, cst.Assign) or len(small.targets) == 1

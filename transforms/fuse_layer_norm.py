@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.sites.norms import (
-    computed,
-    divides_by_root_mean_square,
-    layer_norm_call,
-    looks_like_norm,
-    subtracts_mean,
-)
+from rewrite.analysis.sites.as_written import is_runtime_name
+from rewrite.analysis.sites.mean_squares import norm_places
+from rewrite.analysis.sites.norms import NotProven, computed, layer_norm_call, said
 from rewrite.analysis.syntax.module import Module
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.syntax.replacement import call_statement, returning
 from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -43,28 +39,31 @@ class FuseLayerNorm(Transform):
     summary = "LayerNorm classes that are written out in fp32 call one kernel."
     numerics = Numerics.REORDERED
     reasons: ClassVar[Mapping[str, str]] = {
+        "no_module": "the norm is no `forward` of a class, so that nothing says what its weight and eps are",
+        "control_flow": "the body has a statement that a fused norm has no place for",
+        "not_proven": "what the body computes, or besides computing it does, is not certain",
         "other_computation": "the body is a LayerNorm, but not the computation that `layer_norm` offers",
         "name_taken": "the file has a name `layer_norm` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every class whose `forward` subtracts a mean and multiplies by the inverse root of the variance."""
-        for info in module.classes.values():
-            if not looks_like_norm(info):
-                continue
-            term = computed(info, module)
-            if not isinstance(term, NotComputable) and divides_by_root_mean_square(term) and subtracts_mean(term):
-                yield Candidate(info.methods["forward"], f"{info.name}.forward")
+        """Every function that divides differences from a mean by the root of the mean of their squares."""
+        return [Candidate(place.function, place.where) for place in norm_places(module) if place.centered]
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Compare the body with the operator's."""
-        info = module.classes[candidate.where.split(".")[0]]
-        forward = info.methods["forward"]
-        term = computed(info, module)
-        call = None if isinstance(term, NotComputable) else layer_norm_call(term, info, module)
+        place = next(place for place in norm_places(module) if place.function is candidate.node)
+        if place.owner is None or not place.is_forward:
+            return Skip("no_module")
+        term = computed(place.owner, module)
+        if isinstance(term, NotComputable):
+            return Skip("control_flow", term.what)
+        call = layer_norm_call(term, place.owner, module)
         if call is None:
-            return Skip("other_computation")
-        if not name_is_free(call.function, module, forward):
+            return Skip("other_computation", said(term))
+        if isinstance(call, NotProven):
+            return Skip("not_proven", call.what)
+        if not is_runtime_name(call.function, module, place.function):
             return Skip("name_taken")
-        new = returning(forward, call_statement("return ", call.function, call.given, module))
-        return Found((Edit(forward, (new,)),), ("norms.layer_norm",))
+        new = returning(place.function, call_statement("return ", call.function, call.given, module))
+        return Found((Edit(place.function, (new,)),), ("norms.layer_norm",))

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rewrite.analysis.sites.norms import (
-    computed,
-    divides_by_root_mean_square,
-    looks_like_norm,
-    rms_norm_call,
-    rms_norm_obstacle,
-    subtracts_mean,
-)
-from rewrite.analysis.syntax.module import Module, names_in
-from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
+from rewrite.analysis.sites.as_written import is_runtime_name
+from rewrite.analysis.sites.mean_squares import norm_places
+from rewrite.analysis.sites.norms import NotProven, computed, rms_norm_call, rms_norm_obstacle, said
+from rewrite.analysis.syntax.module import Module
+from rewrite.analysis.syntax.replacement import call_statement, returning
 from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -46,7 +41,9 @@ class FuseRmsNorm(Transform):
     summary = "RMSNorm classes call one kernel, with the rounding order of their family."
     numerics = Numerics.REORDERED
     reasons: ClassVar[Mapping[str, str]] = {
+        "no_module": "the norm is no `forward` of a class, so that nothing says what its weight and eps are",
         "control_flow": "the body has a statement that a fused norm has no place for",
+        "not_proven": "what the body computes, or besides computing it does, is not certain",
         "second_tensor": "another tensor takes part, as in a gated norm",
         "other_dimension": "the mean is taken over another dimension than the last",
         "product_in_input_dtype": "the input is multiplied before it is brought to fp32, as in T5",
@@ -55,29 +52,23 @@ class FuseRmsNorm(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every class whose `forward` multiplies by the inverse root of a mean of squares, or might."""
-        for info in module.classes.values():
-            if not looks_like_norm(info):
-                continue
-            term = computed(info, module)
-            if isinstance(term, NotComputable):
-                is_norm = "rsqrt" in names_in([info.methods["forward"]])
-            else:
-                is_norm = divides_by_root_mean_square(term) and not subtracts_mean(term)
-            if is_norm:
-                yield Candidate(info.methods["forward"], f"{info.name}.forward")
+        """Every function that divides by the root of a mean of squares, in whatever spelling."""
+        return [Candidate(place.function, place.where) for place in norm_places(module) if not place.centered]
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Find the family of the norm."""
-        info = module.classes[candidate.where.split(".")[0]]
-        forward = info.methods["forward"]
-        term = computed(info, module)
+        place = next(place for place in norm_places(module) if place.function is candidate.node)
+        if place.owner is None or not place.is_forward:
+            return Skip("no_module")
+        term = computed(place.owner, module)
         if isinstance(term, NotComputable):
             return Skip("control_flow", term.what)
-        call = rms_norm_call(term, info, module)
+        call = rms_norm_call(term, place.owner, module)
         if call is None:
-            return Skip(rms_norm_obstacle(term))
-        if not name_is_free(call.function, module, forward):
+            return Skip(rms_norm_obstacle(term), said(term))
+        if isinstance(call, NotProven):
+            return Skip("not_proven", call.what)
+        if not is_runtime_name(call.function, module, place.function):
             return Skip("name_taken")
-        new = returning(forward, call_statement("return ", call.function, call.given, module))
-        return Found((Edit(forward, (new,)),), ("norms.rms_norm",))
+        new = returning(place.function, call_statement("return ", call.function, call.given, module))
+        return Found((Edit(place.function, (new,)),), ("norms.rms_norm",))

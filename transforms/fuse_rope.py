@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.sites.rope import Rotation, rotations, same_rotation
-from rewrite.analysis.syntax.module import Module, walk
-from rewrite.analysis.syntax.nodes import calls_in, parameters
+from rewrite.analysis.effects import effects_of, why_unsure
+from rewrite.analysis.sites.rope import Rotation, other_part, rotations, same_rotation
+from rewrite.analysis.sites.turning import looks_turning
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free, returning
 from rewrite.analysis.terms.computation import NotComputable, body
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
@@ -26,7 +27,7 @@ class FuseRope(Transform):
         PyTorch runs the two rotations as ten kernels that read and write queries and keys several times.
 
     What it needs:
-        A module-level function that returns `x * cos + rotate(x) * sin` for one or two tensors, with the tables
+        A function or method that returns `x * cos + rotate(x) * sin` for one or two tensors, with the tables
         unsqueezed at one dimension. Both functions of the pair are compared by what they compute: halves (Llama),
         neighbours (Cohere, GLM, GPT-J), neighbours written apart (DeepSeek-V3), tables of one column a pair (gpt-oss),
         a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to it.
@@ -37,7 +38,8 @@ class FuseRope(Transform):
 
     Known limits:
         Tables that are broadcast without an unsqueeze, complex tables, rotations with the opposite sign and rotated
-        last parts stay. Where both results are rounded to the dtype of the queries, keys keep their own.
+        last parts stay. Where torch would broadcast queries, keys or tables to another shape, the products run one by
+        one.
     """
 
     name = "fuse_rope"
@@ -47,45 +49,64 @@ class FuseRope(Transform):
         "control_flow": "the body has a statement that the fused rotation has no place for",
         "other_computation": "the body is none of the rotations that `rotary` offers",
         "two_ways": "queries and keys are turned in two ways",
+        "rebound": "a name that the body reads may mean something else than what the file defines",
+        "compiled": "a decorator compiles the source of the function, which cannot call `rotary` then",
         "name_taken": "the file has a name `rotary` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every function that something calls and that takes tables of cosines and sines besides a tensor."""
-        for name, function in module.functions.items():
-            names = parameters(function)
-            tables = [part for part in ("cos", "sin") if any(part in parameter for parameter in names)]
-            if len(tables) < 2 or len(names) < 3 or not _multiplies(function, module):
-                continue
-            if module.references.get(name, 0) > 0:
-                yield Candidate(function, name)
+        """Every function that is used and multiplies a tensor with two tables, whatever it calls them."""
+        for where, function, owner in _functions(module):
+            if module.references.get(function.name.value, 0) > 0 and looks_turning(function, module, owner):
+                yield Candidate(function, where)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Compare what the function returns with the operator's forms."""
-        function = module.functions[candidate.where]
+        function, owner = next((f, owner) for _, f, owner in _functions(module) if f is candidate.node)
+        if (compiled := _compiled(function, module)) is not None:
+            return Skip("compiled", compiled)
+        if unsure := why_unsure(effects_of(module), function, owner):
+            return Skip("rebound", unsure)
         try:
-            found = rotations(body(function, module))
+            term = body(function, module, owner)
         except NotComputable as error:
             return Skip("control_flow", error.what)
-        if found is None:
-            return Skip("other_computation")
+        found = rotations(term)
+        if found is None or (len(found) == 1 and found[0].other):
+            return Skip("other_computation", other_part(term))
+        if (listed := _listed(function, module)) is not None:
+            return Skip("other_computation", f"a list where `rotary` gives a tuple: {listed}")
         if len(found) == 2 and not same_rotation(*found):
             return Skip("two_ways")
-        if len(found) == 1 and found[0].other:
-            return Skip("other_computation")
         name = "rotary" if len(found) == 2 else "rotary_single"
         if not name_is_free(name, module, function):
             return Skip("name_taken")
-        call = call_statement("return ", name, _arguments(found), module, indent=4)
+        indent = module.indentation(function) + 4
+        call = call_statement("return ", name, _arguments(found), module, indent=indent)
         return Found((Edit(function, (returning(function, call),)),), (f"attention.{name}",))
 
 
-def _multiplies(function: cst.FunctionDef, module: Module) -> bool:
-    """Whether the function has a product, or calls a function of the file, which may have it."""
-    if any(isinstance(node, cst.Multiply) for node in walk(function.body)):
-        return True
-    return any(isinstance(call.func, cst.Name) and call.func.value in module.functions for call in calls_in(function))
+def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:
+    yield from ((name, function, None) for name, function in module.functions.items())
+    for owner, name, method in module.methods():
+        yield f"{owner.name}.{name}", method, owner
+
+
+def _listed(function: cst.FunctionDef, module: Module) -> str | None:
+    """Return the code of a list that is no argument of a call, and so may be returned."""
+    lists = (node for node in walk(function.body) if isinstance(node, cst.List))
+    return next((module.code(node) for node in lists if not isinstance(module.parent(node), cst.Arg)), None)
+
+
+def _compiled(function: cst.FunctionDef, module: Module) -> str | None:
+    """Return the decorator that reads the function's source, if it has one."""
+    for decorator in function.decorators:
+        made = decorator.decorator.func if isinstance(decorator.decorator, cst.Call) else decorator.decorator
+        if module.qualified(made).startswith(("torch.jit.script", "torch.jit.trace", "triton.", "numba.")):
+            return module.code(made)
+    return None
 
 
 def _arguments(found: list[Rotation]) -> list[str]:
-    return [*(rotation.tensor for rotation in found), *found[0].tables, *found[0].options]
+    rounded = ["to_query_dtype=True"] if len(found) == 2 and found[1].other else []
+    return [*(rotation.tensor for rotation in found), *found[0].tables, *found[0].options, *rounded]

@@ -8,9 +8,12 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.sites.expansion import expands_heads, grouped_product, product_of, reads_a_kept_size
-from rewrite.analysis.syntax.module import Module, walk
-from rewrite.analysis.syntax.nodes import block_of, bound_names
+from rewrite.analysis.effects import Scope, effects_of
+from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, is_expanding, lengthens, repetition
+from rewrite.analysis.sites.grouping import Repeated, grouped
+from rewrite.analysis.sites.readers import reads_of
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.nodes import block_of
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -24,9 +27,9 @@ class NativeGQA(Transform):
     """Keys and values are never expanded to the number of query heads.
 
     What it does:
-        In a function that multiplies with `repeat_kv(key, n)`, the product becomes `grouped_matmul(query, key)`, which
-        computes each group of query heads against its one key head; attention weights come out as before. Where the
-        attention function is looked up, the line `attention_interface = native_gqa(attention_interface)` lets
+        In a function that multiplies with `repeat_kv(key, n)`, the product becomes `grouped_matmul(query, key, n)`,
+        which computes each group of query heads against its one key head; attention weights come out as before. Where
+        the attention function is looked up, the line `attention_interface = native_gqa(attention_interface)` lets
         transformers' SDPA path, and only that one, share keys and values also when there is a mask.
 
     Why:
@@ -49,41 +52,53 @@ class NativeGQA(Transform):
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons: ClassVar[dict[str, str]] = {
         "other_use": "the expanded tensor is read by something other than a matrix product",
-        "values_change": "the tensor is written between its expansion and a product that reads it",
-        "not_a_statement": "the expansion or the look-up is part of a larger statement",
+        "values_change": "nothing proves that the tensor is the same at its expansion and at a product that reads it",
+        "other_expansion": "what makes the tensor longer is not the repetition of heads, or was not understood",
+        "rebound": "the name of the expanding function may mean another function",
         "never_called": "the file defines the expanding function and does not use it",
         "name_taken": "the file has a name `grouped_matmul` or `native_gqa` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
-        """Yield every call of an expanding function, and every look-up of an attention function that may expand; an
-        expanding function that nothing uses stands for itself.
+        """Yield everything that makes a tensor longer for a product, and every look-up of an attention function that
+        may expand; an expanding function that nothing uses stands for itself.
         """
-        repeats = [name for name, function in module.functions.items() if expands_heads(function, module)]
-        yield from (Candidate(module.functions[name], name) for name in repeats if not _is_used(name, module))
-        for where, function in _functions(module):
+        for name, function in module.functions.items():
+            if is_expanding(function) and not _is_used(name, module) and repetition(function, module) is not None:
+                yield Candidate(function, name)
+        for where, function, owner in _functions(module):
+            scope = effects_of(module).scope(function, owner)
+            inside: set[int] = set()
             for node in walk(function.body):
-                if m.matches(node, m.Call(func=m.Name())) and module.code(node.func) in repeats:  # type: ignore[attr-defined]
-                    yield Candidate(node, where, module.code(node))
+                if isinstance(node, cst.Call) and id(node) not in inside and _lengthens(node, scope):
+                    inside |= {id(inner) for inner in walk(node)}
+                    yield Candidate(node, where, " ".join(module.code(node).split()))
                 elif _is_lookup(node, module) and _may_expand(where, module) and not _is_done(node, module):
                     yield Candidate(node, where, "attention function")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
-        """Replace products with the expanded tensor, or insert the line after the look-up."""
-        if isinstance(candidate.node, cst.FunctionDef):
+        """Replace products with the expanded tensor, or put `native_gqa` around what was looked up."""
+        node = candidate.node
+        if isinstance(node, cst.FunctionDef):
             return Skip("never_called")
-        enclosing = [above for above in module.ancestors(candidate.node) if isinstance(above, cst.FunctionDef)]
+        if not isinstance(node, (cst.Call, cst.Subscript)):
+            raise TypeError("a candidate is a function, a call or a look-up")
+        enclosing = [above for above in module.ancestors(node) if isinstance(above, cst.FunctionDef)]
         if not all(name_is_free(name, module, *enclosing) for name in ("grouped_matmul", "native_gqa")):
             return Skip("name_taken")
-        if _is_lookup(candidate.node, module):
-            return _after_lookup(candidate.node, module)
-        return _without_expansion(candidate, module)
+        if _is_lookup(node, module):
+            return _after_lookup(node, module)
+        _, function, owner = next(f for f in _functions(module) if f[1] is enclosing[-1])
+        try:
+            return grouped(Repeated.by(node, effects_of(module).scope(function, owner)))
+        except NotAnExpansion as error:
+            return Skip(error.reason, error.detail)
 
 
-def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef]]:
-    yield from module.functions.items()
+def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo | None]]:
+    yield from ((name, function, None) for name, function in module.functions.items())
     for owner, name, method in module.methods():
-        yield f"{owner.name}.{name}", method
+        yield f"{owner.name}.{name}", method, owner
 
 
 def _is_used(name: str, module: Module) -> bool:
@@ -93,6 +108,14 @@ def _is_used(name: str, module: Module) -> bool:
         isinstance(node, cst.Name) and node.value in names and node is not module.functions[name].name
         for node in walk(module.tree)
     )
+
+
+def _lengthens(node: cst.Call, scope: Scope) -> bool:
+    """Whether a call makes a tensor longer: one of a function that does, or an expression that a product reads."""
+    function, owner = called_function(node, scope)
+    if function is not None:
+        return is_expanding(function, owner)
+    return lengthens(node) and bool(reads_of(node, scope).products)
 
 
 def _is_lookup(node: cst.CSTNode, module: Module) -> bool:
@@ -107,55 +130,24 @@ def _may_expand(where: str, module: Module) -> bool:
 
 
 def _is_done(node: cst.CSTNode, module: Module) -> bool:
+    """Whether `native_gqa` stands around a look-up, or in the line after it."""
+    call = m.Call(func=m.Name("native_gqa"))
+    if m.matches(module.parent(module.parent(node)), call):
+        return True
     block = block_of(node, module)
     place = next(i for i, line in enumerate(block) if line is module.statement(node))
-    return place + 1 < len(block) and "= native_gqa(" in module.code(block[place + 1])
+    made = m.SimpleStatementLine(body=[m.Assign(value=call)])
+    return place + 1 < len(block) and m.matches(block[place + 1], made)
 
 
-def _after_lookup(node: cst.CSTNode, module: Module) -> Found | Skip:
-    line = module.statement(node)
-    assigned = m.Assign(targets=[m.AssignTarget(target=m.Name())]) | m.AnnAssign(target=m.Name())
-    if not isinstance(line, cst.SimpleStatementLine) or not m.matches(line, m.SimpleStatementLine(body=[assigned])):
-        return Skip("not_a_statement", module.code(node))
-    small = line.body[0]
-    if not isinstance(small, (cst.Assign, cst.AnnAssign)) or small.value is not node:
-        return Skip("not_a_statement", module.code(node))
-    name = module.code(small.targets[0].target if isinstance(small, cst.Assign) else small.target)
-    new = call_statement(f"{name} = ", "native_gqa", [name], module)
-    return Found((Edit(line, (line, new)),), ("attention.native_gqa",))
-
-
-def _without_expansion(candidate: Candidate, module: Module) -> Found | Skip:
-    node = candidate.node
+def _after_lookup(node: cst.Call | cst.Subscript, module: Module) -> Found:
+    """Insert the line after a look-up that is all its statement assigns; call `native_gqa` around any other."""
     line = module.statement(node)
     small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
-    if not isinstance(small, cst.Assign) or small.value is not node or not isinstance(node, cst.Call):
-        return Skip("not_a_statement", module.code(node))
-    target = small.targets[0].target
-    compact = node.args[0].value
-    if not isinstance(target, cst.Name) or not isinstance(compact, cst.Name):
-        return Skip("not_a_statement", module.code(node))
-    block = list(block_of(node, module))
-    after = block[next(i for i, s in enumerate(block) if s is line) + 1 :]
-    function = next(above for above in module.ancestors(line) if isinstance(above, cst.FunctionDef))
-    uses = [u for u in walk(function.body) if isinstance(u, cst.Name) and u.value == target.value]
-    uses = [u for u in uses if u is not target and not _inside(u, line, module)]
-    if any(compact.value in bound_names(s) or target.value in bound_names(s) for s in after):
-        return Skip("values_change", target.value)
-    products, lengths = [], []
-    for use in uses:
-        if reads_a_kept_size(use, module) and any(_inside(use, s, module) for s in after):
-            lengths.append(Edit(use, (cst.Name(compact.value),)))
-            continue
-        product = product_of(use, module)
-        if product is None or not any(_inside(use, s, module) for s in after):
-            if compact.value == target.value and not any(_inside(use, s, module) for s in after):
-                continue
-            return Skip("other_use", module.code(module.statement(use)).splitlines()[0])
-        products.append((product, use))
-    edits = [Edit(product, (grouped_product(product, use, compact, module),)) for product, use in products]
-    return Found((Edit(line, ()), *edits, *lengths), ("attention.grouped_matmul",))
-
-
-def _inside(node: cst.CSTNode, top: cst.CSTNode, module: Module) -> bool:
-    return node is top or any(above is top for above in module.ancestors(node))
+    target = small.targets[0].target if isinstance(small, cst.Assign) and len(small.targets) == 1 else None
+    target = small.target if isinstance(small, cst.AnnAssign) else target
+    if isinstance(target, cst.Name) and isinstance(small, (cst.Assign, cst.AnnAssign)) and small.value is node:
+        new = call_statement(f"{target.value} = ", "native_gqa", [target.value], module)
+        return Found((Edit(line, (line, new)),), ("attention.native_gqa",))
+    around = cst.Call(cst.Name("native_gqa"), [cst.Arg(node.with_changes(lpar=[], rpar=[]))])
+    return Found((Edit(node, (around,)),), ("attention.native_gqa",))

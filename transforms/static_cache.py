@@ -8,7 +8,7 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.loops.cache_length import Lengths, lengths, sized_argument, sliced, uses
+from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
 from rewrite.analysis.loops.loop_inputs import only_recomputes
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import expression, parameters, replace_nodes
@@ -23,6 +23,7 @@ _OTHER_STATES = (
 )  # fmt: skip
 
 
+_TESTS = (cst.If, cst.IfExp, cst.While)
 _WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
 
 
@@ -82,9 +83,8 @@ class StaticCache(Transform):
             if _mixin(info, module) is not None:
                 yield Candidate(info.node, info.name)
         for owner, name, method in module.methods():
-            known = lengths(method, module)
-            for node in uses(method, known, module) if known.caches else ():
-                code = module.code(node.test if isinstance(node, cst.If) else node)
+            for node in uses(method, lengths(method, module), module):
+                code = module.code(node.test if isinstance(node, _TESTS) else node)
                 yield Candidate(node, f"{owner.name}.{name}", " ".join(code.split()))
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -94,12 +94,12 @@ class StaticCache(Transform):
         owner, name = candidate.where.split(".")
         method = module.classes[owner].methods[name]
         known = lengths(method, module)
-        if isinstance(candidate.node, cst.If):
+        if isinstance(candidate.node, _TESTS):
             return Skip("host_test", candidate.label)
         if isinstance(candidate.node, cst.Subscript):
             return _selection(candidate.node, known, module)
         if not isinstance(candidate.node, cst.Call):
-            raise TypeError("a candidate is a class, a call, a subscript or an if")
+            raise TypeError("a candidate is a class, a call, a subscript or a test")
         sized = sized_argument(candidate.node, known, module)
         return (
             _range(candidate.node, known, module)
@@ -176,17 +176,18 @@ def _own_cache(module: Module) -> str | None:
 
 def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:
     """Turn `torch.arange(past, past + n)` into `torch.arange(n) + past`."""
-    start, end = call.args[0].value, call.args[1].value
-    if not isinstance(start, cst.Name):
-        raise TypeError("a candidate's range starts at a name")
-    count = known.more_than(end, start.value, module)
-    named = {a.keyword.value: module.code(a.value) for a in call.args[2:] if a.keyword is not None}
-    if count is None or len(named) != len(call.args) - 2 or not set(named) <= {"dtype", "device"}:
+    found = ranged(call, known, module)
+    if found is None:
+        raise TypeError("a candidate's range starts at a length")
+    start, end, rest = found
+    count = known.more_than(end, start, module)
+    named = {a.keyword.value: module.code(a.value) for a in rest if a.keyword is not None}
+    if count is None or len(named) != len(rest) or not set(named) <= {"dtype", "device"}:
         return Skip("other_range", module.code(end))
     if named.get("dtype", "torch.long") not in ("torch.long", "torch.int64"):
         return Skip("other_dtype", named["dtype"])
     arguments = [count, *(f"{name}={value}" for name, value in named.items())]
-    old, new = with_call(call, module.code(call.func), arguments, module, f" + {start.value}")
+    old, new = with_call(call, module.code(call.func), arguments, module, f" + {module.code(start)}")
     return Found((Edit(old, (new,)),))
 
 
@@ -208,22 +209,26 @@ def _selection(node: cst.Subscript, known: Lengths, module: Module) -> Found | S
     if count is None:
         return Skip("other_range", module.code(node))
     tensor = module.code(node.value)
-    places = f"torch.arange({count}, device={tensor}.device) + {start}"
+    places = f"torch.arange({count}, device={tensor}.device) + {module.code(start)}"
     old, new = with_call(node, f"{tensor}.index_select", [str(dimension), places], module)
     return Found((Edit(old, (new,)),))
 
 
 def _size(
-    call: cst.Call, sized: tuple[cst.BaseExpression, str, str], known: Lengths, module: Module, method: cst.FunctionDef
+    call: cst.Call,
+    sized: tuple[cst.BaseExpression, cst.BaseExpression, str],
+    known: Lengths,
+    module: Module,
+    method: cst.FunctionDef,
 ) -> Found | Skip:
     """Turn the size `past + n` into `key_length(past_key_values, past, n)`."""
     size, length, more = sized
-    cache = known.caches[length]
+    cache = known.cache(length, module)
     if cache is None:
-        return Skip("no_cache", length)
+        return Skip("no_cache", module.code(length))
     if not name_is_free("key_length", module, method):
         return Skip("name_taken")
-    asked = expression(f"key_length({cache}, {length}, {more})")
+    asked = expression(f"key_length({cache}, {module.code(length)}, {more})")
     arguments = [module.code(replace_nodes(argument, {id(size): (asked,)})).rstrip(", ") for argument in call.args]
     old, new = with_call(call, module.code(call.func), arguments, module)
     return Found((Edit(old, (new,)),), ("cache.key_length",))

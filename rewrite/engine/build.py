@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from rewrite.engine.layout import laid_out
 from rewrite.engine.passes import rewrite_text
 from rewrite.engine.relocate import is_rewritten, relocate
 from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse
 from rewrite.transform import Rewritten, Transform
 from rewrite.upstream.source import Source
-
 
 DEEP = 200
 """Levels of a syntax tree; the deepest modeling file of transformers 5.23 has 23."""
@@ -52,7 +52,7 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
         raise _too_deep(source, error) from error
     if not rewritten.sites:
         raise NothingToRewrite(source.path, _reasons(rewritten))
-    return Build(source, rewritten)
+    return Build(source, replace(rewritten, text=laid_out(rewritten.text, source.text)))
 
 
 def _check_parses(source: Source) -> None:
@@ -69,7 +69,8 @@ def _check_parses(source: Source) -> None:
 
 def _too_deep(source: Source, error: RecursionError) -> Exception:
     """Return what to say of a file that ended a walk over its tree: that it is nested deeply, or our own error."""
-    level, depth = [ast.parse(source.text)], 0
+    level: list[ast.AST] = [ast.parse(source.text)]
+    depth = 0
     while level:
         level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
     return SourceDoesNotParse(source.path, 1, "an expression in it is nested too deeply") if depth > DEEP else error

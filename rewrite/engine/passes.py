@@ -14,7 +14,7 @@ import libcst as cst
 
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import replace_nodes
-from rewrite.engine import imports
+from rewrite.engine import imports, leftovers
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.transform import Candidate, Edit, Found, Rewritten, Skip, SkippedSite, Transform, TransformReport, order
 
@@ -70,7 +70,7 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
     if not uses and not any(report.rewritten for report in reports):
         return Rewritten(text, tuple(reports))
     uses = {use for use in uses if module.references.get(use.split(".")[1])}  # a later transform replaces some calls
-    tree = imports.without_unused(module, before)
+    tree = leftovers.without_unused(module, before)
     called = Module(tree).references
     uses = {use for use in uses if called.get(use.split(".")[1], 0)}  # a later transform may have replaced a call
     tree = imports.with_lines(tree, sorted(lines))

@@ -28,7 +28,7 @@ class Relocated:
 
     text: str
     uses: tuple[str, ...]
-    """Runtime names that it refers to, as `file.name`."""
+    """What it refers to of the runtime, as `room.function`."""
 
 
 def relocate(source: Source) -> Relocated:

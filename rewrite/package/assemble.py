@@ -14,9 +14,10 @@ from pathlib import Path
 import rewrite
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
+from rewrite.engine.imports import isort_key
 from rewrite.package import runtime_files
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
-from rewrite.package.runtime_files import isort_key, runtime_file
+from rewrite.package.runtime_files import runtime_file
 from rewrite.runtime.origin import definitions
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source

@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
+from rewrite.engine.imports import isort_key
 from rewrite.errors import UnknownOperator
 from rewrite.operators import offered, own_text, without_declarations
 
@@ -115,11 +116,6 @@ def room_init(room: str, names: Sequence[str]) -> str:
     exported = sorted((name for functions in by_file.values() for name in functions), key=isort_key)
     listed = ", ".join(f'"{name}"' for name in exported)
     return "\n".join([f'"""{docstring}"""', "", *imports, "", f"__all__ = [{listed}]", ""])
-
-
-def isort_key(name: str) -> tuple[int, str]:
-    """Order names as ruff's isort does: CONSTANTS, Classes, functions."""
-    return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
 def _imported(name: str) -> frozenset[str]:

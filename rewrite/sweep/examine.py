@@ -7,12 +7,14 @@ import importlib
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import libcst as cst
 
 from rewrite.engine.build import Build
+from rewrite.engine.layout import laid_out
 from rewrite.engine.passes import rewrite_text
 from rewrite.engine.relocate import relocate
 from rewrite.errors import RewriteError
@@ -50,10 +52,12 @@ def _rewritten(row: Row, source: Source, depth: Depth) -> Build:
     row.sha256 = source.sha256
     moved = relocate(source)
     first = rewrite_text(moved.text, transforms, moved.uses)
+    first = replace(first, text=laid_out(first.text, source.text))
     if depth != "text":
         again = relocate(source)
         row.round_trip = cst.parse_module(source.text).code == source.text
-        row.deterministic = first == rewrite_text(again.text, transforms, again.uses)
+        second = rewrite_text(again.text, transforms, again.uses)
+        row.deterministic = first == replace(second, text=laid_out(second.text, source.text))
         row.stable = rewrite_text(first.text, transforms).text == first.text
     for report in first.transforms:
         if report.rewritten:

@@ -191,7 +191,8 @@ def poison_for(model: Any) -> float:
     attentions = [
         module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
     ]
-    own = bool(attentions) and all(callable(getattr(module, "decode", None)) for module in attentions)
+    names = ("decode_residual", "decode")  # the second in packages made before the first
+    own = bool(attentions) and all(any(hasattr(module, name) for name in names) for module in attentions)
     return float("nan") if own else FINITE_POISON
 
 

@@ -157,8 +157,10 @@ if backend.triton_installed():
         query = tl.load(query_row + column, mask=live[:, None] & (column < D), other=0.0)
         # The newest slot belongs to the last part; elsewhere it weighs nothing.
         newest = end > position
-        key = tl.load(keys_ptr + position * D + column, mask=newest & (column < D), other=0.0)
-        value = tl.load(values_ptr + position * DV + value_column, mask=newest & (value_column < DV), other=0.0)
+        # Not `newest & (column < D)`: to Triton 3.9's interpreter a mask made from a scalar is no mask.
+        held, value_held = tl.where(newest, D, 0), tl.where(newest, DV, 0)
+        key = tl.load(keys_ptr + position * D + column, mask=column < held, other=0.0)
+        value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_held, other=0.0)
         scores = _scores(query, keys, slot < older, scaling, softcap, SOFTCAP, DOT)
         score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scaling
         if SOFTCAP:

@@ -251,19 +251,24 @@ _op = backend.register(
 )
 
 
-def grouped_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ repeat_kv(right, H // Hk)` without the copy that `repeat_kv` makes.
+def grouped_matmul(left: Tensor, right: Tensor, groups: int) -> Tensor:
+    """Return `left @ repeat_kv(right, groups)` without the copy that `repeat_kv` makes.
 
     Args:
-        left: `[B, H, S, K]`, with query head h reading `right` head h // (H / Hk).
-        right: `[B, Hk, K, M]`.
+        left: `[B, H, S, K]`, with query head h reading `right` head h // groups.
+        right: `[B, Hk, K, M]`, H = Hk groups.
+        groups: how often each head of `right` is repeated.
 
     Returns:
-        `[B, H, S, M]`. Differentiable; equal to the expanded product up to the order of the sums.
+        `[B, H, S, M]`. Differentiable; equal to the expanded product up to the order of the sums. Operands of other
+        shapes, which torch may broadcast, are multiplied after the copy.
     """
-    batch, heads, length, inner = left.shape
-    kv_heads = right.shape[1]
-    if heads == kv_heads:
+    if groups == 1:
         return torch.matmul(left, right)
-    folded = left.reshape(batch, kv_heads, heads // kv_heads * length, inner)
+    four = left.dim() == right.dim() == 4
+    if not four or left.shape[0] != right.shape[0] or left.shape[1] != right.shape[1] * groups:
+        backend.count_fallback("grouped_matmul", "shape")
+        return torch.matmul(left, right.repeat_interleave(groups, dim=1))
+    batch, heads, length, inner = left.shape
+    folded = left.reshape(batch, right.shape[1], groups * length, inner)
     return torch.matmul(folded, right).view(batch, heads, length, right.shape[-1])

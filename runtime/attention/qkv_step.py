@@ -252,7 +252,7 @@ def _plain_step(
     query, key = _heads(q, q_norm, head_dim), _heads(k, k_norm, head_dim)
     if position_embeddings is not None:
         cos, sin = position_embeddings
-        query, key = rotary(query, key, cos, sin, **options)
+        query, key = rotary(query, key, cos, sin, partial=True, **options)
     past_key_values.update(key, _heads(v, None, head_dim), layer_idx)
     return query
 

@@ -133,6 +133,12 @@ if backend.triton_installed():
         k_stride_b,
         k_stride_s,
         k_stride_h,
+        q_out_stride_b,
+        q_out_stride_s,
+        q_out_stride_h,
+        k_out_stride_b,
+        k_out_stride_s,
+        k_out_stride_h,
         table_stride_b,
         table_stride_s,
         D: tl.constexpr,
@@ -162,7 +168,7 @@ if backend.triton_installed():
         if block < q_blocks:
             head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             x_row = q_ptr + b * q_stride_b + s * q_stride_s + head.to(tl.int64) * q_stride_h
-            out_row = q_out_ptr + (token * q_heads + head) * D
+            out_row = q_out_ptr + b * q_out_stride_b + s * q_out_stride_s + head.to(tl.int64) * q_out_stride_h
             _rotate(
                 x_row, out_row, head < q_heads, cos_a, cos_b, sin_a, sin_b,
                 D, R, INTERLEAVED, DEINTERLEAVE, ROUND, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_PASS,
@@ -170,7 +176,7 @@ if backend.triton_installed():
         else:
             head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             x_row = k_ptr + b * k_stride_b + s * k_stride_s + head.to(tl.int64) * k_stride_h
-            out_row = k_out_ptr + (token * k_heads + head) * D
+            out_row = k_out_ptr + b * k_out_stride_b + s * k_out_stride_s + head.to(tl.int64) * k_out_stride_h
             _rotate(
                 x_row, out_row, head < k_heads, cos_a, cos_b, sin_a, sin_b,
                 D, R, INTERLEAVED, DEINTERLEAVE, ROUND, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_PASS,
@@ -192,6 +198,12 @@ class Form(NamedTuple):
     deinterleave: bool
     in_fp32: bool
     keep_dtype: bool
+    partial: bool
+
+    @property
+    def joins(self) -> bool:
+        """Whether the original joins parts to its result, which then lies in the order of its dimensions."""
+        return self.partial or self.deinterleave or (self.half_table and not self.interleaved)
 
 
 def rotary(
@@ -206,13 +218,15 @@ def rotary(
     deinterleave: bool = False,
     in_fp32: bool = False,
     keep_dtype: bool = False,
+    partial: bool = False,
+    to_query_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by their positions.
 
     Args:
         q: `[B, H, S, D]` (`unsqueeze_dim=1`) or `[B, S, H, D]` (2 or -2); also without B. Any strides.
         k: `[B, Hk, S, D]` or `[B, S, Hk, D]`, likewise.
-        cos: `[B or 1, S, R]`; R < D rotates the first R columns and passes the rest. Without B as q.
+        cos: `[B or 1, S, D]`, with `partial` `[B or 1, S, R]`. Without B as q.
         sin: as `cos`.
         unsqueeze_dim: where the tables get their head dimension.
         interleaved: pairs are neighbouring columns, not columns R/2 apart.
@@ -220,16 +234,27 @@ def rotary(
         deinterleave: with `interleaved`, write all first halves of the pairs, then all second ones (DeepSeek-V3).
         in_fp32: compute in fp32 and round once, to the dtypes of `q` and `k`.
         keep_dtype: round the result to the dtypes of `q` and `k`, where torch would promote to that of `cos`.
+        partial: R < D rotates the first R columns and passes the rest.
+        to_query_dtype: round both to the dtype of `q`.
 
     Returns:
-        The rotated `(q, k)`, shaped as given, with memory in the order `[B, S, H, D]`: that is what the original
-        returns for the usual transposed views, and 5% faster to write than heads first at 8,192 tokens (H100).
-        Differentiable: where gradients are wanted the torch form runs.
+        The rotated `(q, k)`, shaped as given, with the strides of what the original returns: those of the usual
+        transposed views, or those of a new tensor where it joins parts. Differentiable: where gradients are wanted,
+        and where torch would broadcast one of the tensors to another shape, the torch form runs.
     """
-    form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype)
-    if backend.wants_gradient(q, k, cos, sin):
-        backend.count_fallback("rotary", "gradient_wanted")
-        return _reference(q, k, cos, sin, form)
+    form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    reason = _broadcasts(q, cos, sin, form) or _broadcasts(k, cos, sin, form)
+    if reason is None and q.shape[:-3] + (q.shape[_token_axis(q, form)],) != k.shape[:-3] + (
+        k.shape[_token_axis(k, form)],
+    ):
+        reason = "broadcast"
+    if reason is None and to_query_dtype and q.dtype != k.dtype:
+        reason = "dtype"
+    if reason is None and backend.wants_gradient(q, k, cos, sin):
+        reason = "gradient_wanted"
+    if reason is not None:
+        backend.count_fallback("rotary", reason)
+        return _reference(q, k, cos, sin, form, q.dtype if to_query_dtype else k.dtype)
     return _op(q, k, cos, sin, *form)
 
 
@@ -244,14 +269,34 @@ def rotary_single(
     deinterleave: bool = False,
     in_fp32: bool = False,
     keep_dtype: bool = False,
+    partial: bool = False,
 ) -> torch.Tensor:
     """Rotate one tensor, for files that call the embedding once for queries and once for keys; see `rotary`."""
-    form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype)
-    if backend.wants_gradient(x, cos, sin):
-        backend.count_fallback("rotary", "gradient_wanted")
+    form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    reason = _broadcasts(x, cos, sin, form)
+    if reason is None and backend.wants_gradient(x, cos, sin):
+        reason = "gradient_wanted"
+    if reason is not None:
+        backend.count_fallback("rotary", reason)
         return _rotated(x, *_tables(cos, sin, form), form)
     no_heads = x.narrow(unsqueeze_dim if unsqueeze_dim >= 0 else x.ndim + unsqueeze_dim, 0, 0)
     return _op(x, no_heads, cos, sin, *form)[0]
+
+
+def _broadcasts(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:
+    """Return `"broadcast"` where the rotation is not that of each head by its token's row of the tables."""
+    axis = _head_axis(x, form)
+    if x.dim() not in (3, 4) or cos.dim() != x.dim() - 1 or axis not in (x.dim() - 3, x.dim() - 2):
+        return "broadcast"
+    columns = cos.shape[-1] * (2 if form.half_table else 1)
+    wide = columns <= x.shape[-1] if form.partial else columns == x.shape[-1]
+    same = cos.shape == sin.shape and cos.shape[-2] in (1, x.shape[_token_axis(x, form)])
+    batches = x.dim() == 3 or cos.shape[0] in (1, x.shape[0])
+    return None if wide and columns % 2 == 0 and columns > 0 and same and batches else "broadcast"
+
+
+def _token_axis(x: torch.Tensor, form: Form) -> int:
+    return 2 * x.dim() - 5 - _head_axis(x, form)
 
 
 def _tables(cos: torch.Tensor, sin: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,8 +308,10 @@ def _tables(cos: torch.Tensor, sin: torch.Tensor, form: Form) -> tuple[torch.Ten
     return cos, sin
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> torch.Tensor:
-    rotary_dim = cos.shape[-1]
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    rotary_dim = cos.shape[-1] if form.partial else x.shape[-1]
     turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
     if form.in_fp32:
         turning = turning.float()
@@ -278,15 +325,16 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) 
     if form.deinterleave:
         turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
     if form.in_fp32 or form.keep_dtype:
-        turned = turned.to(x.dtype)
-    return torch.cat((turned, passing), dim=-1) if passing.shape[-1] else turned
+        turned = turned.to(dtype or x.dtype)
+    return torch.cat((turned, passing), dim=-1) if form.partial else turned
 
 
 def _reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate as torch does; with `dtype` for keys where the result is rounded."""
     cos, sin = _tables(cos, sin, form)
-    return _rotated(q, cos, sin, form), _rotated(k, cos, sin, form)
+    return _rotated(q, cos, sin, form), _rotated(k, cos, sin, form, dtype)
 
 
 def _forward(
@@ -298,7 +346,7 @@ def _forward(
         if reason is None:
             return _launch(q, k, cos, sin, named)
         backend.count_fallback("rotary", reason)
-    rotated_q, rotated_k = _reference(q, k, cos, sin, named)
+    rotated_q, rotated_k = _reference(q, k, cos, sin, named, k.dtype)
     q_out, k_out = _fake(q, k, cos, sin, *form)
     return _laid_out(rotated_q, q_out), _laid_out(rotated_k, k_out)
 
@@ -318,19 +366,10 @@ def _head_axis(q: torch.Tensor, form: Form) -> int:
 def _refusal(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:
     if q.dtype != k.dtype or cos.dtype != sin.dtype or not {q.dtype, cos.dtype} <= rows.KERNEL_DTYPES:
         return "dtype"
-    axis = _head_axis(q, form)
-    if q.ndim not in (3, 4) or k.ndim != q.ndim or axis not in (q.ndim - 3, q.ndim - 2):
+    if k.shape[-1] != q.shape[-1]:
         return "shape"
-    if cos.ndim != q.ndim - 1 or cos.shape != sin.shape:
-        return "table_shape"
-    pairs = cos.shape[-1] if form.half_table else cos.shape[-1] / 2
-    if pairs % 1 or not 0 < 2 * pairs <= q.shape[-1]:
-        return "table_shape"
-    token_axis = 2 * q.ndim - 5 - axis
-    batches = q.ndim == 3 or (k.shape[0] == q.shape[0] and cos.shape[0] in (1, q.shape[0]))
-    tokens = k.shape[token_axis] == q.shape[token_axis] and cos.shape[-2] in (1, q.shape[token_axis])
-    if not (batches and tokens and k.shape[-1] == q.shape[-1]):
-        return "shape"
+    if not form.joins and (q.stride(-1) != 1 or k.stride(-1) != 1):
+        return "layout"  # and so would the result's last dimension lie
     return None if q.device == k.device == cos.device == sin.device else "device"
 
 
@@ -362,6 +401,8 @@ def _launch(
             (
                 *_strides(q, axis),
                 *_strides(k, axis),
+                *_strides(q_out, axis),
+                *_strides(k_out, axis),
                 cos.stride(0) if cos.ndim == 3 and cos.shape[0] > 1 else 0,
                 cos.stride(-2) if cos.shape[-2] > 1 else 0,
             ),
@@ -387,16 +428,12 @@ def _fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     named = Form(*form)  # type: ignore[arg-type]
 
-    heads_first = _head_axis(q, named) == q.ndim - 3
-
     def empty(x: torch.Tensor) -> torch.Tensor:
         keep = named.in_fp32 or named.keep_dtype or x.dtype == cos.dtype
         dtype = x.dtype if keep else torch.promote_types(x.dtype, cos.dtype)
-        if not heads_first:
+        if named.joins:
             return torch.empty(x.shape, dtype=dtype, device=x.device)
-        heads, tokens, head_dim = x.shape[-3:]
-        strides = (tokens * heads * head_dim, head_dim, heads * head_dim, 1)[-x.ndim :]
-        return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+        return torch.empty_like(x, dtype=dtype)
 
     return empty(q), empty(k)
 
@@ -404,7 +441,7 @@ def _fake(
 _op = backend.register(
     "rotary",
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, int unsqueeze_dim, bool interleaved, bool half_table,"
-    " bool deinterleave, bool in_fp32, bool keep_dtype) -> (Tensor, Tensor)",
+    " bool deinterleave, bool in_fp32, bool keep_dtype, bool partial) -> (Tensor, Tensor)",
     _forward,
     _fake,
 )

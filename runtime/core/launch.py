@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import subprocess
 import sys
 import threading
@@ -46,7 +47,15 @@ class Target:
     @property
     def has_dependent_launch(self) -> bool:
         """Whether a kernel can start before the one before it has ended: NVIDIA's from compute capability 9."""
-        return self.backend == "cuda" and int(self.arch.removeprefix("sm_")) >= 90
+        return self.backend == "cuda" and int(self.arch.removeprefix("sm_")) >= 90 and _compiles_waits()
+
+
+@functools.cache
+def _compiles_waits() -> bool:
+    """Return whether Triton compiles a kernel's wait for the one before it: 3.4 cannot call its own functions."""
+    from triton.language.extra import cuda
+
+    return "_semantic" in inspect.signature(cuda.gdc_wait).parameters
 
 
 @functools.cache

@@ -29,6 +29,13 @@ from .launch import HIP, WAVE
 STAGES = 2 if HIP else 5
 """Tiles of a skinny product that are in flight; LDS is 64 KiB on AMD cards."""
 
+MOST_AHEAD = 128
+"""Elements of the weight that a thread may have in flight on AMD cards, in a product of one row.
+
+The compiler of Triton 3.9 loads all tiles of a program before it multiplies the first: with 224 elements a thread held
+280 registers, or 256 and 32 more in memory; with 112 it holds 168 (compiled for gfx942; 105 with Triton 3.6).
+"""
+
 Tile = tuple[int, ...]
 Entry = tuple[int, ...] | None
 
@@ -144,6 +151,8 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
     while rows % block_rows:
         block_rows //= 2
     threads = max(WAVE, min(512, block_rows * block_cols * halves // 32))
+    while HIP and kind == "linear" and block_rows > 1 and block_rows * cols > MOST_AHEAD * threads:
+        block_rows //= 2
     return block_rows, block_cols, threads // WAVE
 
 

@@ -242,7 +242,8 @@ def few_rows(
     one_row = is_one_row(input)
     out = input.new_empty((*input.shape[:-1], weight.values.shape[0]))
     launch = launch_linear if one_row else launch_skinny
-    launch(input, weight, bias, prologue, residual, out, tile_for("linear" if one_row else "skinny_linear", weight))
+    tile = tile_for("linear" if one_row else "skinny_linear", weight, normed=prologue is not None)
+    launch(input, weight, bias, prologue, residual, out, tile)
     return out
 
 
@@ -358,21 +359,28 @@ def read(weight: Quantized) -> tuple[Tensor, bool, bool]:
     return codes, codes.dtype == torch.uint8, weight.values.dtype == torch.float8_e4m3fnuz
 
 
-def tile_for(kind: str, weight: Quantized) -> Tile:
-    """Return the tile for a weight: from the tables of `tiles`, as of one byte an element; else a rule."""
+def tile_for(kind: str, weight: Quantized, *, normed: bool = False) -> Tile:
+    """Return the tile for a weight: from the tables of `tiles`, as of one byte an element; else a rule.
+
+    `normed` says that the kernel computes the norm of its input.
+    """
     rows, cols = weight.values.shape
     rows = rows // 2 if kind == "gated" else rows
     device = weight.values.get_device() if weight.values.is_cuda else None
-    found = entry(key(kind, rows, cols, 1), device, lambda: rule(kind, rows, cols))
-    return rule(kind, rows, cols) if found is None else (found[0], found[1], found[2])
+    found = entry(key(kind, rows, cols, 1), device, lambda: rule(kind, rows, cols, normed=normed))
+    return rule(kind, rows, cols, normed=normed) if found is None else (found[0], found[1], found[2])
 
 
 @functools.cache
-def rule(kind: str, rows: int, cols: int) -> Tile:
-    """Return a tile for a shape that was not measured: for one row 64 elements a thread."""
+def rule(kind: str, rows: int, cols: int, *, normed: bool = False) -> Tile:
+    """Return a tile for a shape that was not measured: for one row 64 elements a thread.
+
+    Several rows with a norm take 256 columns, as `rewrite tune` found on the H100: with 512 a thread has the squares
+    of 64 elements besides its tile, 255 registers and, with Triton 3.9, up to 152 bytes in memory.
+    """
     whole = 1 << (cols - 1).bit_length()
     if kind.startswith("skinny"):
-        return 32, max(32, min(256 if HIP else 512, whole)), 128 // WAVE
+        return 32, max(32, min(256 if HIP or normed else 512, whole)), 128 // WAVE
     block_cols = min(4096, whole)
     if cols % block_cols:  # a block that divides the columns needs no mask
         block_cols = max(256, min(block_cols, cols & -cols))

@@ -118,18 +118,22 @@ def gated_activation(
     """Return `activation(gate) * up`.
 
     One kernel for SiLU, GELU (erf or tanh), ReLU and squared ReLU, given as torch's or transformers' modules or as
-    torch's functions. Any other activation, or a module whose call is observed (`backend.observed`), is called as it
-    stands and counted.
+    torch's functions. Any other activation, a module that writes its argument, or one whose call is observed
+    (`backend.observed`), is called as it stands and counted; so are factors of other shapes, and numbers.
 
     Args:
         gate: `[N, I]`, any strides; usually a column slice of a packed projection.
-        up: `[N, I]`, likewise. For files that activate the second half, pass that half as `gate`.
+        up: `[N, I]`, likewise, or anything that broadcasts with it. For files that activate the second half, pass that
+            half as `gate`.
         activation: a module or function.
 
     Returns:
         `[N, I]` in torch's promotion of the two, contiguous when the kernel ran. Differentiable: where gradients are
         wanted the torch form runs.
     """
+    if not isinstance(up, torch.Tensor) or not isinstance(gate, torch.Tensor):
+        backend.count_fallback("gated_activation", "no_tensor")
+        return activation(gate) * up
     kind = activation_kind(activation)
     if kind is None:
         backend.count_fallback("gated_activation", "activation_observed_or_unknown")
@@ -144,7 +148,7 @@ def activation_kind(activation: Callable[[torch.Tensor], torch.Tensor]) -> str |
     """Return the kernel's name of `activation`, or None if the kernel does not compute exactly that."""
     if not isinstance(activation, nn.Module):
         return _function_kind(activation)
-    if backend.observed(activation):
+    if backend.observed(activation) or getattr(activation, "inplace", False):
         return None
     if type(activation) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
@@ -176,7 +180,8 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
 def _refusal(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     if gate.dtype not in rows.KERNEL_DTYPES or up.dtype not in rows.KERNEL_DTYPES:
         return "dtype"
-    return None if gate.shape == up.shape and gate.device == up.device else "shapes_differ"
+    same = gate.shape == up.shape and gate.device == up.device and gate.dim() > 0
+    return None if same else "shapes_differ"
 
 
 def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -210,7 +215,8 @@ def _fake(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
     if gate.shape == up.shape and gate.dtype == up.dtype:
         return torch.empty_like(gate, memory_format=torch.contiguous_format)
     shape = torch.broadcast_shapes(gate.shape, up.shape)
-    return torch.empty(shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    device = gate.device if gate.dim() else up.device
+    return torch.empty(shape, dtype=torch.result_type(gate, up), device=device)
 
 
 _op = backend.register("gated_activation", "(Tensor gate, Tensor up, str activation) -> Tensor", _forward, _fake)

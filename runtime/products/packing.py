@@ -12,11 +12,13 @@ product. Where packing is not safe the modules themselves are called, and the re
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core import backend
 
@@ -40,10 +42,13 @@ REASONS = {
     "not_a_plain_parameter": "a weight is a distributed or otherwise special tensor",
     "different_weights": "the weights differ in dtype, device or input size",
     "shared_storage": "a weight shares its memory with something else",
+    "shared_weight": "a weight stands twice among the projections, or other projections have packed it",
     "capturing": "a graph was being captured at the first call, when nothing may be allocated",
 }
 
 _lock = threading.Lock()
+_groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""For every packed tensor, weak references to those that it was packed with, itself included, in their order."""
 _multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
 RETURNED_BYTES = 16 * 2**20
@@ -158,7 +163,11 @@ def _pack_all(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str
 
 
 def _pack(tensors: Sequence[Tensor]) -> str | None:
-    """Move `tensors` into one storage, one behind the other, unless they lie so already."""
+    """Move `tensors` into one storage, one behind the other, unless they lie so already.
+
+    A tensor belongs to one group for as long as all of that group are alive: two layers that share a weight would else
+    take it from each other at every call, and from each other's hands while another thread computes.
+    """
     if _adjacent(tensors):
         return None
     first = tensors[0]
@@ -166,20 +175,40 @@ def _pack(tensors: Sequence[Tensor]) -> str | None:
         return "different_weights"
     if not all(_may_move(tensor) for tensor in tensors):
         return "shared_storage"
+    if len({tensor.data_ptr() for tensor in tensors}) < len(tensors) and first.numel():
+        return "shared_weight"
     if first.is_cuda and torch.cuda.is_current_stream_capturing():
         return "capturing"
     # Inference tensors could never take part in training again, so the packed tensor is a normal one in any mode.
     with _lock, torch.inference_mode(False), torch.no_grad():
         if _adjacent(tensors):  # another thread was here first
             return None
+        if any(_belongs_elsewhere(tensor, tensors) for tensor in tensors):
+            return "shared_weight"
         packed = torch.cat([tensor.detach() for tensor in tensors])
         for tensor, part in zip(tensors, packed.split([t.shape[0] for t in tensors]), strict=True):
             tensor.data = part
             tensor._is_packed_view = True  # type: ignore[attr-defined]
+        group = tuple(weakref.ref(tensor) for tensor in tensors)
+        for tensor in tensors:
+            _groups[tensor] = group
         if packed.is_cuda and packed.nbytes >= RETURNED_BYTES:
             # The allocator keeps what was freed for tensors of these sizes, and there will be none.
             torch.cuda.empty_cache()
     return None
+
+
+def _belongs_elsewhere(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a group that is not part of `tensors` has packed this one and still needs it.
+
+    A part keeps its order in the larger group, and its product is right at every moment of the move.
+    """
+    others = [reference() for reference in _groups.get(tensor, ())]
+    if not others or any(other is None for other in others):
+        return False
+    own = [id(tensor) for tensor in tensors]
+    parts = (own[start : start + len(others)] for start in range(len(own)))
+    return [id(other) for other in others] not in parts
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> bool:

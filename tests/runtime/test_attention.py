@@ -117,7 +117,7 @@ def test_grouped_matmul(length: int, kv_heads: int) -> None:
     query = torch.randn(2, length, HEADS, HEAD_DIM).transpose(1, 2).requires_grad_()
     key = torch.randn(2, kv_heads, 7, HEAD_DIM, requires_grad=True)
     wanted = query @ repeat_kv(key, HEADS // kv_heads).transpose(2, 3)
-    got = grouped_matmul(query, key.transpose(2, 3))
+    got = grouped_matmul(query, key.transpose(2, 3), HEADS // kv_heads)
     torch.testing.assert_close(got, wanted)
     for theirs, ours in zip(
         torch.autograd.grad(wanted.sin().sum(), (query, key)),
@@ -125,3 +125,12 @@ def test_grouped_matmul(length: int, kv_heads: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("query", [(2, 1, 3, 5), (1, 4, 3, 5), (3, 5), (5,), (6, 2, 4, 3, 5)], ids=str)
+def test_grouped_matmul_broadcasts_as_torch_does(query: tuple[int, ...]) -> None:
+    left, key = torch.randn(query), torch.randn(2, 2, 7, 5)
+    backend.reset_fallbacks()
+    got = grouped_matmul(left, key.transpose(2, 3), 2)
+    assert got.equal(left @ repeat_kv(key, 2).transpose(2, 3))
+    assert backend.fallbacks() == {("grouped_matmul", "shape"): 1}

@@ -236,6 +236,8 @@ def rotary_inputs(
 
 def check_rotary(inputs: tuple[torch.Tensor, ...], **form: Any) -> None:
     layout = {name: form.get(name, False) for name in ("interleaved", "half_table", "deinterleave")}
+    columns = inputs[2].shape[-1] * (2 if layout["half_table"] else 1)
+    form = {"partial": columns < inputs[0].shape[-1], **form}
     check(
         lambda q, k, cos, sin: rotary(q, k, cos, sin, **form),
         inputs,

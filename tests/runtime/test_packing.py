@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from rewrite.runtime.core import backend
+from rewrite.runtime.products import packing
 from rewrite.runtime.products.packing import packed_linear
 
 
@@ -249,3 +251,105 @@ def test_outputs_are_views_that_reshape_like_the_originals():
         q, k, v = packed_linear(torch.randn(2, 5, 32), module.q, module.k, module.v)
     assert q.view(2, 5, -1, 16).transpose(1, 2).shape == (2, 3, 5, 16)
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+
+
+class Shared(nn.Module):
+    """Two layers with one weight for their queries, as a model with tied layers has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Attention(), Attention()
+        self.second.q.weight = self.first.q.weight
+
+
+def test_a_weight_that_another_group_has_packed_stays_there():
+    model = Shared()
+    x = torch.randn(3, 32)
+    for layer in (model.first, model.second, model.first, model.second):
+        ours, original = run(layer, x)
+        assert torch.equal(ours, original) or torch.allclose(ours, original, atol=1e-6)
+    assert packed(model.first)
+    assert not packed(model.second)
+    assert backend.fallbacks() == {("packed_linear", "shared_weight"): 2}
+
+
+def test_layers_that_share_a_weight_do_not_move_it_while_the_other_computes(monkeypatch):
+    """One layer is held between packing and its product; the other runs meanwhile."""
+    model = Shared()
+    x = torch.randn(3, 32)
+    wanted = [layer.original(x).detach() for layer in (model.first, model.second)]
+    inside, done = threading.Event(), threading.Event()
+    product = packing._one_product
+
+    def held(input, weights, biases):
+        if weights[1] is model.first.k.weight:
+            inside.set()
+            assert done.wait(10)
+        return product(input, weights, biases)
+
+    monkeypatch.setattr(packing, "_one_product", held)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run, model.first, x)
+        assert inside.wait(10)
+        second, _ = run(model.second, x)
+        done.set()
+    torch.testing.assert_close(first.result()[0], wanted[0])
+    torch.testing.assert_close(second, wanted[1])
+
+
+def test_layers_that_share_a_weight_agree_under_threads():
+    x = torch.randn(3, 32)
+    for _ in range(20):
+        model = Shared()
+        layers = [model.first, model.second] * 2
+        wanted = [layer.original(x).detach() for layer in layers]
+        start = threading.Barrier(4)
+
+        def forward(layer, start=start):
+            start.wait()
+            with torch.no_grad():
+                return [layer(x) for _ in range(5)]
+
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(forward, layers))
+        for outputs, expected in zip(results, wanted, strict=True):
+            for output in outputs:
+                torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("twice", ["one module", "one weight", "one memory"])
+def test_one_weight_twice_among_the_projections_takes_the_modules(twice):
+    module = Attention()
+    if twice == "one module":
+        module.v = module.k
+    elif twice == "one weight":
+        module.v.weight = module.k.weight
+    else:
+        module.v.weight = nn.Parameter(module.k.weight.data)
+    x = torch.randn(3, 32)
+    for _ in range(2):
+        ours, original = run(module, x)
+        assert torch.equal(ours, original)
+    assert backend.fallbacks() == {("packed_linear", "shared_weight"): 2}
+    assert module.v.weight.data_ptr() == module.k.weight.data_ptr()
+
+
+def test_a_group_whose_weight_was_replaced_frees_the_others():
+    model = Shared()
+    x = torch.randn(3, 32)
+    run(model.first, x)
+    model.first.k.weight = nn.Parameter(torch.randn(16, 32))
+    ours, original = run(model.second, x)
+    torch.testing.assert_close(ours, original)
+    assert packed(model.second)
+
+
+def test_a_part_of_a_group_joins_the_whole():
+    module = Attention()
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        for projections in ((module.k, module.v), (module.q, module.k, module.v), (module.k, module.v)):
+            for ours, projection in zip(packed_linear(x, *projections), projections, strict=True):
+                torch.testing.assert_close(ours, projection(x))
+    assert packed(module)
+    assert backend.fallbacks() == {}

@@ -50,8 +50,8 @@ LOOP = (
     bug(
         "norm of the wrong place",
         "modeling_llama.py",
-        "self.mlp.decode(hidden_states, self.post_attention_layernorm, hidden_states)",
-        "self.mlp.decode(hidden_states, self.input_layernorm, hidden_states)",
+        "self.mlp.decode_residual(hidden_states, self.post_attention_layernorm, hidden_states)",
+        "self.mlp.decode_residual(hidden_states, self.input_layernorm, hidden_states)",
     ),
     bug("processors left out", "runtime/decode/sampling.py", "for form in sampling.forms:\n", "for form in ():\n"),
     bug(

@@ -18,16 +18,21 @@ REWRITTEN = (
     Bug(
         "llama",
         "grouped keys transposed wrongly",
-        "grouped_matmul(query, key.transpose(2, 3))",
-        "grouped_matmul(query, key.flip(1).transpose(2, 3))",
+        "grouped_matmul(query, key.transpose(2, 3), module.num_key_value_groups)",
+        "grouped_matmul(query, key.flip(1).transpose(2, 3), module.num_key_value_groups)",
     ),
     Bug(
         "llama",
         "grouped values flipped",
-        "grouped_matmul(attn_weights, value)",
-        "grouped_matmul(attn_weights, value.flip(1))",
+        "grouped_matmul(attn_weights, value, module.num_key_value_groups)",
+        "grouped_matmul(attn_weights, value.flip(1), module.num_key_value_groups)",
     ),
-    Bug("llama", "scaling dropped", "key.transpose(2, 3)) * scaling", "key.transpose(2, 3))"),
+    Bug(
+        "llama",
+        "scaling dropped",
+        "key.transpose(2, 3), module.num_key_value_groups) * scaling",
+        "key.transpose(2, 3), module.num_key_value_groups)",
+    ),
     Bug(
         "llama",
         "first layer's cache slot",

@@ -13,6 +13,8 @@
     why_not_move(scope, moved, past)    -> str | None  the same question for two effects
     attribute(owner, name, names)       -> Attribute   everything the file assigns to `self.<name>`, and whether that
                                                        is all it can be
+    why_not_plain(effects, function, owner) -> str     why a function may do something else than its text says, `""`
+                                                       where nothing speaks for it: names bound again, decorators
     effects.names.means(name)           -> bool        whether a name at module level has the one meaning that its
                                                        definition gives it
     effects.names.resolved(expression)  -> str         dotted name with imports resolved, `""` if it may be another
@@ -26,9 +28,11 @@ them; modules of torch have no hooks, which the runtime looks for itself; a clas
 file is made from has no attribute of the name that the file assigns.
 """
 
+from rewrite.analysis.effects import known
 from rewrite.analysis.effects.analysis import Effects, effects_of
 from rewrite.analysis.effects.attributes import Attribute, attribute
 from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
+from rewrite.analysis.effects.meaning import own_names, why_not_plain, why_unsure
 from rewrite.analysis.effects.names import Names
 from rewrite.analysis.effects.order import before, between, may_move, why_not_move
 from rewrite.analysis.effects.scope import Scope
@@ -45,7 +49,11 @@ __all__ = [
     "before",
     "between",
     "effects_of",
+    "known",
     "may_move",
+    "own_names",
     "union",
     "why_not_move",
+    "why_not_plain",
+    "why_unsure",
 ]

@@ -17,6 +17,8 @@ class Effects:
     def __init__(self, module: Module):
         self.module = module
         self.names = Names(module)
+        self.calls: dict[int, list[cst.Call]] = {}
+        """The calls inside a function, by its `id`, once somebody has looked for them."""
         self._scopes: dict[tuple[int, str, int], Scope] = {}
         self._summaries: dict[tuple[int, str], Effect] = {}
         self._running: set[tuple[int, str]] = set()

@@ -23,7 +23,8 @@ def attribute(owner: ClassInfo, name: str, names: Names) -> Attribute:
     """Return what the class, its bases and its heirs in this file assign to `self.<name>`."""
     heirs = names.heirs(owner)
     family = {info.name: info for info in (owner, *heirs) for info in names.owners(info)}
-    values = tuple(value for info in family.values() for value in info.assigned.get(name, ()))
+    holders = names.module.classes if name in names.handed_over else family
+    values = tuple(value for info in holders.values() for value in info.assigned.get(name, ()))
     if not values:
         return Attribute((), f"nothing in the file says what self.{name} is")
     if name in names.stored or "*" in names.stored:
@@ -31,7 +32,9 @@ def attribute(owner: ClassInfo, name: str, names: Names) -> Attribute:
     for info in family.values():
         if names.class_names(info)[name]:
             return Attribute(values, f"{info.name} has a `{name}` of its own")
-        if _sets_computed(info):
+        if info.name not in names.computed:
+            names.computed[info.name] = _sets_computed(info)
+        if names.computed[info.name]:
             return Attribute(values, f"{info.name} sets attributes whose names it computes")
         if not names.means(info.name):
             return Attribute(values, f"{info.name} is defined or changed more than once")

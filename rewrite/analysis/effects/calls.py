@@ -85,6 +85,8 @@ class _Call:
             value = self.scope.single.get(name)
             if value is not None and self_attribute(value) is not None and self.scope.owner is not None:
                 return self._own(value.attr.value)  # type: ignore[attr-defined]
+            if (function := self.scope.functions.get(name)) is not None:
+                return _with(self._follow(function, self.scope.owner), Effect(reads=self.scope.captured(function)))
             return self._unknown(f"`{name}`, a local")
         if name in known.RUNTIME and not self.names.is_bound(name):
             return Value(self.roots)
@@ -301,34 +303,58 @@ def _tells(func: cst.Attribute, scope: Scope) -> bool:
     return root in known.QUIET and root not in scope.locals and scope.names.means(root)
 
 
-def _may_be_module(node: cst.BaseExpression, scope: Scope) -> bool:
+def _may_be_module(node: cst.BaseExpression, scope: Scope, seen: frozenset[str] = frozenset()) -> bool:
     """Whether `node` may be a module: an attribute of self that the file does not make a tensor, or a local for it."""
     if isinstance(node, cst.Name):
-        value = scope.single.get(node.value)
         if node.value == "self":
             return True
-        if node.value in parameters(scope.function) or node.value not in scope.locals:
+        if node.value in seen or node.value in parameters(scope.function) or node.value not in scope.locals:
             return False
-        assigned = [value] if value is not None else scope.assigned(node.value)
-        return any(not isinstance(v, cst.Name) and _may_be_module(v, scope) for v in assigned)
+        return any(_may_be_module(value, scope, seen | {node.value}) for value in scope.assigned(node.value))
     if isinstance(node, cst.IfExp):
-        return _may_be_module(node.body, scope) or _may_be_module(node.orelse, scope)
+        return any(_may_be_module(side, scope, seen) for side in (node.body, node.orelse))
     if isinstance(node, cst.Subscript):
-        return _may_be_module(node.value, scope)
+        return _may_be_module(node.value, scope, seen)
     if not isinstance(node, cst.Attribute) or node.attr.value in ("weight", "bias", "data"):
         return False
     name = self_attribute(node)
     if name is None or scope.owner is None:
-        return _may_be_module(node.value, scope)
+        return _may_be_module(node.value, scope, seen)
     values = attribute(scope.owner, name, scope.names).values
-    return any(not _makes_tensor(value, scope) for value in values)
+    return any(not makes_tensor(value, scope) for value in values)
 
 
-def _makes_tensor(value: cst.BaseExpression, scope: Scope) -> bool:
+def makes_tensor(value: cst.BaseExpression, scope: Scope) -> bool:
+    """Whether a value that an attribute is given is certainly no module."""
     if isinstance(value, cst.Call):
         name = scope.names.resolved(value.func)
         return known.torch_function(name) != "" or name.endswith(("nn.Parameter", "nn.Buffer"))
     return not isinstance(value, (cst.Name, cst.Attribute, cst.IfExp))
+
+
+def is_parameter(value: cst.BaseExpression, scope: Scope) -> bool:
+    """Whether a value that an attribute is given is a tensor."""
+    if not isinstance(value, cst.Call):
+        return False
+    name = scope.names.resolved(value.func)
+    return name.endswith(("nn.Parameter", "nn.Buffer")) or known.torch_function(name) in known.FRESH
+
+
+def makes_new_tensor(scope: Scope, node: cst.Call) -> bool:
+    """Whether a call certainly returns a tensor: a method or function that only tensors have, or a module of torch."""
+    if isinstance(node.func, cst.Attribute):
+        name = known.torch_function(scope.names.resolved(node.func))
+        if name or self_attribute(node.func) is None:
+            name = name or node.func.attr.value
+            return name in known.TENSORS and name not in scope.names.methods
+    attribute_name = self_attribute(node.func)
+    if attribute_name is None or scope.owner is None:
+        return False
+    values = attribute(scope.owner, attribute_name, scope.names)
+    kinds = [
+        known.torch_module(scope.names.resolved(v.func)) if isinstance(v, cst.Call) else "" for v in values.values
+    ]
+    return not values.unknown and bool(kinds) and all(kind in known.FRESH_MODULES for kind in kinds)
 
 
 def _is_tensor_like(node: cst.BaseExpression) -> bool:

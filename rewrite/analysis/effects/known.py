@@ -7,11 +7,12 @@ never shares memory with an argument, in `VIEWS` where it may.
 from __future__ import annotations
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-FRESH = _names(
+FRESH = names(
     """
     abs acos acosh add addcmul addmm all allclose amax amin any arange argmax argmin argsort asin atan atan2 baddbmm
     bincount bitwise_and bitwise_not bitwise_or bmm cat ceil celu clamp clamp_max clamp_min clip
@@ -27,10 +28,10 @@ FRESH = _names(
     searchsorted selu sigmoid sign silu sin sinh softmax softplus softsign sort sqrt square stack std sub
     subtract sum tan tanh tensor tile topk tril triu true_divide trunc unique unique_consecutive var where zeros
     zeros_like rms_norm group_norm avg_pool1d avg_pool2d max_pool1d max_pool2d embedding bitwise_xor
-    promote_types isin addbmm cdist index_fill
+    promote_types isin addbmm cdist index_fill reciprocal
     """
 )
-VIEWS = _names(
+VIEWS = names(
     """
     adaptive_avg_pool1d adaptive_avg_pool2d alias as_tensor as_strided atleast_1d atleast_2d bfloat16
     broadcast_tensors broadcast_to byte chunk contiguous cpu cuda detach diagonal double expand expand_as flatten
@@ -39,34 +40,40 @@ VIEWS = _names(
     unfold unsqueeze view view_as view_as_complex view_as_real resolve_conj polar bool
     """
 )
-ABOUT = _names(
+TENSORS = (FRESH | VIEWS) - names(
+    "all any broadcast_tensors chunk clip divide equal max median min mode meshgrid norm round select sort split "
+    "split_with_sizes std sum topk tensor_split type unbind unique where fill square transpose_ add pad normalize "
+    "promote_types kthvalue cummax allclose index_fill int float bool half to multiply"
+) | names("to float")
+"""Functions and methods that return one tensor, and that nothing but tensors has a method of the name of."""
+ABOUT = names(
     """
     size dim numel nelement stride element_size data_ptr is_contiguous is_floating_point is_complex get_device item
     tolist ndimension storage_offset untyped_storage
     """
 )
 """Methods that say something about a tensor and return no tensor."""
-NO_TENSOR = _names(
+NO_TENSOR = names(
     """
     shape dtype device ndim is_cuda requires_grad training layout itemsize nbytes is_meta __name__ __class__
     in_features out_features
     """
 )
 """Attributes that hold no tensor."""
-MOVES_MODULES = _names("to half float double bfloat16 cuda cpu type train eval bool")
+MOVES_MODULES = names("to half float double bfloat16 cuda cpu type train eval bool")
 """Methods that return a tensor's copy, but change a module in place."""
-CONTAINER_WRITES = _names(
+CONTAINER_WRITES = names(
     """
     append extend insert clear remove pop popitem sort reverse setdefault add discard
     """
 )
-CONTAINER_READS = _names(
+CONTAINER_READS = names(
     """
     get items keys values index count copy startswith endswith format join lower upper
     """
 )
 
-TORCH = _names(
+TORCH = names(
     """
     torch.is_tensor torch.is_grad_enabled torch.is_autocast_enabled torch.finfo torch.iinfo torch.jit.is_tracing
     torch.is_floating_point torch.numel torch.compiler.is_compiling torch.device torch.Size torch.get_default_dtype
@@ -76,7 +83,7 @@ TORCH = _names(
     """
 )
 """Functions of torch that read modes and make no tensor that shares memory."""
-RANDOM = _names(
+RANDOM = names(
     """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand rand_like randn
     randn_like randint randint_like randperm bernoulli multinomial normal poisson gumbel_softmax rrelu
@@ -85,45 +92,45 @@ RANDOM = _names(
 """Functions that draw random numbers, some of them in training only."""
 _TORCH_ROOTS = ("torch", "torch.functional", "torch.nn.functional", "torch.special", "torch.fft", "torch.linalg")
 
-BUILTINS = _names(
+BUILTINS = names(
     """
     abs all any bool complex dict divmod enumerate float format frozenset getattr hasattr hash id int isinstance
     issubclass len list max min ord pow range repr reversed round set slice sorted str sum tuple type zip
     """
 )
 """Python's own functions that write nothing; those that call back get no function here (see `calls`)."""
-NAMELESS = _names("getattr hasattr")
+NAMELESS = names("getattr hasattr")
 """Of these, the ones that may run a property: only with a constant name."""
-CALLS_BACK = _names("sorted max min")
+CALLS_BACK = names("sorted max min")
 
-QUIET = _names("logger warnings logging")
+QUIET = names("logger warnings logging")
 """Roots of calls that only tell somebody something."""
 
-FRESH_MODULES = _names(
+FRESH_MODULES = names(
     """
     Linear LayerNorm RMSNorm GroupNorm Embedding Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d Bilinear SiLU
     GELU Sigmoid Tanh Softmax LogSoftmax Softplus Mish Softsign LogSigmoid Tanhshrink GLU PReLU AvgPool1d AvgPool2d
     MaxPool1d MaxPool2d
     """
 )
-INPLACE_MODULES = _names(
+INPLACE_MODULES = names(
     """
     ReLU ReLU6 ELU SELU CELU LeakyReLU Hardswish Hardsigmoid Hardtanh Threshold
     """
 )
 """Activations that write their argument when built with `inplace=True`; so do `SiLU` and `Mish`."""
-VIEW_MODULES = _names(
+VIEW_MODULES = names(
     """
     Identity Flatten Unflatten ZeroPad2d AdaptiveAvgPool1d AdaptiveAvgPool2d Upsample
     """
 )
-RANDOM_MODULES = _names(
+RANDOM_MODULES = names(
     """
     Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout RReLU
     """
 )
 
-MODULE_STATE = _names(
+MODULE_STATE = names(
     """
     weight bias forward training eps p inplace in_features out_features normalized_shape negative_slope dim
     approximate num_groups stride padding dilation groups padding_idx max_norm norm_type _parameters _buffers
@@ -132,7 +139,7 @@ MODULE_STATE = _names(
 )
 """Attributes of a module of torch that its call reads."""
 
-RUNTIME = _names(
+RUNTIME = names(
     """
     packed_linear gated_activation rms_norm layer_norm add_norm linear gated_linear routed_linear grouped_matmul
     native_gqa rotary_rows
@@ -140,18 +147,18 @@ RUNTIME = _names(
 )
 """Operators that earlier transforms put in: they are imported only when the rewriting is done."""
 
-CLASS_DECORATORS = _names(
+CLASS_DECORATORS = names(
     """
     auto_docstring dataclass use_kernel_forward_from_hub use_kernelized_func use_experts_implementation
     add_start_docstrings requires total_ordering
     """
 )
-METHOD_DECORATORS = _names(
+METHOD_DECORATORS = names(
     """
     auto_docstring can_return_tuple torch.no_grad torch.inference_mode merge_with_config_defaults capture_outputs
     deprecate_kwarg add_start_docstrings_to_model_forward replace_return_docstrings abc.abstractmethod
     abstractmethod staticmethod classmethod torch.jit.ignore use_kernel_func_from_hub_with_fallback override
-    typing.override
+    typing.override use_kernel_func_from_hub use_kernel_forward_from_hub
     """
 )
 """Decorators, by the end of their name, that let the function write and return what it does by itself."""

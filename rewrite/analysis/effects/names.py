@@ -10,6 +10,7 @@ import builtins
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from typing import cast
 
 import libcst as cst
 
@@ -141,6 +142,11 @@ class Names:
         return self._scan.stored
 
     @property
+    def handed_over(self) -> frozenset[str]:
+        """Names of attributes that the file sets on something from the attribute of the name of something else."""
+        return self._scan.handed
+
+    @property
     def stored_below(self) -> frozenset[str]:
         """Names of attributes of which the file sets an attribute or item: `x` of `self.x.weight = …`."""
         return self._scan.stored_below
@@ -158,10 +164,15 @@ class Names:
     @cached_property
     def _scan(self) -> _Scan:
         top = {*self.module.classes, *self.module.functions, *self.module.imports}
-        scan = _Scan(top)
+        scan = _Scan(top, {name for info in self.module.classes.values() for name in info.assigned})
         for node in walk(self.module.tree):
             scan.see(node)
         return scan
+
+    @cached_property
+    def computed(self) -> dict[str, bool]:
+        """For each class that was asked about, whether it sets attributes whose names it computes."""
+        return {}
 
     @cached_property
     def _class_names(self) -> dict[str, Counter[str]]:
@@ -171,12 +182,15 @@ class Names:
 class _Scan:
     """What one walk over a file finds that may change the meaning of names and attributes anywhere in it."""
 
-    def __init__(self, top: set[str]):
+    def __init__(self, top: set[str], assigned: set[str]):
         self.top = top
+        self.assigned = assigned
         self.reflects = False
         self._changed = set[str]()
         self._stored = set[str]()
+        self._handed = set[str]()
         self._below = set[str]()
+        self._line: cst.Assign | None = None
         self.globals = set[str]()
 
     @property
@@ -188,41 +202,57 @@ class _Scan:
         return frozenset(self._stored)
 
     @property
+    def handed(self) -> frozenset[str]:
+        return frozenset(self._handed)
+
+    @property
     def stored_below(self) -> frozenset[str]:
         return frozenset(self._below)
 
     def see(self, node: cst.CSTNode) -> None:
         """Take note of one node."""
-        if isinstance(node, (cst.AssignTarget, cst.AnnAssign)):
-            for target in _flat(node.target):
-                self._target(target, indexed=target is node.target)
-        elif isinstance(node, (cst.AugAssign, cst.For, cst.Del, cst.NamedExpr)):
-            for target in _flat(node.target):
-                self._target(target)
-        elif isinstance(node, cst.Call):
-            self._call(node)
-        elif isinstance(node, cst.Global):
-            self.globals.update(item.name.value for item in node.names)
-        elif isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
+        kind = type(node)  # far faster than `isinstance` of libcst's abstract classes
+        if kind is cst.Call:
+            self._call(cast(cst.Call, node))
+        elif kind is cst.Assign:
+            self._line = cast(cst.Assign, node)
+        elif kind in _TARGETS:
+            top = cast(cst.AnnAssign, node).target
+            value = self._line.value if kind is cst.AssignTarget and self._line else getattr(node, "value", None)
+            for target in _flat(top):
+                self._target(target, indexed=kind in _INDEXED and target is top, value=value)
+        elif kind is cst.Global:
+            self.globals.update(item.name.value for item in cast(cst.Global, node).names)
+        elif kind is cst.ImportFrom and isinstance(cast(cst.ImportFrom, node).names, cst.ImportStar):
             self.reflects = True
 
     def _call(self, node: cst.Call) -> None:
         name = dotted_end(node.func)
         if isinstance(node.func, cst.Name) and name in _REFLECTION:
-            self.reflects = True
+            harmless = name == "vars" and len(node.args) == 1 and self._is_inherited(node.args[0].value)
+            self.reflects = self.reflects or not harmless
         if name not in SETTERS:
             return
         given = [argument.value for argument in node.args]
         if isinstance(node.func, cst.Attribute) and (not name.startswith("__") or len(given) < 3):
             given = [node.func.value, *given]
         key = given[1].raw_value if len(given) > 1 and isinstance(given[1], cst.SimpleString) else ""
-        if given and (key or not is_self(given[0])):  # what is computed and set on `self` concerns one class only
+        computed_on = given and not key and (is_self(given[0]) or self._is_inherited(given[0]))
+        if given and not computed_on:  # what is computed and set on `self` concerns one class only
             self._target(cst.Attribute(given[0], cst.Name(key or "_")), name=key or "*")
 
-    def _target(self, target: cst.CSTNode, indexed: bool = False, name: str = "") -> None:
+    def _is_inherited(self, node: cst.CSTNode) -> bool:
+        """Whether this is an attribute that no class of the file makes, such as its configuration."""
+        return isinstance(node, cst.Attribute) and node.attr.value not in self.assigned
+
+    def _target(
+        self, target: cst.CSTNode, indexed: bool = False, name: str = "", value: cst.CSTNode | None = None
+    ) -> None:
         """Note the target of an assignment; `indexed` for one that `ClassInfo.assigned` lists if it is of `self`."""
         if isinstance(target, cst.Attribute) and not (indexed and is_self(target.value)):
-            self._stored.add(name or target.attr.value)
+            name = name or target.attr.value
+            handed_over = isinstance(value, cst.Attribute) and value.attr.value == name
+            (self._handed if handed_over else self._stored).add(name)
         inner: cst.CSTNode = target.value if isinstance(target, (cst.Attribute, cst.Subscript)) else target
         if isinstance(target, cst.Subscript) and dotted_end(inner) in (
             "__dict__",
@@ -251,6 +281,8 @@ def dotted_end(node: cst.CSTNode) -> str:
     return node.value if isinstance(node, cst.Name) else ""
 
 
+_INDEXED = (cst.AssignTarget, cst.AnnAssign)
+_TARGETS = (*_INDEXED, cst.AugAssign, cst.For, cst.Del, cst.NamedExpr)
 SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__", "add_module", "register_module", "register_parameter")
 
 

@@ -65,7 +65,7 @@ def may_move(scope: Scope, expression: cst.BaseExpression, up_to: cst.BaseStatem
     return why_not_move(scope, scope.of(expression), past)
 
 
-def between(scope: Scope, first: cst.BaseStatement, last: cst.CSTNode) -> Effect | None:
+def between(scope: Scope, first: cst.CSTNode, last: cst.CSTNode) -> Effect | None:
     """Return what runs from the start of `first` until `last`, an expression in it or after it; None if elsewhere."""
     block = list(_statements(scope, first))
     above = {id(node) for node in scope.module.ancestors(last)}
@@ -90,7 +90,7 @@ def before(scope: Scope, node: cst.CSTNode, statement: cst.CSTNode) -> Iterator[
         node = above
 
 
-def _statements(scope: Scope, line: cst.BaseStatement) -> Sequence[cst.CSTNode]:
+def _statements(scope: Scope, line: cst.CSTNode) -> Sequence[cst.CSTNode]:
     body = getattr(scope.module.parent(line), "body", ())
     return body if isinstance(body, Sequence) else ()
 

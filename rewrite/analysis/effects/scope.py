@@ -7,6 +7,7 @@ can reach, parameters and attributes included, is one class, `HEAP`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import libcst as cst
 
-from rewrite.analysis.effects.calls import called
+from rewrite.analysis.effects.attributes import attribute
+from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tensor
 from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
 from rewrite.analysis.effects.known import NO_TENSOR
 from rewrite.analysis.effects.names import is_self
-from rewrite.analysis.syntax.module import ClassInfo, imported_names, parts, walk
-from rewrite.analysis.syntax.nodes import parameters, single_assignments
+from rewrite.analysis.syntax.module import ClassInfo, imported_names, parts, self_attribute, walk
+from rewrite.analysis.syntax.nodes import parameters
 
 if TYPE_CHECKING:
     from rewrite.analysis.effects.analysis import Effects
 
+_BINDS = (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.Del)
 _OWN = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
 
 
@@ -47,13 +50,60 @@ class Scope:
 
     @cached_property
     def single(self) -> dict[str, cst.BaseExpression]:
-        """The value of each local that is assigned exactly once."""
-        return single_assignments(self.function)
+        """The value of each local that is bound exactly once, by `name = value`, and is no parameter."""
+        found: dict[str, cst.BaseExpression] = {}
+        for node in walk(self.function.body):
+            if isinstance(node, cst.Assign):
+                made = {t.target.value: node.value for t in node.targets if isinstance(t.target, cst.Name)}
+            elif isinstance(node, cst.AnnAssign) and isinstance(node.target, cst.Name) and node.value is not None:
+                made = {node.target.value: node.value}
+            else:
+                continue
+            found |= {name: value for name, value in made.items() if self.times[name] == 1}
+        return {name: value for name, value in found.items() if name not in parameters(self.function)}
+
+    @cached_property
+    def unpacked(self) -> list[tuple[cst.Tuple, cst.BaseExpression]]:
+        """The targets and value of every assignment of several names at once, none of which is assigned elsewhere."""
+        lines = [node for node in walk(self.function.body) if isinstance(node, cst.Assign)]
+        found = [(line.targets[0].target, line.value) for line in lines if len(line.targets) == 1]
+        times = self.times
+        return [
+            (target, value)
+            for target, value in found
+            if isinstance(target, cst.Tuple) and all(times[name] == 1 or name == "_" for name in _targets(target))
+        ]
 
     def assigned(self, name: str) -> list[cst.BaseExpression]:
         """Return every value that a statement `name = value` gives a local."""
-        lines = (node for node in walk(self.function.body) if isinstance(node, cst.Assign))
-        return [line.value for line in lines for t in line.targets if name in _targets(t.target)]
+        return self._assigned.get(name, [])
+
+    @cached_property
+    def _assigned(self) -> dict[str, list[cst.BaseExpression]]:
+        found: dict[str, list[cst.BaseExpression]] = {}
+        for node in walk(self.function.body):
+            if type(node) is cst.Assign:
+                for target in node.targets:
+                    for name in _targets(target.target):
+                        found.setdefault(name, []).append(node.value)
+        return found
+
+    @cached_property
+    def functions(self) -> dict[str, cst.FunctionDef]:
+        """The functions that the function defines inside itself, each the only meaning of its name, undecorated."""
+        found = [node for node in walk(self.function.body) if isinstance(node, cst.FunctionDef)]
+        return {node.name.value: node for node in found if self.times[node.name.value] == 1 and not node.decorators}
+
+    def captured(self, function: cst.FunctionDef) -> frozenset[str]:
+        """Return the locals that a function inside this one reads when it is called."""
+        names = {node.value for node in walk(function.body) if isinstance(node, cst.Name)}
+        return frozenset(names) & self.locals - frozenset(parameters(function))
+
+    @cached_property
+    def order(self) -> dict[int, int]:
+        """The place of every statement of the function in the text, by its `id`."""
+        lines = (node for node in walk(self.function.body) if isinstance(node, cst.BaseStatement))
+        return {id(line): place for place, line in enumerate(lines)}
 
     @cached_property
     def unknown(self) -> str:
@@ -116,7 +166,10 @@ class Scope:
         if isinstance(node, cst.Assign):
             for target in node.targets:
                 self._share_target(target.target, self.value(node.value).roots)
-        elif isinstance(node, (cst.AnnAssign, cst.NamedExpr, cst.AugAssign)) and node.value is not None:
+        elif isinstance(node, cst.AugAssign):  # a list that is added to holds what was added
+            if isinstance(node.operator, cst.AddAssign) and not _is_number(node.value):
+                self._share_target(node.target, self.value(node.value).roots)
+        elif isinstance(node, (cst.AnnAssign, cst.NamedExpr)) and node.value is not None:
             self._share_target(node.target, self.value(node.value).roots)
         elif isinstance(node, (cst.For, cst.CompFor)):
             self._share_target(node.target, self.value(node.iter).roots)
@@ -215,6 +268,8 @@ class Scope:
             return self._iterates(self.single[node.value])
         if isinstance(node, cst.Attribute) and is_self(node.value) and not self.names.own_operators:
             return NOTHING
+        if not self.value(node).roots:  # sizes
+            return NOTHING
         return Effect(anything=f"iterating over {self.module.code(node)} may run code")
 
     def _with(self, node: cst.With) -> Effect:
@@ -279,6 +334,8 @@ class Scope:
         if isinstance(node, cst.Subscript):
             return self.value(node.value).roots
         if isinstance(node, cst.BinaryOperation):
+            if any(self.is_tensor(side) for side in inside):  # arithmetic on tensors makes a new one
+                return frozenset()
             lists = isinstance(node.operator, cst.Add) and not any(map(_is_number, inside))
             lists = lists or (
                 isinstance(node.operator, cst.Multiply) and not any(isinstance(i, cst.Float) for i in inside)
@@ -287,6 +344,32 @@ class Scope:
         if isinstance(node, (cst.Comparison, cst.UnaryOperation, cst.BaseNumber, cst.BaseString)):
             return frozenset()
         return frozenset[str]().union(*(self.value(part).roots for part in inside))
+
+    def is_tensor(self, node: cst.BaseExpression, depth: int = 6) -> bool:
+        """Whether an expression is certainly a tensor, as far as its spelling shows."""
+        if depth == 0:
+            return False
+        if isinstance(node, cst.BinaryOperation):
+            return self.is_tensor(node.left, depth - 1) or self.is_tensor(node.right, depth - 1)
+        if isinstance(node, cst.UnaryOperation):
+            return self.is_tensor(node.expression, depth - 1)
+        if isinstance(node, cst.Name):
+            values = self.assigned(node.value)
+            known = node.value in self.locals and node.value not in parameters(self.function) and bool(values)
+            single = node.value in self.single or len(values) == self.times[node.value]
+            return known and single and all(self.is_tensor(value, depth - 1) for value in values)
+        if isinstance(node, cst.Call):
+            return makes_new_tensor(self, node)
+        name = self_attribute(node)
+        if name is None or self.owner is None:
+            return False
+        given = attribute(self.owner, name, self.names).values
+        return bool(given) and all(is_parameter(value, self) for value in given)
+
+    @cached_property
+    def times(self) -> Counter[str]:
+        """How often the function's statements bind each local."""
+        return Counter(_bound(self.function.body, False))
 
     def _named(self, node: cst.Name) -> Value:
         if node.value in self.locals:
@@ -323,23 +406,26 @@ def _expressions(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
             yield from _expressions(part)
 
 
-def _bound(node: cst.CSTNode) -> Iterator[str]:
+def bound_by(node: cst.CSTNode) -> frozenset[str]:
+    """Return the names that a statement binds, those of functions and comprehensions inside it left out."""
+    return frozenset(_bound(node, comprehensions=False, top=True))
+
+
+def _bound(node: cst.CSTNode, comprehensions: bool = True, top: bool = False) -> Iterator[str]:
     """Yield the names that a function's statements bind, those of functions inside it left out."""
-    for part in parts(node):
+    own = isinstance(node, (cst.AugAssign, cst.AnnAssign, cst.Del, cst.Import, cst.ImportFrom)) and top
+    for part in (node, *parts(node)) if own else parts(node):
         if isinstance(part, (cst.FunctionDef, cst.ClassDef)):
             yield part.name.value
-        elif isinstance(part, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.CompFor, cst.NamedExpr)):
+            continue
+        if (isinstance(part, cst.CompFor) and comprehensions) or isinstance(part, _BINDS):
             yield from _targets(part.target)
-            yield from _bound(part)
         elif isinstance(part, (cst.AsName, cst.MatchAs, cst.MatchStar)) and part.name is not None:
             yield from _targets(part.name)
-            yield from _bound(part)
-        elif isinstance(part, cst.Del):
-            yield from _targets(part.target)
         elif isinstance(part, (cst.Import, cst.ImportFrom)):
             yield from (name for name, _ in imported_names(part))
-        elif not isinstance(part, (cst.Lambda, cst.BaseParenthesizableWhitespace)):
-            yield from _bound(part)
+        if part is not node and not isinstance(part, (cst.Lambda, cst.BaseParenthesizableWhitespace)):
+            yield from _bound(part, comprehensions)
 
 
 def _targets(target: cst.CSTNode) -> Iterator[str]:

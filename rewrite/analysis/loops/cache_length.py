@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import parameters, single_assignments
 
@@ -26,16 +27,38 @@ class Lengths:
     values: dict[str, cst.BaseExpression]
     """What each local that is assigned once holds."""
 
-    def more_than(self, end: cst.BaseExpression, start: str, module: Module) -> str | None:
-        """Return the code of `n` if `end` is `start + n` or `n + start`, by name or not."""
+    def is_length(self, node: cst.BaseExpression) -> bool:
+        """Whether an expression is a number of cached tokens, by name or asked for on the spot."""
+        return (isinstance(node, cst.Name) and node.value in self.caches) or _asks_length(node)
+
+    def cache(self, node: cst.BaseExpression, module: Module) -> str | None:
+        """Return the code of the cache whose length an expression is, None where it is not at hand."""
+        if isinstance(node, cst.Name):
+            return self.caches[node.value]
+        return next((module.code(call.func.value) for call in walk(node) if _asks_length(call)), None)  # type: ignore[attr-defined]
+
+    def depends(self, node: cst.CSTNode) -> bool:
+        """Whether code reads a number of cached tokens, or a local that holds a sum with one."""
+        for inner in walk(node):
+            if isinstance(inner, cst.Name):
+                value = self.values.get(inner.value)
+                summed = isinstance(value, cst.BinaryOperation) and self.depends(value)
+                if inner.value in self.caches or summed:
+                    return True
+            elif _asks_length(inner):
+                return True
+        return False
+
+    def more_than(self, end: cst.BaseExpression, start: cst.BaseExpression, module: Module) -> str | None:
+        """Return the code of `n` if `end` is the sum of `start` and n, in any order, by name or not."""
         if isinstance(end, cst.Name):
             end = self.values.get(end.value, end)
-        if not isinstance(end, cst.BinaryOperation) or not isinstance(end.operator, cst.Add):
+        parts = list(_addends(end))
+        place = next((place for place, part in enumerate(parts) if part.deep_equals(start)), None)
+        if place is None or len(parts) < 2:
             return None
-        for one, other in ((end.left, end.right), (end.right, end.left)):
-            if isinstance(one, cst.Name) and one.value == start and not _names(other) & set(self.caches):
-                return module.code(other)
-        return None
+        rest = [*parts[:place], *parts[place + 1 :]]
+        return None if any(map(self.depends, rest)) else " + ".join(map(module.code, rest))
 
 
 def lengths(function: cst.FunctionDef, module: Module) -> Lengths:
@@ -53,54 +76,73 @@ def uses(function: cst.FunctionDef, known: Lengths, module: Module) -> Iterator[
     """Yield ranges, slices, sizes and tests that take the number of cached tokens to the host, in source order."""
     for node in walk(function.body):
         is_call = isinstance(node, cst.Call) and (
-            _starts_range(node, known, module) or sized_argument(node, known, module) is not None
+            ranged(node, known, module) is not None or sized_argument(node, known, module) is not None
         )
         is_slice = isinstance(node, cst.Subscript) and sliced(node, known) is not None
-        if is_call or is_slice or (isinstance(node, cst.If) and tests(node, known) is not None):
+        if is_call or is_slice or (isinstance(node, (cst.If, cst.IfExp, cst.While)) and tests(node, known)):
             yield node
 
 
-def _starts_range(call: cst.Call, known: Lengths, module: Module) -> bool:
-    if module.qualified(call.func) != "torch.arange" or len(call.args) < 2 or call.args[1].keyword is not None:
-        return False
-    start = call.args[0].value
-    return isinstance(start, cst.Name) and start.value in known.caches
-
-
-def sized_argument(call: cst.Call, known: Lengths, module: Module) -> tuple[cst.BaseExpression, str, str] | None:
-    """Return (argument, length, n) of `torch.ones(…, length + n)`, whose size is a number of keys."""
-    if module.qualified(call.func) not in ("torch.ones", "torch.zeros"):
+def ranged(
+    call: cst.Call, known: Lengths, module: Module
+) -> tuple[cst.BaseExpression, cst.BaseExpression, list[cst.Arg]] | None:
+    """Return start, end and the other arguments of `torch.arange(length, …)`, given by place or keyword."""
+    if effects_of(module).names.resolved(call.func) != "torch.arange":
         return None
-    sizes: list[cst.BaseExpression] = [argument.value for argument in call.args if argument.keyword is None]
+    named = {argument.keyword.value: argument.value for argument in call.args if argument.keyword is not None}
+    plain = [argument.value for argument in call.args if argument.keyword is None]
+    start = plain[0] if plain else named.get("start")
+    end = plain[1] if len(plain) > 1 else named.get("end")
+    if start is None or end is None or not known.is_length(start):
+        return None
+    rest = [argument for argument in call.args if argument.value is not start and argument.value is not end]
+    return start, end, rest
+
+
+def sized_argument(
+    call: cst.Call, known: Lengths, module: Module
+) -> tuple[cst.BaseExpression, cst.BaseExpression, str] | None:
+    """Return (argument, length, n) of `torch.ones(…, length + n)`, whose size is a number of keys."""
+    if effects_of(module).names.resolved(call.func) not in ("torch.ones", "torch.zeros", "torch.full", "torch.empty"):
+        return None
+    sizes: list[cst.BaseExpression] = [argument.value for argument in call.args if _is_size(argument)]
     if len(sizes) == 1 and isinstance(sizes[0], (cst.Tuple, cst.List)):
         sizes = [element.value for element in sizes[0].elements]
     for size in sizes:
-        for name in known.caches:
-            if (more := known.more_than(size, name, module)) is not None:
-                return size, name, more
+        whole = known.values.get(size.value, size) if isinstance(size, cst.Name) else size
+        for part in _addends(whole):
+            if known.is_length(part) and (more := known.more_than(size, part, module)) is not None:
+                return size, part, more
     return None
 
 
-def sliced(node: cst.Subscript, known: Lengths) -> tuple[int, str, cst.Slice] | None:
+def _is_size(argument: cst.Arg) -> bool:
+    return argument.keyword is None or argument.keyword.value == "size"
+
+
+def sliced(node: cst.Subscript, known: Lengths) -> tuple[int, cst.BaseExpression, cst.Slice] | None:
     """Return (dimension, length, slice) of `x[:, length:…]`."""
     for dimension, element in enumerate(node.slice):
         part = element.slice
-        if isinstance(part, cst.Slice) and isinstance(part.lower, cst.Name) and part.lower.value in known.caches:
-            return dimension, part.lower.value, part
+        if isinstance(part, cst.Slice) and part.lower is not None and known.is_length(part.lower):
+            return dimension, part.lower, part
     return None
 
 
-def tests(node: cst.If, known: Lengths) -> str | None:
-    """Return the length, or the sum with one, that an `if` compares with something."""
-    for comparison in (inner for inner in walk(node.test) if isinstance(inner, cst.Comparison)):
-        left = comparison.left
-        if not isinstance(left, cst.Name) or _is_none(comparison):
-            continue
-        value = known.values.get(left.value)
-        summed = isinstance(value, cst.BinaryOperation) and bool(_names(value) & set(known.caches))
-        if left.value in known.caches or summed:
-            return left.value
-    return None
+def tests(node: cst.If | cst.IfExp | cst.While, known: Lengths) -> bool:
+    """Whether a test asks how many tokens are cached, and not only whether there is a cache."""
+    return any(known.depends(part) for part in _asked(node.test))
+
+
+def _asked(test: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    """Yield the parts of a test that are no comparison with None."""
+    if isinstance(test, cst.BooleanOperation):
+        yield from _asked(test.left)
+        yield from _asked(test.right)
+    elif isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        yield from _asked(test.expression)
+    elif not (isinstance(test, cst.Comparison) and _is_none(test)):
+        yield test
 
 
 def _is_none(comparison: cst.Comparison) -> bool:
@@ -115,5 +157,9 @@ def _asks_length(node: cst.CSTNode) -> bool:
     )
 
 
-def _names(node: cst.CSTNode) -> set[str]:
-    return {inner.value for inner in walk(node) if isinstance(inner, cst.Name)}
+def _addends(node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Add):
+        yield from _addends(node.left)
+        yield from _addends(node.right)
+    else:
+        yield node

@@ -1,23 +1,31 @@
 """How often a `while` turns that counts a time down from 1 to 0 in equal steps.
 
-The loop of a flow-matching model (Euler's method):
+The loop of a flow-matching model (Euler's method), however it is spelled:
 
     dt = -1.0 / n;  time = 1.0
     while time >= -dt / 2:  …;  time += dt
 
 After k turns the time is 1 - k / n, so the test holds for k = 0 … n - 1 and fails at n, half a step away from either.
-A sum of k fp32 steps is off by at most (k + 1) 2⁻²⁵, which is less than 1 / (2 n) for n ≤ 4095.
+A sum of k fp32 steps is off by at most (k + 1) 2⁻²⁵, which is less than 1 / (2 n) for n ≤ 4095. Test and change of the
+time are compared as sums of multiples of time and step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+
 import libcst as cst
-import libcst.matchers as m
 
-from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
 from rewrite.analysis.syntax.nodes import bound_names
+from rewrite.analysis.terms.computation import NotComputable, Run, subterms
+from rewrite.analysis.terms.spelling import Term, constant
 
-_ONE = m.Float() | m.Integer()
+_Sum = dict[str, Fraction]
+"""How often each name is in a sum; `""` for the number beside them."""
+_HALF = Fraction(1, 2)
+_FP32 = ("torch.float32", "torch.float64", "torch.float", "torch.double")
 
 
 class NotBounded(Exception):
@@ -28,104 +36,197 @@ class NotBounded(Exception):
         self.why = why
 
 
-def turns(loop: cst.While, method: cst.FunctionDef, module: Module) -> cst.BaseExpression:
+def turns(loop: cst.While, owner: ClassInfo | None, module: Module) -> cst.BaseExpression:
     """Return the expression of n.
 
     Raises:
         NotBounded: if a part of the proof is missing.
     """
-    time, step = _test(loop.test, module)
-    inside = [n for s in loop.body.body for n in walk(s)]
-    if loop.orelse is not None or any(isinstance(n, (cst.Break, cst.Continue)) for n in inside):
-        raise NotBounded("the loop can be left in another way")
-    _check_body(loop, time, step, module)
-    count = _count(step, loop, method, module)
-    if not _is_one(_only_value(time, loop, method, module), module):
-        raise NotBounded(f"{time} does not start at 1")
-    written = set().union(*(bound_names(s) for s in loop.body.body))
-    if {n.value for n in walk(count) if isinstance(n, cst.Name)} - {"self"} & written:
-        raise NotBounded(f"{module.code(count)} changes in the loop")
-    if any(isinstance(n, cst.AssignTarget) and module.code(n.target) == module.code(count) for n in inside):
-        raise NotBounded(f"{module.code(count)} changes in the loop")
-    return count
+    return _Loop(loop, owner, module).turns()
 
 
-def _test(test: cst.BaseExpression, module: Module) -> tuple[str, str]:
-    """Return time and step of `time >= -step / 2`."""
-    if isinstance(test, cst.Comparison) and len(test.comparisons) == 1 and isinstance(test.left, cst.Name):
-        target = test.comparisons[0]
-        half = target.comparator
-        if isinstance(target.operator, (cst.GreaterThanEqual, cst.GreaterThan)) and m.matches(
-            half,
-            m.BinaryOperation(
-                left=m.UnaryOperation(operator=m.Minus(), expression=m.Name()),
-                operator=m.Divide(),
-                right=m.Integer("2") | m.Float("2.0"),
-            ),
-        ):
-            return test.left.value, half.left.expression.value  # type: ignore[attr-defined]
-    raise NotBounded(module.code(test))
+class _Loop:
+    def __init__(self, loop: cst.While, owner: ClassInfo | None, module: Module):
+        self.loop, self.module = loop, module
+        self.run = Run(module, owner, 0)
 
+    def turns(self) -> cst.BaseExpression:
+        inside = [node for statement in self.loop.body.body for node in walk(statement)]
+        if self.loop.orelse is not None or any(isinstance(n, (cst.Break, cst.Continue)) for n in inside):
+            raise NotBounded("the loop can be left in another way")
+        tested = self.tested()
+        time, step, sign = self.advance(tested)
+        if tested != {time: Fraction(1), step: sign * _HALF}:
+            raise NotBounded(f"the loop does not end half a step before 0: {self.module.code(self.loop.test)}")
+        if any(step in bound_names(statement) for statement in self.loop.body.body):
+            raise NotBounded(f"{step} changes in the loop")
+        start = self.before(time)
+        if len(start) != 1 or not self.is_one(self.term(start[0][1])):
+            raise NotBounded(f"{time} does not start at 1")
+        return self.count(step, -sign)
 
-def _check_body(loop: cst.While, time: str, step: str, module: Module) -> None:
-    """The body changes the time once, by the step, and never the step."""
-    steps = (f"{time} += {step}", f"{time} = {time} + {step}")
-    changes = [s for s in loop.body.body if time in bound_names(s)]
-    if len(changes) != 1 or " ".join(module.code(changes[0]).split("#")[0].split()) not in steps:
-        raise NotBounded(f"{time} is not changed by {step} once a turn")
-    if any(step in bound_names(s) for s in loop.body.body):
-        raise NotBounded(f"{step} changes in the loop")
+    def term(self, node: cst.BaseExpression) -> Term:
+        """Return the term of an expression over the locals as they are."""
+        environment = {name: Term("parameter", (), name) for name in names_in([node]) if name not in self.known}
+        try:
+            return self.run.expression(node, environment)
+        except NotComputable as error:
+            raise NotBounded(f"{self.module.code(node)}: {error.what}") from error
 
+    @property
+    def known(self) -> set[str]:
+        """Names that are no locals."""
+        return {*self.module.imports, *self.module.functions, *self.module.classes, "self", "None", "True", "False"}
 
-def _count(step: str, loop: cst.While, method: cst.FunctionDef, module: Module) -> cst.BaseExpression:
-    """Return n of `step = -1.0 / n`, which may be put into a tensor afterwards."""
-    for value in reversed(_values(step, loop, method, module)):
-        if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
-            top = value.left
-            if isinstance(top, cst.UnaryOperation) and isinstance(top.operator, cst.Minus):
-                if _is_one(top.expression, module):
-                    return value.right
-        if not _wraps(value, step, module):
-            break
-    raise NotBounded(f"{step} is not -1 / n")
+    def tested(self) -> _Sum:
+        """Return the sum that the test compares with 0, at least, with one for the name that it starts at."""
+        term = self.term(self.loop.test)
+        denied = term.op == "not"
+        term = term.args[0] if denied else term
+        if term.op not in ("le", "lt") or len(term.args) != 2:
+            raise NotBounded(f"no comparison of a time: {self.module.code(self.loop.test)}")
+        low, high = term.args[::-1] if denied else term.args
+        return {name: times for name, times in _added(_sum(high), _sum(low), -1).items() if times}
 
+    def advance(self, tested: _Sum) -> tuple[str, str, Fraction]:
+        """Return time, step and its sign: the body changes one of the names tested, once, by the other."""
+        for time in tested:
+            changes = [s for s in self.loop.body.body if time and time in bound_names(s)]
+            if len(changes) == 1 and (change := self.change(changes[0], time)) is not None:
+                step = next((name for name in change if name != time), "")
+                if change.get(time) == 1 and abs(change.get(step, 0)) == 1 and len(change) == 2 and step:
+                    if not any(isinstance(n, cst.NamedExpr) for n in walk(changes[0])):
+                        return time, step, change[step]
+        raise NotBounded("the time is not changed by one step a turn")
 
-def _only_value(name: str, loop: cst.While, method: cst.FunctionDef, module: Module) -> cst.BaseExpression:
-    values = _values(name, loop, method, module)
-    if len(values) != 1:
-        raise NotBounded(f"{name} is assigned more than once before the loop")
-    return values[0]
-
-
-def _values(name: str, loop: cst.While, method: cst.FunctionDef, module: Module) -> list[cst.BaseExpression]:
-    """Return what the statements of the loop's own block assign to a name before it; any other write is refused."""
-    block = list(getattr(module.parent(loop), "body", ()))
-    before = block[: next(i for i, s in enumerate(block) if s is loop)]
-    values = []
-    for statement in before:
-        if name not in bound_names(statement):
-            continue
+    def change(self, statement: cst.CSTNode, time: str) -> _Sum | None:
+        """Return what a statement gives the time."""
         small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-        if not isinstance(small, cst.Assign) or module.code(small.targets[0].target) != name:
-            raise NotBounded(f"{name} is written in another way")
-        values.append(small.value)
-    return values
+        if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+            return None
+        own = cst.Name(time)
+        if isinstance(small, cst.AugAssign) and isinstance(small.operator, (cst.AddAssign, cst.SubtractAssign)):
+            sign = 1 if isinstance(small.operator, cst.AddAssign) else -1
+            return _added(_sum(self.term(own)), _sum(self.term(small.value)), sign)
+        if isinstance(small, cst.Assign) and len(small.targets) == 1 and small.targets[0].target.deep_equals(own):
+            return _sum(self.term(small.value))
+        return None
+
+    def before(self, name: str) -> list[tuple[int, cst.BaseExpression]]:
+        """Return place and value of the assignments to a name in the loop's own block before it."""
+        values = []
+        for place, statement in enumerate(self.block):
+            if name not in bound_names(statement):
+                continue
+            small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+            if not isinstance(small, cst.Assign) or not small.targets[0].target.deep_equals(cst.Name(name)):
+                raise NotBounded(f"{name} is written in another way")
+            values.append((place, small.value))
+        return values
+
+    @property
+    def block(self) -> Sequence[cst.CSTNode]:
+        """The statements before the loop."""
+        block = list(getattr(self.module.parent(self.loop), "body", ()))
+        return block[: next(place for place, statement in enumerate(block) if statement is self.loop)]
+
+    def count(self, step: str, sign: Fraction) -> cst.BaseExpression:
+        """Return n of `step = sign / n`, which may be put into a tensor afterwards, and is the same at the loop."""
+        for place, value in reversed(self.before(step)):
+            term = _unwrapped(self.term(value), self.module)
+            if term == Term("parameter", (), step):
+                continue
+            divided = self.denominator(value)
+            if divided is None or not self.is_ratio(term, sign):
+                break
+            self.check_same(divided, self.block[place:])
+            return divided
+        raise NotBounded(f"{step} is not {'-' if sign < 0 else ''}1 / n")
+
+    def is_ratio(self, term: Term, sign: Fraction) -> bool:
+        """Whether a term is one by something, with this sign."""
+        while term.op == "neg":
+            term, sign = term.args[0], -sign
+        if term.op != "div":
+            return False
+        top = _unwrapped(term.args[0], self.module)
+        while top.op == "neg":
+            top, sign = _unwrapped(top.args[0], self.module), -sign
+        return top == constant(int(sign))
+
+    def denominator(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
+        """Return n of the only division in an expression."""
+        divisions = [
+            node
+            for node in walk(value)
+            if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide)
+        ]
+        return divisions[0].right if len(divisions) == 1 else None
+
+    def check_same(self, count: cst.BaseExpression, past: Sequence[cst.CSTNode]) -> None:
+        """Statements between the step and the loop leave n alone."""
+        if not all(isinstance(n, (cst.Name, cst.Attribute, cst.Integer)) for n in walk(count) if _is_code(n)):
+            raise NotBounded(f"{self.module.code(count)} may be another number at the loop")
+        attributes = {name for node in walk(count) if (name := self_attribute(node)) is not None}
+        for statement in past:
+            stored = {
+                self_attribute(n.target) for n in walk(statement) if isinstance(n, (cst.AssignTarget, cst.AugAssign))
+            }
+            if (names_in([count]) - {"self"}) & bound_names(statement) or attributes & stored:
+                raise NotBounded(f"{self.module.code(count)} changes before the loop")
+
+    def is_one(self, term: Term) -> bool:
+        """Whether a term is the number 1, in a tensor of fp32 or not."""
+        return _unwrapped(term, self.module) == constant(1)
 
 
-def _wraps(value: cst.BaseExpression, name: str, module: Module) -> bool:
-    """Whether `value` is `torch.tensor(name, …)` in fp32."""
-    if not isinstance(value, cst.Call) or not module.qualified(value.func).startswith("torch."):
-        return False
-    return bool(value.args) and module.code(value.args[0].value) == name and _in_fp32(value, module)
+def _is_code(node: cst.CSTNode) -> bool:
+    return isinstance(node, (cst.BaseExpression, cst.BaseNumber))
 
 
-def _is_one(value: cst.BaseExpression, module: Module) -> bool:
-    if isinstance(value, cst.Call) and module.qualified(value.func) == "torch.tensor":
-        return bool(value.args) and _is_one(value.args[0].value, module) and _in_fp32(value, module)
-    return m.matches(value, _ONE) and float(module.code(value)) == 1.0
+def _unwrapped(term: Term, module: Module) -> Term:
+    """Return what `torch.tensor(x, dtype=torch.float32)` holds: a float's own dtype may be half, the proof is for fp32.
+
+    Raises:
+        NotBounded: if it holds it in another dtype.
+    """
+    if term.op not in ("tensor", "as_tensor", "full", "ones") or not term.args:
+        return term
+    dtypes = [inner.args[0].value for inner in term.args if inner.op == "keyword" and inner.value == "dtype"]
+    if not dtypes or dtypes[0] not in _FP32:
+        raise NotBounded("a tensor of another dtype than fp32")
+    if term.op in ("full", "ones"):
+        size, *rest = term.args
+        if size != Term("tuple"):
+            return term
+        return rest[0] if term.op == "full" else constant(1)
+    return term.args[0]
 
 
-def _in_fp32(call: cst.Call, module: Module) -> bool:
-    """A tensor of a Python float has the default dtype, which may be half; the proof is for fp32."""
-    named = {a.keyword.value: module.code(a.value) for a in call.args if a.keyword is not None}
-    return named.get("dtype") in ("torch.float32", "torch.float64", "torch.float", "torch.double")
+def _sum(term: Term) -> _Sum:
+    """Return a term as a sum of multiples of names."""
+    if term.op == "constant":
+        try:
+            return {"": Fraction(term.value)}
+        except ValueError as error:
+            raise NotBounded(f"`{term}`") from error
+    if term.op == "parameter":
+        return {term.value: Fraction(1)}
+    if term.op == "neg":
+        return _added({}, _sum(term.args[0]), -1)
+    if term.op in ("add", "sub") and len(term.args) == 2:
+        return _added(_sum(term.args[0]), _sum(term.args[1]), 1 if term.op == "add" else -1)
+    if term.op in ("mul", "div") and len(term.args) == 2:
+        one, other = map(_sum, term.args)
+        if term.op == "mul" and set(one) <= {""}:
+            one, other = other, one
+        if set(other) <= {""} and other.get("", 0):
+            times = other[""] if term.op == "mul" else 1 / other[""]
+            return {name: times * count for name, count in one.items()}
+    raise NotBounded(f"`{next(iter(subterms(term))).op}` of the time")
+
+
+def _added(one: _Sum, other: _Sum, times: int) -> _Sum:
+    names = sorted({*one, *other})
+    total = {name: one.get(name, Fraction(0)) + times * other.get(name, Fraction(0)) for name in names}
+    return {name: count for name, count in total.items() if count}

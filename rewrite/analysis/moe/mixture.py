@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.analysis.step.terms import computed_in_step
+from rewrite.analysis.step.terms import MAX_DEPTH, Step, check_calls, run_step
 from rewrite.analysis.syntax.module import ClassInfo, Module, dotted
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import NotComputable
@@ -76,7 +76,9 @@ def mixture(info: ClassInfo, module: Module) -> Mixture:
     if len(names) != 1:
         raise OtherBlock("it takes more than the hidden states")
     hidden = Term("parameter", (), names[0])
-    total = _bare(computed_in_step(forward, module, info))
+    step = Step(module, info, MAX_DEPTH)
+    result = run_step(step, forward, {}, trusted=None)
+    total = _bare(result)
     routed, shared = (total, None)
     if total.op == "add" and len(total.args) == 2:
         sides = [_bare(side) for side in total.args]
@@ -94,6 +96,7 @@ def mixture(info: ClassInfo, module: Module) -> Mixture:
     if not _is_call(call, 2) or _bare(call.args[1]) != hidden or _bare(x) != hidden:
         raise OtherBlock("the router or the experts are given something else than the hidden states")
     module_name, gate = _shared(shared, hidden)
+    check_calls(step.calls, result, trusted=(experts.value, call.args[0].value))
     return Mixture(experts.value, call.args[0].value, call.args[1] != hidden, module_name, gate)
 
 

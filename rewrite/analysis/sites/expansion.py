@@ -1,80 +1,150 @@
-"""Keys and values that are repeated for the query heads that share them: who repeats them, who reads the result."""
+"""Keys and values that are repeated for the query heads that share them: who repeats them, and how."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import libcst as cst
-import libcst.matchers as m
 
-from rewrite.analysis.syntax.module import Module
-from rewrite.analysis.syntax.nodes import expression
-from rewrite.analysis.syntax.replacement import is_docstring
+from rewrite.analysis.effects import Scope, effects_of, why_not_plain
+from rewrite.analysis.sites.axes import Axes, NotRegrouped, axes_of
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.syntax.nodes import calls_in, parameters
+from rewrite.analysis.terms.computation import MAX_DEPTH, Bindings, NotComputable, Run, body, subterms
+from rewrite.analysis.terms.spelling import Term
 
-
-def expands_heads(function: cst.FunctionDef, module: Module) -> bool:
-    """Return whether `function(x, n)` repeats dimension 1 of a 4-D tensor n times, element by element."""
-    params = [param.name.value for param in function.params.params]
-    lines = [module.code(line) for line in function.body.body if not is_docstring(line)]
-    if len(params) != 2 or len(lines) != 4:
-        return False
-    x, n = params
-    shape = lines[0].removesuffix(f" = {x}.shape")
-    sizes = [size.strip() for size in shape.split(",")]
-    if len(sizes) != 4 or shape == lines[0]:
-        return False
-    b, h, s, d = sizes
-    expanded = f"{x}[:, :, None, :, :].expand({b}, {h}, {n}, {s}, {d})"
-    return [" ".join(line.split()) for line in lines[1:]] == [
-        f"if {n} == 1: return {x}",
-        f"{x} = {expanded}",
-        f"return {x}.reshape({b}, {h} * {n}, {s}, {d})",
-    ]
+LENGTHENING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"})
+_JOINING = frozenset({"cat", "concat", "concatenate", "stack"})
+_REGROUPING = frozenset({"reshape", "view", "flatten", "unflatten", "contiguous", "clone"})
+_HEADS = 1
+_AXES: Axes = tuple((Term("size", (), name),) for name in ("B", "H", "S", "D"))
 
 
-def product_of(use: cst.Name, module: Module) -> cst.Call | cst.BinaryOperation | None:
-    """Return the matrix product whose right side is `use` or a transposition of it."""
-    right: cst.CSTNode = use
-    parent = module.parent(use)
-    if m.matches(parent, m.Attribute(attr=m.Name("transpose"))):
-        right = module.parent(parent)
-        if not isinstance(right, cst.Call) or not _swaps_last_two(right, module):
-            return None
-        parent = module.parent(right)
-    if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, cst.MatrixMultiply):
-        return parent if parent.right is right else None
-    if isinstance(parent, cst.Arg):
-        call = module.parent(parent)
-        if isinstance(call, cst.Call) and module.qualified(call.func) == "torch.matmul" and call.args[1] is parent:
-            return call
-    return None
+class NotAnExpansion(Exception):
+    """What makes a tensor longer is not the repetition of heads, or was not understood."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
 
 
-def reads_a_kept_size(use: cst.Name, module: Module) -> bool:
-    """Return whether `use` only tells a size that expansion leaves alone, any but the number of heads."""
-    shape = module.parent(use)
-    size = module.parent(shape)
-    kept = m.Subscript(slice=[m.SubscriptElement(m.Index(m.Integer("0") | m.Integer("2") | m.Integer("3")))])
-    last = m.Index(m.UnaryOperation(m.Minus(), m.Integer("1") | m.Integer("2") | m.Integer("4")))
-    return m.matches(shape, m.Attribute(attr=m.Name("shape"))) and m.matches(
-        size, kept | m.Subscript(slice=[m.SubscriptElement(last)])
-    )
+@dataclass(frozen=True)
+class Expansion:
+    """`tensor` `[B, H, S, D]` becomes `[B, H times, S, D]`, every head as often as `times` says, in a row."""
+
+    tensor: Term
+    times: Term
 
 
-def grouped_product(
-    product: cst.Call | cst.BinaryOperation, use: cst.Name, compact: cst.Name, module: Module
-) -> cst.Call:
-    """Return the product with `use` replaced by the tensor before expansion, as a call of `grouped_matmul`."""
-    left, right = (
-        (product.args[0].value, product.args[1].value)
-        if isinstance(product, cst.Call)
-        else (product.left, product.right)
-    )
-    renamed = right.deep_replace(use, cst.Name(compact.value))
-    call = expression(f"grouped_matmul({module.code(left)}, {cst.Module([]).code_for_node(renamed)})")
-    if not isinstance(call, cst.Call):
-        raise TypeError("not a call")
-    return call
+def lengthens(node: cst.CSTNode) -> bool:
+    """Whether code below `node` makes a tensor a number of times as long: the broad notion, by what it calls."""
+    called = {_called(call) for call in calls_in(node)}
+    if called & {"repeat", "repeat_interleave", "tile"}:
+        return True
+    if called & LENGTHENING and called & _REGROUPING:
+        return True
+    lists = any(isinstance(n, cst.BinaryOperation) and isinstance(n.left, (cst.List, cst.Tuple)) for n in walk(node))
+    return bool(called & _JOINING) and lists
 
 
-def _swaps_last_two(transpose: cst.Call, module: Module) -> bool:
-    axes = [module.code(argument.value) for argument in transpose.args]
-    return len(axes) == 2 and {axes[0], axes[1]} in ({"2", "3"}, {"-1", "-2"})
+def is_expanding(function: cst.FunctionDef, owner: ClassInfo | None = None) -> bool:
+    """Whether a function looks like one that repeats a tensor: it takes one, perhaps a number, and lengthens it."""
+    count = len(parameters(function)) - (owner is not None and "self" in parameters(function))
+    return 1 <= count <= 3 and lengthens(function.body)
+
+
+def repetition(function: cst.FunctionDef, module: Module, owner: ClassInfo | None = None) -> Expansion | None:
+    """Return what a function repeats, None if that is not the heads of a tensor."""
+    try:
+        return expansion(body(function, module, owner))
+    except (NotAnExpansion, NotComputable):
+        return None
+
+
+def expansion(term: Term) -> Expansion:
+    """Read a term as the repetition of the heads of a tensor.
+
+    Raises:
+        NotAnExpansion: if it is another computation.
+    """
+    found = ""
+    for tensor in dict.fromkeys(inner for inner in subterms(term) if inner.op in ("parameter", "attribute")):
+        try:
+            axes = axes_of(term, tensor, _AXES)
+        except NotRegrouped as error:
+            found = found or error.what
+            continue
+        if len(axes) == len(_AXES) and axes != _AXES:
+            return _read(tensor, axes)
+    raise NotAnExpansion("other_expansion", found or "no dimension becomes longer")
+
+
+def _read(tensor: Term, axes: Axes) -> Expansion:
+    place = next(place for place, (axis, own) in enumerate(zip(axes, _AXES, strict=True)) if axis != own)
+    if axes[:place] + axes[place + 1 :] != _AXES[:place] + _AXES[place + 1 :]:
+        raise NotAnExpansion("other_expansion", "several dimensions change")
+    if place != _HEADS:
+        raise NotAnExpansion("other_expansion", f"dimension {place} is repeated")
+    if len(axes[place]) != 2 or axes[place][0] != _AXES[_HEADS][0]:
+        raise NotAnExpansion("other_expansion", "the copies of a head do not lie in a row")
+    return Expansion(tensor, axes[place][1])
+
+
+def computed(call: cst.Call, scope: Scope) -> tuple[Expansion, dict[str, cst.BaseExpression]]:
+    """Return what a call of a function of the file repeats, and the argument of each of its parameters.
+
+    Raises:
+        NotAnExpansion: if it is not the repetition of heads, or the function may be another one.
+    """
+    function, owner = called_function(call, scope)
+    if function is None:
+        raise NotAnExpansion("other_expansion", f"what `{scope.module.code(call.func)}` is")
+    if why := why_not_plain(effects_of(scope.module), function, owner):
+        raise NotAnExpansion("rebound", why)
+    try:
+        return expansion(body(function, scope.module, owner)), _arguments(call, function)
+    except NotComputable as error:
+        raise NotAnExpansion("other_expansion", error.what) from error
+
+
+def called_function(call: cst.Call, scope: Scope) -> tuple[cst.FunctionDef | None, ClassInfo | None]:
+    """Return the function of the file, or the method of the class, that a call runs as far as its name tells."""
+    if isinstance(call.func, cst.Name) and call.func.value not in scope.locals:
+        return scope.module.functions.get(call.func.value), None
+    method = self_attribute(call.func)
+    if method is not None and scope.owner is not None:
+        return scope.module.method(scope.owner, method), scope.owner
+    return None, None
+
+
+def _arguments(call: cst.Call, function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
+    params = [*function.params.posonly_params, *function.params.params]
+    names = [param.name.value for param in params if param.name.value != "self"]
+    given = {param.name.value: param.default for param in params if param.default is not None}
+    if any(argument.star for argument in call.args):
+        raise NotAnExpansion("other_expansion", "an argument with a star")
+    for place, argument in enumerate(call.args):
+        if argument.keyword is None and place >= len(names):
+            raise NotAnExpansion("other_expansion", "more arguments than parameters")
+        given[names[place] if argument.keyword is None else argument.keyword.value] = argument.value
+    return given
+
+
+def inline(node: cst.BaseExpression, scope: Scope) -> Expansion:
+    """Return what an expression repeats, over the locals that it reads.
+
+    Raises:
+        NotAnExpansion: if it is not the repetition of heads.
+    """
+    environment: Bindings = {name: Term("parameter", (), name) for name in scope.locals if name != "self"}
+    try:
+        return expansion(Run(scope.module, scope.owner, MAX_DEPTH).expression(node, environment))
+    except NotComputable as error:
+        raise NotAnExpansion("other_expansion", error.what) from error
+
+
+def _called(call: cst.Call) -> str:
+    if isinstance(call.func, cst.Attribute):
+        return call.func.attr.value
+    return call.func.value if isinstance(call.func, cst.Name) else ""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk, without_runtime
+from rewrite.analysis.sites.as_written import is_runtime_name, why_no_parameter, why_not_as_written
+from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, body, subterms
 from rewrite.analysis.terms.spelling import Term, constant
 
@@ -41,6 +42,11 @@ RMS_NORMS = tuple(
             "(self.norm(x.float()) * self.WEIGHT.float() if self.WITH else self.norm(x.float())).to(x.dtype)",
             {"CAST": ".float()", **_FP32},
         ),
+        (
+            "(self.norm(x.float()) * self.WEIGHT.float()).to(x.dtype)"
+            " if self.WITH else self.norm(x.float()).to(x.dtype)",
+            {"CAST": ".float()", **_FP32},
+        ),
     )
 )
 """RMSNorm; the marks are the keywords of `rms_norm`, and what is appended to its weight (`CAST`).
@@ -60,6 +66,13 @@ LAYER_NORMS = tuple(
 
 
 @dataclass(frozen=True)
+class NotProven:
+    """The computation is the operator's as far as it is written down; `what` else it may be."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class NormCall:
     """The runtime call that computes what a norm class's `forward` computes."""
 
@@ -76,57 +89,31 @@ class NormCall:
 
 
 def computed(info: ClassInfo, module: Module) -> Term | NotComputable:
-    """Return what the class's `forward` computes, or what keeps it from having a canonical form."""
-    function = module.method(info, "forward")
-    if function is None:
-        return NotComputable("no forward")
+    """Return what the class's own `forward` computes, or what keeps it from having a canonical form."""
     try:
-        return body(function, module, info)
+        return body(info.methods["forward"], module, info)
     except NotComputable as error:
         return error
 
 
-def divides_by_root_mean_square(term: Term) -> bool:
-    """Whether `term` takes the root, or its inverse, of a mean of squares over any dimension."""
-    return any(_mean_square(inner) is not None for root in _roots(term) for inner in subterms(root))
-
-
-def subtracts_mean(term: Term) -> bool:
-    """Whether `term` is a LayerNorm's: the squares are taken of differences from a mean."""
-    squares = (square for t in subterms(term) if (square := _mean_square(t)) is not None)
-    return any(t.op == "neg" and t.args[0].op == "mean" for square in squares for t in subterms(square))
-
-
-def looks_like_norm(info: ClassInfo) -> bool:
-    """Whether `forward` names a mean and a root or power of something (broad)."""
-    if "forward" not in info.methods:
-        return False
-    nodes = list(walk(info.methods["forward"].body))
-    helpers = {self_attribute(node) for node in nodes} & info.methods.keys()
-    nodes += [node for helper in sorted(map(str, helpers)) for node in walk(info.methods[helper].body)]
-    names = {node.value for node in nodes if isinstance(node, cst.Name)}
-    root = bool(names & {"rsqrt", "sqrt", "pow"}) or any(isinstance(node, cst.Power) for node in nodes)
-    return "mean" in names and root
-
-
-def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | None:
-    """Return the `rms_norm` call that computes `term`."""
+def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | NotProven | None:
+    """Return the `rms_norm` call that computes `term`, None if it is another computation."""
     for pattern in RMS_NORMS:
-        if (bound := pattern.match(term)) is None or not _parameters(bound, info, module):
-            continue
-        keywords = [f"{key}={value}" for key, value in pattern.marks.items() if key != "CAST"]
-        weight = _weight(bound, str(pattern.marks.get("CAST", "")))
-        return NormCall("rms_norm", bound["x"].value, (weight, f"self.{bound['EPS'].value}", *keywords))
+        if (bound := pattern.match(term)) is not None:
+            keywords = [f"{key}={value}" for key, value in pattern.marks.items() if key != "CAST"]
+            weight = _weight(bound, str(pattern.marks.get("CAST", "")))
+            call = NormCall("rms_norm", bound["x"].value, (weight, f"self.{bound['EPS'].value}", *keywords))
+            return _proven(call, bound, info, module)
     return None
 
 
-def layer_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | None:
-    """Return the `layer_norm` call that computes `term`."""
+def layer_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | NotProven | None:
+    """Return the `layer_norm` call that computes `term`, None if it is another computation."""
     for pattern in LAYER_NORMS:
-        if (bound := pattern.match(term)) is not None and _parameters(bound, info, module):
+        if (bound := pattern.match(term)) is not None:
             bias = f"self.{bound['BIAS'].value}" if "BIAS" in bound else "None"
-            eps = f"self.{bound['EPS'].value}"
-            return NormCall("layer_norm", bound["x"].value, (_weight(bound), bias, eps))
+            call = NormCall("layer_norm", bound["x"].value, (_weight(bound), bias, f"self.{bound['EPS'].value}"))
+            return _proven(call, bound, info, module)
     return None
 
 
@@ -140,7 +127,7 @@ def runtime_norm(info: ClassInfo, module: Module) -> tuple[cst.FunctionDef, Norm
     if not isinstance(value, cst.Call):
         return None
     short = without_runtime(module.qualified(value.func))
-    if short not in ("rms_norm", "layer_norm") or short in module.functions:
+    if short not in ("rms_norm", "layer_norm") or not is_runtime_name(short, module):
         return None
     tensor, *rest = (module.code(argument).rstrip(", ") for argument in value.args)
     return function, NormCall(short, tensor, tuple(rest))
@@ -155,6 +142,12 @@ def _only_statement(function: cst.FunctionDef) -> bool:
         and isinstance(statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
         for statement in before
     )
+
+
+def said(term: Term) -> str:
+    """Return what is computed instead, in words for a skip's detail."""
+    text = str(term)
+    return f"it computes {text if len(text) <= 120 else text[:119] + '…'}"
 
 
 def rms_norm_obstacle(term: Term) -> str:
@@ -191,14 +184,9 @@ def _weight(bound: Bindings, cast: str = "") -> str:
     return f"{weight} if self.{bound['WITH'].value} else None" if "WITH" in bound else weight
 
 
-def _parameters(bound: Bindings, info: ClassInfo, module: Module) -> bool:
-    """Whether what is multiplied and added are tensors of the module, not numbers."""
+def _proven(call: NormCall, bound: Bindings, info: ClassInfo, module: Module) -> NormCall | NotProven:
+    """Return the call if nothing but what is written in the file decides what `forward` computes."""
+    why = why_not_as_written(info, info.methods["forward"], module)
     names = [bound[key].value for key in ("WEIGHT", "BIAS") if key in bound]
-    return all(_is_parameter(name, info, module) for name in names)
-
-
-def _is_parameter(name: str, info: ClassInfo, module: Module) -> bool:
-    values = module.assignments(info, name)
-    calls = [value for value in values if isinstance(value, cst.Call)]
-    tensors = ("torch.nn.Parameter", "torch.nn.Buffer", "torch.nn.parameter.Parameter")
-    return bool(calls) and len(calls) == len(values) and all(module.qualified(c.func) in tensors for c in calls)
+    why = why or next((why for name in names if (why := why_no_parameter(name, info, module))), "")
+    return NotProven(why) if why else call

@@ -5,35 +5,40 @@ Used by `fuse_qkv` and `fuse_gate_up`, which differ only in which groups are the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from rewrite.analysis.effects import Effect, Scope, attribute, between, effects_of, why_not_move
+from rewrite.analysis.effects.identity import Identity, with_argument
+from rewrite.analysis.sites.linear_calls import LinearCall, linear_call, linear_kind
+from rewrite.analysis.sites.products import products_in, resolved
+from rewrite.analysis.sites.strides import relied_on
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, walk
 from rewrite.analysis.syntax.nodes import (
     block_of,
-    bound_names,
-    called_attribute,
     calls_in,
     fresh_name,
     local_names,
-    mutated_names,
     replace_nodes,
-    single_argument,
     single_assignments,
-    written_names,
 )
 from rewrite.analysis.syntax.proposal import Candidate, Edit, Found, Skip
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free
+from rewrite.analysis.terms.spelling import Term
 
 REASONS: Mapping[str, str] = {
-    "not_linear": "a projection is not built as a plain nn.Linear",
+    "not_linear": "a projection is not certainly a plain nn.Linear",
+    "other_form": "a projection is computed by another form of call",
     "different_blocks": "the calls stand in different blocks, so not all of them run each time",
     "conditional_call": "a call stands inside a conditional expression, a lambda or a comprehension",
     "called_twice": "one projection is called more than once with this argument",
     "computed_argument": "the argument is itself computed at each call",
     "argument_changes": "the argument is written between the calls",
+    "block_is_left": "the block may be left between the calls",
+    "not_proven": "what stands between the calls may write what they read",
+    "strides_read": "a result is read in a way that a slice of a larger tensor does not allow",
     "name_taken": "the file has a name `packed_linear` of its own",
 }
 
@@ -42,60 +47,86 @@ _SUFFIXES = ("_proj", "_projection", "_lin", "_linear", "_layer")
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call `self.<attribute>(<argument>)` of a projection."""
-
-    attribute: str
-    node: cst.Call
-    statement: cst.BaseStatement
-
-
-@dataclass(frozen=True)
 class Group:
     """Calls in one method that pass the same argument, in source order."""
 
     owner: ClassInfo
     method: cst.FunctionDef
-    argument: str
-    calls: tuple[Call, ...]
+    calls: tuple[LinearCall, ...]
+
+    @property
+    def first(self) -> LinearCall:
+        """The call whose place the product takes."""
+        return self.calls[0]
+
+    @property
+    def attributes(self) -> list[str]:
+        """The names of the projections."""
+        return [call.attribute for call in self.calls]
 
     def candidate(self) -> Candidate:
         """Return the candidate that stands for this group."""
-        label = ", ".join(dict.fromkeys(call.attribute for call in self.calls))
-        return Candidate(self.calls[0].node, f"{self.owner.name}.{self.method.name.value}", label)
+        label = ", ".join(dict.fromkeys(self.attributes))
+        return Candidate(self.first.node, f"{self.owner.name}.{self.method.name.value}", label)
 
 
-def projection_groups(module: Module) -> Iterator[Group]:
-    """Yield every group of two or more projections of one argument, in source order."""
+def projection_groups(module: Module) -> tuple[Group, ...]:
+    """Return every group of two or more projections of one argument, in source order."""
+    found = module.remembered.get("projection_groups")
+    if not isinstance(found, tuple):
+        found = module.remembered["projection_groups"] = tuple(_found(module))
+    return found
+
+
+def _found(module: Module) -> Iterator[Group]:
     for owner, _, method in module.methods():
-        by_argument: dict[tuple[str, str], list[Call]] = {}
-        for node in calls_in(method.body):
-            attribute, value = called_attribute(node), single_argument(node)
-            kind = _kind(module, owner, attribute) if attribute is not None else None
-            if attribute is not None and value is not None and kind is not None:
-                call = Call(attribute, node, module.statement(node))
-                by_argument.setdefault((module.code(value), kind), []).append(call)
-        for (argument, _), calls in by_argument.items():
-            yield from _groups(module, owner, method, argument, calls)
+        calls = [call for node in calls_in(method.body) if (call := linear_call(node, owner, method, module))]
+        if len({call.attribute for call in calls}) < 2:
+            continue
+        identity = Identity(effects_of(module).scope(method, owner))
+        by_argument: dict[tuple[Term, str], list[LinearCall]] = {}
+        for call in calls:
+            key = (identity.term(call.argument), linear_kind(call.attribute, owner, module))
+            by_argument.setdefault(key, []).append(call)
+        for same in by_argument.values():
+            for group in _groups(module, owner, method, same):
+                yield from _provable_parts(group, module) or [group]
+
+
+def _provable_parts(group: Group, module: Module) -> list[Group]:
+    """Split a group where something between its calls keeps the later ones from moving; empty if no part is left."""
+    if _cannot_be_ordered(group, module) is not None:
+        return []
+    scope, parts, rest = effects_of(module).scope(group.method, group.owner), list[Group](), list(group.calls)
+    while rest:
+        part = rest[:1]
+        for call in rest[1:]:
+            if _unordered(replace(group, calls=(*part, call)), scope) is not None:
+                break
+            part.append(call)
+        rest = rest[len(part) :]
+        if len(part) > 1:
+            parts.append(replace(group, calls=tuple(part)))
+    return parts
 
 
 def is_gated_product(group: Group, module: Module) -> bool:
     """Return whether one projection passes through an activation and is multiplied with another: `act(a) * b`."""
     values = single_assignments(group.method)
-
-    def resolved(node: cst.BaseExpression) -> cst.BaseExpression:
-        return values.get(node.value, node) if isinstance(node, cst.Name) else node
-
     nodes = {id(call.node) for call in group.calls}
-    for product in walk(group.method.body):
-        if not isinstance(product, cst.BinaryOperation) or not isinstance(product.operator, cst.Multiply):
-            continue
+    for product in products_in(group.method.body, module):
         for first, second in ((product.left, product.right), (product.right, product.left)):
-            activated, plain = resolved(first), resolved(second)
-            inner = single_argument(activated) if isinstance(activated, cst.Call) else None
-            if inner is not None and id(plain) in nodes and id(resolved(inner)) in nodes - {id(plain)}:
+            activated, plain = resolved(first, values), resolved(second, values)
+            inner = _first_argument(activated)
+            if inner is not None and id(plain) in nodes and id(resolved(inner, values)) in nodes - {id(plain)}:
                 return True
     return False
+
+
+def _first_argument(node: cst.BaseExpression) -> cst.BaseExpression | None:
+    if not isinstance(node, cst.Call) or not node.args or node.args[0].star:
+        return None
+    return node.args[0].value
 
 
 def merge(group: Group, module: Module) -> Found | Skip:
@@ -104,25 +135,39 @@ def merge(group: Group, module: Module) -> Found | Skip:
         return skip
     if not name_is_free("packed_linear", module, group.method):
         return Skip("name_taken")
+    scope = effects_of(module).scope(group.method, group.owner)
+    reads = relied_on(scope, group.calls)
+    if reads.problem:
+        return Skip("strides_read", reads.problem)
     taken = local_names(group.method, module)
-    first = group.calls[0].statement
+    first = group.first.statement
     hoisted = {id(call.statement): name for call in group.calls if (name := _hoistable(call, group, module))}
     names = [hoisted.get(id(call.statement)) or fresh_name(_stem(call.attribute), taken) for call in group.calls]
     packed = call_statement(
         f"{', '.join(names)} = ",
         "packed_linear",
-        [group.argument, *(f"self.{call.attribute}" for call in group.calls)],
+        [module.code(group.first.argument), *(f"self.{attribute}" for attribute in group.attributes)],
         module,
         indent=module.indentation(first),
     ).with_changes(leading_lines=getattr(first, "leading_lines", ()))
-    return Found(tuple(_edits(group, names, hoisted, packed)), ("products.packed_linear",))
+    return Found(tuple(_edits(group, names, hoisted, packed, reads.reshapes)), ("products.packed_linear",))
 
 
 def _edits(
-    group: Group, names: list[str], hoisted: Mapping[int, str], packed: cst.SimpleStatementLine
+    group: Group,
+    names: list[str],
+    hoisted: Mapping[int, str],
+    packed: cst.SimpleStatementLine,
+    reshapes: Sequence[cst.Name],
 ) -> Iterator[Edit]:
-    first = group.calls[0].statement
+    first = group.first.statement
+    inside = {id(node) for node in walk(first)}
     inline: dict[int, tuple[cst.CSTNode, ...]] = {}
+    for view in reshapes:
+        if id(view) in inside:
+            inline[id(view)] = (cst.Name("reshape"),)
+        else:
+            yield Edit(view, (cst.Name("reshape"),))
     for call, name in zip(group.calls, names, strict=True):
         if call.statement is first:
             inline[id(call.node)] = (cst.Name(name),)
@@ -134,116 +179,84 @@ def _edits(
     yield Edit(first, (packed,) if id(first) in hoisted else (packed, rest))
 
 
-def _groups(
-    module: Module, owner: ClassInfo, method: cst.FunctionDef, argument: str, calls: list[Call]
-) -> Iterator[Group]:
+def _groups(module: Module, owner: ClassInfo, method: cst.FunctionDef, calls: list[LinearCall]) -> Iterator[Group]:
+    """Split calls of one argument into those of each block, or keep them together where no block has two."""
     if len({call.attribute for call in calls}) < 2:
         return
-    blocks: dict[int, list[Call]] = {}
+    blocks: dict[int, list[LinearCall]] = {}
     for call in calls:
         blocks.setdefault(id(module.parent(call.statement)), []).append(call)
-    same = [part for block in blocks.values() for part in _same_value(block, module)]
-    together = [part for part in same if len({call.attribute for call in part}) > 1]
-    apart = [calls] if len(same) == len(blocks) > 1 else []
-    for part in together or apart:
-        yield Group(owner, method, argument, tuple(part))
-
-
-def _same_value(calls: list[Call], module: Module) -> Iterator[list[Call]]:
-    """Split calls of one block where a plain assignment gives the argument's name another value."""
-    read = names_in([calls[0].node.args[0].value])
-    part: list[Call] = []
-    for call in calls:
-        if part and read & _reassigned(part[-1].statement, call.statement, module):
-            yield part
-            part = []
-        part.append(call)
-    yield part
-
-
-def _reassigned(first: cst.BaseStatement, last: cst.BaseStatement, module: Module) -> set[str]:
-    block = list(block_of(first, module))
-    start, end = (next(i for i, s in enumerate(block) if s is line) for line in (first, last))
-    lines = [line for line in block[start:end] if isinstance(line, cst.SimpleStatementLine)]
-    assigns = [small for line in lines for small in line.body if isinstance(small, cst.Assign)]
-    return {t.target.value for a in assigns for t in a.targets if isinstance(t.target, cst.Name)}
-
-
-def _kind(module: Module, owner: ClassInfo, attribute: str) -> str | None:
-    """Return what any value assigned to the attribute builds, something called linear or a convolution that sees one
-    place at a time; None for anything else. Broad, for candidates.
-    """
-    values = module.assignments(owner, attribute)
-    if any(_is_called(call, ("linear", "conv1d"), module) for value in values for call in calls_in(value)):
-        return "linear"
-    convolutions = (value for value in values if isinstance(value, cst.Call) and _is_called(value, "conv2d", module))
-    return "convolution" if any(_sees_one_place(value) for value in convolutions) else None
-
-
-def _is_called(call: cst.Call, ending: str | tuple[str, ...], module: Module) -> bool:
-    return module.qualified(call.func).rsplit(".", 1)[-1].lower().endswith(ending)
-
-
-def _sees_one_place(convolution: cst.Call) -> bool:
-    by_name = {argument.keyword.value: argument.value for argument in convolution.args if argument.keyword is not None}
-    third = convolution.args[2].value if len(convolution.args) > 2 else None
-    size = by_name.get("kernel_size", third)
-    return isinstance(size, cst.Integer) and size.value == "1"
-
-
-def _is_linear(module: Module, owner: ClassInfo, attribute: str) -> bool:
-    values = module.assignments(owner, attribute)
-    return all(isinstance(v, cst.Call) and module.qualified(v.func) in _PLAIN_LINEAR for v in values)
+    together = [part for part in blocks.values() if len({call.attribute for call in part}) > 1]
+    for part in together or [calls]:
+        yield Group(owner, method, tuple(part))
 
 
 def _unsafe(group: Group, module: Module) -> Skip | None:
-    attributes = [call.attribute for call in group.calls]
-    if (odd := next((a for a in attributes if not _is_linear(module, group.owner, a)), None)) is not None:
-        return Skip("not_linear", odd)
-    if len(set(attributes)) < len(attributes):
-        return Skip("called_twice", group.argument)
+    if (skip := _cannot_be_ordered(group, module)) is not None:
+        return skip
+    return _unordered(group, effects_of(module).scope(group.method, group.owner))
+
+
+def _cannot_be_ordered(group: Group, module: Module) -> Skip | None:
+    """Return what rules the group out whatever stands between its calls."""
+    if (skip := _odd_projection(group, module)) is not None:
+        return skip
+    argument = group.first.argument
+    text = module.code(argument)
+    if len(set(group.attributes)) < len(group.attributes):
+        return Skip("called_twice", text)
     if len({id(module.parent(call.statement)) for call in group.calls}) > 1:
-        return Skip("different_blocks", group.argument)
+        return Skip("different_blocks", text)
     if (call := next((c for c in group.calls if _is_conditional(c, module)), None)) is not None:
         return Skip("conditional_call", call.attribute)
-    argument = single_argument(group.calls[0].node)
-    if argument is None or any(isinstance(node, (cst.Call, cst.Await, cst.NamedExpr)) for node in walk(argument)):
-        return Skip("computed_argument", group.argument)
-    read = names_in([argument])
-    between = _between(group, module)
-    if read & set().union(*(bound_names(node) for node in between[:-1])) or read & written_names(between[-1]):
-        return Skip("argument_changes", group.argument)
-    if written := _mutated(group, between) - _fresh(group, between):
-        return Skip("argument_changes", f"{group.argument}, which {', '.join(sorted(written))} may alias")
+    if any(isinstance(node, (cst.Call, cst.Await, cst.NamedExpr)) for c in group.calls for node in walk(c.argument)):
+        return Skip("computed_argument", text)
     return None
 
 
-def _mutated(group: Group, between: list[cst.CSTNode]) -> set[str]:
-    """Return the names that are written in place from the first call to the last."""
-    values: list[cst.CSTNode] = [node.value for node in walk(between[-1]) if isinstance(node, cst.Assign)]
-    return set().union(*(mutated_names(node) for node in (*between[:-1], *(values or between[-1:]))))
+def _odd_projection(group: Group, module: Module) -> Skip | None:
+    for call in group.calls:
+        if not call.plain:
+            return Skip("other_form", module.code(call.node))
+        found = attribute(group.owner, call.attribute, effects_of(module).names)
+        if odd := next((v for v in found.values if not _builds_linear(v, module)), None):
+            return Skip("not_linear", f"self.{call.attribute} may be {module.code(odd)}")
+        if found.unknown:
+            return Skip("not_linear", f"self.{call.attribute}: {found.unknown}")
+    return None
 
 
-def _fresh(group: Group, between: list[cst.CSTNode]) -> set[str]:
-    """Return the names that, from the first call to the last, mean nothing but the result of a call of the group."""
-    calls = {id(call.node) for call in group.calls}
-    made, other = set[str](), set[str]()
-    for line in between:
-        for node in walk(line):
-            if isinstance(node, (cst.Assign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.With)):
-                own = isinstance(node, cst.Assign) and any(id(inner) in calls for inner in walk(node.value))
-                (made if own else other).update(bound_names(node))
-    return made - other
+def _builds_linear(value: cst.BaseExpression, module: Module) -> bool:
+    return isinstance(value, cst.Call) and effects_of(module).names.resolved(value.func) in _PLAIN_LINEAR
+
+
+def _unordered(group: Group, scope: Scope) -> Skip | None:
+    """Return why the calls may not all take place before the first one's statement, None if they may."""
+    asked = scope.of(group.first.argument)
+    for call in group.calls:
+        past = between(scope, group.first.statement, call.node)
+        if past is None:
+            return Skip("different_blocks", call.attribute)
+        moved = with_argument(scope.of(call.node), scope.of(call.argument), asked)
+        if (why := why_not_move(scope, moved, past)) is not None:
+            return Skip(_kind_of_conflict(moved, past), f"self.{call.attribute}: {why}")
+    return None
+
+
+def _kind_of_conflict(moved: Effect, past: Effect) -> str:
+    if moved.anything or past.anything:
+        return "not_proven"
+    return "block_is_left" if past.leaves else "argument_changes"
 
 
 def _between(group: Group, module: Module) -> list[cst.CSTNode]:
     """Return the statements from the first call's to the last call's."""
-    block = list(block_of(group.calls[0].node, module))
+    block = list(block_of(group.first.node, module))
     places = [next(i for i, s in enumerate(block) if s is call.statement) for call in group.calls]
     return block[min(places) : max(places) + 1]
 
 
-def _is_conditional(call: Call, module: Module) -> bool:
+def _is_conditional(call: LinearCall, module: Module) -> bool:
     conditional = (cst.IfExp, cst.BooleanOperation, cst.Lambda, cst.BaseComp, cst.Comparison)
     for above in module.ancestors(call.node):
         if above is call.statement:
@@ -253,7 +266,7 @@ def _is_conditional(call: Call, module: Module) -> bool:
     return False
 
 
-def _hoistable(call: Call, group: Group, module: Module) -> str | None:
+def _hoistable(call: LinearCall, group: Group, module: Module) -> str | None:
     """Return `x` if the call's statement is just `x = self.projection(argument)` and may move up to the first call."""
     line = call.statement
     if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
@@ -262,7 +275,7 @@ def _hoistable(call: Call, group: Group, module: Module) -> str | None:
     if not isinstance(small, cst.Assign) or small.value is not call.node or len(small.targets) != 1:
         return None
     target = small.targets[0].target
-    first = call.statement is group.calls[0].statement
+    first = call.statement is group.first.statement
     if not isinstance(target, cst.Name) or (not first and any(e.comment for e in line.leading_lines)):
         return None
     if line.trailing_whitespace.comment is not None:

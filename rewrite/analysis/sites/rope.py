@@ -113,9 +113,19 @@ def rotations(term: Term) -> list[Rotation] | None:
     return [rotation for rotation in found if rotation is not None]
 
 
+def other_part(term: Term) -> str:
+    """Return the first result that is no rotation that the runtime has, shortened, for a report."""
+    parts = term.args if term.op == "tuple" else (term,)
+    other = next((part for part in parts if _rotation(part) is None), term)
+    return str(other)[:_SHOWN]
+
+
+_SHOWN = 120
+
+
 def same_rotation(first: Rotation, second: Rotation) -> bool:
     """Whether both tensors are turned the same way, by the same tables."""
-    if any(r.other not in ("", s.tensor) for r, s in ((first, second), (second, first))):
+    if first.other or second.other not in ("", first.tensor):
         return False
     return first.tensor != second.tensor and all(
         getattr(first, name) == getattr(second, name) for name in ("cos", "sin", "unsqueeze_dim", "keywords", "sliced")
@@ -167,6 +177,7 @@ def _with_rotation() -> Iterator[Pattern]:
             "half_table": table in ("sliced", "half", "half_of_four"),
             "in_fp32": in_fp32,
             "keep_dtype": turned.startswith("keep"),
+            "partial": partial,
             "sliced": table == "sliced",
         }
         yield Pattern(source, marks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, keyword
 from rewrite.analysis.syntax.module import ClassInfo, Module
-from rewrite.analysis.terms.spelling import NONE, Term, constant
+from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 HIDDEN = Term("parameter", (), "hidden_states")
 POSITIONS = Term("parameter", (), "position_embeddings")
@@ -47,7 +47,7 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
         NoStep: if they are made in another way.
     """
     if term.op == "select":
-        test, yes, no = term.args
+        test, yes, no = _positive(term, lambda way: _rotation_of(way) is not None)
         turned = turned_heads(yes, info, module) if _rotation_of(yes) else None
         if turned is not None and turned.turned_if is None and turned.heads == split_heads(no, info, module):
             return replace(turned, turned_if=test)
@@ -67,6 +67,19 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
     if halves[0] != halves[1]:
         raise NoStep("other_rotation", "one table is halved")
     return Turned(split_heads(tensor, info, module), True, halves[0], _options(call))
+
+
+def _positive(choice: Term, wanted: Callable[[Term], bool]) -> tuple[Term, Term, Term]:
+    """Return a choice with the way that is `wanted` first."""
+    test, yes, no = choice.args
+    return (make("not", test), no, yes) if wanted(no) and not wanted(yes) else (test, yes, no)
+
+
+def _has_norm(term: Term, info: ClassInfo, module: Module) -> bool:
+    """Whether a norm is on the way from the product to the heads."""
+    while term.op in ("transpose", "view", "reshape"):
+        term = term.args[0]
+    return _norm_of(term, info, module) is not None
 
 
 def _options(call: Term) -> tuple[str, ...]:
@@ -132,7 +145,7 @@ def split_heads(term: Term, info: ClassInfo, module: Module) -> Heads:
 
 def _normed_if(term: Term, read: Reader, info: ClassInfo, module: Module) -> Heads | None:
     """Read heads that are normalised under a condition."""
-    test, yes, no = term.args
+    test, yes, no = _positive(term, lambda way: _has_norm(way, info, module))
     normed, plain = read(yes, info, module), read(no, info, module)
     if normed.norm is not None and normed.normed_if is None and plain == _without_norm(normed):
         return replace(normed, normed_if=test)

@@ -1,24 +1,41 @@
-"""Attention in a decode step: the parts of the usual `forward`, and the `decode` that is made of them."""
+"""Attention in a decode step: the parts of the usual `forward`, and the method that is made of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import eq
 
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.step.attention_heads import Turned, check_alike, projections_of, split_heads, turned_heads
+from rewrite.analysis.step.attention_heads import (
+    HIDDEN,
+    POSITIONS,
+    Turned,
+    check_alike,
+    projections_of,
+    split_heads,
+    turned_heads,
+)
+from rewrite.analysis.step.mlp_step import NAME
+from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
 from rewrite.analysis.step.terms import CACHE, NoStep, computed_in_step, is_linear, keyword, source
-from rewrite.analysis.syntax.methods import Method
+from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line
-from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.terms.computation import NotComputable, subterms
 from rewrite.analysis.terms.spelling import NONE, Term, constant
 
-PARAMETERS = ("hidden_states", "norm", "residual", "position_embeddings", "past_key_values")
+PARAMETERS = {**BLOCK_PARAMETERS, "position_embeddings": f"{TABLES} | None", CACHE: "PreallocatedCache"}
 CACHE_PARAMETER = Term("parameter", (), CACHE)
+MASK = "attention_mask"
 
-_KEYWORDS = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "output_attentions",
+_LOCALS = ("is_sliding",)
+_SIGNATURE = ("module", "query", "key", "value", MASK)
+"""What every attention function takes first."""
+
+KEYWORDS = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "output_attentions",
              "cache_position", "use_cache", "is_causal"}  # fmt: skip
 """What the attention functions of transformers take and a step can do; a name that is missing here is a refusal."""
 
@@ -28,6 +45,8 @@ class AttentionStep:
     """The attention of a class in one decode step."""
 
     info: ClassInfo
+    takes: Mapping[str, str]
+    """Its parameters by what they are: `hidden_states`, `position_embeddings`, `attention_mask`."""
     projections: tuple[Term, ...]
     query: Turned
     key: Turned
@@ -47,9 +66,9 @@ class AttentionStep:
         return [t.heads.norm.value for t in (self.query, self.key) if t.heads.norm is not None]
 
     def method(self, module: Module) -> Method:
-        """Return its `decode`."""
+        """Return its `decode_residual`."""
         forward = self.info.methods["forward"]
-        layer_idx, projections = source(self.layer_idx, module), [source(p, module) for p in self.projections]
+        layer_idx, projections = source(self.layer_idx, module, ()), [source(p, module, ()) for p in self.projections]
         packed = ", ".join(projections) + ("," if len(projections) == 1 else "")
         before, positions = self._positions(module)
         query = call_statement(
@@ -60,17 +79,18 @@ class AttentionStep:
         )
         window = self.window
         if window.op == "select" and window.args[0].op == "eq":
-            before.append(line(f"is_sliding = {source(window.args[0], module)}", module))
+            before.append(line(f"is_sliding = {source(window.args[0], module, ())}", module))
             window = Term("select", (Term("parameter", (), "is_sliding"), *window.args[1:]))
         attended = call_statement(
             "attn_output = ", "decode_attention", ["query", CACHE, layer_idx, *self._attention(window, module)], module
         )
         last = call_statement(
-            "return ", "linear", ["attn_output", source(self.output, module), "residual=residual"], module
+            "return ", "linear", ["attn_output", source(self.output, module, ()), "residual=residual"], module
         )
         uses = ("attention.qkv_step", "attention.decode_attention", "products.linear")
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
-        return Method(forward, "decode", PARAMETERS, text, (*before, query, attended, last), uses)
+        types = ("cache.PreallocatedCache",)
+        return Method(forward, NAME, PARAMETERS, TENSOR, text, (*before, query, attended, last), uses, types)
 
     def _positions(self, module: Module) -> tuple[list[cst.SimpleStatementLine], str]:
         """Return the statements before, and the argument, that hand over cosines and sines."""
@@ -85,18 +105,18 @@ class AttentionStep:
             ]
             tables = "halves"
         test = self.query.turned_if
-        return before, tables if test is None else f"{tables} if {source(test, module)} else None"
+        return before, tables if test is None else f"{tables} if {source(test, module, (POSITIONS.value,))} else None"
 
     def _options(self, module: Module) -> list[str]:
-        options = [f"head_dim={source(self.head_dim, module)}"]
+        options = [f"head_dim={source(self.head_dim, module, ())}"]
         if self.num_key_value_heads is not None:
-            options.append(f"num_key_value_heads={source(self.num_key_value_heads, module)}")
+            options.append(f"num_key_value_heads={source(self.num_key_value_heads, module, ())}")
         options.append("norm=norm")
         for name, turned in (("q_norm", self.query), ("k_norm", self.key)):
             if (norm := turned.heads.norm) is not None:
                 test = turned.heads.normed_if
-                condition = "" if test is None else f" if {source(test, module)} else None"
-                options.append(f"{name}={source(norm, module)}{condition}")
+                condition = "" if test is None else f" if {source(test, module, ())} else None"
+                options.append(f"{name}={source(norm, module, ())}{condition}")
         return [*options, *self.query.options]
 
     def _attention(self, window: Term, module: Module) -> list[str]:
@@ -106,7 +126,11 @@ class AttentionStep:
             ("softcap", self._unless_sdpa("softcap", module)),
             ("sinks", self._unless_sdpa("s_aux", module)),
         ]
-        return [f"{name}={source(value, module)}" for name, value in given if value is not None and value != NONE]
+        return [
+            f"{name}={source(value, module, ('is_sliding',))}"
+            for name, value in given
+            if value is not None and value != NONE
+        ]
 
     def _unless_sdpa(self, name: str, module: Module) -> Term | None:
         """Return an argument that torch's attention function leaves out, where a model may use that."""
@@ -133,19 +157,58 @@ def attention_step(info: ClassInfo, module: Module) -> AttentionStep:
     if forward is None:
         raise NoStep("other_attention", "no forward of its own")
     try:
-        return _read(computed_in_step(forward, module, info), info, module)
+        as_named = computed_in_step(forward, module, info)
+        takes = _roles(as_named, info, module)
+        names = {name: role for role, name in takes.items()}
+        term = as_named if all(map(eq, names, names.values())) else computed_in_step(forward, module, info, names)
+        return _read(term, takes, info, module)
     except NotComputable as error:
         raise NoStep("other_attention", error.what) from error
 
 
-def _read(term: Term, info: ClassInfo, module: Module) -> AttentionStep:
+def _roles(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
+    """Return the parameters that are projected, rotate, and mask, by what they are."""
+    found: dict[str, set[str]] = {HIDDEN.value: set(), POSITIONS.value: set(), MASK: set()}
+    for inner in set(subterms(term)):
+        if inner.op == "call" and len(inner.args) == 2 and is_linear(inner.args[0], info, module):
+            found[HIDDEN.value] |= _parameter(inner.args[1])
+        elif inner.op in ("rotary", "rotary_single"):
+            tables = inner.args[2 if inner.op == "rotary" else 1 :]
+            found[POSITIONS.value] |= {name for table in tables[:2] for name in _tables(table)}
+        elif inner.op == "call" and _implementation(inner.args[0]) is not None:
+            mask = _arguments(inner).get(MASK)
+            found[MASK] |= _parameter(mask) if mask is not None else set()
+    return {role: names.pop() for role, names in found.items() if len(names) == 1}
+
+
+def _parameter(term: Term) -> set[str]:
+    return {term.value} if term.op == "parameter" and term.value != CACHE else set()
+
+
+def _tables(term: Term) -> set[str]:
+    """Return the parameters that a table is an item of."""
+    items = (inner.args[0] for inner in subterms(term) if inner.op == "index")
+    return set().union(*map(_parameter, items))
+
+
+def _arguments(call: Term) -> dict[str, Term]:
+    """Return what the call of an attention function passes, by the names that those functions have for it."""
+    plain = [argument for argument in call.args[1:] if argument.op != "keyword"]
+    named = {argument.value: argument.args[0] for argument in call.args[1:] if argument.op == "keyword"}
+    return dict(zip(_SIGNATURE, plain, strict=False)) | named
+
+
+def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) -> AttentionStep:
     output = term.args[0] if term.op == "tuple" else term
     if output.op != "call" or len(output.args) != 2 or output.args[0].op != "attribute":
         raise NoStep("other_attention", "what is returned is no projection")
     if not is_linear(output.args[0], info, module):
         raise NoStep("not_linear", output.args[0].value)
     call = _attention_call(output.args[1])
-    query, key, value = call.args[2:5]
+    given = _arguments(call)
+    if not {"query", "key", "value", MASK} <= {*given} or given[MASK] != Term("parameter", (), MASK):
+        raise NoStep("other_attention", f"the mask is changed: {given.get(MASK, NONE)}"[:90])
+    query, key, value = given["query"], given["key"], given["value"]
     update = key.args[0] if key.op == "index" else key
     if update.op != "update" or update.args[0] != CACHE_PARAMETER or len(update.args) < 4:
         raise NoStep("other_attention", "keys do not come from the cache")
@@ -155,15 +218,15 @@ def _read(term: Term, info: ClassInfo, module: Module) -> AttentionStep:
     values = split_heads(update.args[2], info, module)
     check_alike(turned_query, turned_key, values)
     projections, kv_heads = projections_of((turned_query.heads, turned_key.heads, values), info, module)
-    if keyword(call, "scaling") is None:
+    if "scaling" not in given:
         raise NoStep("other_attention", "the scaling is not given")
-    for argument in call.args[6:]:
-        if argument.op == "keyword" and argument.value not in _KEYWORDS:
-            raise NoStep("attention_argument", argument.value)
-    window = keyword(call, "sliding_window") or NONE
+    if given.get("dropout", constant(0)) != constant(0):
+        raise NoStep("attention_argument", "dropout that is not only for training")
+    if unknown := sorted({*given} - {*_SIGNATURE, *KEYWORDS}):
+        raise NoStep("attention_argument", unknown[0])
     step = AttentionStep(
-        info, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
-        output.args[0], window,
+        info, takes, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
+        output.args[0], given.get("sliding_window", NONE),
     )  # fmt: skip
     step.method(module)
     return step
@@ -174,7 +237,7 @@ def _attention_call(term: Term) -> Term:
     while term.op in ("contiguous", "reshape", "view", "flatten"):
         term = term.args[0]
     call = term.args[0] if term.op == "index" and term.args[1:] == (constant(0),) else term
-    if call.op != "call" or len(call.args) < 6 or _implementation(call.args[0]) is None:
+    if call.op != "call" or _implementation(call.args[0]) is None:
         raise NoStep("other_attention", "what is projected is not the result of an attention function")
     return call
 

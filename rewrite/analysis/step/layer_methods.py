@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import libcst as cst
 
+from rewrite.analysis import effects
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.sites.residual import choices, norm_classes
 from rewrite.analysis.step.attention_step import PARAMETERS as ATTENTION_PARAMETERS
-from rewrite.analysis.step.attention_step import attention_step
-from rewrite.analysis.step.layer_step import PARAMETERS, LayerStep, attention_calls, attention_input, layer_step
+from rewrite.analysis.step.attention_step import AttentionStep, attention_step
+from rewrite.analysis.step.layer_step import (
+    ORDER,
+    PARAMETERS,
+    LayerStep,
+    attention_calls,
+    attention_input,
+    cache_of,
+    layer_step,
+)
 from rewrite.analysis.step.layer_text import LayerText
+from rewrite.analysis.step.mlp_step import NAME, mlp_method
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
-from rewrite.analysis.step.mlp_step import mlp_method
+from rewrite.analysis.step.own_methods import is_own_method, why_taken
 from rewrite.analysis.step.terms import CACHE, NoStep
 from rewrite.analysis.step.windows import agreed_window, stacked_in
-from rewrite.analysis.syntax.methods import Method
+from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.syntax.replacement import line
+from rewrite.analysis.terms.computation import subterms
 from rewrite.analysis.terms.spelling import Term
 
 
@@ -30,8 +42,10 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     Raises:
         NoStep: with the reason why they cannot be written.
     """
-    _check_free(info, module)
-    layer = layer_step(info, module)
+    _check_free(info, "decode", module)
+    layer = layer_step(info, lambda call: _takes(_classes(info, call.args[0].value, module), module), module)
+    if layer.missing:
+        raise NoStep("other_layer", f"it takes no {layer.missing[0]}")
     methods: list[Method] = []
     blocks: dict[str, tuple[str, ...]] = {}
     inputs: dict[Term, Term] = {}
@@ -39,30 +53,62 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     for call in attention_calls(layer.output):
         attribute = call.args[0].value
         for owner in _classes(info, attribute, module):
-            has_decode = _has_decode(owner, ATTENTION_PARAMETERS)
-            if not has_decode:
-                _check_free(owner, module)
-            step = attention_step(owner, module)
-            window = agreed_window(step.window, step.layer_idx, owner, stacked_in(info, module), module)
-            if window is None:
-                raise NoStep("window_differs", owner.name)
-            step = replace(step, window=window)
-            methods += [] if has_decode else [step.method(module)]
+            step = _windowed(attention_step(owner, module), layer, info, module)
+            if not _has_own(owner, ATTENTION_PARAMETERS, module):
+                _check_free(owner, NAME, module)
+                methods.append(step.method(module))
             norms += [n for attr in step.norms for n in _norms(owner, attr, module)]
-            inputs[call] = attention_input(call, parameters(owner.methods["forward"]))
+            inputs[call] = attention_input(call, _takes([owner], module))
         blocks[attribute] = ("position_embeddings", CACHE)
-    if not inputs:
-        raise NoStep("other_layer", "nothing is given the cache")
     for attribute, found in _blocks(info, module):
         methods += found
         blocks[attribute] = ()
+    _check_order(layer, blocks)
     norms += [n for attribute in info.assigned for n in _norms(info, attribute, module)]
     methods += _prologues(norms, module)
     writer = LayerText(info, module, blocks, inputs)
     body = writer.write(layer.output)
     text = "Returns the layer's output for one token a row, against a preallocated cache."
-    methods.append(Method(layer.forward, "decode", PARAMETERS, text, body, tuple(sorted(writer.uses))))
+    types = ("cache.PreallocatedCache",)
+    methods.append(Method(layer.forward, "decode", PARAMETERS, TENSOR, text, body, tuple(sorted(writer.uses)), types))
     return list({(id(method.after), method.name): method for method in methods}.values()), layer
+
+
+def _takes(owners: list[ClassInfo], module: Module) -> Mapping[str, str]:
+    """Return the parameters of attention by what they are.
+
+    Raises:
+        NoStep: if they are not the same for all classes that it may be of.
+    """
+    found = []
+    for owner in owners:
+        takes = attention_step(owner, module).takes
+        names = parameters(owner.methods["forward"])[1:]
+        found.append({**takes, CACHE: cache_of(owner, module), ORDER: " ".join(names)})
+    if any(other != found[0] for other in found):
+        raise NoStep("other_layer", "its attentions take different arguments")
+    return found[0]
+
+
+def _windowed(step: AttentionStep, layer: LayerStep, info: ClassInfo, module: Module) -> AttentionStep:
+    window = agreed_window(step.window, step.layer_idx, step.info, stacked_in(info, module), module)
+    if window is None:
+        raise NoStep("window_differs", step.info.name)
+    return replace(step, window=window)
+
+
+def _check_order(layer: LayerStep, blocks: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse two calls of modules that may have something in common and do not depend on one another.
+
+    Raises:
+        NoStep: saying which they are.
+    """
+    loud = [call.term for call in layer.step.calls if not call.is_quiet and call.term.args[0].value not in blocks]
+    for place, first in enumerate(loud):
+        for second in loud[place + 1 :]:
+            if first not in subterms(second):
+                names = f"{first.args[0]} and {second.args[0]}"
+                raise NoStep("other_layer", f"{names} may have something in common, and their order would count")
 
 
 def _classes(info: ClassInfo, attribute: str, module: Module) -> list[ClassInfo]:
@@ -71,42 +117,45 @@ def _classes(info: ClassInfo, attribute: str, module: Module) -> list[ClassInfo]
     Raises:
         NoStep: if it may be something else.
     """
-    values = [choice for value in module.assignments(info, attribute) for choice in choices(value)]
-    names = [module.qualified(value.func) if isinstance(value, cst.Call) else "" for value in values]
-    if not names or not all(name in module.classes for name in names):
-        raise NoStep("other_layer", f"{attribute} is not of one class of the file")
-    return [module.classes[name] for name in names]
+    names = effects_of(module).names
+    found = effects.attribute(info, attribute, names)
+    values = [choice for value in found.values for choice in choices(value)]
+    built = [names.resolved(value.func) if isinstance(value, cst.Call) else "" for value in values]
+    if found.unknown or not built or not all(name in module.classes for name in built):
+        raise NoStep("other_layer", found.unknown or f"{attribute} is not of one class of the file")
+    return [module.classes[name] for name in built]
 
 
-def _check_free(info: ClassInfo, module: Module) -> None:
+def _check_free(info: ClassInfo, name: str, module: Module) -> None:
     """Refuse a class that has something else of the method's name, or whose `forward` other classes inherit."""
-    if module.method(info, "decode") is not None or module.assignments(info, "decode"):
-        raise NoStep("name_taken", f"{info.name}.decode")
+    if (taken := why_taken(info, name, module)) is not None:
+        raise NoStep("name_taken", taken)
     heirs = (other for other in module.classes.values() if info.name in other.bases and "forward" not in other.methods)
     if (heir := next(heirs, None)) is not None:
         raise NoStep("other_layer", f"{heir.name} inherits from {info.name}")
 
 
-def _has_decode(info: ClassInfo, wanted: tuple[str, ...]) -> bool:
-    method = info.methods.get("decode")
-    return method is not None and parameters(method)[1:] == [*wanted]
+def _has_own(info: ClassInfo, wanted: Mapping[str, str], module: Module) -> bool:
+    """Whether a class has the method that this rule, or the one for sparse blocks, gives it."""
+    return is_own_method(info.methods.get(NAME), wanted, module)
 
 
 def _blocks(info: ClassInfo, module: Module) -> Iterator[tuple[str, list[Method]]]:
-    """Yield the attributes all of whose classes have, or get, `decode(hidden_states, norm, residual)`."""
+    """Yield the attributes all of whose classes have, or get, `decode_residual(hidden_states, norm, residual)`."""
     for attribute in info.assigned:
         try:
             classes = _classes(info, attribute, module)
         except NoStep:
             continue
-        found = [None if _has_decode(c, BLOCK_PARAMETERS) else _mlp(c, module) for c in classes]
-        if all(f is not None or _has_decode(c, BLOCK_PARAMETERS) for f, c in zip(found, classes, strict=True)):
+        own = [_has_own(c, BLOCK_PARAMETERS, module) for c in classes]
+        found = [None if has else _mlp(c, module) for c, has in zip(classes, own, strict=True)]
+        if all(method is not None or has for method, has in zip(found, own, strict=True)):
             yield attribute, [method for method in found if method is not None]
 
 
 def _mlp(info: ClassInfo, module: Module) -> Method | None:
     try:
-        _check_free(info, module)
+        _check_free(info, NAME, module)
     except NoStep:
         return None
     return mlp_method(info, module)
@@ -121,10 +170,10 @@ def _prologues(norms: list[ClassInfo], module: Module) -> Iterator[Method]:
     """Yield the method of every norm class that calls the runtime's `rms_norm` and has none yet."""
     for info in norms:
         found = runtime_norm(info, module)
-        if found is None or found[1].function != "rms_norm" or module.method(info, "prologue") is not None:
+        if found is None or found[1].function != "rms_norm" or why_taken(info, "prologue", module) is not None:
             continue
         forward, call = found
         after = info.methods.get("add_forward", forward)
         statement = line(f"return Prologue({', '.join(call.arguments)})", module)
         text = "Returns this norm as the first stage of a product's kernel."
-        yield Method(after, "prologue", (), text, (statement,), ("products.Prologue",))
+        yield Method(after, "prologue", {}, "Prologue", text, (statement,), ("products.Prologue",), like=forward)

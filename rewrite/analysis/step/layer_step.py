@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.analysis.step.terms import CACHE, NoStep, computed_in_step
+from rewrite.analysis.sites.residual import choices
+from rewrite.analysis.step.attention_step import KEYWORDS, MASK
+from rewrite.analysis.step.terms import CACHE, MAX_DEPTH, NoStep, Step, cache_parameters, run_step
+from rewrite.analysis.syntax.methods import TABLES, TENSOR
 from rewrite.analysis.syntax.module import ClassInfo, Module
-from rewrite.analysis.syntax.nodes import parameters
-from rewrite.analysis.terms.computation import NotComputable
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters
+from rewrite.analysis.terms.computation import NotComputable, subterms
 from rewrite.analysis.terms.spelling import Term
 
+ORDER = "order"
+"""Beside the roles of an attention's parameters: all their names, in order."""
 HIDDEN = Term("parameter", (), "hidden_states")
-PARAMETERS = ("hidden_states", "position_embeddings", CACHE)
-_IGNORED = {"attention_mask", "position_ids", "use_cache", "output_attentions", "cache_position", "causal_mask"}
-"""What a layer passes to attention and a step does without: the cache knows the positions and what is valid."""
+PARAMETERS = {"hidden_states": TENSOR, "position_embeddings": f"{TABLES} | None", CACHE: "PreallocatedCache"}
 
 
 @dataclass(frozen=True)
@@ -27,26 +30,98 @@ class LayerStep:
     output: Term
     returns: str
     """How `forward` returns it: `{}`, or `({},)` for a tuple."""
+    takes: tuple[str, ...]
+    """The parameters of `forward` that are the hidden states, the tables of the rotation and the cache."""
+    mask: str
+    """The parameter of `forward` that is the mask of attention; empty for none."""
+    step: Step
+    """The execution that read it."""
+
+    @property
+    def missing(self) -> list[str]:
+        """What `forward` does not take of what `decode` does."""
+        return [name for name, own in zip(PARAMETERS, self.takes, strict=True) if not own]
 
 
-def layer_step(info: ClassInfo, module: Module) -> LayerStep:
+def layer_step(info: ClassInfo, attention: Callable[[Term], Mapping[str, str]], module: Module) -> LayerStep:
     """Return what the layer computes, blocks as calls `block(self.<attribute>, input)`.
+
+    Args:
+        info: the layer's class.
+        attention: says what the parameters are called of the attention that a call in the layer is of.
+        module: the file.
 
     Raises:
         NoStep: if its `forward` is not readable.
     """
     forward = info.methods["forward"]
-    if not {*PARAMETERS} <= {*parameters(forward)}:
-        raise NoStep("other_layer", "it takes no hidden_states, position_embeddings and past_key_values")
     try:
-        term = computed_in_step(forward, module, info)
+        cache = {cache_of(info, module): CACHE}
+        roles = _roles(_execute(info, forward, cache, module)[0], attention)
+        term, step = _execute(info, forward, cache | {name: role for role, name in roles.items()}, module)
     except NotComputable as error:
         raise NoStep("other_layer", error.what) from error
+    takes = (roles.get("hidden_states", ""), roles.get("position_embeddings", ""), cache_of(info, module))
+    mask = roles.get(MASK, "")
     if term.op != "tuple":
-        return LayerStep(forward, term, "{}")
+        return LayerStep(forward, term, "{}", takes, mask, step)
     if len(term.args) == 1:
-        return LayerStep(forward, term.args[0], "({},)")
+        return LayerStep(forward, term.args[0], "({},)", takes, mask, step)
     raise NoStep("other_layer", "it returns more than hidden states")
+
+
+def _execute(info: ClassInfo, forward: cst.FunctionDef, names: Mapping[str, str], module: Module) -> tuple[Term, Step]:
+    step = Step(module, info, MAX_DEPTH)
+    return run_step(step, forward, names), step
+
+
+def _roles(term: Term, attention: Callable[[Term], Mapping[str, str]]) -> dict[str, str]:
+    """Return the parameters of a layer by what it does with them: they are what its attention is given.
+
+    Raises:
+        NoStep: if nothing is given the cache, or the hidden states are several parameters.
+    """
+    found: dict[str, set[str]] = {}
+    for call in attention_calls(term):
+        for role, given in bound(call, attention(call)).items():
+            names = {inner.value for inner in subterms(given) if inner.op == "parameter"}
+            if role in ("hidden_states", "position_embeddings", MASK):
+                found.setdefault(role, set()).update(names - {CACHE})
+    if not found:
+        raise NoStep("other_layer", "nothing is given the cache")
+    if several := sorted(role for role, names in found.items() if len(names) > 1):
+        raise NoStep("other_layer", f"{several[0]} of attention is made of {', '.join(sorted(found[several[0]]))}")
+    return {role: names.pop() for role, names in found.items() if names}
+
+
+def cache_of(info: ClassInfo, module: Module, depth: int = 3) -> str:
+    """Return the parameter of a class's `forward` that is a cache, or is given to a part as one; empty for none."""
+    forward = info.methods.get("forward")
+    if forward is None or (named := cache_parameters(forward)):
+        return "" if forward is None else named[0]
+    takes = parameters(forward)
+    for call in calls_in(forward.body) if depth else ():
+        for part in _parts(info, called_attribute(call) or "", module):
+            wanted = cache_of(part, module, depth - 1)
+            given = _given(call, wanted, parameters(part.methods["forward"])[1:]) if wanted else None
+            if isinstance(given, cst.Name) and given.value in takes:
+                return given.value
+    return ""
+
+
+def _given(call: cst.Call, wanted: str, names: list[str]) -> cst.BaseExpression | None:
+    """Return the argument that a call passes for the parameter `wanted` of `names`."""
+    plain = [argument.value for argument in call.args if argument.keyword is None and not argument.star]
+    named = {argument.keyword.value: argument.value for argument in call.args if argument.keyword is not None}
+    return (dict(zip(names, plain, strict=False)) | named).get(wanted)
+
+
+def _parts(info: ClassInfo, attribute: str, module: Module) -> Iterator[ClassInfo]:
+    """Yield the classes of the file that an attribute may be of, as far as that shows."""
+    for value in (choice for given in module.assignments(info, attribute) for choice in choices(given)):
+        if isinstance(value, cst.Call) and (part := module.classes.get(module.qualified(value.func))) is not None:
+            if part is not info:
+                yield part
 
 
 def is_decoded(info: ClassInfo) -> bool:
@@ -74,19 +149,30 @@ def _argument(term: Term) -> Term:
     return term.args[0] if term.op == "keyword" else term
 
 
-def attention_input(call: Term, takes: list[str]) -> Term:
-    """Return the hidden states that the call of an attention with parameters `takes` passes.
+def bound(call: Term, takes: Mapping[str, str]) -> dict[str, Term]:
+    """Return what the call of an attention passes: by what the parameter is, by its name where that is not known."""
+    roles = {name: role for role, name in takes.items() if role != ORDER}
+    order = takes[ORDER].split()
+    plain = [argument for argument in call.args[1:] if argument.op != "keyword"]
+    given = dict(zip(order, plain, strict=False))
+    given |= {argument.value: argument.args[0] for argument in call.args[1:] if argument.op == "keyword"}
+    return {roles.get(name, name): value for name, value in given.items()}
+
+
+def attention_input(call: Term, takes: Mapping[str, str]) -> Term:
+    """Return the hidden states that the call of an attention passes.
 
     Raises:
         NoStep: if the step's attention would not get what the call passes.
     """
-    given = {argument.value: argument.args[0] for argument in call.args[1:] if argument.op == "keyword"}
-    plain = [argument for argument in call.args[1:] if argument.op != "keyword"]
-    given |= dict(zip([name for name in takes if name != "self"], plain, strict=False))
-    for name in ("position_embeddings", CACHE):
-        if given.pop(name, None) != Term("parameter", (), name):
-            raise NoStep("other_layer", f"attention is given another {name}")
+    given = bound(call, takes)
+    if unknown := sorted({*given} - {*takes, *takes[ORDER].split(), *KEYWORDS}):
+        raise NoStep("other_layer", f"attention is given {unknown[0]}")
+    for name in ("position_embeddings", CACHE, MASK):
+        passed = given.pop(name, None)
+        if name in takes and passed != Term("parameter", (), name):
+            raise NoStep("other_layer", f"attention is given another {name}: {str(passed)[:60]}")
     hidden = given.pop("hidden_states", None)
-    if hidden is None or (unknown := {*given} - _IGNORED):
-        raise NoStep("other_layer", f"attention is given {', '.join(sorted(unknown)) if hidden else 'other input'}")
+    if hidden is None:
+        raise NoStep("other_layer", "attention is given no hidden states")
     return hidden

@@ -11,6 +11,7 @@ import libcst as cst
 
 from rewrite.analysis.sites.residual import is_fused, norm_classes
 from rewrite.analysis.step.layer_step import HIDDEN
+from rewrite.analysis.step.mlp_step import NAME
 from rewrite.analysis.step.terms import NoStep, source
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
@@ -25,7 +26,7 @@ class LayerText:
     info: ClassInfo
     module: Module
     blocks: Mapping[str, tuple[str, ...]]
-    """The attributes whose `decode` may be called, and what it takes after `residual`."""
+    """The attributes whose `decode_residual` may be called, and what it takes after `residual`."""
     inputs: Mapping[Term, Term]
     """The hidden states that each call of attention passes."""
     lines: list[cst.SimpleStatementLine] = field(default_factory=list)
@@ -66,7 +67,7 @@ class LayerText:
             for part in (yes, no)
         ]
         statement = cst.parse_statement(
-            f"if {source(test, self.module)}:\n    pass\n", config=self.module.tree.config_for_parsing
+            f"if {source(test, self.module, ())}:\n    pass\n", config=self.module.tree.config_for_parsing
         )
         if not isinstance(statement, cst.If):
             raise TypeError("not a condition")
@@ -189,10 +190,10 @@ class LayerText:
             "None" if residual is None else self._expression(residual, replaced),
             *self.blocks[block],
         ]
-        return f"self.{block}.decode({', '.join(arguments)})"
+        return f"self.{block}.{NAME}({', '.join(arguments)})"
 
     def _expression(self, term: Term, names: Mapping[Term, Term]) -> str:
-        return source(_renamed(term, names), self.module)
+        return source(_renamed(term, names), self.module, {name.value for name in names.values()} | {HIDDEN.value})
 
     def _line(self, target: str, text: str) -> cst.SimpleStatementLine:
         if 8 + len(target) + len(text) > LINE_LENGTH and text.endswith(")"):

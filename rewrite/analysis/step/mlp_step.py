@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from rewrite.analysis.step.terms import computed_in_step, is_linear, source
-from rewrite.analysis.syntax.methods import Method
+from rewrite.analysis.syntax.methods import MODULE, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.syntax.replacement import call_statement
@@ -13,11 +13,13 @@ from rewrite.analysis.terms.computation import NotComputable
 from rewrite.analysis.terms.spelling import Term, constant
 from rewrite.operators import offer
 
-PARAMETERS = ("hidden_states", "norm", "residual")
+NAME = "decode_residual"
+"""What blocks of a layer call their method for one token a row: it returns the residual with their output added."""
+PARAMETERS = {"hidden_states": TENSOR, "norm": f"{MODULE} | None", "residual": f"{TENSOR} | None"}
 
 
 def mlp_method(info: ClassInfo, module: Module) -> Method | None:
-    """Return the `decode` of a class whose `forward(x)` is two products with an activation between, else None."""
+    """Return the method of a class whose `forward(x)` is two products with an activation between, else None."""
     forward = info.methods.get("forward")
     if forward is None or len(parameters(forward)) != 2:
         return None
@@ -34,8 +36,9 @@ def mlp_method(info: ClassInfo, module: Module) -> Method | None:
     )
     return Method(
         forward,
-        "decode",
+        NAME,
         PARAMETERS,
+        TENSOR,
         "Returns `residual + self(norm(hidden_states))` for one token a row.",
         (statement, last),
         tuple(sorted({use, "products.linear"})),

@@ -6,17 +6,19 @@ that earlier transforms have put in by what their operators declare.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis import effects
+from rewrite.analysis.effects import Effect, Scope, effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, without_runtime
-from rewrite.analysis.syntax.nodes import parameters
+from rewrite.analysis.syntax.nodes import calls_in, parameters
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Run, subterms
 from rewrite.analysis.terms.declared import as_declared
-from rewrite.analysis.terms.spelling import NONE, Term, make
+from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 MAX_DEPTH = 4
 CACHE = "past_key_values"
@@ -45,36 +47,137 @@ class NoStep(Exception):
         self.detail = detail
 
 
-def computed_in_step(function: cst.FunctionDef, module: Module, owner: ClassInfo) -> Term:
+def computed_in_step(
+    function: cst.FunctionDef, module: Module, owner: ClassInfo, names: Mapping[str, str] | None = None
+) -> Term:
     """Return what a method of `owner` returns in a decode step, over its parameters and the attributes of `self`.
 
+    Args:
+        function: the method.
+        module: its file.
+        owner: its class.
+        names: what some of the parameters are called in the term, by their own names; the cache is `CACHE`.
+
     Raises:
-        NotComputable: if it does something that has no canonical form.
+        NotComputable: if it does something that has no canonical form, or besides what it returns.
     """
-    environment = {name: Term("parameter", (), name) for name in parameters(function) if name != "self"}
-    return Step(module, owner, MAX_DEPTH).function(function, environment)
+    return run_step(Step(module, owner, MAX_DEPTH), function, names or {})
+
+
+def run_step(
+    step: Step, function: cst.FunctionDef, names: Mapping[str, str], trusted: Container[str] | None = ()
+) -> Term:
+    """Do what `computed_in_step` does with another kind of execution.
+
+    Calls of the attributes that are `trusted` may write their arguments in place, None for all: who reads the term
+    calls them in the order of the method.
+    """
+    if step.owner is not None and (why := why_not_read(step.owner, function, step.module)):
+        raise NotComputable(why)
+    known = dict.fromkeys(cache_parameters(function)[:1], CACHE) | dict(names)
+    taken = set(known.values())
+    environment = {
+        name: Term("parameter", (), known.get(name) or (f"{name} of the caller" if name in taken else name))
+        for name in parameters(function)
+        if name != "self"
+    }
+    result = step.function(function, environment)
+    check_calls(step.calls, result, trusted)
+    return result
+
+
+def why_not_read(owner: ClassInfo, function: cst.FunctionDef, module: Module) -> str:
+    """Say why a method of a class may run other code than it shows; empty where it does not."""
+    names = effects_of(module).names
+    if not names.means(owner.name):
+        return f"{owner.name} is defined or changed more than once"
+    if why := names.why_strange(owner):
+        return why
+    name = function.name.value
+    holder = next((info for info in names.owners(owner) if name in info.methods), owner)
+    if holder.methods.get(name) is function and not names.method_is_plain(holder, name):
+        return f"{holder.name}.{name} is decorated or defined more than once"
+    if name in names.stored or "*" in names.stored:
+        return f"{name} is also set from outside"
+    return ""
+
+
+def cache_parameters(function: cst.FunctionDef) -> list[str]:
+    """Return the parameters that are caches: by what transformers calls them, or because they are updated."""
+    takes = parameters(function)
+    named = [name for name in takes if name in CACHES]
+    updated = [m.Attribute(value=m.Name(name), attr=m.Name("update")) for name in takes]
+    return named or [
+        name
+        for name, update in zip(takes, updated, strict=True)
+        if any(m.matches(call.func, update) for call in calls_in(function.body))
+    ]
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call that an execution met, and what it may do besides returning something."""
+
+    term: Term
+    effect: Effect
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is proven to do nothing but return something in evaluation."""
+        return not (self.effect.writes or self.effect.stores or self.effect.anything)
+
+
+def check_calls(calls: Sequence[Called], result: Term, trusted: Container[str] | None = ()) -> None:
+    """Refuse what terms cannot show: calls for their effect, calls made twice, arguments written in place.
+
+    Raises:
+        NotComputable: saying which call it is.
+    """
+    loud = [call for call in calls if not call.is_quiet]
+    if not loud:
+        return
+    inside = set(subterms(result))
+    seen: set[Term] = set()
+    for call in loud:
+        if call.term not in inside:
+            raise NotComputable(f"{_callee(call.term)} is called for its effect")
+        if call.term in seen:
+            raise NotComputable(f"{_callee(call.term)} is called twice, and may not do the same twice")
+        seen.add(call.term)
+        is_trusted = trusted is None or call.term.args[0].value in trusted
+        if call.effect.writes and not call.effect.anything and not is_trusted:
+            for argument in call.term.args[1:]:
+                readers = {term for term in inside if argument in term.args}
+                if argument.op in ("parameter", "attribute") or len(readers) > 1:
+                    raise NotComputable(f"{_callee(call.term)} writes its argument in place, which is read again")
+
+
+def _callee(term: Term) -> str:
+    return str(term.args[0]) if term.op == "call" else term.op
 
 
 @dataclass
 class Step(Run):
     """One symbolic execution of a decode step."""
 
+    calls: list[Called] = field(default_factory=list)
+    """Every call of something else than torch's functions, in the order of execution."""
+    scope: Scope | None = None
+
+    def function(self, function: cst.FunctionDef, environment: Bindings) -> Term:
+        """Return what the function returns where its parameters are bound as in `environment`."""
+        self.scope = effects_of(self.module).scope(function, self.owner)
+        if self.scope.unknown:
+            raise NotComputable(self.scope.unknown)
+        return super().function(function, environment)
+
     def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
         """Execute statements, those left out that only complain."""
-        return super().block([s for s in statements if not m.matches(s, _COMPLAINS)], environment)
+        return super().block([s for s in statements if not _complains(s)], environment)
 
-    def branch(self, statement: cst.If, environment: Bindings) -> Term | None:
-        """Execute a conditional statement, only one way where a step decides the test."""
-        if statement.orelse is None and all(m.matches(inner, _COMPLAINS) for inner in statement.body.body):
-            return None
-        known = _outcome(self.expression(statement.test, environment))
-        if known is None:
-            return super().branch(statement, environment)
-        if known:
-            return self.block(statement.body.body, environment)
-        if isinstance(statement.orelse, cst.If):
-            return self.branch(statement.orelse, environment)
-        return None if statement.orelse is None else self.block(statement.orelse.body.body, environment)
+    def decided(self, test: Term) -> bool | None:
+        """Return what a step decides a test to be."""
+        return _outcome(test)
 
     def small(self, small: cst.BaseSmallStatement, environment: Bindings) -> None:
         """Execute one simple statement; `x += y` is `x = x + y` where nothing shares x."""
@@ -112,6 +215,11 @@ class Step(Run):
 
     def named(self, node: cst.BaseExpression) -> Term:
         """Return the leaf of a name that no local has; the runtime's functions by their bare names."""
+        root, names = node, effects_of(self.module).names
+        while isinstance(root, cst.Attribute):
+            root = root.value
+        if isinstance(root, cst.Name) and names.is_bound(root.value) and not names.means(root.value):
+            raise NotComputable(f"`{root.value}` may mean several things")
         return Term("name", (), without_runtime(self.module.qualified(node)))
 
     def element(self, node: cst.Arg | cst.BaseElement, environment: Bindings) -> Term:
@@ -129,16 +237,64 @@ class Step(Run):
         if attribute is not None and self.owner is not None and len(node.args) == 1:
             if is_built_from(attribute, _DROPOUT, self.owner, self.module):
                 return self.expression(node.args[0].value, environment)
+        self.check_helper(node)
         called = super().call(node, environment)
         if called.op in ("nn.functional.dropout", "dropout"):
-            return called.args[0]
+            return _without_dropout(called)
+        if called.op == "call" and self.scope is not None:
+            self.calls.append(Called(called, self.scope.value(node).effect))
         return as_declared(called)
+
+    def check_helper(self, node: cst.Call) -> None:
+        """Refuse a function or method of the file that may not be what its definition says."""
+        names, method = effects_of(self.module).names, self_attribute(node.func)
+        if isinstance(node.func, cst.Name) and node.func.value in self.module.functions:
+            name = node.func.value
+            if not names.means(name) or not names.function_is_plain(self.module.functions[name]):
+                raise NotComputable(f"`{name}` is decorated or may mean several things")
+        elif method is not None and self.owner is not None:
+            helper = self.module.method(self.owner, method)
+            if helper is None:
+                return
+            heirs = [heir.name for heir in names.heirs(self.owner) if method in heir.methods]
+            assigned = method in self.owner.assigned
+            if heirs or assigned or (why := why_not_read(self.owner, helper, self.module)):
+                raise NotComputable(f"self.{method} may be replaced" if heirs or assigned else why)
+
+
+def _complains(statement: cst.CSTNode) -> bool:
+    if isinstance(statement, cst.If) and statement.orelse is None:
+        return all(m.matches(inner, _COMPLAINS) for inner in statement.body.body)
+    return m.matches(statement, _COMPLAINS)
+
+
+def _without_dropout(called: Term) -> Term:
+    """Return what goes into a call of the function `dropout`, which does nothing in evaluation.
+
+    Raises:
+        NotComputable: if it is told to do something in evaluation too.
+    """
+    plain = [argument for argument in called.args if argument.op != "keyword"]
+    training = keyword(called, "training") or (plain[2] if len(plain) > 2 else None)
+    never = Term("name", (), "False")
+    if plain and (training == never or training == Term("attribute", (), "training")):
+        return plain[0]
+    rate = keyword(called, "p") or (plain[1] if len(plain) > 1 else None)
+    if plain and rate == constant(0):
+        return plain[0]
+    raise NotComputable("dropout that is not only for training")
+
+
+def values_of(attribute: str, owner: ClassInfo, module: Module) -> tuple[cst.BaseExpression, ...]:
+    """Return all that `self.<attribute>` may be; nothing where it may be something else."""
+    found = effects.attribute(owner, attribute, effects_of(module).names)
+    return () if found.unknown else found.values
 
 
 def is_built_from(attribute: str, classes: tuple[str, ...], owner: ClassInfo, module: Module) -> bool:
     """Whether all that `self.<attribute>` may be is an object of one of `classes`."""
-    values = module.assignments(owner, attribute)
-    return bool(values) and all(isinstance(v, cst.Call) and module.qualified(v.func) in classes for v in values)
+    values, names = values_of(attribute, owner, module), effects_of(module).names
+    return bool(values) and all(isinstance(v, cst.Call) and names.resolved(v.func) in classes for v in values)
 
 
 def is_linear(term: Term, owner: ClassInfo, module: Module) -> bool:
@@ -176,18 +332,23 @@ class NotWritable(NotComputable):
 
 _INFIX = {
     "or": ("or", 1), "and": ("and", 2), "eq": ("==", 4), "ne": ("!=", 4), "is": ("is", 4), "isnot": ("is not", 4),
-    "add": ("+", 5), "mul": ("*", 6), "div": ("/", 6), "floordiv": ("//", 6), "pow": ("**", 8),
+    "lt": ("<", 4), "le": ("<=", 4), "in": ("in", 4), "notin": ("not in", 4), "add": ("+", 5), "mul": ("*", 6),
+    "div": ("/", 6), "floordiv": ("//", 6), "pow": ("**", 8),
 }  # fmt: skip
 """How operations are written, and how closely they bind."""
 _PREFIX = {"not": ("not ", 3), "neg": ("-", 7)}
 
 
-def source(term: Term, module: Module) -> str:
+def source(term: Term, module: Module, known: Container[str] | None = None) -> str:
     """Return Python source of a term over attributes of `self`, parameters and constants.
 
     Raises:
-        NotWritable: if the term is something else.
+        NotWritable: if the term is something else, or has another parameter than those that are `known`.
     """
+    if known is not None:
+        for leaf in subterms(term):
+            if leaf.op == "parameter" and leaf.value not in known:
+                raise NotWritable(f"the parameter {leaf.value}")
     if term.op in ("attribute", "parameter", "constant"):
         return f"self.{term.value}" if term.op == "attribute" else term.value
     if term.op == "name":

@@ -5,13 +5,16 @@ A decode step makes no mask, so both have to say the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, walk
-from rewrite.analysis.syntax.nodes import parameters, single_assignments
+from rewrite.analysis.syntax.nodes import calls_in, parameters, single_assignments
 from rewrite.analysis.terms.computation import NotComputable, Run, subterms
-from rewrite.analysis.terms.spelling import NONE, Term
+from rewrite.analysis.terms.spelling import NONE, Term, make
 
 FULL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
 _CONFIG = Term("parameter", (), "config")
@@ -19,6 +22,9 @@ _WINDOWS = (
     Term(".sliding_window", (_CONFIG,)),
     Term("getattr", (_CONFIG, Term("constant", (), '"sliding_window"'), NONE)),
 )
+_OWN_CONFIG = Term("attribute", (), "config")
+_OWN_TYPES = Term(".layer_types", (_OWN_CONFIG,))
+_TYPE = "sliding_attention"
 _NEVER, _ALWAYS, _BY_TYPE = "never", "where the config has one", "by the layer's type"
 
 
@@ -51,21 +57,70 @@ def agreed_window(
 
 def _reads_type(model: ClassInfo, module: Module) -> bool:
     """Whether the loop over the layers takes each one's mask by `config.layer_types` at its number."""
-    for loop in walk(model.methods["forward"].body):
-        if isinstance(loop, cst.For) and m.matches(loop.iter, m.Call(func=m.Name("enumerate"))):
-            number = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else loop.target
-            wanted = f"attention_mask=causal_mask_mapping[self.config.layer_types[{module.code(number)}]]"
-            return any(module.code(a).rstrip(", ") == wanted for a in walk(loop) if isinstance(a, cst.Arg))
-        if isinstance(loop, cst.For) and isinstance(loop.target, cst.Name):
-            wanted = f"attention_mask=causal_mask_mapping[{loop.target.value}.attention_type]"
-            if any(module.code(a).rstrip(", ") == wanted for a in walk(loop) if isinstance(a, cst.Arg)):
-                return all(_has_type(layer, module) for layer, names in module.stacks.items() if model.name in names)
+    forward = model.methods["forward"]
+    for loop in walk(forward.body):
+        if not isinstance(loop, cst.For):
+            continue
+        numbered = m.matches(loop.iter, m.Call(func=m.Name("enumerate"), args=[m.Arg(keyword=None)]))
+        if numbered and isinstance(loop.target, cst.Tuple) and len(loop.target.elements) == 2:
+            number, layer = (element.value for element in loop.target.elements)
+        else:
+            number, layer = None, loop.target
+        types = list(_chosen_by(loop, forward, model, module))
+        if isinstance(number, cst.Name) and Term("index", (_OWN_TYPES, Term("parameter", (), number.value))) in types:
+            return True
+        if isinstance(layer, cst.Name) and (attribute := _own_attribute(layer.value, types)) is not None:
+            stacked = [name for name, models in module.stacks.items() if model.name in models]
+            return all(_has_type(module.classes[name], attribute, model, module) for name in stacked)
     return False
 
 
-def _has_type(layer: str, module: Module) -> bool:
-    types = module.classes[layer].assigned.get("attention_type", [])
-    return [module.code(value) for value in types] == ["config.layer_types[layer_idx]"]
+def _chosen_by(loop: cst.For, forward: cst.FunctionDef, model: ClassInfo, module: Module) -> Iterator[Term]:
+    """Yield by what the calls in a loop choose an argument among several, temporaries looked through."""
+    reading = _Reading(model, forward, module)
+    for call in calls_in(loop.body):
+        for argument in call.args:
+            chosen = reading.term(argument.value)
+            if chosen is not None and chosen.op == "index" and len(chosen.args) == 2:
+                yield chosen.args[1]
+
+
+def _own_attribute(layer: str, types: Iterable[Term]) -> str | None:
+    of_layer = (Term("parameter", (), layer),)
+    return next((t.op[1:] for t in types if t.op.startswith(".") and t.args == of_layer), None)
+
+
+def _has_type(layer: ClassInfo, attribute: str, model: ClassInfo, module: Module) -> bool:
+    """Whether a layer keeps `config.layer_types` at the number that the model gives it."""
+    kept = _assigned(attribute, layer, module)
+    if kept is None or kept.op != "index" or kept.args[0] != Term(".layer_types", (_CONFIG,)) or len(kept.args) != 2:
+        return False
+    return kept.args[1].op == "parameter" and _is_number(kept.args[1].value, layer, model, module)
+
+
+def _is_number(parameter: str, layer: ClassInfo, model: ClassInfo, module: Module) -> bool:
+    """Whether a model builds its layers with their number for a parameter: `[Layer(config, i) for i in range(…)]`."""
+    names = parameters(layer.methods["__init__"])[1:]
+    built = [call for call in calls_in(model.methods["__init__"].body) if module.qualified(call.func) == layer.name]
+    for call in built:
+        given = {names[place] if a.keyword is None else a.keyword.value: a.value for place, a in enumerate(call.args)}
+        counted = [above.target for above in _loops_above(call, module) if _counts(above.iter)]
+        value = given.get(parameter)
+        if value is None or not any(target.deep_equals(value) for target in counted):
+            return False
+    return bool(built)
+
+
+def _loops_above(call: cst.Call, module: Module) -> Iterator[cst.CompFor | cst.For]:
+    for above in module.ancestors(call):
+        if isinstance(above, cst.For):
+            yield above
+        elif isinstance(above, cst.BaseComp):
+            yield above.for_in  # type: ignore[misc]
+
+
+def _counts(iterated: cst.BaseExpression) -> bool:
+    return m.matches(iterated, m.Call(func=m.Name("range"), args=[m.Arg()]))
 
 
 def stacked_in(layer: ClassInfo, module: Module) -> list[ClassInfo]:
@@ -73,16 +128,23 @@ def stacked_in(layer: ClassInfo, module: Module) -> list[ClassInfo]:
     return [module.classes[name] for name in module.stacks.get(layer.name, ())]
 
 
-def mask_functions(function: cst.FunctionDef) -> set[str]:
-    """Return the names in a method that sound like functions that make masks."""
-    return {name for name in names_in([function.body]) if name.startswith("create_") and name.endswith("mask")}
+def mask_functions(function: cst.FunctionDef, module: Module) -> dict[str, str]:
+    """Return what a method calls the functions that make masks, and what they are called where they come from."""
+    found: dict[str, str] = {}
+    for node in walk(function.body):
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            name = module.qualified(node).rpartition(".")[2]
+            if name.startswith("create_") and name.endswith("mask"):
+                found[module.code(node)] = name
+    return found
 
 
 def _masked(model: ClassInfo, module: Module) -> str | None:
     forward = model.methods.get("forward")
     if forward is None:
         return None
-    made = mask_functions(forward)
+    functions = mask_functions(forward, module)
+    made = set(functions.values())
     if any(name.endswith("mask_function") and name != "mask_function" for name in names_in([forward.body])):
         return None
     if made == {FULL}:
@@ -91,11 +153,59 @@ def _masked(model: ClassInfo, module: Module) -> str | None:
         return _ALWAYS
     if made != {FULL, SLIDING}:
         return None
-    if any(isinstance(n, cst.SimpleString) and n.evaluated_value == "sliding_attention" for n in walk(forward.body)):
-        return _BY_TYPE
-    choices = (node for node in walk(forward.body) if isinstance(node, cst.IfExp))
-    wanted = f"{FULL} if self.config.sliding_window is None else {SLIDING}"
-    return _ALWAYS if any(module.code(node) == wanted for node in choices) else None
+    kinds = list(_kinds(forward, functions, module))
+    if any(key == _TYPE for key, _ in kinds):
+        agrees = all(made == {SLIDING if key == _TYPE else FULL} for key, made in kinds)
+        return _BY_TYPE if agrees else None
+    reading = _Reading(model, forward, module)
+    choices = (reading.term(node) for node in walk(forward.body) if isinstance(node, cst.IfExp))
+    return _ALWAYS if any(choice is not None and _by_window(choice) for choice in choices) else None
+
+
+def _kinds(forward: cst.FunctionDef, functions: Mapping[str, str], module: Module) -> Iterator[tuple[str, set[str]]]:
+    """Yield each key under which a method keeps masks, and the functions that make them."""
+    kept = single_assignments(forward)
+    for node in walk(forward.body):
+        pairs: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
+        if isinstance(node, cst.Dict):
+            pairs = [(e.key, e.value) for e in node.elements if isinstance(e, cst.DictElement)]
+        elif isinstance(node, cst.Assign) and isinstance(target := node.targets[0].target, cst.Subscript):
+            pairs = [(e.slice.value, node.value) for e in target.slice if isinstance(e.slice, cst.Index)]
+        for key, value in pairs:
+            given = kept.get(value.value, value) if isinstance(value, cst.Name) else value
+            inside = (inner for inner in walk(given) if isinstance(inner, (cst.Name, cst.Attribute)))
+            made = {functions[code] for inner in inside if (code := module.code(inner)) in functions}
+            if isinstance(key, cst.SimpleString) and made:
+                yield str(key.evaluated_value), made
+
+
+def _by_window(choice: Term) -> bool:
+    """Whether a term is the function without a window where the config has none, and the other one else."""
+    if choice.op != "select" or choice.args[0] != make("is", Term(".sliding_window", (_OWN_CONFIG,)), NONE):
+        return False
+    ends = [way.value.rpartition(".")[2] for way in choice.args[1:]]
+    return ends == [FULL, SLIDING]
+
+
+class _Reading:
+    """The terms of what a method computes, over its parameters and the locals that it binds more than once."""
+
+    def __init__(self, owner: ClassInfo, function: cst.FunctionDef, module: Module):
+        self.run = Run(module, owner, 0)
+        self.names = effects_of(module).scope(function, owner).locals - {"self"}
+        self.single = single_assignments(function)
+
+    def term(self, node: cst.BaseExpression, depth: int = 4) -> Term | None:
+        """Return the term of an expression, None if it has none."""
+        environment = {}
+        for name in names_in([node]) & self.names:
+            value = self.single.get(name) if depth else None
+            inner = self.term(value, depth - 1) if value is not None else None
+            environment[name] = inner or Term("parameter", (), name)
+        try:
+            return self.run.expression(node, environment)
+        except NotComputable:
+            return None
 
 
 def _told(window: Term, attention: ClassInfo, module: Module) -> str | None:

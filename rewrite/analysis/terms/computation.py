@@ -9,14 +9,15 @@ result.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
-from rewrite.analysis.terms.spelling import ARGUMENTS, BINARY, COMPARISON, Term, constant, make
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.terms.spelling import ALIASES, ARGUMENTS, BINARY, COMPARISON, KEYWORDS, Term, constant, make
 from rewrite.errors import RewriteError
 
 MAX_DEPTH = 4
@@ -66,36 +67,49 @@ class Run:
 
     def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
         """Execute statements; return what the first `return` among them returns, None if there is none."""
-        for statement in statements:
+        for place, statement in enumerate(statements):
             if isinstance(statement, cst.If):
-                if (returned := self.branch(statement, environment)) is not None:
-                    return returned
+                test = self.expression(statement.test, environment)
+                known = self.decided(test)
+                if known is not None:
+                    taken = statement.body.body if known else _otherwise(statement)
+                    return self.block([*taken, *statements[place + 1 :]], environment)
+                if any(isinstance(node, cst.Return) for node in walk(statement)):
+                    return self.ways(test, statement, statements[place + 1 :], environment)
+                self.branch(test, statement, environment)
                 continue
-            if not isinstance(statement, cst.SimpleStatementLine):
+            if not isinstance(statement, (cst.SimpleStatementLine, cst.BaseSmallStatement)):
                 raise NotComputable(_kind(statement))
-            for small in statement.body:
+            for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else (statement,):
                 if isinstance(small, cst.Return):
                     return self.expression(small.value or cst.Name("None"), environment)
                 self.small(small, environment)
         return None
 
-    def branch(self, statement: cst.If, environment: Bindings) -> Term | None:
+    def decided(self, test: Term) -> bool | None:
+        """Return what a test is known to be, None if it may be both."""
+        return None
+
+    def branch(self, test: Term, statement: cst.If, environment: Bindings) -> None:
         """Execute a conditional statement: a local that both ways bind differently becomes a `select`."""
-        test = self.expression(statement.test, environment)
         yes, no = dict(environment), dict(environment)
-        returned = self.block(statement.body.body, yes)
-        if isinstance(statement.orelse, cst.If):
-            returned = returned or self.branch(statement.orelse, no)
-        elif statement.orelse is not None:
-            returned = returned or self.block(statement.orelse.body.body, no)
-        if returned is not None:
-            raise NotComputable("a return under a condition")
+        self.block(statement.body.body, yes)
+        self.block(_otherwise(statement), no)
         for name in {*yes, *no}:
             if name not in yes or name not in no:
                 environment.pop(name, None)
             elif yes[name] != no[name]:
                 environment[name] = make("select", test, yes[name], no[name])
-        return None
+            else:
+                environment[name] = yes[name]
+
+    def ways(self, test: Term, statement: cst.If, rest: Sequence[cst.CSTNode], environment: Bindings) -> Term:
+        """Return what a conditional statement that returns, and what stands behind it, return: either of two."""
+        yes = self.block([*statement.body.body, *rest], dict(environment))
+        no = self.block([*_otherwise(statement), *rest], dict(environment))
+        if yes is None or no is None:
+            raise NotComputable("a return under a condition, and none after it")
+        return make("select", test, yes, no)
 
     def small(self, small: cst.BaseSmallStatement, environment: Bindings) -> None:
         """Execute one simple statement."""
@@ -134,8 +148,13 @@ class Run:
             return environment.get(node.value) or self.named(node)
         if isinstance(node, (cst.Integer, cst.Float)):
             return constant(node.evaluated_value)
+        if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):
+            return Term("constant", (), json.dumps(node.evaluated_value, ensure_ascii=False))
         if isinstance(node, (cst.SimpleString, cst.Ellipsis)):
             return Term("constant", (), self.module.code(node))
+        if isinstance(node, cst.NamedExpr) and isinstance(node.target, cst.Name):
+            environment[node.target.value] = value = self.expression(node.value, environment)
+            return value
         if isinstance(node, cst.Attribute):
             return self.attribute(node, environment)
         if isinstance(node, cst.Call):
@@ -238,9 +257,10 @@ class Run:
 
 def operation(name: str, plain: Sequence[Term], keywords: Mapping[str, Term]) -> Term:
     """Return the term of a call, with keywords moved to the positions that the function's signature gives them."""
+    name = ALIASES.get(name, name)
     order = ARGUMENTS.get(name, ())
     arguments = list(plain)
-    waiting = {{"axis": "dim", "keepdims": "keepdim"}.get(key, key): value for key, value in keywords.items()}
+    waiting = {KEYWORDS.get(key, key): value for key, value in keywords.items()}
     while len(arguments) < len(order) and order[len(arguments)] in waiting:
         arguments.append(waiting.pop(order[len(arguments)]))
     arguments += [Term("keyword", (waiting[key],), key) for key in sorted(waiting)]
@@ -308,6 +328,14 @@ def _may_bind(pattern: Term, term: Term) -> bool:
     if pattern.value.isupper() and pattern.op == "parameter":
         return term.op in ("parameter", "constant")
     return term.op == pattern.op
+
+
+def _otherwise(statement: cst.If) -> Sequence[cst.CSTNode]:
+    """Return the statements that run where the test does not hold."""
+    orelse = statement.orelse
+    if isinstance(orelse, cst.If):
+        return [orelse]
+    return () if orelse is None else orelse.body.body
 
 
 def _kind(node: cst.CSTNode) -> str:

@@ -22,32 +22,71 @@ BINARY = {
     cst.LeftShift: "lshift",
     cst.RightShift: "rshift",
 }
-COMPARISON = {cst.Equal: "eq", cst.NotEqual: "ne", cst.Is: "is", cst.IsNot: "isnot", cst.In: "in"}
+COMPARISON = {
+    cst.Equal: "eq",
+    cst.NotEqual: "ne",
+    cst.Is: "is",
+    cst.IsNot: "isnot",
+    cst.In: "in",
+    cst.NotIn: "notin",
+    cst.LessThan: "lt",
+    cst.LessThanEqual: "le",
+    cst.GreaterThan: "gt",
+    cst.GreaterThanEqual: "ge",
+}
 
 ARGUMENTS = {
+    "add": ("input", "other"),
     "cat": ("tensors", "dim"),
     "chunk": ("input", "chunks", "dim"),
+    "div": ("input", "other"),
     "flatten": ("input", "start_dim", "end_dim"),
+    "gather": ("input", "dim", "index"),
+    "masked_fill": ("input", "mask", "value"),
+    "matmul": ("input", "other"),
     "mean": ("input", "dim", "keepdim"),
+    "mul": ("input", "other"),
+    "permute": ("input", "dims"),
     "pow": ("input", "exponent"),
+    "relu": ("input",),
     "repeat_interleave": ("input", "repeats", "dim"),
+    "reshape": ("input", "shape"),
+    "sigmoid": ("input",),
     "size": ("input", "dim"),
+    "softmax": ("input", "dim"),
     "split": ("tensor", "split_size_or_sections", "dim"),
     "stack": ("tensors", "dim"),
+    "sub": ("input", "other"),
     "sum": ("input", "dim", "keepdim"),
+    "tanh": ("input",),
     "to": ("input", "dtype"),
+    "topk": ("input", "k", "dim"),
+    "transpose": ("input", "dim0", "dim1"),
     "type": ("input", "dtype"),
     "unsqueeze": ("input", "dim"),
+    "var": ("input", "dim"),
 }
 """The positions of keyword arguments, of the functions in which modeling files use both."""
 
-_ALIASES = {
+ALIASES = {
     "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "floor_divide": "floordiv",
     "multiply": "mul",
     "negative": "neg",
+    "nn.functional.relu": "relu",
+    "nn.functional.sigmoid": "sigmoid",
+    "nn.functional.softmax": "softmax",
+    "nn.functional.tanh": "tanh",
     "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
     "true_divide": "div",
 }
+"""Names of operations that have another one."""
+KEYWORDS = {"axis": "dim", "axis0": "dim0", "axis1": "dim1", "keepdims": "keepdim"}
+"""Names of arguments that have another one."""
 _CASTS = {"bfloat16": "bfloat16", "double": "float64", "float": "float32", "half": "float16"}
 _DTYPES = {f"torch.{name}" for name in ("bfloat16", "double", "float", "float16", "float32", "float64", "half")}
 
@@ -118,7 +157,7 @@ def _factors(term: Term) -> tuple[Term, ...]:
 
 def make(name: str, *args: Term) -> Term:
     """Return the canonical term of operation `name` on `args`."""
-    name = _ALIASES.get(name, name)
+    name = ALIASES.get(name, name)
     if name in _CASTS and len(args) == 1:
         return _cast(args[0], Term("name", (), f"torch.{_CASTS[name]}"))
     rule = _RULES.get(name)
@@ -151,7 +190,33 @@ def _dtype(tensor: Term) -> Term:
 
 
 def _pow(*args: Term) -> Term | None:
-    return args[0] if len(args) == 2 and args[1] == constant(1) else None
+    if len(args) != 2:
+        return None
+    base, exponent = args
+    if exponent == constant(1):
+        return base
+    if exponent == constant(-1) and _is_root(base):  # the inverse of a root
+        return Term("pow", (base.args[0], constant(-0.5)))
+    return None
+
+
+def _is_root(term: Term) -> bool:
+    return term.op == "pow" and term.args[1] == constant(0.5)
+
+
+def _add(*args: Term) -> Term | None:
+    """`torch.add(a, b, alpha=2)` is `a + b * 2`."""
+    if len(args) == 3 and args[2].op == "keyword" and args[2].value == "alpha":
+        factor = args[2].args[0]
+        return make("add", args[0], args[1] if factor == constant(1) else make("mul", args[1], factor))
+    return None
+
+
+def _sub(*args: Term) -> Term | None:
+    if len(args) == 3 and args[2].op == "keyword" and args[2].value == "alpha":
+        factor = args[2].args[0]
+        return make("sub", args[0], args[1] if factor == constant(1) else make("mul", args[1], factor))
+    return make("add", args[0], make("neg", args[1])) if len(args) == 2 else None
 
 
 def _mul(*args: Term) -> Term | None:
@@ -176,14 +241,53 @@ def _neg(*args: Term) -> Term | None:
 
 
 def _div(*args: Term) -> Term | None:
-    if len(args) == 2 and args[0] == constant(1) and args[1].op == "pow" and args[1].args[1] == constant(0.5):
-        return Term("pow", (args[1].args[0], constant(-0.5)))
+    """Division by a root is the product with its inverse, up to the last bit."""
+    if len(args) == 2 and _is_root(args[1]):
+        inverse = Term("pow", (args[1].args[0], constant(-0.5)))
+        return inverse if args[0] == constant(1) else make("mul", args[0], inverse)
     return None
+
+
+def _select(*args: Term) -> Term | None:
+    """A test and its negation are one: the branches change places."""
+    if len(args) != 3:
+        return None
+    test, yes, no = args
+    if yes == no:
+        return yes
+    if test.op == "not":
+        return make("select", test.args[0], no, yes)
+    opposite = {"isnot": "is", "ne": "eq", "notin": "in"}.get(test.op)
+    return make("select", make(opposite, *test.args), no, yes) if opposite is not None else None
+
+
+def _not(*args: Term) -> Term | None:
+    """Tests whose negation has a name; an order of numbers has none, NaN is neither below nor above."""
+    inner = args[0]
+    if inner.op == "not" and inner.args[0].op in _TRUTHS:
+        return inner.args[0]
+    opposite = {"isnot": "is", "is": "isnot", "ne": "eq", "eq": "ne", "in": "notin", "notin": "in"}.get(inner.op)
+    return Term(opposite, inner.args) if opposite is not None else None
+
+
+_TRUTHS = ("is", "isnot", "eq", "ne", "in", "notin", "lt", "le", "not")
+
+
+def _ordered(name: str) -> Callable[..., Term]:
+    """Comparisons that read the same from both sides."""
+    return lambda *args: Term(name, tuple(sorted(args, key=_rank)))
+
+
+def _rank(term: Term) -> tuple[bool, str]:
+    """Constants stand on the right, as most people write them."""
+    return term.op == "constant" or term == NONE, str(term) if term.size < 400 else ""
 
 
 def _index(*args: Term) -> Term | None:
     base, *items = args
     places = [place for place, item in enumerate(items) if item == NONE]
+    if len(items) == 2 and items[0] == _ELLIPSIS and items[1] == NONE:
+        return make("unsqueeze", base, constant(-1))
     if len(places) == 1 and all(item == _ALL for item in items if item != NONE):
         return make("unsqueeze", base, constant(places[0]))
     if base.op == "tuple" and len(items) == 1 and items[0].op == "constant":
@@ -192,7 +296,43 @@ def _index(*args: Term) -> Term | None:
     return None
 
 
+def _transpose(*args: Term) -> Term | None:
+    """The dimensions of a swap have no order."""
+    return Term("transpose", (args[0], *sorted(args[1:], key=str))) if len(args) == 3 else None
+
+
+def _permute(*args: Term) -> Term | None:
+    """A permutation that exchanges two dimensions is a transpose."""
+    tensor, *order = args
+    if len(order) == 1 and order[0].op == "tuple":
+        order = list(order[0].args)
+    wanted = [constant(place) for place in range(len(order))]
+    moved = [place for place, dimension in enumerate(order) if dimension != wanted[place]]
+    if len(moved) == 2 and order[moved[0]] == wanted[moved[1]] and order[moved[1]] == wanted[moved[0]]:
+        return Term("transpose", (tensor, wanted[moved[0]], wanted[moved[1]]))
+    return Term("permute", (tensor, *order))
+
+
 _ALL = Term("slice", (NONE, NONE, NONE))
+_ELLIPSIS = Term("constant", (), "...")
+_TRUE = Term("name", (), "True")
+
+
+def _unsqueeze(*args: Term) -> Term | None:
+    """A mean whose dimension is put back is one that keeps it."""
+    if len(args) == 2 and args[0].op == "mean" and args[0].args[1:] == (args[1],) and args[1].op == "constant":
+        return Term("mean", (*args[0].args, _TRUE))
+    return None
+
+
+def _var(*args: Term) -> Term | None:
+    """The mean of the squares of the differences from the mean, where it is not corrected for a sample's size."""
+    words = {a.value: a.args[0] for a in args[2:] if a.op == "keyword"}
+    plain = {"keepdim": _TRUE, "unbiased": Term("name", (), "False")}, {"keepdim": _TRUE, "correction": constant(0)}
+    if len(args) != 4 or words not in plain:
+        return None
+    centered = make("sub", args[0], make("mean", args[0], args[1], _TRUE))
+    return make("mean", make("pow", centered, constant(2)), args[1], _TRUE)
 
 
 def _slice(*args: Term) -> Term:
@@ -219,9 +359,20 @@ _RULES: dict[str, Callable[..., Term | None]] = {
     "pow": _pow,
     "mul": _mul,
     "neg": _neg,
-    "sub": lambda *args: make("add", args[0], make("neg", args[1])) if len(args) == 2 else None,
+    "add": _add,
+    "sub": _sub,
+    "reciprocal": lambda *args: make("pow", *args, constant(-1)),
+    "select": _select,
+    "not": _not,
+    "gt": lambda *args: Term("lt", args[::-1]) if len(args) == 2 else None,
+    "ge": lambda *args: Term("le", args[::-1]) if len(args) == 2 else None,
+    **{name: _ordered(name) for name in ("eq", "ne", "is", "isnot")},
     "div": _div,
     "index": _index,
     "slice": _slice,
     "mean": _mean,
+    "transpose": _transpose,
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "var": _var,
 }

@@ -1,0 +1,104 @@
+"""Whether two expressions in a function are certainly the same object, or would be if nothing came in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from rewrite.analysis.effects.effect import Effect
+from rewrite.analysis.effects.scope import Scope, bound_by
+from rewrite.analysis.terms.computation import Bindings, NotComputable, Run
+from rewrite.analysis.terms.spelling import Term
+
+
+@dataclass
+class Identity:
+    """The meaning of expressions at places of one function."""
+
+    scope: Scope
+
+    def term(self, node: cst.BaseExpression) -> Term:
+        """Return a term that is equal for expressions that compute the same where nothing is written in between.
+
+        Locals are traced back through copies (`y = x`) to the plain assignment that made them; what a condition or a
+        loop may bind is looked past.
+        """
+        run = _Traced(self.scope.module, None, 0, self, node)
+        try:
+            return run.expression(node, {})
+        except NotComputable:
+            return Term("opaque", (), str(id(node)))
+
+    def origin(self, name: str, at: cst.CSTNode) -> tuple[str, int]:
+        """Return the name and the assignment (its `id`, 0 for a parameter) that gave a local its object at `at`."""
+        if name not in self.scope.locals:
+            return name, -1
+        made = self.assignment(name, at)
+        if made is None:
+            return name, 0
+        value = _copied(made)
+        return self.origin(value, made) if value is not None else (name, id(made))
+
+    def assignment(self, name: str, at: cst.CSTNode) -> cst.BaseStatement | None:
+        """Return the last simple statement before that of `at`, in its block or one around it, that binds the name."""
+        module = self.scope.module
+        line: cst.CSTNode = module.statement(at)
+        while line is not self.scope.function:
+            above = module.parent(line)
+            block = getattr(above, "body", ())
+            if isinstance(above, cst.IndentedBlock) and isinstance(block, Sequence):
+                place = next(i for i, statement in enumerate(block) if statement is line)
+                for statement in reversed(block[:place]):
+                    if isinstance(statement, cst.SimpleStatementLine) and name in plainly_bound(statement):
+                        return statement
+            line = above
+        return None
+
+
+def plainly_bound(statement: cst.SimpleStatementLine) -> set[str]:
+    """Return the names that assignments of a statement bind; `x += y` may leave x the object that it was."""
+    assigns = [small for small in statement.body if not isinstance(small, cst.AugAssign)]
+    return {name for small in assigns for name in bound_by(small)}
+
+
+def _copied(statement: cst.BaseStatement) -> str | None:
+    """Return `y` of the statement `x = y`."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return None
+    small = statement.body[0]
+    if isinstance(small, cst.Assign) and isinstance(small.value, cst.Name):
+        return small.value.value if all(isinstance(t.target, cst.Name) for t in small.targets) else None
+    return None
+
+
+@dataclass
+class _Traced(Run):
+    """A run that knows no locals but where each was assigned."""
+
+    identity: Identity
+    at: cst.CSTNode
+
+    def named(self, node: cst.BaseExpression) -> Term:
+        """Return the leaf of a local's origin, or of a dotted name."""
+        root = node
+        while isinstance(root, cst.Attribute):
+            root = root.value
+        if not isinstance(root, cst.Name) or root.value not in self.identity.scope.locals:
+            return super().named(node)
+        leaf = Term("local", (), "{}@{}".format(*self.identity.origin(root.value, self.at)))
+        dotted = self.module.code(node).partition(".")[2]
+        return Term(".", (leaf,), dotted) if dotted else leaf
+
+    def call(self, node: cst.Call, environment: Bindings) -> Term:
+        """Return the term of a call: of the same function with the same arguments."""
+        plain = tuple(self.element(argument, environment) for argument in node.args)
+        words = ",".join(argument.keyword.value if argument.keyword else "" for argument in node.args)
+        return Term("call", (self.expression(node.func, environment), *plain), words)
+
+
+def with_argument(effect: Effect, old: Effect, new: Effect) -> Effect:
+    """Return the effect of a call that gets another argument: what it reads of locals is that of the new one."""
+    reads = (effect.reads - old.reads) | new.reads
+    return replace(effect, reads=reads, attributes=effect.attributes | new.attributes)

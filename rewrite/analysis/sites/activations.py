@@ -1,0 +1,96 @@
+"""Products of which one factor is an activation of something, in any spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+
+from rewrite.analysis.effects import Scope, attribute
+from rewrite.analysis.sites.products import Product, products_in, resolved
+from rewrite.analysis.syntax.module import walk
+
+FUNCTIONS = ("silu", "gelu", "relu")
+_MODULES = ("SiLU", "GELU", "ReLU")
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A product with an activation on one side."""
+
+    product: Product
+    activated: cst.Call
+    gate: cst.BaseExpression | None
+    """What is activated, None where the call has other arguments than that."""
+    function: cst.BaseExpression
+    """What computes the activation: `self.act_fn`, `F.silu`."""
+    side: cst.BaseExpression
+    """The factor that is the activation, or the local that holds it."""
+    other: cst.BaseExpression
+
+    @property
+    def local(self) -> cst.Name | None:
+        """The local that held the activated gate, if the product reads it through one."""
+        return self.side if isinstance(self.side, cst.Name) else None
+
+
+def gated_products(scope: Scope) -> Iterator[Gated]:
+    """Yield every product in a method with an activation on one side, in source order."""
+    for product in products_in(scope.function.body, scope.module):
+        for side, other in ((product.left, product.right), (product.right, product.left)):
+            value = resolved(side, scope.single)
+            if isinstance(value, cst.Call) and (function := _activation(value, scope)) is not None:
+                yield Gated(product, value, _gate(value), function, side, other)
+                break
+
+
+def products_in_place(scope: Scope) -> Iterator[cst.AugAssign]:
+    """Yield every `x *= activation(gate)`."""
+    for node in walk(scope.function.body):
+        if isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.MultiplyAssign):
+            value = resolved(node.value, scope.single)
+            if isinstance(value, cst.Call) and _activation(value, scope) is not None:
+                yield node
+
+
+def _activation(call: cst.Call, scope: Scope) -> cst.BaseExpression | None:
+    """Return what is called if that is an activation: an attribute made one, a local for it, or torch's function."""
+    function = resolved(call.func, scope.single)
+    name = function.attr.value if isinstance(function, cst.Attribute) and _is_own(function) else None
+    if name is not None and scope.owner is not None:
+        values = attribute(scope.owner, name, scope.names).values or scope.module.assignments(scope.owner, name)
+        return function if any(_builds_activation(value, scope) for value in values) else None
+    parts = scope.module.qualified(function).split(".")
+    return function if parts[0] == "torch" and parts[-1] in FUNCTIONS else None
+
+
+def _is_own(function: cst.Attribute) -> bool:
+    return isinstance(function.value, cst.Name) and function.value.value == "self"
+
+
+def _builds_activation(value: cst.BaseExpression, scope: Scope) -> bool:
+    for node in walk(value):
+        if isinstance(node, cst.Subscript) and scope.module.qualified(node.value).endswith("activations.ACT2FN"):
+            return True
+        if isinstance(node, (cst.Attribute, cst.Name)):
+            parts = scope.module.qualified(node).split(".")
+            if parts[0] == "torch" and parts[-1] in (*FUNCTIONS, *_MODULES):
+                return True
+    return False
+
+
+def _gate(call: cst.Call) -> cst.BaseExpression | None:
+    """Return the only argument of an activation, `inplace=False` left out."""
+    plain = [argument for argument in call.args if argument.keyword is None or argument.keyword.value == "input"]
+    others = [argument for argument in call.args if argument not in plain]
+    if len(plain) != 1 or plain[0].star or isinstance(plain[0].value, cst.GeneratorExp):
+        return None
+    harmless = all(
+        a.keyword is not None
+        and a.keyword.value == "inplace"
+        and isinstance(a.value, cst.Name)
+        and a.value.value == "False"
+        for a in others
+    )
+    return plain[0].value if harmless else None

@@ -1,0 +1,213 @@
+"""Products with repeated heads, written for the tensor that was repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+import libcst as cst
+
+from rewrite.analysis.effects import Effect, Scope, union, why_not_move
+from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, computed, inline
+from rewrite.analysis.sites.readers import Reads, held_by, operands, reads_of
+from rewrite.analysis.syntax.module import walk
+from rewrite.analysis.syntax.nodes import block_of, replace_nodes
+from rewrite.analysis.syntax.proposal import Edit, Found
+from rewrite.analysis.terms.spelling import Term
+
+_New = dict[int, tuple[cst.CSTNode, ...]]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """An expression whose value is a tensor with every head repeated."""
+
+    node: cst.Call
+    scope: Scope
+    compact: cst.BaseExpression
+    """The tensor."""
+    times: cst.BaseExpression
+    """How often each of its heads is repeated."""
+
+    @classmethod
+    def by(cls, node: cst.Call, scope: Scope) -> Repeated:
+        """Read an expression.
+
+        Raises:
+            NotAnExpansion: if it is not the repetition of heads.
+        """
+        if called_function(node, scope)[0] is None:
+            found, given = inline(node, scope), {}
+        else:
+            found, given = computed(node, scope)
+        return cls(node, scope, _written(found.tensor, given), _written(found.times, given))
+
+
+def grouped(repeated: Repeated) -> Found:
+    """Return the edits by which every product reads the tensor before its heads were repeated.
+
+    Raises:
+        NotAnExpansion: if something else reads the repeated tensor, or the tensor may change before a product.
+    """
+    reads = reads_of(repeated.node, repeated.scope)
+    _only_products(reads, repeated)
+    line = repeated.scope.module.statement(repeated.node)
+    target = held_by(repeated.node, repeated.scope)
+    compact = repeated.compact
+    if target is not None and isinstance(compact, cst.Name) and _is_all_of(repeated.node, line):
+        if not _bound_after(compact.value, repeated):
+            _unchanged(reads, repeated, repeated.scope.of(compact))
+            new: _New = {id(use): (cst.Name(compact.value),) for use in reads.names if use.value == target.value}
+            return _found((Edit(line, ()),), reads, repeated, new)
+    held = Effect(reads=frozenset({target.value})) if target is not None else Effect()
+    _unchanged(reads, repeated, held)
+    if target is not None:
+        return _found((Edit(repeated.node, (compact,)),), reads, repeated, {})
+    return _found((), reads, repeated, {id(repeated.node): (compact,)})
+
+
+def _found(edits: tuple[Edit, ...], reads: Reads, repeated: Repeated, new: _New) -> Found:
+    """Return all edits: products of the compact tensor, and `new` in what is none of them."""
+    products = {id(product): _product(product, repeated, new) for product in reads.products}
+    inside = {id(node) for product in reads.products for node in walk(product)}
+    others = [node for node in reads.names if id(node) in new and id(node) not in inside]
+    return Found(
+        (
+            *edits,
+            *(Edit(product, (products[id(product)],)) for product in reads.products),
+            *(Edit(node, new[id(node)]) for node in others),
+        ),
+        ("attention.grouped_matmul",),
+    )
+
+
+def _product(product: cst.Call | cst.BinaryOperation, repeated: Repeated, new: _New) -> cst.Call:
+    both = operands(product, repeated.scope)
+    if both is None:
+        raise TypeError("not a product")
+    sides = [side if id(side) in new else replace_nodes(side, new) for side in both]
+    given = [new[id(side)][0] if id(side) in new else side for side in sides]
+    arguments = [cst.Arg(_bare(node)) for node in (*given, repeated.times)]
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    arguments[:-1] = [argument.with_changes(comma=comma) for argument in arguments[:-1]]
+    return cst.Call(cst.Name("grouped_matmul"), arguments)
+
+
+def _bare(node: cst.CSTNode) -> cst.BaseExpression:
+    """Return an expression without the parentheses around it, which an argument does not need."""
+    if not isinstance(node, cst.BaseExpression):
+        raise TypeError("not an expression")
+    return node if isinstance(node, (cst.Tuple, cst.GeneratorExp)) else node.with_changes(lpar=[], rpar=[])
+
+
+def _only_products(reads: Reads, repeated: Repeated) -> None:
+    """Only products read the tensor, and they stand behind it in its block."""
+    module, scope = repeated.scope.module, repeated.scope
+    if reads.other is not None:
+        raise NotAnExpansion("other_use", module.code(module.statement(reads.other)).splitlines()[0])
+    if not reads.products:
+        raise NotAnExpansion("other_use", "no matrix product reads it")
+    block = list(block_of(repeated.node, module))
+    place = next(place for place, s in enumerate(block) if s is module.statement(repeated.node))
+    behind = {id(node) for statement in block[place:] for node in walk(statement)}
+    outside = next((node for node in (*reads.products, *reads.names) if id(node) not in behind), None)
+    if outside is not None:
+        raise NotAnExpansion("other_use", module.code(module.statement(outside)).splitlines()[0])
+    if any(inner is not one and inner in walk(one) for one in reads.products for inner in reads.products):
+        raise NotAnExpansion("other_use", "a product within a product")
+    for above in (a for node in (*reads.products, *reads.names) for a in module.ancestors(node)):
+        if above is scope.function:
+            break
+        if isinstance(above, (cst.Lambda, cst.FunctionDef, cst.BaseComp)):
+            raise NotAnExpansion("other_use", "code that runs later reads it")
+
+
+def _unchanged(reads: Reads, repeated: Repeated, held: Effect) -> None:
+    """What a product reads instead is the same there as where the heads were repeated."""
+    scope, module = repeated.scope, repeated.scope.module
+    own = scope.of(repeated.compact) | scope.of(repeated.times)
+    if not own.is_pure:
+        raise NotAnExpansion("values_change", own.anything or "its arguments do more than name something")
+    again = [name for name in reads.locals[:1] if _bound_after(name, repeated)]
+    again += [name for name in reads.locals[1:] if len(_bindings(name, scope)) > 1]
+    if again:
+        raise NotAnExpansion("values_change", f"`{again[0]}` is bound again")
+    if any(isinstance(above, (cst.For, cst.While)) for above in _above(repeated.node, scope)):
+        raise NotAnExpansion("values_change", "it stands in a loop")
+    block = list(block_of(repeated.node, module))
+    place = next(place for place, s in enumerate(block) if s is module.statement(repeated.node))
+    last = max(n for n, s in enumerate(block) if any(p is node for p in reads.products for node in walk(s)))
+    past = union(scope.of(statement) for statement in block[place + 1 : last + 1])
+    if last == place and not _is_direct(repeated, reads):
+        raise NotAnExpansion("values_change", "its own statement reads it in another way")
+    past = replace(past, leaves=frozenset())  # where the block is left, nobody misses what was not computed
+    if why := why_not_move(scope, held | scope.of(repeated.times), past):
+        raise NotAnExpansion("values_change", why)
+
+
+def _is_direct(repeated: Repeated, reads: Reads) -> bool:
+    """Whether the products are around the expression itself, in a statement that does nothing but compute."""
+    line = repeated.scope.of(repeated.scope.module.statement(repeated.node))
+    return not reads.locals and not (line.writes or line.anything or line.stores)
+
+
+def _above(node: cst.CSTNode, scope: Scope) -> list[cst.CSTNode]:
+    found = []
+    for above in scope.module.ancestors(node):
+        if above is scope.function:
+            break
+        found.append(above)
+    return found
+
+
+def _is_all_of(node: cst.CSTNode, line: cst.CSTNode) -> bool:
+    """Whether a statement does nothing but assign an expression to one name."""
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+        return False
+    small = line.body[0]
+    return isinstance(small, (cst.Assign, cst.AnnAssign)) and small.value is node
+
+
+def _bindings(name: str, scope: Scope) -> list[cst.CSTNode]:
+    """Return the statements that bind a local, in source order."""
+    return [scope.module.statement(target) for target in walk(scope.function.body) if name in _targets(target)]
+
+
+def _bound_after(name: str, repeated: Repeated) -> bool:
+    """Whether a statement behind the expression's own binds a local."""
+    order = {id(node): place for place, node in enumerate(walk(repeated.scope.function.body))}
+    own = repeated.scope.module.statement(repeated.node)
+    return any(order[id(line)] > order[id(own)] for line in _bindings(name, repeated.scope))
+
+
+def _targets(node: cst.CSTNode) -> set[str]:
+    """Return the names that a node itself binds."""
+    held: cst.CSTNode | None = None
+    if isinstance(
+        node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del, cst.For, cst.CompFor, cst.NamedExpr)
+    ):
+        held = node.target
+    elif isinstance(node, cst.AsName):
+        held = node.name
+    return {inner.value for inner in walk(held) if isinstance(inner, cst.Name)} if _is_plain(held) else set()
+
+
+def _is_plain(target: cst.CSTNode | None) -> TypeGuard[cst.CSTNode]:
+    return isinstance(target, (cst.Name, cst.Tuple, cst.List, cst.StarredElement))
+
+
+def _written(term: Term, given: Mapping[str, cst.BaseExpression]) -> cst.BaseExpression:
+    """Return the source of what is repeated, or of how often: a parameter's argument, an attribute, a number."""
+    if term.op == "parameter":
+        value = given.get(term.value, cst.Name(term.value) if not given else None)
+        if value is None:
+            raise NotAnExpansion("other_expansion", f"the argument of `{term.value}`")
+        return value
+    if term.op == "attribute":
+        return cst.Attribute(cst.Name("self"), cst.Name(term.value))
+    if term.op == "constant" and term.value.isdigit():
+        return cst.Integer(term.value)
+    if term.op.startswith(".") and len(term.args) == 1:
+        return cst.Attribute(_written(term.args[0], given), cst.Name(term.op[1:]))
+    raise NotAnExpansion("other_expansion", f"`{term}`")

@@ -1,0 +1,366 @@
+"""Whether what reads a projection's result would notice that it is a slice of a larger tensor.
+
+The results of `packed_linear` are slices of one buffer along the last dimension: equal in value, but not contiguous.
+Arithmetic, splitting the last dimension and whatever copies do not notice. A `view` that merges the last dimension
+with others fails on them, and `is_contiguous`, `stride` or `as_strided` see something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import libcst as cst
+
+from rewrite.analysis.effects import Scope, attribute, known
+from rewrite.analysis.effects.identity import Identity, plainly_bound
+from rewrite.analysis.sites.linear_calls import LinearCall
+from rewrite.analysis.sites.residual import choices
+from rewrite.analysis.sites.shapes import splits_last
+from rewrite.analysis.syntax.module import ClassInfo, self_attribute, walk
+from rewrite.analysis.syntax.nodes import parameters
+
+MAX_DEPTH = 4
+_NOTICES = known.names(
+    """
+    is_contiguous stride as_strided as_strided_ resize_ resize_as_ data_ptr storage untyped_storage storage_offset
+    set_ view_as numpy __dlpack__ view_as_complex view_as_real
+    """
+)
+_COPIES = known.names("contiguous clone")
+_REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
+"""What makes a contiguous tensor not contiguous anyway."""
+_SAYS = known.names(
+    """
+    size dim numel nelement element_size item tolist get_device is_floating_point ndimension
+    """
+)
+
+
+@dataclass
+class Reads:
+    """What reads some results, and what has to change for that."""
+
+    problem: str = ""
+    """What would notice, empty if nothing does."""
+    reshapes: list[cst.Name] = field(default_factory=list)
+    """The `view` in `x.view(…)` that a slice needs to be `reshape`."""
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    """An expression that may be a result, unchanged or split."""
+
+    scope: Scope
+    call: LinearCall | None
+    """The projection, while nothing has changed the shape of its result."""
+    depth: int = 0
+    entry: tuple[int, str] | None = None
+    """The function, by its `id`, and the parameter through which it came here; None in the method of the call."""
+
+
+def relied_on(scope: Scope, calls: Sequence[LinearCall]) -> Reads:
+    """Return what reads the results of these calls, through locals, functions of the file and who calls the method."""
+    follower = _Follower()
+    for call in calls:
+        follower.expression(call.node, _Tracked(scope, call))
+    return follower.reads
+
+
+class _Follower:
+    def __init__(self) -> None:
+        self.reads = Reads()
+        self.seen = set[tuple[int, bool, tuple[int, str] | None]]()
+        self.returning: dict[tuple[int, str], bool] = {}
+        """Whether a function returns what came in by a parameter, for those that were followed."""
+
+    def notices(self, text: str) -> None:
+        """Note the first thing that would notice."""
+        self.reads.problem = self.reads.problem or text
+
+    def expression(self, node: cst.CSTNode, what: _Tracked) -> None:
+        """Look at what is done with the value of `node`."""
+        key = (id(node), what.call is not None, what.entry)
+        if self.reads.problem or key in self.seen:
+            return
+        self.seen.add(key)
+        module = what.scope.module
+        above = module.parent(node)
+        if isinstance(above, cst.Attribute):
+            self._attribute(above, what)
+        elif isinstance(above, cst.Arg):
+            call = module.parent(above)
+            assert isinstance(call, cst.Call)
+            self._argument(call, above, what)
+        elif isinstance(above, (cst.Element, cst.StarredElement)):
+            self._element(module.parent(above), above, what)
+        elif isinstance(above, cst.Subscript) and above.value is node:
+            self.expression(above, replace(what, call=None))
+        elif isinstance(above, (cst.IfExp, cst.BooleanOperation)):
+            self.expression(above, what)
+        elif isinstance(above, cst.NamedExpr):
+            self.expression(above, what)
+            self._bound(above.target, above, what)
+        elif isinstance(above, (cst.Assign, cst.AnnAssign)):
+            targets = [t.target for t in above.targets] if isinstance(above, cst.Assign) else [above.target]
+            for target in targets:
+                self._bound(target, above, what)
+        elif isinstance(above, (cst.For, cst.CompFor)) and above.iter is node:
+            self._bound(above.target, above, what)
+        elif isinstance(above, cst.Return):
+            self._returned(what)
+        elif isinstance(above, (cst.DictElement, cst.Yield, cst.Await, cst.Lambda, cst.BaseComp)):
+            self.notices(f"`{module.code(node)}` goes where it cannot be followed")
+
+    def _attribute(self, above: cst.Attribute, what: _Tracked) -> None:
+        name, module = above.attr.value, what.scope.module
+        call = module.parent(above)
+        if not isinstance(call, cst.Call) or call.func is not above:
+            if name == "data":
+                self.expression(above, what)
+            elif name not in known.NO_TENSOR and name not in _REORDERS:
+                self.notices(f"`{module.code(above)}`")
+            return
+        self._operation(name, call, above.attr, what)
+
+    def _operation(self, name: str, call: cst.Call, spelled: cst.Name | None, what: _Tracked) -> None:
+        """Look at `x.name(…)` or `torch.name(x, …)`."""
+        scope = what.scope
+        if name in _NOTICES:
+            self.notices(f"`{scope.module.code(call)}`")
+        elif name == "view" and spelled is not None:
+            self._view(call, spelled, what)
+        elif name in _COPIES or name in _REORDERS or name in _SAYS or name in known.FRESH:
+            return
+        elif name in known.VIEWS or name in known.RANDOM or name.endswith("_"):
+            same = name in ("to", "float", "type", "half", "bfloat16", "double", "detach", "dropout") or name.endswith(
+                "_"
+            )
+            self.expression(call, what if same else replace(what, call=None))
+        else:
+            self.notices(f"`{scope.module.code(call)}`, of which nothing is known")
+
+    def _view(self, call: cst.Call, spelled: cst.Name, what: _Tracked) -> None:
+        """A `view` that may merge the last dimension becomes `reshape`, where nobody sees that this may copy."""
+        scope, base = what.scope, call.func.value if isinstance(call.func, cst.Attribute) else call
+        if not splits_last(scope, call, what.call):
+            if isinstance(base, cst.Name) and sum(1 for _ in reads_of(base.value, scope)) > 1:
+                if not _is_last_read(scope, base):
+                    self.notices(f"`{scope.module.code(call)}` is not proven to only split the last dimension")
+                    return
+            self.reads.reshapes.append(spelled)
+        self.expression(call, replace(what, call=None))
+
+    def _argument(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
+        scope = what.scope
+        if argument.star:
+            self.notices(f"`{scope.module.code(call)}`")
+            return
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value in known.CONTAINER_WRITES:
+            self._kept(call.func.value, what)
+            return
+        name = known.torch_function(scope.names.resolved(call.func))
+        if isinstance(call.func, cst.Attribute) and not name and self_attribute(call.func) is None:
+            name = call.func.attr.value if call.func.attr.value in known.FRESH else ""
+        if name:
+            self._operation(name, call, None, what)
+            return
+        self._followed(call, argument, what)
+
+    def _kept(self, container: cst.BaseExpression, what: _Tracked) -> None:
+        """Look at every read of a list that now holds it."""
+        if not isinstance(container, cst.Name) or container.value not in what.scope.single:
+            self.notices(f"it is kept in `{what.scope.module.code(container)}`")
+            return
+        for read in reads_of(container.value, what.scope):
+            above = what.scope.module.parent(read)
+            if not (isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES):
+                self.expression(read, replace(what, call=None))
+
+    def _followed(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
+        """Go on inside the functions of the file that may be called; modules of torch take any strides."""
+        scope = what.scope
+        targets = _targets(call, scope) if what.depth < MAX_DEPTH else None
+        if targets is None:
+            self.notices(f"it is handed to `{scope.module.code(call.func)}`, of which nothing is known")
+            return
+        for function, owner in targets:
+            inner = scope.effects.scope(function, owner, scope.depth + 1)
+            if (name := _parameter(call, argument, function)) is None:
+                self.notices(f"`{scope.module.code(call)}`")
+                return
+            if self._returns(inner, name, replace(what, call=what.call if owner is scope.owner else None)):
+                self.expression(call, replace(what, call=None))
+
+    def _returns(self, inner: Scope, name: str, what: _Tracked) -> bool:
+        """Look at what a function does with a parameter; return whether it may return it."""
+        entry = (id(inner.function), name)
+        if entry not in self.returning:
+            self.returning[entry] = False
+            for read in reads_of(name, inner):
+                if Identity(inner).assignment(name, read) is None:
+                    self.expression(read, _Tracked(inner, what.call, what.depth + 1, entry))
+        return self.returning[entry]
+
+    def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: _Tracked) -> None:
+        module = what.scope.module
+        above = module.parent(display)
+        if isinstance(above, cst.Assign) and isinstance(display, cst.Tuple):
+            place = next(i for i, e in enumerate(display.elements) if e is element)
+            for target in above.targets:
+                same = isinstance(target.target, cst.Tuple) and len(target.target.elements) == len(display.elements)
+                inner = (
+                    target.target.elements[place].value
+                    if isinstance(target.target, cst.Tuple) and same
+                    else target.target
+                )
+                self._bound(inner, above, what)
+        else:
+            self.expression(display, what)
+
+    def _bound(self, target: cst.CSTNode, line: cst.CSTNode, what: _Tracked) -> None:
+        """Look at every read of what an assignment binds."""
+        module = what.scope.module
+        if isinstance(target, (cst.Tuple, cst.List)):
+            for element in target.elements:
+                self._bound(element.value, line, what)
+            return
+        if not isinstance(target, cst.Name):
+            self.notices(f"it is kept in `{module.code(target)}`")
+            return
+        statement = module.statement(line)
+        for read in reads_of(target.value, what.scope):
+            if read is not target and _may_reach(what.scope, target.value, statement, read):
+                self.expression(read, what)
+
+    def _returned(self, what: _Tracked) -> None:
+        """Look at what the callers of this method do with what it returns."""
+        if what.entry is not None:
+            self.returning[what.entry] = True
+            return
+        if what.depth >= MAX_DEPTH or what.scope.owner is None:
+            return
+        for call, scope in _callers(what.scope):
+            self.expression(call, _Tracked(scope, None, what.depth + 1))
+
+
+def _parameter(call: cst.Call, argument: cst.Arg, function: cst.FunctionDef) -> str | None:
+    """Return the parameter that takes an argument of a call."""
+    names = [name for name in parameters(function) if name != "self"]
+    if argument.keyword is not None:
+        return argument.keyword.value if argument.keyword.value in names else None
+    place = next(i for i, given in enumerate(call.args) if given is argument)
+    return names[place] if place < len(names) and not any(a.star for a in call.args[:place]) else None
+
+
+_Function = tuple[cst.FunctionDef, "ClassInfo | None"]
+
+
+def _targets(call: cst.Call, scope: Scope) -> list[_Function] | None:
+    """Return the functions of the file that a call may run, what takes any strides left out; None if it may others."""
+    module, func = scope.module, call.func
+    if isinstance(func, cst.Name) and func.value in scope.single:
+        func = scope.single[func.value]
+    if isinstance(func, cst.Name) and func.value in scope.functions:
+        return [(scope.functions[func.value], scope.owner)]
+    if isinstance(func, cst.Name) and func.value not in scope.locals:
+        if func.value in module.functions:
+            return [(module.functions[func.value], None)]
+        return [] if func.value in known.RUNTIME or func.value in known.BUILTINS else None
+    name = self_attribute(func)
+    if name is None or scope.owner is None:
+        return None
+    if (method := module.method(scope.owner, name)) is not None:
+        return [(method, scope.owner)]
+    found: list[_Function] = []
+    for value in attribute(scope.owner, name, scope.names).values:
+        for choice in choices(value):
+            if _is_torchs(choice, scope):
+                continue
+            info = module.classes.get(module.qualified(choice.func)) if isinstance(choice, cst.Call) else None
+            forward = module.method(info, "forward") if info is not None else None
+            if forward is None:
+                return None
+            found.append((forward, info))
+    return found
+
+
+def _is_torchs(value: cst.BaseExpression, scope: Scope) -> bool:
+    """Whether this is a module or function of torch, or an activation: they take any strides."""
+    if isinstance(value, cst.Subscript):
+        return scope.module.qualified(value.value).endswith("ACT2FN")
+    name = scope.module.qualified(value.func if isinstance(value, cst.Call) else value)
+    return name.startswith("torch.nn.") or known.torch_function(name) != ""
+
+
+def _callers(scope: Scope) -> Iterator[tuple[cst.Call, Scope]]:
+    """Yield the calls in the file that may run this method."""
+    module, owner, name = scope.module, scope.owner, scope.function.name.value
+    assert owner is not None
+    family = {info.name for info in (owner, *scope.names.heirs(owner), *scope.names.owners(owner))}
+    for info, _, function in module.methods():
+        for call in _calls(function, scope):
+            called = self_attribute(call.func)
+            if called is None:
+                continue
+            direct = called == name and info.name in family
+            built = name == "forward" and any(
+                isinstance(node, cst.Call) and module.qualified(node.func) in family
+                for value in module.assignments(info, called)
+                for node in walk(value)
+            )
+            if direct or built:
+                yield call, scope.effects.scope(function, info)
+
+
+def _calls(function: cst.FunctionDef, scope: Scope) -> list[cst.Call]:
+    found = scope.effects.calls.get(id(function))
+    if found is None:
+        found = scope.effects.calls[id(function)] = [n for n in walk(function.body) if isinstance(n, cst.Call)]
+    return found
+
+
+def reads_of(name: str, scope: Scope) -> Iterator[cst.Name]:
+    """Yield where a local's name stands as a value."""
+    for node in walk(scope.function.body):
+        if isinstance(node, cst.Name) and node.value == name:
+            above = scope.module.parent(node)
+            attribute_name = isinstance(above, cst.Attribute) and above.attr is node
+            keyword = isinstance(above, cst.Arg) and above.keyword is node
+            if not attribute_name and not keyword and not isinstance(above, (cst.AssignTarget, cst.Param)):
+                yield node
+
+
+def _may_reach(scope: Scope, name: str, line: cst.BaseStatement, read: cst.Name) -> bool:
+    """Whether the value that `line` gives a local may still be there at `read`: nothing certainly came between."""
+    order = scope.order
+    start, end = order[id(line)], order[id(scope.module.statement(read))]
+    if any(start < order[id(s)] < end or end <= start < order[id(s)] for s in _rebinding(scope, name, line)):
+        return False
+    last = Identity(scope).assignment(name, read)
+    return last is None or last is line or order[id(last)] < start
+
+
+def _rebinding(scope: Scope, name: str, line: cst.BaseStatement) -> Iterator[cst.CSTNode]:
+    """Yield the statements that bind `name` anew and that whatever runs on after `line` passes."""
+    node: cst.CSTNode = line
+    while node is not scope.function:
+        above = scope.module.parent(node)
+        block = getattr(above, "body", ())
+        if isinstance(above, cst.IndentedBlock) and isinstance(block, Sequence):
+            place = next(i for i, statement in enumerate(block) if statement is node)
+            for statement in block[place + 1 :]:
+                if isinstance(statement, cst.SimpleStatementLine) and name in plainly_bound(statement):
+                    yield statement
+                    break
+        if isinstance(above, (cst.For, cst.While)):
+            return
+        node = above
+
+
+def _is_last_read(scope: Scope, read: cst.Name) -> bool:
+    """Whether the statement of `read` binds the name anew, so that the tensor is read nowhere else afterwards."""
+    statement = scope.module.statement(read)
+    if not isinstance(statement, cst.SimpleStatementLine) or read.value not in plainly_bound(statement):
+        return False
+    return [r for r in reads_of(read.value, scope) if scope.module.statement(r) is statement] == [read]

@@ -1,0 +1,142 @@
+"""Random modules for each transform: the place that it looks for, with anything around it that a file could have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import hypothesis.strategies as st
+
+from soundness.case import Case, case_of
+from soundness.noise import Draw, Lines, Names, around, supported
+
+_ARGUMENTS = {"args": "self, x, y, flag", "inputs": "randn(b, 3, 8), randn(b, 3, 8), b == 2"}
+_PROLOGUE = [
+    "a, c, xs, d, n, z, w = x + 1, x - y, [y, x], {'k': y}, None, None, None",
+    "self.kept = y",
+    "late = lambda: y",
+]
+_TENSORS = ("x", "y", "a", "c")
+_ODD_INITS = (
+    "",
+    "",
+    "",
+    "self.{p} = self.{o}",
+    "self.{p}.weight = self.{o}.weight",
+    "self.{p}.register_forward_hook(lambda module, args, result: result * 2)",
+    "self.{p}.register_forward_pre_hook(lambda module, args: bump(args[0]) and None if False else None)",
+    "self.{p}.forward = lambda v: v * 2",
+    "self.{p} = nn.Sequential(self.{p}, nn.Tanh())",
+    "setattr(self, '{p}', nn.Sequential(self.{p}, nn.Tanh()))",
+    "self.{p}.requires_grad_(False)",
+    "self.{p}.weight.data = self.{p}.weight.data.t().contiguous().t()",
+)
+
+
+def _case(name: str, scaffold: str, body: Lines, holes: Mapping[str, str]) -> Case:
+    """Return a case of a scaffold whose method starts with the locals and attributes that the noise reads."""
+    text = "\n".join((*_PROLOGUE, *body))
+    return case_of(f"random/{scaffold}.{name}", scaffold, supported({**_ARGUMENTS, **holes, "body": text}))
+
+
+def _method(draw: Draw, site: Lines, modules: tuple[str, ...], layout: bool = True) -> Lines:
+    names = Names(_TENSORS, ("a", "c", "x"), modules, layout)
+    return [*draw(around(site, names)), "return x, y, a, c, n"]
+
+
+def _odd_init(draw: Draw, modules: tuple[str, ...]) -> str:
+    first, second = draw(st.sampled_from(modules)), draw(st.sampled_from(modules))
+    return draw(st.sampled_from(_ODD_INITS)).format(p=first, o=second)
+
+
+@st.composite
+def projections(draw: Draw) -> Case:
+    """Return a method with two or three projections of one input."""
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    source, order = draw(st.sampled_from(_TENSORS)), draw(st.permutations(modules))
+    forms = (
+        ["e = self.{0}({s})", "g = self.{1}({s})", "a = e + g"],
+        ["e = self.{0}({s})", "g = self.{1}({s})", "c = self.{2}({s})", "a = g * c"],
+        ["a = self.{0}({s}) + self.{1}({s})"],
+        ["e, g = self.{0}({s}), self.{1}({s})", "c = e - g"],
+        ["e = self.{0}({s}).view({s}.shape)", "a = self.{1}({s}) + e"],
+        ["for _ in range(2):\n    a = self.{0}({s})\n    {n}\n    c = self.{1}({s})"],
+        ["x = self.{0}({s}) * self.next() + self.bump({s}) + self.{1}({s})"],
+        ["z = {s}", "a = self.{0}({s})", "z.mul_(1.5)", "c = self.{1}({s})"],
+    )
+    between = draw(st.sampled_from(("pass", "y = y + 1", "bump(y)", "x = x + 1", "self.relu(a)")))
+    site = [line.format(*order, s=source, n=between) for line in draw(st.sampled_from(forms))]
+    sizes = "self.k_proj = nn.Linear(8, 8)\nself.v_proj = nn.Linear(8, 8, bias=False)\n"
+    return _case("calls", "projections", _method(draw, site, modules), {"init": sizes + _odd_init(draw, modules)})
+
+
+_ACTIVATIONS = (
+    "nn.SiLU()",
+    "nn.ReLU()",
+    "nn.GELU()",
+    "nn.ReLU(inplace=True)",
+    "nn.SiLU(inplace=True)",
+    "nn.Tanh()",
+    "nn.Sequential(nn.SiLU(), nn.ReLU())",
+)
+
+
+@st.composite
+def gated(draw: Draw) -> Case:
+    """Return a method with the product of an activated projection and another one, or of what was projected."""
+    modules = ("gate_proj", "up_proj")
+    first, second = draw(st.sampled_from(_TENSORS)), draw(st.sampled_from(_TENSORS))
+    forms = (
+        ["a = self.act_fn(self.gate_proj({s})) * self.up_proj({s})"],
+        ["e = self.act_fn(self.gate_proj({s}))", "g = self.up_proj({s})", "a = e * g"],
+        ["e = self.gate_proj({s})", "g = self.up_proj({s})", "a = self.act_fn(e) * g"],
+        ["e = self.act_fn({s})", "a = e * {r}"],
+        ["e = self.act_fn({s})", "a = {r} * e"],
+        ["a = self.act_fn({s}) * {r}"],
+        ["a = F.silu({s}) * ({r} + 1)"],
+        ["a = self.act_fn({s}) * self.bump({r})"],
+        ["a = self.bump({r}) * self.act_fn({s})"],
+        ["a = self.act_fn({s} * self.next()) * ({r} * self.next())"],
+        ["e = self.act_fn(self.drop({s}))", "a = self.drop({r}) * e"],
+        ["a = self.act_fn(xs.pop()) * {s}"],
+        ["a = ({r} * self.next()) * F.gelu({s} * self.next())"],
+        ["e = self.act_fn({s})", "c = e.sum()", "a = e * {r}", "c = a * c"],
+        ["a = self.act_fn({s}) * self.next()"],
+        ["a = self.act_fn({s}) * {r}[..., :1]"],
+    )
+    site = [line.format(s=first, r=second) for line in draw(st.sampled_from(forms))]
+    holes = {
+        "init": "self.gate_proj = nn.Linear(8, 8)\nself.up_proj = nn.Linear(8, 8)\n" + _odd_init(draw, modules),
+        "activation": draw(st.sampled_from(_ACTIVATIONS)),
+    }
+    return _case("products", "gated", _method(draw, site, modules), holes)
+
+
+@st.composite
+def residuals(draw: Draw) -> Case:
+    """Return a method with an add and the norm that reads the sum."""
+    first, second, third = (draw(st.sampled_from(_TENSORS)) for _ in range(3))
+    forms = (
+        ["{t} = {s} + {r}", "z = {t}", "{t} = self.norm({t})"],
+        ["{t} = {s} + {r}", "a = {t}", "c = self.norm({t})"],
+        ["{t} = {s} + {r}", "{t} = self.norm({t})"],
+        ["{t} = {s} + self.bump({r})", "z = {t}", "{t} = self.norm({t})"],
+        ["{t} = self.bump({s}) + {r}", "z = {t}", "{t} = self.norm({t})"],
+        ["{t} = {s} * self.next() + {r} * self.next()", "c = self.norm({t})"],
+        ["{t} = self.drop({s}) + self.drop({r})", "c = self.norm({t})"],
+        ["a = self.norm({s} + {r})"],
+        ["a = self.norm({s} + self.bump({r}))"],
+        ["a = self.norm({s} + {r}) + self.mlp({t})"],
+        ["{t} += {r}", "z = {t}", "a = self.norm({t})"],
+        ["try:\n    {t} = {s} + {r}\n    c = self.norm({t})\nfinally:\n    a = {t} * 2"],
+        ["for _ in range(2):\n    a = {t} + 1\n    {t} = {s} + {r}\n    c = self.norm({t})"],
+        ["{t} = {s} + {r}", "if flag:\n    {t} = self.norm({t})"],
+        ["{t} = {s} + {r}[:, :1]", "z = {t}", "c = self.norm({t})"],
+        ["{t} = {s} + 2 * self.next()", "z = {t}", "c = self.norm({t})"],
+        ["{t} = {s} + self.count", "z = {t}", "c = self.norm({t})"],
+    )
+    site = [line.format(s=first, r=second, t=third) for line in draw(st.sampled_from(forms))]
+    norm = draw(st.sampled_from(("Norm()", "Norm()", "nn.LayerNorm(8)", "nn.LayerNorm(8, bias=False)", "nn.Tanh()")))
+    odd = draw(st.sampled_from(("", "", "", "setattr(self, 'norm', Shifted())", "self.norm.eps = 0.5")))
+    after = "class Shifted(Norm):\n    def forward(self, x):\n        return super().forward(x) + 1"
+    holes = {"norm": norm, "init": odd, "after": after}
+    return _case("sums", "residual", _method(draw, site, ("mlp",)), holes)

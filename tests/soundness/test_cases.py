@@ -1,0 +1,28 @@
+"""Whatever is rewritten computes what it computed before: odd but legal modules, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from soundness.case import Case, cases
+from soundness.compare import all_transforms, examine
+
+TRANSFORMS = all_transforms()
+CASES = list(cases())
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_computes_what_it_did(case: Case) -> None:
+    verdict = examine(case, TRANSFORMS)
+    assert verdict.original[0].raised == case.raises
+    text = verdict.rewritten.text if verdict.rewritten is not None else case.text
+    assert not verdict.difference, f"{verdict.difference}\nby {', '.join(verdict.sites)}\n{text}"
+    assert not case.must_rewrite or case.must_rewrite in verdict.sites, text
+
+
+def test_names_are_unique() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_every_transform_has_a_harmless_twin() -> None:
+    assert {transform.name for transform in TRANSFORMS} <= {case.must_rewrite for case in CASES}
