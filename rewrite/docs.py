@@ -1,16 +1,21 @@
-"""Generated documentation: README's table and example, docs/transforms.md. `python -m rewrite.docs` writes them.
+"""Generated documentation: README's table and example, docs/transforms.md, the tables of docs/operators.md.
+
+`python -m rewrite.docs` writes them.
 
 Run it in the repository's root; `--check` writes nothing and fails where a file is out of date.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rewrite import operators
 from rewrite.engine.build import build
+from rewrite.operators import Offer
 from rewrite.package.original import text_of
 from rewrite.show import diff
 from rewrite.transform import COMMON_REASONS, Transform
@@ -19,6 +24,7 @@ from rewrite.upstream.source import resolve
 
 README = Path("README.md")
 TRANSFORMS = Path("docs/transforms.md")
+OPERATORS = Path("docs/operators.md")
 EXAMPLE = Path("fixtures/models/modeling_tiny_llama.py")
 EXAMPLE_PLACES = ("TinyLlamaAttention.forward", "TinyLlamaMLP.forward")
 HEADINGS = ("What it does", "Why", "What it needs", "Numerics", "Known limits")
@@ -38,7 +44,8 @@ def generated() -> dict[Path, str]:
     """Return the text that each generated file should have."""
     readme = _between(README.read_text(encoding="utf-8"), "transforms", table(all_transforms()))
     readme = _between(readme, "example", f"```diff\n{example()}```\n")
-    return {README: readme, TRANSFORMS: _page(all_transforms())}
+    page = _between(OPERATORS.read_text(encoding="utf-8"), "operators", operators_table())
+    return {README: readme, TRANSFORMS: _page(all_transforms()), OPERATORS: page}
 
 
 def table(transforms: list[Transform]) -> str:
@@ -49,6 +56,29 @@ def table(transforms: list[Transform]) -> str:
         numerics = transform.numerics.value + (", on request" if transform.on_request else "")
         lines.append(f"| {name} | {transform.summary} | {numerics} |")
     return "\n".join(lines) + "\n"
+
+
+def operators_table() -> str:
+    """Return the table of operators, from what their files declare and from their definitions."""
+    lines = ["| call | shapes | computes | in a decode step | in 8 bits |", "|---|---|---|---|---|"]
+    for offer in operators.offers():
+        if offer.shapes:
+            call, first = _definition(offer)
+            others = [f"`{use}`" if use else "" for use in (offer.step, offer.fp8 or offer.fp8_rows)]
+            lines.append(f"| `{offer.room}.{call}` | `{offer.shapes}` | {first} | {' | '.join(others)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _definition(offer: Offer) -> tuple[str, str]:
+    """Return the call of an operator without annotations, and the first paragraph of its docstring."""
+    tree = ast.parse(operators.own_text(offer.file))
+    found = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == offer.name)
+    function = next(found)
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    first = " ".join((ast.get_docstring(function) or "").split("\n\n")[0].split())
+    return f"{offer.name}({ast.unparse(function.args)})", first.replace("|", "\\|")
 
 
 def section(transform: Transform) -> str:
@@ -87,7 +117,7 @@ def _between(text: str, mark: str, content: str) -> str:
     head, _, rest = text.partition(start)
     _, found, tail = rest.partition(end)
     if not found:
-        raise ValueError(f"{README} has no pair of marks for {mark}")
+        raise ValueError(f"no pair of marks for {mark}")
     return f"{head}{start}{content}{found}{tail}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import libcst as cst
@@ -12,17 +13,26 @@ from rewrite.analysis.step.terms import LINEAR
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, single_argument
 from rewrite.analysis.syntax.replacement import name_is_free
+from rewrite.operators import offers
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
-FORMS = {
-    "linear": "fp8.fp8_linear",
-    "gated_linear": "fp8.fp8_gated_linear",
-    "packed_linear": "fp8.fp8_packed_linear",
-    "qkv_step": "fp8.fp8_qkv_step",
-    "add_norm": "fp8.fp8_add_norm",
-}
-"""What the other transforms call, and the form of it that reads weights, or writes rows, in 8 bits."""
-PRODUCTS = tuple(name for name in FORMS if name != "add_norm")
+
+@cache
+def products() -> Mapping[str, str]:
+    """Return the products that other transforms call, with the form of each that reads its weights in 8 bits."""
+    return {offer.name: offer.fp8 for offer in offers() if offer.fp8}
+
+
+@cache
+def norms() -> Mapping[str, str]:
+    """Return the operators whose rows those products read, with the form of each that writes them in 8 bits."""
+    return {offer.name: offer.fp8_rows for offer in offers() if offer.fp8_rows}
+
+
+@cache
+def bases() -> Mapping[str, str]:
+    """Return the bases of classes with such products, with the one that knows how these round."""
+    return {offer.name: offer.fp8_class for offer in offers() if offer.fp8_class}
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,8 @@ class Fp8(Transform):
         The products that other transforms wrote (`linear`, `gated_linear`, `packed_linear`, `qkv_step`), the other
         projections of the same attention and MLP, and the head, become calls of the same form with weights in e4m3.
         The copies in 8 bits are made on the device at first use and kept beside the parameters: the checkpoint, the
-        state dict and what is saved stay as they are. Prompts quantise the activations too, in the kernels that add
+        state dict and what is saved stay as they are. `GraphGeneration` becomes `Fp8GraphGeneration`, which knows how
+        such products round. Prompts quantise the activations too, in the kernels that add
         the residual and normalise, and that activate.
 
     Why:
@@ -67,7 +78,7 @@ class Fp8(Transform):
     on_request = True
     after = (
         "decode_head", "decode_layers", "fuse_add_norm", "fuse_gate_up", "fuse_gated_activation", "fuse_qkv",
-        "fuse_rms_norm",
+        "fuse_rms_norm", "static_cache",
     )  # fmt: skip
     reasons: ClassVar[Mapping[str, str]] = {
         "other_call": "a projection is called with other arguments than its input",
@@ -75,14 +86,20 @@ class Fp8(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every product of a class that has one of the runtime's, and every sum that is normalised for them."""
+        """Every product of a class that has one of the runtime's, the sums that are normalised for them, the base."""
+        any_product = any(_projections(info, module) for info in module.classes.values())
         for info in module.classes.values():
+            for argument in info.node.bases if any_product else ():
+                if (name := _base(argument.value, module)) is not None:
+                    yield Candidate(argument.value, info.name, name)
             for name, method in info.methods.items():
                 for site in _sites(info, method, module):
                     yield Candidate(site.call, f"{info.name}.{name}", site.label)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Replace the function's name, or the call of the module by one of the function."""
+        if candidate.where in module.classes:
+            return _with_base(candidate.node, bases()[candidate.label], module)
         owner, name = candidate.where.split(".")
         method = module.classes[owner].methods[name]
         sites = _sites(module.classes[owner], method, module)
@@ -105,26 +122,44 @@ class Fp8(Transform):
         )
 
 
+def _base(node: cst.BaseExpression, module: Module) -> str | None:
+    """Return the name of the runtime's class that a base is, of those that there is another of for 8 bits."""
+    name = node.value if isinstance(node, cst.Name) else ""
+    return name if name in bases() and name_is_free(name, module) else None
+
+
+def _with_base(base: cst.CSTNode, new: str, module: Module) -> Found | Skip:
+    name = new.split(".")[1]
+    if not name_is_free(name, module):
+        return Skip("name_taken")
+    return Found((Edit(base, (cst.Name(name),)),), (new,))
+
+
 def _sites(info: ClassInfo, method: cst.FunctionDef, module: Module) -> Iterator[_Site]:
     """Yield what is to be rewritten in a method, in source order."""
     projections = _projections(info, module)
     packs = any(_calls(call, "packed_linear", module) or _is_new(call) for call in calls_in(method.body))
     for call in calls_in(method.body):
-        name = next((name for name in FORMS if _calls(call, name, module)), None)
         attribute = called_attribute(call)
-        if name == "add_norm" and any(_projections(other, module) for other in module.classes.values()):
-            yield _Site(call, FORMS[name], module.code(call.args[-1].value).removeprefix("self."))
-        elif name is not None and name != "add_norm" and (read := _read(call)):
-            yield _Site(call, FORMS[name], f"{name}: {', '.join(read)}")
+        if (norm := _called(call, norms(), module)) is not None:
+            if any(_projections(other, module) for other in module.classes.values()):
+                yield _Site(call, norms()[norm], module.code(call.args[-1].value).removeprefix("self."))
+        elif (product := _called(call, products(), module)) is not None:
+            if read := _read(call):
+                yield _Site(call, products()[product], f"{product}: {', '.join(read)}")
         elif attribute is not None and (attribute in projections or (packs and _is_linear(info, attribute, module))):
-            yield _Site(call, FORMS["linear"], attribute)
+            yield _Site(call, products()["linear"], attribute)
+
+
+def _called(call: cst.Call, names: Iterable[str], module: Module) -> str | None:
+    return next((name for name in names if _calls(call, name, module)), None)
 
 
 def _projections(info: ClassInfo, module: Module) -> set[str]:
     """Return the attributes that the runtime's products read in any method, in 8 bits or not."""
     calls = [call for method in info.methods.values() for call in calls_in(method.body)]
-    products = (c for c in calls if _is_new(c) or any(_calls(c, name, module) for name in PRODUCTS))
-    return {attribute for call in products for attribute in _read(call)}
+    reading = (c for c in calls if _is_new(c) or _called(c, products(), module) is not None)
+    return {attribute for call in reading for attribute in _read(call)}
 
 
 def _read(call: cst.Call) -> list[str]:
@@ -150,7 +185,8 @@ def _calls(node: cst.CSTNode, name: str, module: Module) -> bool:
 
 
 def _is_new(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Name) and call.func.value in {form.split(".")[1] for form in FORMS.values()}
+    new = {form.split(".")[1] for form in (*products().values(), *norms().values())}
+    return isinstance(call.func, cst.Name) and call.func.value in new
 
 
 def _is_linear(info: ClassInfo, attribute: str, module: Module) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 SCHEMA = 2
-ENGINE = ("analysis", "engine", "package/assemble.py", "package/runtime_files.py", "transform.py")
+ENGINE = ("analysis", "engine", "operators.py", "package/assemble.py", "package/runtime_files.py", "transform.py")
 """What decides the generated text besides the transforms and the runtime files, in `rewrite/`."""
 
 __all__ = ["SCHEMA", "Lock", "Options", "Origin", "engine_digest", "read_lock", "rule_hashes", "sha256"]

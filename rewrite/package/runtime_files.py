@@ -1,18 +1,18 @@
 """The runtime of an output package: which of its files a modeling file needs, and the `__init__.py` of each room.
 
-A room of `runtime/` offers its operators in its `__init__.py`, and a modeling file says `from .runtime.norms import
-rms_norm`. In a package a room has only the files that are needed, and offers what is in them.
+A modeling file says `from .runtime.norms import rms_norm`: in a package a room offers, in its `__init__.py`, what its
+files declare that they offer (`rewrite/operators.py`). It has only the files that are needed, and no declarations.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.resources
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from rewrite.engine.imports import isort_key
 from rewrite.errors import UnknownOperator
+from rewrite.operators import offered, own_text, without_declarations
 
 ALWAYS = (
     "core/backend", "core/explain", "core/rocm", "origin/guard", "package/auto", "package/selftest",
@@ -68,7 +68,7 @@ def runtime_file(name: str) -> bytes:
     Raises:
         FileNotFoundError: if this version has none of that name.
     """
-    return importlib.resources.files("rewrite.runtime").joinpath(f"{name}.py").read_bytes()
+    return without_declarations(own_text(name)).encode("utf-8")
 
 
 def shipped(path: str) -> bytes:
@@ -88,8 +88,8 @@ def file_of(use: str) -> str:
     """
     room, _, function = use.partition(".")
     try:
-        return f"{room}/{_offered(room)[function]}"
-    except (FileNotFoundError, KeyError) as error:
+        return f"{room}/{offered(room)[function]}"
+    except KeyError as error:
         raise UnknownOperator(use) from error
 
 
@@ -107,7 +107,7 @@ def room_init(room: str, names: Sequence[str]) -> str:
     text = runtime_file(f"{room}/__init__").decode("utf-8")
     docstring = ast.get_docstring(ast.parse(text), clean=False)
     by_file: dict[str, list[str]] = {}
-    for function, file in _offered(room).items():
+    for function, file in offered(room).items():
         if f"{room}/{file}" in names:
             by_file.setdefault(file, []).append(function)
     if not by_file:
@@ -116,13 +116,6 @@ def room_init(room: str, names: Sequence[str]) -> str:
     exported = sorted((name for functions in by_file.values() for name in functions), key=isort_key)
     listed = ", ".join(f'"{name}"' for name in exported)
     return "\n".join([f'"""{docstring}"""', "", *imports, "", f"__all__ = [{listed}]", ""])
-
-
-def _offered(room: str) -> dict[str, str]:
-    """Return the files of what a room offers, by its names."""
-    tree = ast.parse(runtime_file(f"{room}/__init__"))
-    found = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module)
-    return {alias.name: str(node.module) for node in found for alias in node.names}
 
 
 def _imported(name: str) -> frozenset[str]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core import aiter_probe, backend, launch
-from ..core.explain import reporters
 
 Result = TypeVar("Result")
 
@@ -254,7 +253,7 @@ def forget() -> None:
     aiter_probe.forget()
 
 
-def _describe(model: nn.Module) -> list[str]:
+def describe(model: nn.Module) -> list[str]:
     """Return a line for each operator that aiter was tried for."""
     lines = []
     for operator in OPERATORS:
@@ -264,6 +263,3 @@ def _describe(model: nn.Module) -> list[str]:
             said = f", {len(reasons) - reasons.count(None)} off ({', '.join(off)})" if off else ""
             lines.append(f"aiter {aiter_probe.version()}: {operator} in {reasons.count(None)} variants{said}")
     return lines
-
-
-reporters.append(_describe)

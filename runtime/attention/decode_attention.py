@@ -26,6 +26,28 @@ from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import attention_key, entry
 
+OFFERS: dict[str, dict[str, str]] = {
+    "decode_attention": {
+        "shapes": "[B, H, 1, D] -> [B, 1, H Dv]",
+    },
+}
+
+CASES = """
+def attend(model, rows, capacity, window=None, softcap=None, sinks=None):
+    query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
+    arrived = tensor(rows * model.heads, dtype=torch.int32)
+    split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
+    scaling, kept = model.head_dim**-0.5, cache(model, rows, capacity)
+    return launch(query, *kept, int64(1), starts, arrived, scaling, window, softcap, sinks, split)
+
+for model in (*LLAMAS, GEMMA_9B):
+    case(model.name, attend, model, 1, CONTEXT)
+case("Llama 8B, 8 rows", attend, LLAMA_8B, 8, CONTEXT)
+for model in (LLAMA_8B, GEMMA_9B):
+    case(f"{model.name}, 32k", attend, model, 1, LONG_CONTEXT)
+case("Gemma 9B, all forms", attend, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tensor(GEMMA_9B.heads))
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -29,6 +29,16 @@ from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
 from ..core import backend
 
+OFFERS: dict[str, dict[str, str]] = {
+    "grouped_matmul": {
+        "shapes": "[B, H, S, K], [B, Hk, K, M] -> [B, H, S, M]",
+    },
+    "native_gqa": {
+        "shapes": "an attention function of transformers -> one",
+        "step": "attention.decode_attention",
+    },
+}
+
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 FOLD_LENGTH = 64

@@ -28,6 +28,27 @@ from ..products.prologue import Prologue, norm_arguments, prologue_of
 from .rope_cache import Rotation, rope_cache, writable
 from .rotary import rotary
 
+OFFERS: dict[str, dict[str, str]] = {
+    "qkv_step": {
+        "shapes": "[B, 1, I] -> [B, H, 1, D]",
+        "fp8": "fp8.fp8_qkv_step",
+    },
+}
+
+CASES = """
+def qkv(model, columns, **form):
+    weight = tensor((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden_size)
+    table = columns // 2 if form.get("half_table") else columns
+    rotation = Rotation(tensor(1, 1, table), tensor(1, 1, table), **form)
+    tile = tile_for("qkv", model.head_dim // 2, model.hidden_size, weight)
+    x, norm = tensor(1, 1, model.hidden_size), prologue(model.hidden_size)
+    return launch_qkv(x, weight, None, norm, *cache(model, 1, CONTEXT), int64(1), rotation, tile)
+
+for model in LLAMAS:
+    case(model.name, qkv, model, model.head_dim)
+case("1B, 32 columns", qkv, LLAMA_1B, 32, interleaved=True, half_table=True)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

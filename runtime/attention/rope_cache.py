@@ -20,6 +20,18 @@ from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
 from ..products.prologue import Prologue
 
+CASES = """
+def write(model, normed):
+    sizes = [model.heads * model.head_dim, *2 * [model.kv_heads * model.head_dim]]
+    q, k, v = torch.split(tensor(8, 1, sum(sizes)), sizes, -1)
+    rotation = Rotation(tensor(8, 1, model.head_dim), tensor(8, 1, model.head_dim))
+    norm = prologue(model.head_dim) if normed else None
+    return rope_cache(q, k, v, *cache(model, 8, CONTEXT), int64(1), rotation, norm, norm)
+
+case("8B, 8 rows", write, LLAMA_8B, normed=False)
+case("Qwen3 30B-A3B, 8 rows", write, QWEN3_30B, normed=True)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -22,6 +22,31 @@ import torch
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, grid
 
+OFFERS: dict[str, dict[str, str]] = {
+    "rotary": {
+        "shapes": "[B, H, S, D], [B, Hk, S, D] -> the same",
+        "step": "attention.qkv_step",
+    },
+    "rotary_single": {
+        "shapes": "[B, H, S, D] -> [B, H, S, D]",
+        "step": "attention.qkv_step",
+    },
+}
+
+CASES = """
+def rotate(model, columns, table=None, **form):
+    packed = tensor(1, PROMPT, model.heads + model.kv_heads, model.head_dim).transpose(1, 2)
+    q, k = torch.split(packed, [model.heads, model.kv_heads], 1)
+    cos, sin = tensor(1, PROMPT, table or columns), tensor(1, PROMPT, table or columns)
+    return rotary(q, k, cos, sin, **form)
+
+for model in (LLAMA_8B, LLAMA_1B, GEMMA_9B):
+    case(model.name, rotate, model, model.head_dim)
+case("8B, 96 of 128 columns", rotate, LLAMA_8B, 96, partial=True)
+case("8B, interleaved", rotate, LLAMA_8B, 128, interleaved=True)
+case("8B, half table", rotate, LLAMA_8B, 128, 64, interleaved=True, half_table=True)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

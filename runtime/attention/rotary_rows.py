@@ -19,6 +19,16 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.launch import WAVE, Kernel, grid
 
+OFFERS: dict[str, dict[str, str]] = {
+    "rotary_rows": {
+        "shapes": "[B, n] -> 2 × [B, n, R]",
+    },
+}
+
+CASES = """
+case("8B", _op, int64(1, 1), tensor(CONTEXT, 128), tensor(CONTEXT, 128))
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -25,6 +25,12 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+OFFERS: dict[str, dict[str, str]] = {
+    "PreallocatedCache": {},
+    "decodes": {},
+    "needs_no_mask": {},
+}
+
 
 class CacheFull(RuntimeError):
     """More tokens were written than the cache has slots."""

@@ -9,14 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from . import arrivals
 from .launch import rehearsing
-
-before_replay: list[Callable[[nn.Module], None]] = []
-"""What has to be looked after before the graphs of a model are replayed with other weights, from the files of this
-folder that keep something made of them: a replay runs no Python."""
 
 CAPTURING = threading.RLock()
 """Held during a capture, and around whatever draws from the device's generator in another thread: torch knows one

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from . import backend
-
-reporters: list[Callable[[nn.Module], list[str]]] = []
-"""What else there is to say about a model, from the files of this folder that keep something for it."""
 
 
 @dataclass(frozen=True)
@@ -55,5 +53,14 @@ def explain(model: nn.Module | None = None) -> Explanation:
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
     if model is None:
         return Explanation(backend.get_backend(), counts)
-    graphs = [line for report in reporters for line in report(model)]
+    graphs = [line for describe in _describers() for line in describe(model)]
     return Explanation(backend.get_backend(), counts, backend.last_reasons(model), graphs)
+
+
+def _describers() -> Iterator[Callable[[nn.Module], list[str]]]:
+    """Yield the function `describe` of every file of this runtime that has one and is in use."""
+    runtime = __name__.rsplit(".", 2)[0]
+    for name in sorted(name for name in sys.modules if name.startswith(f"{runtime}.")):
+        describe = vars(sys.modules[name]).get("describe")
+        if callable(describe) and describe.__module__ == name:
+            yield describe

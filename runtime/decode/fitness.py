@@ -20,6 +20,10 @@ from transformers.generation.stopping_criteria import (
 
 from ..core import backend
 
+OFFERS: dict[str, dict[str, str]] = {
+    "recomputes_at_switch": {},
+}
+
 REASONS = {
     "cpu": "the model is not on a GPU",
     "several_devices": "the model's layers are on several devices, or its tensors are split over them",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,15 @@ from ..core.capture import CAPTURING, CaptureFailed, index_of
 from .fitness import Call, Unfit, keeps_cache, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
+from .policy import GraphPolicy
 from .sampling import Sampling, graph_forms
 from .stopping import NOT_NUMBERS, Reader
+
+OFFERS: dict[str, dict[str, str]] = {
+    "GraphGeneration": {
+        "fp8_class": "fp8.Fp8GraphGeneration",
+    },
+}
 
 CHUNK = 4
 """Replays between two looks at the tokens. Two chunks are under way at a time, and what was run beyond the end is
@@ -37,6 +44,8 @@ FIRST_ROOM = 4096
 
 class GraphGeneration(GenerationMixin):
     """Generation through a decode graph where that gives the same as transformers' own loop."""
+
+    graph_policy: ClassVar[GraphPolicy] = GraphPolicy()
 
     _step_without_graph = False
     """Take this loop on any device with the step as plain calls; for tests, where there is no GPU."""

@@ -25,10 +25,11 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.preallocated import CacheFull, PreallocatedCache, preallocated_like
 from ..core import backend
-from ..core.capture import CAPTURING, before_replay, capture
+from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearsing
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .greedy import choose
+from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .sampling import Sampling, StepState
 
@@ -151,6 +152,7 @@ class DecodeGraph:
         self._proved = False
         accepted = inspect.signature(model.forward).parameters
         self._inputs = self._static_inputs(accepted)
+        self._policy = policy_of(model)
         self.prompts = PromptGraphs(model, set(accepted), self.captures)
 
     @staticmethod
@@ -204,8 +206,8 @@ class DecodeGraph:
         Returns:
             `[B, V]` logits of the next token; the next prompt may overwrite them.
         """
-        for look_after in before_replay:
-            look_after(self.model)
+        if self._policy.before_replay is not None:
+            self._policy.before_replay(self.model)
         rows, tokens = input_ids.shape
         length = self.prompts.length_for(rows, tokens, self.cache.capacity)
         if length is None or self.cache.length:

@@ -14,7 +14,6 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from ..core import backend
-from ..core.explain import reporters
 from .graph import DecodeGraph
 
 GRAPHS_KEPT = 4
@@ -144,7 +143,7 @@ def _settings(model: nn.Module) -> Hashable:
     return tuple(str(getattr(config, name, None)) for name in ("_attn_implementation", "_experts_implementation"))
 
 
-def _describe(model: nn.Module) -> list[str]:
+def describe(model: nn.Module) -> list[str]:
     """Return a line for each graph of a model, for `explain`."""
     store = _stores.get(model)
     if store is None:
@@ -159,6 +158,3 @@ def _describe(model: nn.Module) -> list[str]:
         if graph.prompts.refusal is not None:
             lines.append(f"  prompts in no graph: {graph.prompts.refusal}")
     return lines
-
-
-reporters.append(_describe)

@@ -14,6 +14,17 @@ from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from .sampling import Sampling, StepState, advance, select
 
+CASES = """
+from .sampling import Sampling
+
+def token(rows, model):
+    sampling = Sampling([], False, int64(2), int64(1))
+    return choose(tensor(rows, model.vocabulary), StepState(rows, CONTEXT, int64(1)), sampling)
+
+case("8B", token, 1, LLAMA_8B)
+case("Gemma 9B, 16 rows", token, 16, GEMMA_9B)
+"""
+
 BLOCK = 2048
 MOST_ROWS = 32
 """More rows take torch's operators: one program holds the best of every block of every row."""

@@ -19,18 +19,15 @@ import torch
 from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
+from ..core import backend
 from ..core.capture import capture
 from ..core.launch import rehearsing
+from .policy import policy_of
 
 ROUNDING = 128
 """Lengths of graphs are multiples of this."""
 MOST_TOKENS = 2048
 """Tokens of all rows together; with more of them the device is the slower one."""
-FEWEST_TOKENS = 1
-"""Of a prompt that is read in a graph; a file of this folder that computes a single token in another way raises it."""
-TOLERANCE = 0.1
-"""Largest relative distance of the logits in both ways: products of other shapes round in another order. Who rounds
-more coarsely raises it."""
 
 
 class PromptGraph:
@@ -110,6 +107,7 @@ class PromptGraphs:
         self._model = weakref.ref(model)
         self._inputs = inputs
         self._captures = captures
+        self._policy = policy_of(model)
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._graphs: dict[int, PromptGraph] = {}
         self.refusal: str | None = None
@@ -131,7 +129,7 @@ class PromptGraphs:
     def length_for(self, rows: int, tokens: int, capacity: int) -> int | None:
         """Return the length of the graph for a prompt; None if it is read without one."""
         length = -(-tokens // ROUNDING) * ROUNDING
-        if self.refusal is not None or tokens < FEWEST_TOKENS or rows * length > MOST_TOKENS:
+        if self.refusal is not None or tokens < self._policy.fewest_tokens or rows * length > MOST_TOKENS:
             return None
         assert self._positions is not None
         return length if length <= min(capacity, self._positions) else None
@@ -174,12 +172,17 @@ class PromptGraphs:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            self.refusal = f"{type(error).__name__}: {error}"
+            self._refuse("fails", f"{type(error).__name__}: {error}")
         else:
             distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-            if distance < TOLERANCE:
+            if distance < self._policy.tolerance:
                 self._graphs[length] = graph
                 return logits
-            self.refusal = f"tokens behind the prompt change its logits by {distance:.3g}"
+            self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
         cache.rewind(0)
         return ordinary()
+
+    def _refuse(self, reason: str, detail: str) -> None:
+        """Read no further prompt in a graph, and count why."""
+        self.refusal = detail
+        backend.count_fallback("prompt_graph", reason, self._model())

@@ -24,6 +24,19 @@ from .format import Quantized, dtype_for, quantize
 from .rows import empty_rows, remember
 from .step import MOST_ROWS
 
+OFFERS: dict[str, dict[str, str]] = {
+    "fp8_add_norm": {
+        "shapes": "[N, H], [N, H] -> ([N, H], [N, H])",
+    },
+}
+
+CASES = """
+def normed(size):
+    return _op(tensor(PROMPT, size), tensor(PROMPT, size), tensor(size), EPS, 0.0, False)
+
+case("8B, prompt", normed, LLAMA_8B.hidden_size)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -17,6 +17,14 @@ from ..products.gated_activation import _REFERENCE, _refusal
 from .format import Quantized, dtype_for, quantize
 from .rows import empty_rows
 
+CASES = """
+def activated(model):
+    gate, up = tensor(PROMPT, 2 * model.intermediate_size).chunk(2, -1)
+    return quantized_gated_activation(gate, up, "silu")
+
+case("8B, prompt", activated, LLAMA_8B)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

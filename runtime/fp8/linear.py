@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.rows import KERNEL_DTYPES
-from ..decode import prompt_graph
 from ..products.gated_activation import activation_kind, gated_activation
 from ..products.linear import before, gated_linear, is_one_row, linear, takes_few_rows
 from ..products.packing import packed_linear
@@ -32,11 +31,20 @@ from .rows import quantized_rows
 from .step import MOST_ROWS, few_rows, gated
 from .weights import quantized
 
-# A graph would read a prompt of one token as the first of many. And a bf16 that rounds differently moves an activation
-# to its other neighbour in 8 bits: the same prompt with and without a mask differed by 0.11 (H100, 8B Llama, random
-# weights), where pads that are seen give 1 and more.
-prompt_graph.FEWEST_TOKENS = 2
-prompt_graph.TOLERANCE = 0.5
+OFFERS: dict[str, dict[str, str]] = {
+    "fp8_gated_linear": {
+        "shapes": "[N, I] -> [N, O]",
+    },
+    "fp8_gated_product": {
+        "shapes": "[N, I], [N, I] -> [N, O]",
+    },
+    "fp8_linear": {
+        "shapes": "[N, I] -> [N, O]",
+    },
+    "fp8_packed_linear": {
+        "shapes": "[N, I] -> ([N, O_i], …)",
+    },
+}
 
 
 def fp8_linear(

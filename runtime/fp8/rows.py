@@ -17,6 +17,10 @@ from ..core import backend, rows
 from ..core.launch import Kernel
 from .format import Quantized, dtype_for, quantize
 
+CASES = """
+case("8B, prompt", quantized_rows, tensor(PROMPT, LLAMA_8B.hidden_size))
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -23,6 +23,24 @@ from ..products.linear import is_one_row
 from ..products.prologue import Prologue, norm_arguments
 from .format import Quantized, as_read
 
+CASES = """
+def product(rows, cols, out, norm):
+    before, after = (prologue(cols), None) if norm else (None, tensor(rows, 1, out))
+    return few_rows(tensor(rows, 1, cols), quantized(out, cols), None, before, after)
+
+def halves(model):
+    size = model.hidden_size
+    return gated(tensor(1, 1, size), quantized(2 * model.intermediate_size, size), None, "silu", prologue(size))
+
+size, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
+case("8B, qkv", product, 1, size, 6144, norm=True)
+case("8B, down", product, 1, inner, size, norm=False)
+case("8B, head", product, 1, size, LLAMA_8B.vocabulary, norm=True)
+case("8B, qkv, 8 rows", product, 8, size, 6144, norm=True)
+case("8B, down, 8 rows", product, 8, inner, size, norm=False)
+case("8B", halves, LLAMA_8B)
+"""
+
 MOST_ROWS = 16
 STAGES = 2 if HIP else 4
 """Tiles of a program of several rows in flight; LDS is 64 KiB on AMD cards."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core import backend
-from ..core.capture import before_replay
-from ..core.explain import reporters
 from ..products import packing
 from .format import Quantized
 from .rows import empty_rows, quantized_rows
@@ -151,11 +149,7 @@ def nbytes(model: nn.Module) -> int:
     return sum(weight.values.nbytes + weight.scale.nbytes for weight in kept)
 
 
-def _describe(model: nn.Module) -> list[str]:
+def describe(model: nn.Module) -> list[str]:
     """Return a line for `explain`."""
     count = sum(module in _copies for module in model.modules())
     return [f"fp8: copies of {count} weights, {nbytes(model) / 2**20:.1f} MiB"] if count else []
-
-
-reporters.append(_describe)
-before_replay.append(refresh)

@@ -22,6 +22,21 @@ from ..core.launch import WAVE, Kernel, overlaps
 from ..products.gated_activation import _REFERENCE as ACTIVATIONS
 from ..products.gated_activation import activation_kind
 
+OFFERS: dict[str, dict[str, str]] = {
+    "fused_experts": {
+        "shapes": "[…, H] -> […, H]",
+    },
+}
+
+CASES = """
+def run(sizes):
+    x, chosen = tensor(1, 1, sizes.hidden_size), int64(1, sizes.top_k)
+    return fused_experts(x, Experts(sizes), chosen, tensor(1, sizes.top_k), residual=x)
+
+for sizes in (QWEN3_MOE, MIXTRAL):
+    case(sizes.name, run, sizes)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

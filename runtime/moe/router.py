@@ -27,6 +27,22 @@ from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
 from ..products.prologue import Prologue, prologue_of
 
+OFFERS: dict[str, dict[str, str]] = {
+    "RoutingRule": {},
+    "router": {
+        "shapes": "[N, H] -> what the file's router returns",
+    },
+}
+
+CASES = """
+def route(sizes, corrected):
+    return router(tensor(1, 1, sizes.hidden_size), Gate(sizes, corrected), norm=Norm(sizes.hidden_size))
+
+for sizes in (QWEN3_MOE, MIXTRAL):
+    case(sizes.name, route, sizes, corrected=False)
+case(DEEPSEEK_V3.name, route, DEEPSEEK_V3, corrected=True)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

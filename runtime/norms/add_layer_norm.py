@@ -15,6 +15,12 @@ from ..core import backend, rows
 from .add_rms_norm import empty_sum, sum_refusal
 from .layer_norm import refusal as norm_refusal
 
+CASES = """
+for size in (4096, 131072):
+    rows = tensor(1, size)
+    case(f"{size} columns, adds", add_layer_norm, rows, rows, tensor(size), tensor(size), EPS)
+"""
+
 if backend.triton_installed():
     from .layer_norm import layer_norm_kernel
 

@@ -16,6 +16,22 @@ from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
 from .rms_norm import result_dtype
 
+OFFERS: dict[str, dict[str, str]] = {
+    "add_rms_norm": {
+        "shapes": "[N, H], [N, H] -> ([N, H], [N, H])",
+    },
+}
+
+CASES = """
+def added(size, **rounding):
+    return add_rms_norm(tensor(1, size), tensor(1, size), tensor(size), EPS, **rounding)
+
+for model in LLAMAS:
+    case(f"{model.name}, adds", added, model.hidden_size)
+case("Gemma 9B, adds", added, GEMMA_9B.hidden_size, offset=1.0, weight_in_fp32=True)
+case("131072 columns, adds", added, 131072)
+"""
+
 if backend.triton_installed():
     from .rms_norm import rms_norm_kernel
 

@@ -15,6 +15,16 @@ from ..aiter import norms as aiter_norms
 from ..core import backend, rows
 from ..core.launch import Kernel
 
+OFFERS: dict[str, dict[str, str]] = {
+    "layer_norm": {
+        "shapes": "[N, H] -> [N, H]",
+    },
+}
+
+CASES = """
+case("4096 columns", layer_norm, tensor(1, 4096), tensor(4096), None, EPS)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -17,6 +17,25 @@ from ..aiter import norms as aiter_norms
 from ..core import backend, rows
 from ..core.launch import Kernel
 
+OFFERS: dict[str, dict[str, str]] = {
+    "rms_norm": {
+        "shapes": "[N, H] -> [N, H]",
+    },
+}
+
+CASES = """
+def of_heads(model):
+    packed = tensor(1, PROMPT, model.heads + 2 * model.kv_heads, model.head_dim)
+    return rms_norm(packed[:, :, : model.heads], tensor(model.head_dim), EPS)
+
+for model in LLAMAS:
+    case(model.name, rms_norm, tensor(1, model.hidden_size), tensor(model.hidden_size), EPS)
+size = GEMMA_9B.hidden_size
+case("Gemma 9B", rms_norm, tensor(1, size), tensor(size), EPS, offset=1.0, weight_in_fp32=True)
+case("131072 columns", rms_norm, tensor(1, 131072), tensor(131072), EPS)
+case("Qwen3, heads of a prompt", of_heads, QWEN3_30B)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

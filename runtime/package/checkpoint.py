@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+OFFERS: dict[str, dict[str, str]] = {
+    "NativeCheckpoint": {},
+}
+
 
 class NativeCheckpoint:
     """Base of rewritten `PreTrainedModel` classes.

@@ -24,6 +24,27 @@ from ..aiter import activation as aiter_activation
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, grid
 
+OFFERS: dict[str, dict[str, str]] = {
+    "gated_activation": {
+        "shapes": "[N, I], [N, I] -> [N, I]",
+        "step": "products.gated_linear",
+    },
+}
+
+CASES = """
+def halves(tokens, size, activation):
+    gate, up = tensor(tokens, 2 * size).chunk(2, -1)
+    return gated_activation(gate, up, activation)
+
+size = LLAMA_8B.intermediate_size
+case("8B, SiLU, prompt", halves, PROMPT, size, nn.SiLU())
+case("8B, SiLU, 1 token", halves, 1, size, nn.SiLU())
+case("8B, SiLU, two tensors", gated_activation, tensor(PROMPT, size), tensor(PROMPT, size), nn.SiLU())
+case("8B, GELU", halves, PROMPT, size, nn.GELU())
+case("Gemma 9B, GELU tanh", halves, PROMPT, GEMMA_9B.intermediate_size, nn.GELU("tanh"))
+case("8B, ReLU", halves, PROMPT, size, nn.ReLU())
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

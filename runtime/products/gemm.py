@@ -26,10 +26,19 @@ from torch import Tensor, nn
 
 from ..aiter import gemm as aiter_gemm
 from ..core import backend
-from ..core.explain import reporters
 from . import packing, preshuffle
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
+
+OFFERS: dict[str, dict[str, str]] = {
+    "routed_linear": {
+        "shapes": "[N, K] -> [N, O]",
+        "computes": """
+def routed_linear(input, projection):
+    return projection(input)
+""",
+    },
+}
 
 TABLE = File(__file__).parents[2] / "gemm.json"
 THRESHOLD = 64
@@ -253,9 +262,9 @@ def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 _operator = backend.register("routed_linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor", product, _fake)
 
 
-def _describe(model: nn.Module) -> list[str]:
+def describe(model: nn.Module) -> list[str]:
+    """Return a line for `explain`."""
     return [f"products: {', '.join(f'{count} by {name}' for name, count in sorted(_counts.items()))}"] * bool(_counts)
 
 
 packing.multiply_with(product)
-reporters.append(_describe)

@@ -28,6 +28,39 @@ from .gated_activation import activation_kind, gated_activation
 from .prologue import Prologue, norm_arguments, prologue_of
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
+OFFERS: dict[str, dict[str, str]] = {
+    "gated_linear": {
+        "shapes": "[N, I] -> [N, O]",
+        "fp8": "fp8.fp8_gated_linear",
+    },
+    "linear": {
+        "shapes": "[N, I] -> [N, O]",
+        "fp8": "fp8.fp8_linear",
+    },
+}
+
+CASES = """
+def product(rows, cols, out, norm=False, residual=False):
+    before, after = prologue(cols) if norm else None, tensor(rows, 1, out) if residual else None
+    return few_rows(tensor(rows, 1, cols), tensor(out, cols), None, before, after)
+
+def gated(model):
+    size = model.hidden_size
+    return _gated(tensor(1, 1, size), tensor(2 * model.intermediate_size, size), None, "silu", prologue(size))
+
+for rows in (1, 8):
+    name = "" if rows == 1 else f", {rows} rows"
+    for model in LLAMAS:
+        size = model.hidden_size
+        case(f"{model.name}, down{name}", product, rows, model.intermediate_size, size, residual=True)
+        case(f"{model.name}, head{name}", product, rows, size, model.vocabulary, norm=True)
+kv = LLAMA_8B.hidden_size + 2 * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
+for rows in (8, 32):
+    case(f"Llama 8B, qkv, {rows} rows", product, rows, LLAMA_8B.hidden_size, kv, norm=True)
+for model in LLAMAS:
+    case(model.name, gated, model)
+"""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl

@@ -22,6 +22,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core import backend
 
+OFFERS: dict[str, dict[str, str]] = {
+    "packed_linear": {
+        "shapes": "[N, I] -> ([N, O_i], …)",
+        "computes": """
+def packed_linear(input, *projections):
+    return tuple(projection(input) for projection in projections)
+""",
+        "step": "attention.qkv_step",
+        "fp8": "fp8.fp8_packed_linear",
+    },
+}
+
 REASONS = {
     "not_linear": "a projection is no plain nn.Linear (an adapter or a quantised layer replaced it)",
     "observed": "a hook, a wrapped forward or a parametrisation watches a projection",

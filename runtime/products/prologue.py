@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from ..core import backend
 
+OFFERS: dict[str, dict[str, str]] = {
+    "Prologue": {},
+}
+
 
 class Prologue(NamedTuple):
     """An RMSNorm: the arguments of `rms_norm` after its input."""

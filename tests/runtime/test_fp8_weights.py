@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
+from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.fp8 import weights as fp8_weights
 from rewrite.runtime.fp8.format import quantize
+from rewrite.runtime.fp8.generation import Fp8GraphGeneration
 from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
 from rewrite.runtime.products.packing import packed_linear
 
@@ -226,6 +228,5 @@ def test_compiles_in_one_graph() -> None:
 
 def test_prompts_of_one_token_are_read_without_a_graph() -> None:
     """A graph reads them as the first of many tokens, which are quantised."""
-    from rewrite.runtime.decode import prompt_graph
-
-    assert prompt_graph.FEWEST_TOKENS == 2
+    assert Fp8GraphGeneration.graph_policy.fewest_tokens == 2
+    assert GraphGeneration.graph_policy.fewest_tokens == 1

@@ -11,6 +11,7 @@ from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.syntax.replacement import call_statement
 from rewrite.analysis.terms.computation import NotComputable
 from rewrite.analysis.terms.spelling import Term, constant
+from rewrite.operators import offer
 
 NAME = "decode_residual"
 """What blocks of a layer call their method for one token a row: it returns the residual with their output added."""
@@ -58,7 +59,8 @@ def _first_product(
             return None
         packed = ", ".join(source(p, module) for p in projections) + ("," if len(projections) == 1 else "")
         arguments = ["hidden_states", f"({packed})", source(activation, module), "norm=norm"]
-        return call_statement("hidden_states = ", "gated_linear", arguments, module), "products.gated_linear"
+        form = offer(inner.op).step
+        return call_statement("hidden_states = ", form.split(".")[1], arguments, module), form
     if inner.op == "call" and len(inner.args) == 2 and inner.args[0].op == "attribute":
         activation, product = inner.args
         if _projection(product, hidden, info, module) is not None and not is_linear(activation, info, module):

@@ -1,7 +1,7 @@
 """What a method computes in one decode step: in evaluation, one token a row, with a cache that is there.
 
 A symbolic execution that knows the outcome of the tests that a step decides, leaves out dropout, and reads the calls
-that earlier transforms have put in: `add_norm`, `packed_linear`.
+that earlier transforms have put in by what their operators declare.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rewrite.analysis.effects import Effect, Scope, effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, without_runtime
 from rewrite.analysis.syntax.nodes import calls_in, parameters
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Run, subterms
+from rewrite.analysis.terms.declared import as_declared
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 MAX_DEPTH = 4
@@ -240,17 +241,11 @@ class Step(Run):
         called = super().call(node, environment)
         if called.op in ("nn.functional.dropout", "dropout"):
             return _without_dropout(called)
-        if called.op == "add_norm" and len(called.args) == 3:
-            left, right, norm = called.args
-            total = make("add", right, left)
-            return Term("tuple", (Term("call", (norm, total)), total))
-        if called.op == "packed_linear":
-            return Term("tuple", tuple(Term("call", (projection, called.args[0])) for projection in called.args[1:]))
         if called.op == "call" and called.args[0].op == "attribute" and self.owner is not None:
             called = self.by_position(called)
         if called.op == "call" and self.scope is not None:
             self.calls.append(Called(called, self.scope.value(node).effect))
-        return called
+        return as_declared(called)
 
     def by_position(self, called: Term) -> Term:
         """Return the call of a part with keywords at their positions, where its class says which those are."""

@@ -6,12 +6,10 @@ file); modeling files are flat, one level of classes and functions, so one visit
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from functools import cache, cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import libcst as cst
 
@@ -248,7 +246,8 @@ def parts(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
     Nodes never change and a pass shares most of them with the one before, so their parts are remembered.
     """
     found: list[cst.CSTNode] = []
-    for name in _field_names(type(node)):
+    names = _FIELDS.get(type(node))
+    for name in _learn(node) if names is None else names:
         value = getattr(node, name)
         if isinstance(value, (list, tuple)):
             found.extend(item for item in value if isinstance(item, cst.CSTNode))
@@ -257,16 +256,33 @@ def parts(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
     return tuple(found)
 
 
-@cache
-def _field_names(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    """Return the fields of a kind of node in the order in which libcst visits them, which its own method spells out.
+_FIELDS: dict[type[cst.CSTNode], tuple[str, ...]] = {}
+"""The fields of each kind of node in the order of the source, as they were visited in the first node of the kind.
 
-    The order of the fields of the class is another one: parentheses come last in it.
-    """
-    visited = re.findall(r'\(\s*self,\s*"(\w+)"', inspect.getsource(kind._visit_and_replace_children))
-    if set(visited) - {field.name for field in fields(kind)}:
-        raise TypeError(f"libcst visits {visited} of {kind.__name__}")
-    return tuple(dict.fromkeys(visited))
+The order of the fields of the class is another one: parentheses come last in it.
+"""
+
+
+def _learn(node: cst.CSTNode) -> tuple[str, ...]:
+    """Return the fields of a node in source order: a visitor is told of every one, also where nothing is in it."""
+    order = _FieldOrder(node)
+    node.visit(order)
+    return _FIELDS.setdefault(type(node), tuple(order.fields))
+
+
+class _FieldOrder(cst.CSTVisitor):
+    """Visits one node and nothing below it."""
+
+    def __init__(self, node: cst.CSTNode):
+        super().__init__()
+        self.node = node
+        self.fields: list[str] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return node is self.node
+
+    def on_visit_attribute(self, node: cst.CSTNode, attribute: str) -> None:
+        self.fields.append(attribute)
 
 
 def names_in(nodes: Iterable[cst.CSTNode]) -> set[str]:

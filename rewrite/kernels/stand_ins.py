@@ -1,0 +1,77 @@
+"""What the cases of the operators' files are made of: sizes, caches, weights, and modules of a real layer's form.
+
+Import this after `launch.pretend`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rewrite.runtime.fp8.format import Quantized, dtype_for
+from rewrite.runtime.moe.router import RoutingRule
+from rewrite.runtime.products.prologue import Prologue
+
+from .cases import tensor
+from .models import Mixture, Model
+
+CONTEXT = 1024
+LONG_CONTEXT = 32768
+PROMPT = 4096
+"""Tokens."""
+EPS = 1e-5
+
+
+def prologue(size: int) -> Prologue:
+    """Return the RMSNorm of rows of a size."""
+    return Prologue(tensor(size), EPS)
+
+
+def cache(model: Model, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a layer."""
+    shape = (rows, model.kv_heads, capacity, model.head_dim)
+    return tensor(*shape), tensor(*shape)
+
+
+def quantized(rows: int, cols: int) -> Quantized:
+    """Return a weight in 8 bits."""
+    kind = dtype_for(tensor(1))
+    return Quantized(tensor(rows, cols, dtype=kind), tensor(rows, dtype=torch.float32))
+
+
+class Gate(nn.Module):
+    """A router that chooses as DeepSeek V3's does, or by softmax."""
+
+    def __init__(self, sizes: Mixture, corrected: bool):
+        super().__init__()
+        self.weight = nn.Parameter(tensor(sizes.experts, sizes.hidden_size), requires_grad=False)
+        self.top_k = sizes.top_k
+        self.correction = tensor(sizes.experts, dtype=torch.float32) if corrected else None
+
+    def rule(self) -> RoutingRule:
+        """Return what the operator computes of it."""
+        scores = "softmax" if self.correction is None else "sigmoid"
+        return RoutingRule(self.weight, self.top_k, scores, correction_bias=self.correction)
+
+
+class Norm(nn.Module):
+    """An RMSNorm that a kernel may compute itself."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = tensor(size)
+
+    def prologue(self) -> Prologue:
+        """Return what a kernel needs for that."""
+        return Prologue(self.weight, EPS)
+
+
+class Experts(nn.Module):
+    """The weights of the experts of a layer."""
+
+    def __init__(self, sizes: Mixture):
+        super().__init__()
+        count, size, inner = sizes.experts, sizes.hidden_size, sizes.intermediate_size
+        self.gate_up_proj = nn.Parameter(tensor(count, 2 * inner, size), requires_grad=False)
+        self.down_proj = nn.Parameter(tensor(count, size, inner), requires_grad=False)
+        self.act_fn = nn.SiLU()
