@@ -109,7 +109,8 @@ def _close(first: torch.Tensor, second: torch.Tensor, single: bool) -> bool:
     if not first.is_floating_point():
         return torch.equal(first, second)
     rtol, atol = (SINGLE_RELATIVE, SINGLE_ABSOLUTE) if single else (RELATIVE, ABSOLUTE)
-    return torch.allclose(first, second, rtol=rtol, atol=atol, equal_nan=True)
+    largest = max(1.0, float(first.detach().abs().nan_to_num(0, 0, 0).max())) if first.numel() else 1.0
+    return torch.allclose(first, second, rtol=rtol, atol=atol * largest, equal_nan=True)
 
 
 def _short(leaf: Leaf) -> Any:

@@ -128,7 +128,7 @@ def _build(module: types.ModuleType) -> Any:
         with torch.no_grad():
             for parameter in model.parameters():
                 # Weights of ones and biases of zeros would hide what is done with them.
-                if not parameter.is_meta and bool((parameter == parameter.reshape(-1)[:1]).all()):
+                if not parameter.is_meta and parameter.numel() and bool((parameter == parameter.reshape(-1)[0]).all()):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
