@@ -33,12 +33,12 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 CASES = """
-def attend(model, rows, capacity, window=None, softcap=None, sinks=None):
+def attend(model, rows, capacity, *rule):
     query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
     arrived = tensor(rows * model.heads, dtype=torch.int32)
     split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
-    scaling, kept = model.head_dim**-0.5, cache(model, rows, capacity)
-    return launch(query, *kept, int64(1), starts, arrived, scaling, window, softcap, sinks, split)
+    kept = cache(model, rows, capacity)
+    return launch(query, *kept, int64(1), starts, arrived, ScoreRule(model.head_dim**-0.5, *rule), split)
 
 for model in (*LLAMAS, GEMMA_9B):
     case(model.name, attend, model, 1, CONTEXT)
@@ -58,22 +58,31 @@ if backend.triton_installed():
         return tl.load(ptr + slot.to(tl.int64)[:, None] * D + column, mask=keep[:, None] & (column < D), other=0.0)
 
     @triton.jit
-    def _capped(scores, softcap):  # type: ignore[no-untyped-def]
-        return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+    def _score(product, head, distance, scaling, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return the scores of products q kᵀ: the one place of the kernel where a rule for scores stands.
+
+        `head` and `distance`, from the token to the slot, have shapes that broadcast with `product`.
+        """
+        scores = product * scaling
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+        return scores
+
+    @triton.jit
+    def _products(query, keys, DOT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return `[heads, slots]` products."""
+        if DOT:
+            return tl.dot(query, tl.trans(keys), input_precision="ieee")
+        return tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
 
     @triton.jit
     def _scores(  # type: ignore[no-untyped-def]
-        query, keys, seen, scaling, softcap, SOFTCAP: tl.constexpr, DOT: tl.constexpr
+        query, keys, head, slot, position, end, scaling, softcap, SOFTCAP: tl.constexpr, DOT: tl.constexpr
     ):
-        """Return `[heads, slots]` scores, -1e30 where not `seen`."""
-        if DOT:
-            scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        else:
-            scores = tl.sum(query.to(tl.float32)[:, None, :] * keys.to(tl.float32)[None, :, :], 2)
-        scores *= scaling
-        if SOFTCAP:
-            scores = _capped(scores, softcap)
-        return tl.where(seen[None, :], scores, -1e30)
+        """Return `[heads, slots]` scores, -1e30 from slot `end` on."""
+        products = _products(query, keys, DOT)
+        scores = _score(products, head[:, None], (position - slot)[None, :], scaling, softcap, SOFTCAP)
+        return tl.where((slot < end)[None, :], scores, -1e30)
 
     @triton.jit
     def _weighted(weights, values, DOT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -158,14 +167,12 @@ if backend.triton_installed():
         # The newest slot belongs to the last part; elsewhere it weighs nothing.
         newest = end > position
         # Not `newest & (column < D)`: to Triton 3.9's interpreter a mask made from a scalar is no mask.
-        held, value_held = tl.where(newest, D, 0), tl.where(newest, DV, 0)
-        key = tl.load(keys_ptr + position * D + column, mask=column < held, other=0.0)
-        value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_held, other=0.0)
-        scores = _scores(query, keys, slot < older, scaling, softcap, SOFTCAP, DOT)
-        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scaling
-        if SOFTCAP:
-            score = _capped(score, softcap)
-        score = tl.where(newest, score, -1e30)
+        key_end, value_end = tl.where(newest, D, 0), tl.where(newest, DV, 0)
+        key = tl.load(keys_ptr + position * D + column, mask=column < key_end, other=0.0)
+        value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
+        scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
+        product = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
+        score = tl.where(newest, _score(product, head, 0, scaling, softcap, SOFTCAP), -1e30)
         top = tl.maximum(tl.max(scores, 1), score)
         weights = tl.exp(scores - top[:, None])
         weight = tl.exp(score - top)
@@ -175,7 +182,7 @@ if backend.triton_installed():
             slot = at + tl.arange(0, BLOCK_SLOTS)
             keys = _tile(keys_ptr, slot, slot < older, column, D)
             values = _tile(values_ptr, slot, slot < older, value_column, DV)
-            scores = _scores(query, keys, slot < older, scaling, softcap, SOFTCAP, DOT)
+            scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
             shrink = tl.exp(top - higher)
@@ -232,6 +239,46 @@ if backend.triton_installed():
     decode_attention_kernel = Kernel(_decode_attention_kernel, dot=True)
 
 
+class ScoreRule(NamedTuple):
+    """What becomes of the products of a query with keys, and what takes part in their softmax."""
+
+    scaling: float
+    sliding_window: int | None = None
+    """Number of slots a token sees, itself included; None for all."""
+    softcap: float | None = None
+    """Bound of the scores; None for none."""
+    sinks: Tensor | None = None
+    """`[H]` logits that take part in the softmax and have no value; None for none."""
+
+
+def score(product: Tensor, distance: Tensor, rule: ScoreRule) -> Tensor:
+    """Return the scores of products q kᵀ `[B, Hk, G, S]` as the kernel's `_score` does, slots at a distance `[S]`."""
+    scores = product * rule.scaling
+    return scores if rule.softcap is None else torch.tanh(scores / rule.softcap) * rule.softcap
+
+
+class _Constants(NamedTuple):
+    """The constants of a variant of the kernel, by the names and in the order of its parameters."""
+
+    H: int
+    HK: int
+    D: int
+    DV: int
+    WINDOW: bool
+    SOFTCAP: bool
+    SINKS: bool
+    OVERLAP: bool
+    HEADS: int
+    HEADS_HELD: int
+    BLOCK_HEADS: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK_SLOTS: int
+    SPLITS: int
+    PARTS: int
+    DOT: bool
+
+
 class Split(NamedTuple):
     """How the work is divided."""
 
@@ -270,6 +317,7 @@ def decode_attention(
     Returns:
         `[B, 1, H Dv]`.
     """
+    rule = ScoreRule(scaling, sliding_window, softcap, sinks)
     layer = past_key_values.layers[layer_idx]
     keys, values = layer.keys, layer.values
     position, starts = past_key_values.position, past_key_values.starts
@@ -285,8 +333,8 @@ def decode_attention(
     ):
         split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
-        return launch(query, keys, values, position, starts, arrived, scaling, sliding_window, softcap, sinks, split)
-    return _reference(query, keys, values, position, starts, scaling, sliding_window, softcap, sinks)
+        return launch(query, keys, values, position, starts, arrived, rule, split)
+    return _reference(query, keys, values, position, starts, rule)
 
 
 def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
@@ -327,10 +375,7 @@ def launch(
     position: Tensor,
     starts: Tensor,
     arrived: Tensor,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    rule: ScoreRule,
     split: Split,
 ) -> Tensor:
     """Run the kernel with a division of the work.
@@ -346,23 +391,38 @@ def launch(
     held = _power(split.heads) * _power(value_dim)
     parts_at_once = max(1, min(split.splits, 4096 * split.num_warps // held))
     overlap = overlaps(query)
+    heads_held = _power(split.heads)
+    constants = _Constants(
+        H=heads,
+        HK=kv_heads,
+        D=head_dim,
+        DV=value_dim,
+        WINDOW=rule.sliding_window is not None,
+        SOFTCAP=rule.softcap is not None,
+        SINKS=rule.sinks is not None,
+        OVERLAP=overlap,
+        HEADS=split.heads,
+        HEADS_HELD=heads_held,
+        BLOCK_HEADS=max(16, heads_held) if split.dot else heads_held,
+        BLOCK_D=_power(head_dim),
+        BLOCK_DV=_power(value_dim),
+        BLOCK_SLOTS=split.slots,
+        SPLITS=split.splits,
+        PARTS=parts_at_once,
+        DOT=split.dot,
+    )
     with backend.device_guard(query):
         decode_attention_kernel.launch(
             (batch, heads // split.heads, split.splits),
             split.num_warps,
             (
-                query.contiguous(), keys, values, position, starts, query if sinks is None else sinks, top, total,
-                parts, arrived, out,
+                query.contiguous(), keys, values, position, starts, query if rule.sinks is None else rule.sinks, top,
+                total, parts, arrived, out,
             ),
-            (capacity, sliding_window or 0),
+            (capacity, rule.sliding_window or 0),
             (),
-            (scaling, softcap or 1.0),
-            (
-                heads, kv_heads, head_dim, value_dim, sliding_window is not None, softcap is not None,
-                sinks is not None, overlap, split.heads, _power(split.heads),
-                max(16, _power(split.heads)) if split.dot else _power(split.heads), _power(head_dim),
-                _power(value_dim), split.slots, split.splits, parts_at_once, split.dot,
-            ),
+            (rule.scaling, rule.softcap or 1.0),
+            constants,
             overlap=overlap,
         )  # fmt: skip
     return out
@@ -378,25 +438,20 @@ def _reference(
     values: Tensor,
     position: Tensor,
     starts: Tensor,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    rule: ScoreRule,
 ) -> Tensor:
     batch, heads, _, _ = query.shape
     kv_heads, capacity = keys.shape[1:3]
     slots = torch.arange(capacity, device=keys.device)
     visible = (slots <= position) & (slots >= starts[:, None])
-    if sliding_window is not None:
-        visible = visible & (slots > position - sliding_window)
+    if rule.sliding_window is not None:
+        visible = visible & (slots > position - rule.sliding_window)
     visible = visible[:, None, None]
     grouped = query.view(batch, kv_heads, heads // kv_heads, -1)
-    scores = torch.matmul(grouped, keys.transpose(2, 3)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = score(torch.matmul(grouped, keys.transpose(2, 3)), position - slots, rule)
     scores = scores.masked_fill(~visible, float("-inf")).float()
-    if sinks is not None:
-        logits = sinks.view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1).float()
+    if rule.sinks is not None:
+        logits = rule.sinks.view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1).float()
         weights = torch.softmax(torch.cat([scores, logits], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)

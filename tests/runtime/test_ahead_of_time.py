@@ -164,3 +164,12 @@ def test_8_bit_floats_of_chips(arch: str, dtype: torch.dtype) -> None:
 )
 def test_occupancy(arch: str, threads: int, registers: int, scalars: int | None, shared: int, waves: float) -> None:
     assert occupancy(CHIPS[arch], threads, registers, scalars, shared) == waves
+
+
+@compiles
+def test_constants_of_decode_attention_are_the_kernels() -> None:
+    from rewrite.runtime.attention import decode_attention
+
+    kernel = decode_attention.decode_attention_kernel.jit_function
+    constants = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
+    assert list(decode_attention._Constants._fields) == constants

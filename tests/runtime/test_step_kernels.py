@@ -12,7 +12,7 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime.attention.decode_attention import Split, _reference, decode_attention, launch
+from rewrite.runtime.attention.decode_attention import ScoreRule, Split, _reference, decode_attention, launch
 from rewrite.runtime.attention.qkv_step import qkv_step
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import arrivals, backend, tiles
@@ -311,7 +311,10 @@ def test_attention(
     def plain(kind: torch.dtype) -> Tensor:
         tensors = [t.to(kind) for t in (query, layer.keys, layer.values)]
         return _reference(
-            *tensors, cache.position, cache.starts, 0.2, window, softcap, None if sinks is None else sinks.to(kind)
+            *tensors,
+            cache.position,
+            cache.starts,
+            ScoreRule(0.2, window, softcap, None if sinks is None else sinks.to(kind)),
         )
 
     wanted, exact = plain(dtype), plain(torch.float64)
@@ -323,8 +326,8 @@ def test_attention(
     assert not cache.arrived(1).any()
     for split in (Split(3, 4, 16, True, 1), Split(1, 8, 16, False, 1), Split(3, 1, 32, True, 1)):
         got = launch(
-            query, layer.keys, layer.values, cache.position, cache.starts, cache.arrived(1), 0.2, window, softcap,
-            sinks, split,
+            query, layer.keys, layer.values, cache.position, cache.starts, cache.arrived(1),
+            ScoreRule(0.2, window, softcap, sinks), split,
         )  # fmt: skip
         assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
 
