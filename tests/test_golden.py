@@ -15,10 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from whole_runtime import whole_runtime
 
-from rewrite import operators
 from rewrite.engine.passes import rewrite_text
-from rewrite.package import runtime_files
 from rewrite.transform import Rewritten, Transform
 from rewrite.transforms import all_transforms
 
@@ -90,10 +89,7 @@ def imported(case: Path, texts: dict[str, str], folder: Path) -> Iterable[Module
     package = f"golden_{case.parent.name}_{case.name}"
     (folder / package).mkdir()
     (folder / package / "__init__.py").touch()
-    whole = [file for file in operators.files() if not file.endswith("/__init__")]
-    for name, data in runtime_files.files(whole).items():
-        (folder / package / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / package / name).write_bytes(data)
+    (folder / package / "runtime").symlink_to(whole_runtime() / "runtime")
     for name, text in texts.items():
         (folder / package / f"{name}.py").write_text(text)
     return [importlib.import_module(f"{package}.{name}") for name in texts]

@@ -10,17 +10,16 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from whole_runtime import whole_runtime
 
 from rewrite.engine.passes import rewrite_text
 from rewrite.transforms import select
 
-RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "property_package"
 TRANSFORMS = select(("fuse_qkv", "fuse_gate_up", "fuse_gated_activation", "fuse_add_norm", "route_gemm"))
 PROJECTIONS = ("q_proj", "k_proj", "value", "wo", "shared")
@@ -129,7 +128,7 @@ def bodies():
 def _package():
     """Make `from .runtime.x import y` work in executed texts: a package whose runtime is the project's."""
     package = types.ModuleType(PACKAGE)
-    package.__path__ = [str(RUNTIME.parent)]
+    package.__path__ = [str(whole_runtime())]
     sys.modules[PACKAGE] = package
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == PACKAGE]:

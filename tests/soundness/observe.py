@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from whole_runtime import whole_runtime
 
 from soundness.case import Case
 from soundness.decoding import decode
@@ -74,7 +75,7 @@ def package() -> None:
     """Make `from .runtime.x import y` work in executed texts: a package whose runtime is the project's."""
     if PACKAGE not in sys.modules:
         made = types.ModuleType(PACKAGE)
-        made.__path__ = [str(ROOT)]
+        made.__path__ = [str(whole_runtime())]
         sys.modules[PACKAGE] = made
 
 
