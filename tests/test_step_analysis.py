@@ -14,11 +14,26 @@ import torch
 from torch import nn
 
 
+class Counter(nn.Module):
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return x
+
+
+def rebound(x):
+    return x
+
+
+rebound = torch.compile(rebound)
+
+
 class Block(nn.Module):
     def __init__(self, config):
         self.proj = nn.Linear(8, 8)
         self.drop = nn.Dropout(config.dropout)
         self.scale = config.scale
+        self.melt = nn.ReLU(inplace=True)
+        self.counter = Counter()
 
     def forward(self, x, y=None, past_key_values=None, use_cache=False):
 {body}
@@ -52,6 +67,9 @@ def written(body):
         ("return x if self.a is None or self.b and not self.c else y",) * 2,
         ("return x if (self.a or self.b) and self.c else y",) * 2,
         ("return x - (y - x)", "x + -(y + -x)"),
+        ("return self.melt(self.proj(x))", "self.melt(self.proj(x))"),
+        ("return nn.functional.dropout(x, 0.0)", "x"),
+        ("return self.proj(input=x)", "self.proj(x)"),
         ("if self.scale > 1:\n    return x\nreturn y", "x if 1 < self.scale else y"),
         ("if past_key_values is None:\n    return x\nelse:\n    return self.proj(x)", "self.proj(x)"),
     ],
@@ -71,6 +89,15 @@ def test_what_is_written(body, expected):
         "if self.scale > 1:\n    return x",
         "for layer in self.layers:\n    x = layer(x)\nreturn x",
         "return [part for part in x]",
+        "_ = self.counter(x)\nreturn x",
+        "return self.counter(x) + self.counter(x)",
+        "h = self.proj(x)\nreturn h + self.melt(h)",
+        "return self.melt(x)",
+        "return rebound(x)",
+        "return nn.functional.dropout(x, 0.1)",
+        "return nn.functional.dropout(x, 0.1, True)",
+        "self = y\nreturn self.proj(x)",
+        "if self.counter(x) is None:\n    return x\nreturn (yield x)",
     ],
 )
 def test_what_has_no_canonical_form(body):

@@ -10,6 +10,7 @@ import libcst as cst
 from rewrite.analysis.moe.mixture import Mixture, classes_of, experts_attributes, layout_of, mixture
 from rewrite.analysis.moe.routing import routing_rule
 from rewrite.analysis.step.mlp_step import NAME, PARAMETERS, mlp_method
+from rewrite.analysis.step.own_methods import is_own_method, why_taken
 from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters
@@ -52,7 +53,7 @@ class FuseExperts(Transform):
     stage = Stage.STEP
     after = ("fuse_gate_up", "fuse_gated_activation")
     reasons: ClassVar[Mapping[str, str]] = {
-        "experts_layout": "the experts' weights are transposed, interleaved, biased, ungated or normed after",
+        "experts_layout": "the experts are a list, or their weights transposed, interleaved, biased or ungated",
         "other_call": "the experts are called with something else than hidden states, index and weights",
         "own_gate": "the experts' class has a gate of its own",
         "other_block": "the block does something else than to route, compute experts and add",
@@ -62,16 +63,16 @@ class FuseExperts(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every call of decorated experts, every class that makes one, and every class of a router of such a block."""
+        """Every call of decorated experts, every class that makes one or chooses among modules, and their routers."""
         routers: dict[str, ClassInfo] = {}
         for info in module.classes.values():
-            if _reads_experts(info, module) and NAME not in info.methods:
+            if NAME not in info.methods and (_reads_experts(info, module) or _chooses_modules(info, module)):
                 yield Candidate(info.node, info.name)
             for attribute, call in _calls(info, module):
                 yield Candidate(call, f"{info.name}.forward", attribute)
             routers |= {router.name: router for router in _routers(info, module)}
         for name, router in routers.items():
-            if "rule" not in router.methods and "forward" in router.methods:
+            if not is_own_method(router.methods.get("rule"), (), module):
                 yield Candidate(router.methods["forward"], f"{name}.forward", "rule")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -87,6 +88,20 @@ def _reads_experts(info: ClassInfo, module: Module) -> bool:
     if "forward" not in info.methods or not (attributes := experts_attributes(info, module)):
         return False
     return any(self_attribute(node) in attributes for node in walk(info.methods["forward"].body))
+
+
+def _chooses_modules(info: ClassInfo, module: Module) -> bool:
+    """Whether a `forward` takes the largest of some scores, or calls what does, and calls modules of a list by number.
+
+    That is a mixture in the form that it had before experts were two tensors.
+    """
+    if "forward" not in info.methods:
+        return False
+    calls = list(calls_in(info.methods["forward"].body))
+    parts = [part for call in calls for part in classes_of(info, called_attribute(call) or "", module) or []]
+    routers = [part for part in (info, *parts) if "forward" in part.methods]
+    lists = (call.func.value for call in calls if isinstance(call.func, cst.Subscript))
+    return any(self_attribute(value) for value in lists) and any(_chooses(part, module) for part in routers)
 
 
 def _calls(info: ClassInfo, module: Module) -> list[tuple[str, cst.Call]]:
@@ -146,13 +161,15 @@ def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
 
 
 def _chooses(info: ClassInfo, module: Module) -> bool:
-    """Whether a class takes the largest of something in its `forward` or a method that this calls."""
+    """Whether a class takes the largest of something in its `forward`, or a method or function that this calls."""
     names = names_in([info.methods["forward"].body])
-    helpers = [method.body for name, method in info.methods.items() if name in names]
-    return bool({"topk", "sort", "argsort", "argmax"} & names_in([info.methods["forward"].body, *helpers]))
+    helpers = [function.body for name, function in {**module.functions, **info.methods}.items() if name in names]
+    return bool({"topk", "sort", "argsort", "argmax", "max"} & names_in([info.methods["forward"].body, *helpers]))
 
 
 def _router(info: ClassInfo, module: Module) -> Found | Skip:
+    if (taken := why_taken(info, "rule", module)) is not None:
+        return Skip("name_taken", taken)
     try:
         given = routing_rule(info, module)
     except NotComputable as error:
@@ -167,6 +184,10 @@ def _router(info: ClassInfo, module: Module) -> Found | Skip:
 
 
 def _block(info: ClassInfo, module: Module) -> Found | Skip:
+    if not experts_attributes(info, module):
+        return Skip("experts_layout", "its experts are a list of modules")
+    if (taken := why_taken(info, NAME, module)) is not None:
+        return Skip("name_taken", taken)
     try:
         found = mixture(info, module)
     except NotComputable as error:
@@ -176,6 +197,9 @@ def _block(info: ClassInfo, module: Module) -> Found | Skip:
     routers = classes_of(info, found.router, module)
     if routers is None:
         return Skip("router_not_in_file", found.router)
+    for router in routers:  # the runtime asks a router for its rule
+        if (taken := why_taken(router, "rule", module)) is not None:
+            return Skip("name_taken", taken)
     if not found.flat and not all(_has_rule(router, module) for router in routers):
         return Skip("other_block", "the router is given the batch as it stands")
     shared = _shared_method(info, found, module)

@@ -174,7 +174,10 @@ def _prologues(norms: list[ClassInfo], module: Module) -> Iterator[Method]:
     """Yield the method of every norm class that calls the runtime's `rms_norm` and has none yet."""
     for info in norms:
         found = runtime_norm(info, module)
-        if found is None or found[1].function != "rms_norm" or why_taken(info, "prologue", module) is not None:
+        taken = why_taken(info, "prologue", module)
+        if taken is not None:
+            raise NoStep("name_taken", taken)  # the runtime asks a norm for it
+        if found is None or found[1].function != "rms_norm" or module.method(info, "prologue") is not None:
             continue
         forward, call = found
         after = info.methods.get("add_forward", forward)

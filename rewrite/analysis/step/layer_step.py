@@ -110,7 +110,9 @@ def cache_of(info: ClassInfo, module: Module, depth: int = 3) -> str:
 
 
 def takes_cache(info: ClassInfo, module: Module) -> bool:
-    """Whether a part that a class calls takes a cache, whatever the class passes it (broad)."""
+    """Whether a class or a part that it calls takes a cache, whatever becomes of it (broad)."""
+    if cache_parameters(info.methods["forward"]):
+        return True
     called = {called_attribute(call) for call in calls_in(info.methods["forward"].body)} - {None}
     parts = [part for name in sorted(map(str, called)) for part in _parts(info, name, module)]
     forwards = [part.methods["forward"] for part in parts if "forward" in part.methods]

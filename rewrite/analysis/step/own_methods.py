@@ -10,24 +10,25 @@ from rewrite.analysis.effects import effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.syntax.nodes import parameters
 
-_LAST = ("linear", "fused_experts", "fp8_linear")
-"""What the methods of blocks return the result of."""
+_LAST = ("linear", "fused_experts", "fp8_linear", "Prologue", "RoutingRule")
+"""What the methods of blocks, norms and routers return the result of."""
 
 
 def why_taken(info: ClassInfo, name: str, module: Module) -> str | None:
     """Say what else in the file a method called `name` would stand for or replace; None if nothing."""
     names = effects_of(module).names
     for other in (*names.owners(info), *names.heirs(info)):
-        if name in other.methods or name in other.assigned or names.class_names(other)[name]:
+        own = is_own_method(other.methods.get(name), None, module)
+        if name in other.assigned or names.class_names(other)[name] > own:
             return f"{other.name}.{name}"
     if name in names.stored or "*" in names.stored:
         return f"{name} is set from outside"
     return names.why_strange(info) or None
 
 
-def is_own_method(method: cst.FunctionDef | None, wanted: Collection[str], module: Module) -> bool:
-    """Whether a method takes what is wanted and ends in a call of the runtime, as those that a rule has put in."""
-    if method is None or parameters(method)[1:] != [*wanted]:
+def is_own_method(method: cst.FunctionDef | None, wanted: Collection[str] | None, module: Module) -> bool:
+    """Whether a method takes what is wanted, and ends in a call of the runtime as those that a rule has put in."""
+    if method is None or (wanted is not None and parameters(method)[1:] != [*wanted]):
         return False
     last = method.body.body[-1]
     returned = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else None
