@@ -120,14 +120,9 @@ def _why_not_before(pair: Pair, scope: Scope) -> str | None:
 
 
 _READS = (
-    cst.Name,
-    cst.Attribute,
-    cst.Dot,
-    cst.BaseNumber,
-    cst.BaseParenthesizableWhitespace,
-    cst.Newline,
-    cst.BaseString,
-)
+    cst.Name, cst.Attribute, cst.Dot, cst.BaseNumber, cst.BaseString, cst.EmptyLine, cst.Newline, cst.Comment,
+    cst.TrailingWhitespace, cst.BaseParenthesizableWhitespace,
+)  # fmt: skip
 
 
 def _is_set_once(norm: str, info: ClassInfo, module: Module) -> bool:
