@@ -91,6 +91,8 @@ def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
     if pair.reason:
         return Skip(pair.reason, pair.detail)
     scope = effects_of(module).scope(pair.function, info)
+    if scope.unknown:
+        return Skip("order", scope.unknown)
     sides = scope.of(pair.add.left) | scope.of(pair.add.right)
     if not pair.total:
         if (sides.anything or sides.stores) and not _is_set_once(pair.norm, info, module):
@@ -98,6 +100,8 @@ def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
         return None
     if not isinstance(pair.line, cst.SimpleStatementLine) or _is_conditional(pair, module):
         return Skip("conditional", "the call of the norm may not be evaluated, or several times")
+    if (around := _may_catch(pair, module)) is not None:
+        return Skip("order", f"`{around}` around it would see other locals where the norm fails")
     why = _why_not_before(pair, scope)
     return Skip("statement_between", why) if why is not None else None
 
@@ -116,14 +120,9 @@ def _why_not_before(pair: Pair, scope: Scope) -> str | None:
 
 
 _READS = (
-    cst.Name,
-    cst.Attribute,
-    cst.Dot,
-    cst.BaseNumber,
-    cst.BaseParenthesizableWhitespace,
-    cst.Newline,
-    cst.BaseString,
-)
+    cst.Name, cst.Attribute, cst.Dot, cst.BaseNumber, cst.BaseString, cst.EmptyLine, cst.Newline, cst.Comment,
+    cst.TrailingWhitespace, cst.BaseParenthesizableWhitespace,
+)  # fmt: skip
 
 
 def _is_set_once(norm: str, info: ClassInfo, module: Module) -> bool:
@@ -132,6 +131,21 @@ def _is_set_once(norm: str, info: ClassInfo, module: Module) -> bool:
     family = {other.name: other for other in (*names.owners(info), *names.heirs(info))}
     others = [m for other in family.values() for name, m in other.methods.items() if name != "__init__"]
     return not {norm, "*"} & names.stored and not any(norm == a for m in others for a, _ in self_assignments(m))
+
+
+def _may_catch(pair: Pair, module: Module) -> str | None:
+    """Return the statement around the two that may go on after an exception, in words; None if there is none."""
+    for above in module.ancestors(pair.line):
+        if isinstance(above, (cst.Try, cst.TryStar)):
+            return "try"
+        if isinstance(above, cst.With):
+            made = [item.item.func for item in above.items if isinstance(item.item, cst.Call)]
+            names = [effects_of(module).names.resolved(function) for function in made]
+            if len(made) < len(above.items) or not all(name.startswith("torch.") for name in names):
+                return "with"
+        if above is pair.function:
+            return None
+    return None
 
 
 def _is_conditional(pair: Pair, module: Module) -> bool:

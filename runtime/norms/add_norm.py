@@ -53,20 +53,33 @@ def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Modul
         return "no_module"
     if backend.observed(norm):
         return "norm_observed"
+    kind = type(norm)
+    if kind.__call__ is not nn.Module.__call__:
+        return "call_replaced"
     if hidden_states.shape != residual.shape:
         return "shapes_differ"
-    if type(norm) is nn.LayerNorm:
+    if kind is nn.LayerNorm:
         if nn.LayerNorm.forward is not _LAYER_NORM:
             return "forward_replaced"
         return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
-    added = getattr(type(norm), "add_forward", None)
-    if added is None:
+    if not hasattr(kind, "add_forward"):
         return "norm_without_add_forward"
-    return None if _class_of(added) == _class_of(type(norm).forward) else "forward_replaced"
+    return None if _stand_together(kind) else "forward_replaced"
 
 
-def _class_of(method: object) -> tuple[str, str]:
-    """Return the class whose body a method was written in: a subclass may replace `forward` alone, anyone set it."""
+def _stand_together(kind: type) -> bool:
+    """Whether `forward` and `add_forward` are of one class: a subclass may replace `forward` alone, anyone set it."""
+    for above in kind.__mro__:
+        if "forward" in above.__dict__:
+            if "add_forward" not in above.__dict__:
+                return False
+            # a compiler does not trace names of functions
+            return torch.compiler.is_compiling() or _body(kind.forward) == _body(kind.add_forward)  # type: ignore[attr-defined]
+    return False
+
+
+def _body(method: object) -> tuple[str, str]:
+    """Return the class in whose body a method was written."""
     return getattr(method, "__module__", ""), getattr(method, "__qualname__", "").rpartition(".")[0]
 
 

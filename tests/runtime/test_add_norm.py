@@ -51,6 +51,20 @@ class Doubled(RewrittenRMSNorm):
         return 2 * super().forward(hidden_states)
 
 
+class Called(RewrittenRMSNorm):
+    """Does more than its `forward` when it is called."""
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 1 + super().__call__(hidden_states)
+
+
+def test_a_call_of_its_own_is_made() -> None:
+    norm = Called(64).requires_grad_(False)
+    x, residual = torch.randn(2, 3, 64)
+    assert torch.equal(add_norm(x, residual, norm)[0], norm(residual + x))
+    assert backend.fallbacks() == {("add_norm", "call_replaced"): 1}
+
+
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_a_replaced_forward_is_called(layer_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     norm: nn.Module = Doubled(64)

@@ -23,6 +23,18 @@ from rewrite.runtime.products.gated_activation import gated_activation
 experts = importlib.import_module("rewrite.runtime.moe.experts")
 router = importlib.import_module("rewrite.runtime.moe.router")
 
+
+class FileNorm(torch.nn.Module):
+    """As a rewritten file has it."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, None, 1e-5)
+
+    def add_forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(hidden_states, residual, None, 1e-5)
+
+
+FILE_NORM = FileNorm()
 NORM = torch.nn.LayerNorm(16).requires_grad_(False)
 GATE, RMS_NORM = Gate(torch.randn(8, 16).bfloat16(), 2), Norm(torch.ones(16).bfloat16())
 EXPERTS = torch.randn(8, 12, 16).bfloat16(), torch.randn(8, 16, 6).bfloat16()
@@ -34,6 +46,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "layer_norm": lambda x, w: layer_norm(x, w[0, 0], None, 1e-5),
     "add_layer_norm": lambda x, y: add_layer_norm(x, y, None, None, 1e-5),
     "add_norm": lambda x, y: add_norm(x.float(), y, NORM),
+    "add_norm of a class": lambda x, y: add_norm(x, y, FILE_NORM),
     "gated_activation": lambda x, y: gated_activation(x, y, torch.nn.functional.silu),
     "gated_activation of a module": lambda x, y: gated_activation(x, y, torch.nn.GELU(approximate="tanh")),
     "router": lambda x, y: router.router(x, GATE)[1],
