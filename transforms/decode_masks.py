@@ -58,12 +58,17 @@ class DecodeMasks(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every call of a mask function in the `forward` of a class that builds layers which take a cache."""
+        """Every call of a mask function in the `forward` of a class that builds layers; of those that are not seen to
+        take a cache, the calls that make causal masks.
+        """
         for info in module.classes.values():
             forward = info.methods.get("forward")
-            if forward is None or CACHE not in parameters(forward) or not _masked(info, module):
+            if forward is None or not _stacked(info, module):
                 continue
+            known = CACHE in parameters(forward) and bool(_masked(info, module))
             for number, call in enumerate(_mask_calls(forward, module)):
+                if not known and "causal" not in mask_functions(forward, module).get(module.code(call.func), ""):
+                    continue
                 label = module.code(call.func) + (f" #{number + 1}" if number else "")
                 yield Candidate(call, f"{info.name}.forward", label)
 
@@ -71,7 +76,9 @@ class DecodeMasks(Transform):
         """Check who reads the mask, then put the test before the call."""
         info = module.classes[candidate.where.split(".")[0]]
         forward, call = info.methods["forward"], candidate.node
-        missing = [layer.name for layer in _masked(info, module) if not is_decoded(layer)]
+        known = CACHE in parameters(forward) and bool(_masked(info, module))
+        layers = _masked(info, module) if known else _stacked(info, module)
+        missing = [layer.name for layer in layers if not (known and is_decoded(layer))]
         if missing:
             return Skip("layer_without_decode", ", ".join(missing))
         if (reader := _other_reader(call, forward, module)) is not None:
@@ -126,9 +133,14 @@ def _unless(function: str, call: cst.CSTNode, module: Module) -> cst.IfExp:
     return test.with_changes(orelse=call)
 
 
+def _stacked(info: ClassInfo, module: Module) -> list[ClassInfo]:
+    """Return the classes of which `info` builds several."""
+    return [layer for layer in module.classes.values() if info in stacked_in(layer, module)]
+
+
 def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
     """Return the layers that `info` stacks and whose `forward` takes a mask and a cache."""
-    return [layer for layer in module.classes.values() if _takes_both(layer) and info in stacked_in(layer, module)]
+    return [layer for layer in _stacked(info, module) if _takes_both(layer)]
 
 
 def _takes_both(info: ClassInfo) -> bool:

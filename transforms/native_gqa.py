@@ -12,6 +12,7 @@ from rewrite.analysis.effects import Scope, effects_of
 from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, is_expanding, is_lengthening, repetition
 from rewrite.analysis.sites.grouping import Repeated, grouped
 from rewrite.analysis.sites.readers import reads_of
+from rewrite.analysis.sites.turning import looks_turning
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import block_of
 from rewrite.analysis.syntax.replacement import call_statement, name_is_free
@@ -114,7 +115,7 @@ def _lengthens(node: cst.Call, scope: Scope) -> bool:
     """Whether a call makes a tensor longer: one of a function that does, or an expression that a product reads."""
     function, owner = called_function(node, scope)
     if function is not None:
-        return is_expanding(function, owner)
+        return is_expanding(function, owner) and not looks_turning(function, scope.module, owner)
     return is_lengthening(node) and bool(reads_of(node, scope).products)
 
 
