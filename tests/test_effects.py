@@ -6,6 +6,7 @@ import libcst as cst
 import pytest
 
 from rewrite.analysis.effects import effects_of, may_move
+from rewrite.analysis.effects.identity import Identity
 from rewrite.analysis.syntax.module import Module, walk
 
 HEADER = """\
@@ -343,6 +344,32 @@ def test_two_locals_share_memory_where_one_is_a_view() -> None:
     assert roots["fresh"] == roots["a"] == roots["b"]
     assert len({roots["fresh"], roots["c"], roots["e"], roots["x"]}) == 4 - (roots["fresh"] == roots["x"])
     assert roots["x"] == roots["view"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "same"),
+    [
+        ("y = x", True),
+        ("z = x\ny = z", True),
+        ("y = x\nif flag: other = 1", True),
+        ("y = x\nif flag: y = other", False),
+        ("y = x\nfor y in (other,): pass", False),
+        ("y = x\ny += 1", False),
+        ("y = x\ndef y(): pass", False),
+        ("y = x\nimport torch as y", False),
+        ("y = x\ndef other(y): y = 1", True),
+        ("y = x\nwhile flag: y = other", False),
+        ("y = x\ntry: y = other\nexcept ValueError: pass", False),
+        ("y = x\nif (y := other) is None: pass", False),
+        ("if flag: y = x\nelse: y = other", False),
+        ("y = x + 0", False),
+    ],
+)
+def test_copies_are_the_same_object_unless_something_may_bind_them_anew(lines: str, same: bool) -> None:
+    _, scope, function = scope_of(f"{lines}\nresult = (x, y)", "0")
+    pair = next(n for n in walk(function.body.body[-2]) if isinstance(n, cst.Tuple))
+    first, second = (Identity(scope).term(element.value) for element in pair.elements)
+    assert (first == second) == same
 
 
 def test_one_analysis_for_each_module() -> None:

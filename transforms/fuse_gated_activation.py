@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.effects import Effect, Scope, between, effects_of, why_not_move
+from rewrite.analysis.effects import HEAP, Effect, Scope, between, effects_of, why_not_move
 from rewrite.analysis.sites.activations import Gated, gated_products, products_in_place
 from rewrite.analysis.sites.products import products_in
 from rewrite.analysis.sites.strides import reads_of
@@ -125,9 +125,10 @@ def _operands(gated: Gated, scope: Scope, activated: Effect, other: Effect) -> S
     """The gate is computed, then the other factor, then the activation: compare with the order that was written."""
     if other.is_pure and activated.is_pure:
         return None
-    swapped = gated.product.right is gated.side
-    moved = activated if swapped or gated.local is not None else replace(activated, draws="")
-    why = why_not_move(scope, moved, other)
+    if gated.local is None and gated.product.left is gated.side:  # only the activation itself comes later
+        roots = scope.value(gated.gate).roots if gated.gate is not None else frozenset()
+        activated = scope.of(gated.function) | Effect(reads=roots - {HEAP})
+    why = why_not_move(scope, activated, other)
     return Skip("not_proven", why) if why is not None else None
 
 

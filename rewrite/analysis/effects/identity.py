@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -22,27 +22,35 @@ class Identity:
     def term(self, node: cst.BaseExpression) -> Term:
         """Return a term that is equal for expressions that compute the same where nothing is written in between.
 
-        Locals are traced back through copies (`y = x`) to the plain assignment that made them; what a condition or a
-        loop may bind is looked past.
+        Locals are traced back through copies (`y = x`) to the statement that may have bound them last.
         """
-        run = _Traced(self.scope.module, None, 0, self, node)
+        return self._traced(node, strict=True)
+
+    def loose_term(self, node: cst.BaseExpression) -> Term:
+        """Return the term where what a condition or a loop may bind is looked past: equal where it looks alike."""
+        return self._traced(node, strict=False)
+
+    def _traced(self, node: cst.BaseExpression, strict: bool) -> Term:
         try:
-            return run.expression(node, {})
+            return _Traced(self.scope.module, None, 0, self, node, strict).expression(node, {})
         except NotComputable:
             return Term("opaque", (), str(id(node)))
 
-    def origin(self, name: str, at: cst.CSTNode) -> tuple[str, int]:
-        """Return the name and the assignment (its `id`, 0 for a parameter) that gave a local its object at `at`."""
+    def origin(self, name: str, at: cst.CSTNode, strict: bool = True) -> tuple[str, int]:
+        """Return the name and the statement (its `id`, 0 for a parameter) that gave a local its object at `at`."""
         if name not in self.scope.locals:
             return name, -1
-        made = self.assignment(name, at)
+        made = self.assignment(name, at, strict)
         if made is None:
             return name, 0
         value = _copied(made)
-        return self.origin(value, made) if value is not None else (name, id(made))
+        return self.origin(value, made, strict) if value is not None else (name, id(made))
 
-    def assignment(self, name: str, at: cst.CSTNode) -> cst.BaseStatement | None:
-        """Return the last simple statement before that of `at`, in its block or one around it, that binds the name."""
+    def assignment(self, name: str, at: cst.CSTNode, strict: bool = False) -> cst.BaseStatement | None:
+        """Return the last statement before that of `at`, in its block or one around it, that binds the name.
+
+        Any statement that may bind it if `strict`, else only a simple one that does, `x += y` left out.
+        """
         module = self.scope.module
         line: cst.CSTNode = module.statement(at)
         while line is not self.scope.function:
@@ -50,11 +58,21 @@ class Identity:
             block = getattr(above, "body", ())
             if isinstance(above, cst.IndentedBlock) and isinstance(block, Sequence):
                 place = next(i for i, statement in enumerate(block) if statement is line)
-                for statement in reversed(block[:place]):
-                    if isinstance(statement, cst.SimpleStatementLine) and name in plainly_bound(statement):
+                before: list[cst.BaseStatement] = list(block[:place])
+                for statement in reversed(before):
+                    if name in _bound(statement, strict):
                         return statement
+            if strict and isinstance(above, cst.BaseCompoundStatement) and above is not self.scope.function:
+                if name in bound_by(above):  # in its head, in an earlier round, in another branch: which, is open
+                    return above
             line = above
         return None
+
+
+def _bound(statement: cst.BaseStatement, strict: bool) -> Set[str]:
+    if strict:
+        return bound_by(statement)
+    return plainly_bound(statement) if isinstance(statement, cst.SimpleStatementLine) else frozenset()
 
 
 def plainly_bound(statement: cst.SimpleStatementLine) -> set[str]:
@@ -79,6 +97,7 @@ class _Traced(Run):
 
     identity: Identity
     at: cst.CSTNode
+    strict: bool
 
     def named(self, node: cst.BaseExpression) -> Term:
         """Return the leaf of a local's origin, or of a dotted name."""
@@ -87,7 +106,7 @@ class _Traced(Run):
             root = root.value
         if not isinstance(root, cst.Name) or root.value not in self.identity.scope.locals:
             return super().named(node)
-        leaf = Term("local", (), "{}@{}".format(*self.identity.origin(root.value, self.at)))
+        leaf = Term("local", (), "{}@{}".format(*self.identity.origin(root.value, self.at, self.strict)))
         dotted = self.module.code(node).partition(".")[2]
         return Term(".", (leaf,), dotted) if dotted else leaf
 

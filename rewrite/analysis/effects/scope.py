@@ -436,7 +436,10 @@ def bound_by(node: cst.CSTNode) -> frozenset[str]:
 
 def _bound(node: cst.CSTNode, comprehensions: bool = True, top: bool = False) -> Iterator[str]:
     """Yield the names that a function's statements bind, those of functions inside it left out."""
-    own = isinstance(node, (cst.AugAssign, cst.AnnAssign, cst.Del, cst.Import, cst.ImportFrom)) and top
+    if top and isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+        yield node.name.value
+        return
+    own = top and isinstance(node, (*_BINDS, cst.Import, cst.ImportFrom))
     for part in (node, *parts(node)) if own else parts(node):
         if isinstance(part, (cst.FunctionDef, cst.ClassDef)):
             yield part.name.value

@@ -86,14 +86,23 @@ def _found(module: Module) -> Iterator[Group]:
         identity = Identity(effects_of(module).scope(method, owner))
         by_argument: dict[tuple[Term, str], list[LinearCall]] = {}
         for call in calls:
-            key = (identity.term(call.argument), linear_kind(call.attribute, owner, module))
+            key = (identity.loose_term(call.argument), linear_kind(call.attribute, owner, module))
             by_argument.setdefault(key, []).append(call)
         for same in by_argument.values():
             for group in _groups(module, owner, method, same):
-                yield from _provable_parts(group, module) or [group]
+                yield from _provable_parts(group, identity, module) or [group]
 
 
-def _provable_parts(group: Group, module: Module) -> list[Group]:
+def _provable_parts(whole: Group, identity: Identity, module: Module) -> list[Group]:
+    """Split a group by what its arguments certainly are, and where something between keeps later calls from moving."""
+    same: dict[Term, list[LinearCall]] = {}
+    for call in whole.calls:
+        same.setdefault(identity.term(call.argument), []).append(call)
+    groups = [replace(whole, calls=tuple(calls)) for calls in same.values() if len({c.attribute for c in calls}) > 1]
+    return [part for group in groups for part in _orderable_parts(group, module) or [group]]
+
+
+def _orderable_parts(group: Group, module: Module) -> list[Group]:
     """Split a group where something between its calls keeps the later ones from moving; empty if no part is left."""
     if _cannot_be_ordered(group, module) is not None:
         return []
@@ -196,7 +205,10 @@ def _groups(module: Module, owner: ClassInfo, method: cst.FunctionDef, calls: li
 def _unsafe(group: Group, module: Module) -> Skip | None:
     if (skip := _cannot_be_ordered(group, module)) is not None:
         return skip
-    return _unordered(group, effects_of(module).scope(group.method, group.owner))
+    scope = effects_of(module).scope(group.method, group.owner)
+    if len({Identity(scope).term(call.argument) for call in group.calls}) > 1:
+        return Skip("argument_changes", f"{module.code(group.first.argument)} may be bound anew")
+    return _unordered(group, scope)
 
 
 def _cannot_be_ordered(group: Group, module: Module) -> Skip | None:

@@ -27,6 +27,8 @@ _NOTICES = known.names(
     set_ view_as numpy __dlpack__ view_as_complex view_as_real
     """
 )
+_ASKS_OTHER = known.names("type_as view_as expand_as reshape_as to")
+"""What asks another tensor for its shape or dtype."""
 _SAME = known.names("to float type half bfloat16 double detach dropout")
 """What may return the tensor itself."""
 _MAY_COPY = known.names("contiguous reshape flatten ravel reshape_as unflatten")
@@ -172,6 +174,8 @@ class _Follower:
         name = known.torch_function(scope.names.resolved(call.func))
         if isinstance(call.func, cst.Attribute) and not name and self_attribute(call.func) is None:
             name = call.func.attr.value if call.func.attr.value in known.FRESH else ""
+            if call.func.attr.value in _ASKS_OTHER:
+                return
         if name:
             self._operation(name, call, None, what)
             return
