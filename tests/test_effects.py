@@ -208,7 +208,7 @@ REFUSED = {
     "act(x)": "`act`, a local",
     "self.given(x)": "self.given is not known",
     "unknown(x)": "`unknown`, which may mean several things",
-    "self.counting(x)": "`forward`: ",
+    "self.counting(x)": "written in place",
     "self.recursive(x)": "nested too deeply",
     "keep(x)": "`keep`: `.append(…)`",
     "stepwise(x)": "`stepwise`: it is a generator",
