@@ -22,7 +22,10 @@ CASES = "fixtures/transforms/fuse_norm_rotary"
 COPIED = ("rewrite", "runtime", "transforms", "docs", "fixtures", "README.md", "pyproject.toml")
 
 AS_EXACT_AS_ITS_REFERENCE = """
+import sys
+sys.path.insert(0, "tests")
 import torch
+from tolerances import assert_as_exact_as
 from rewrite.runtime.attention import norm_rotary
 from rewrite.runtime.core import backend
 
@@ -44,8 +47,7 @@ for dtype in (torch.float32, torch.float16):
         got = norm_rotary._op(*inputs(dtype))
     assert len(launched) == 1
     for kernel, reference, wanted in zip(got, plain, exact):
-        error, allowed = ((t - wanted).abs().max().item() for t in (kernel, reference))
-        assert error <= 2 * allowed + 1e-7, (dtype, error, allowed)
+        assert_as_exact_as(reference, kernel, wanted, torch.finfo(dtype).eps)
     norm_rotary.norm_rotary_kernel.launch = launch
 print("as exact")
 """
@@ -61,7 +63,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, folder / name)
     (folder / "tests").mkdir()
-    for name in ("conftest.py", "test_golden.py"):
+    for name in ("conftest.py", "test_golden.py", "tolerances.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(NEWCOMER, folder, dirs_exist_ok=True)
     return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 MOST_PARAMETERS = 20_000_000
 _HEADS = 4
-_FIELDS: dict[str, int] = {
+FIELDS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 48),
@@ -35,8 +35,10 @@ _FIELDS: dict[str, int] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_SET_WHERE_NONE = {"pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "n_inner"}
-_PROFILES: tuple[dict[str, int], ...] = (
+LAYER_LISTS = ("layer_types", "layers_block_type")
+"""Fields that name the kind of every layer."""
+SET_WHERE_NONE = {"pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "n_inner"}
+PROFILES: tuple[dict[str, int], ...] = (
     {},
     {"num_key_value_heads": _HEADS},
     {"num_key_value_heads": _HEADS, "head_dim": 8},
@@ -76,11 +78,11 @@ def _candidates(model_class: type[PreTrainedModel]) -> Iterator[Any]:
     if config_class is None:
         return
     whole = config_class()
-    fields = _small(whole.to_dict())
+    fields = small_fields(whole.to_dict())
     for name in getattr(config_class, "sub_configs", {}):
         if (part := getattr(whole, name, None)) is not None:
-            fields[name] = type(part)(**_small(part.to_dict()))
-    for profile in _PROFILES:
+            fields[name] = type(part)(**small_fields(part.to_dict()))
+    for profile in PROFILES:
         changed = {name: value for name, value in profile.items() if name in fields or name == "rotary_dim"}
         if changed or not profile:
             try:
@@ -89,16 +91,19 @@ def _candidates(model_class: type[PreTrainedModel]) -> Iterator[Any]:
                 yield f"{type(error).__name__}: {error}"
 
 
-def _small(defaults: dict[str, Any]) -> dict[str, Any]:
+def small_fields(defaults: Mapping[str, Any], table: Mapping[str, Any] = FIELDS) -> dict[str, Any]:
+    """Return small values for the fields of `table` that a configuration has and uses, and as many layers as kinds."""
     fields: dict[str, Any] = {
         name: value
-        for name, value in _FIELDS.items()
-        if name in defaults and (defaults[name] is not None or name in _SET_WHERE_NONE)
+        for name, value in table.items()
+        if name in defaults and (defaults[name] is not None or name in SET_WHERE_NONE)
+        if not isinstance(defaults[name], (list, tuple, dict))
     }
     fields |= {name: 1e-3 for name in defaults if name.endswith(("eps", "epsilon")) and defaults[name]}
-    kinds = list(dict.fromkeys(defaults.get("layer_types") or ()))
-    if len(kinds) > 1:
-        fields |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    for name in LAYER_LISTS:
+        kinds = list(dict.fromkeys(defaults.get(name) or ()))
+        if len(kinds) > 1:
+            fields |= {name: kinds, "num_hidden_layers": len(kinds)}
     if defaults.get("no_rope_layers"):
         fields["no_rope_layers"] = [1, 0]
     return fields
