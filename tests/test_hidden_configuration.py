@@ -53,7 +53,7 @@ importlib.import_module(FILE)
 print("\\n".join(sorted(set(changes))))
 '''
 NOT_YET = {
-    "rewrite.runtime.products.gemm": "packed products take the way of `route_gemm` by a name that gemm sets in packing",
+    "rewrite.runtime.products.gemm": "packed products go by `route_gemm` because gemm sets a name of packing",
 }
 FILES = [
     pytest.param(name, marks=pytest.mark.xfail(reason=NOT_YET[name])) if name in NOT_YET else name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewrite.errors import VerificationError
-from rewrite.runtime.package import small_config
+from rewrite.runtime.package import small_fields as small
 
 from .model_inputs import TEXT
 from .sizes import ESSENTIAL, HEAD_DIM, HEADS, OVERRIDES, SMALL, VOCAB, WINDOW
@@ -27,7 +27,7 @@ SWITCHES = (
     "scale_attn_by_inverse_layer_idx", "attention_out_bias", "lm_head_bias",
 )  # fmt: skip
 PROFILES: tuple[Mapping[str, Any], ...] = (
-    *small_config.PROFILES,
+    *small.PROFILES,
     {"hidden_size": 128, "head_dim": 32},
     {"head_dim": None},
     {"sliding_window": None},
@@ -165,7 +165,7 @@ def _changed(profile: Mapping[str, Any], defaults: Mapping[str, Any], fields: Ma
     """What a profile changes of a configuration; lists of the kinds of layers repeat until they fit their number."""
     changed = {name: value for name, value in profile.items() if name in defaults}
     count = changed.get("num_hidden_layers", 0)
-    for name in small_config.LAYER_LISTS if count else ():
+    for name in small.LAYER_LISTS if count else ():
         if kinds := fields.get(name):
             changed[name] = [kinds[index % len(kinds)] for index in range(count)]
     return changed
@@ -184,7 +184,7 @@ def _configured(config_class: Any, fields: Mapping[str, Any]) -> Any:
 
 def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str, Any]:
     """Small values for the well-known fields that a configuration has and uses (those that are not None)."""
-    fields = small_config.small_fields(defaults, SMALL)
+    fields = small.small_fields(defaults, SMALL)
     fields |= {
         name: 3
         for name, value in defaults.items()
