@@ -37,8 +37,14 @@ def inputs(dtype):
     given = [t.to(torch.float16).to(dtype) for t in (q, k, *weights, angles.cos(), angles.sin())]
     return (*given[:4], 1e-3, 1e-2, *given[4:])
 
+def exactly(heads, weight, eps, cos, sin):
+    normed = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    first, second = normed.chunk(2, -1)
+    return normed * cos + torch.cat((-second, first), -1) * sin
+
 for dtype in (torch.float32, torch.float16):
-    exact = norm_rotary.reference(*inputs(torch.float64))
+    q, k, q_weight, k_weight, q_eps, k_eps, cos, sin = inputs(torch.float64)
+    exact = exactly(q, q_weight, q_eps, cos, sin), exactly(k, k_weight, k_eps, cos, sin)
     plain = norm_rotary.reference(*inputs(dtype))
     launched = []
     launch = norm_rotary.norm_rotary_kernel.launch
