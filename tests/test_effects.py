@@ -208,7 +208,7 @@ REFUSED = {
     "act(x)": "`act`, a local",
     "self.given(x)": "self.given is not known",
     "unknown(x)": "`unknown`, which may mean several things",
-    "self.counting(x)": "`forward`: ",
+    "self.counting(x)": "written in place",
     "self.recursive(x)": "nested too deeply",
     "keep(x)": "`keep`: `.append(…)`",
     "stepwise(x)": "`stepwise`: it is a generator",
@@ -287,6 +287,14 @@ def test_a_module_of_a_class_that_is_replaced_everywhere_is_unknown() -> None:
     change = "\ndef change(model):\n    if isinstance(model, {}):\n        model._modules['x'] = halve(model)\n"
     assert asked("y = self.own_norm(x)", extra=change.format("nn.BatchNorm2d")) is None
     assert asked("y = self.own_norm(x)", extra=change.format("Norm")) is not None
+
+
+def test_a_method_of_torchs_module_is_known_through_super() -> None:
+    heir = "\nclass Own(nn.LayerNorm):\n    def forward(self, x):\n        return super().forward(x.float())\n"
+    heir += "\nclass Heir(Subject):\n    def __init__(self):\n        self.own_norm = Own(8)\n"
+    assert asked("y = self.own_norm(x)", extra=heir) is None
+    assert asked("y = self.own_norm(x)", extra=heir.replace("x.float()", "x.mul_(2)")) is not None
+    assert asked("y = self.own_norm(x)", extra=heir.replace("nn.LayerNorm", "nn.LSTM")) is not None
 
 
 def test_an_heirs_method_counts() -> None:

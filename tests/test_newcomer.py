@@ -22,7 +22,10 @@ CASES = "fixtures/transforms/fuse_norm_rotary"
 COPIED = ("rewrite", "runtime", "transforms", "docs", "fixtures", "README.md", "pyproject.toml")
 
 AS_EXACT_AS_ITS_REFERENCE = """
+import sys
+sys.path.insert(0, "tests")
 import torch
+from tolerances import assert_as_exact_as
 from rewrite.runtime.attention import norm_rotary
 from rewrite.runtime.core import backend
 
@@ -34,8 +37,14 @@ def inputs(dtype):
     given = [t.to(torch.float16).to(dtype) for t in (q, k, *weights, angles.cos(), angles.sin())]
     return (*given[:4], 1e-3, 1e-2, *given[4:])
 
+def exactly(heads, weight, eps, cos, sin):
+    normed = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    first, second = normed.chunk(2, -1)
+    return normed * cos + torch.cat((-second, first), -1) * sin
+
 for dtype in (torch.float32, torch.float16):
-    exact = norm_rotary.reference(*inputs(torch.float64))
+    q, k, q_weight, k_weight, q_eps, k_eps, cos, sin = inputs(torch.float64)
+    exact = exactly(q, q_weight, q_eps, cos, sin), exactly(k, k_weight, k_eps, cos, sin)
     plain = norm_rotary.reference(*inputs(dtype))
     launched = []
     launch = norm_rotary.norm_rotary_kernel.launch
@@ -44,8 +53,7 @@ for dtype in (torch.float32, torch.float16):
         got = norm_rotary._op(*inputs(dtype))
     assert len(launched) == 1
     for kernel, reference, wanted in zip(got, plain, exact):
-        error, allowed = ((t - wanted).abs().max().item() for t in (kernel, reference))
-        assert error <= 2 * allowed + 1e-7, (dtype, error, allowed)
+        assert_as_exact_as(reference, kernel, wanted, torch.finfo(dtype).eps)
     norm_rotary.norm_rotary_kernel.launch = launch
 print("as exact")
 """
@@ -61,7 +69,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, folder / name)
     (folder / "tests").mkdir()
-    for name in ("conftest.py", "test_golden.py"):
+    for name in ("conftest.py", "test_golden.py", "tolerances.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(NEWCOMER, folder, dirs_exist_ok=True)
     return folder

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewrite.errors import VerificationError
+from rewrite.runtime.package import small_fields as small
 
 from .model_inputs import TEXT
-from .sizes import ESSENTIAL, HEAD_DIM, HEADS, OVERRIDES, SET_WHERE_NONE, SMALL, VOCAB, WINDOW
+from .sizes import ESSENTIAL, HEAD_DIM, HEADS, OVERRIDES, SMALL, VOCAB, WINDOW
 from .tryout import runs_on
 
 __all__ = ["VOCAB", "WINDOW", "Variant", "flipped_fields", "small_fields", "small_variants"]
 
-LAYER_LISTS = ("layer_types", "layers_block_type")
-"""Fields that name the kind of every layer."""
 MAX_TRIES = 40
 SWITCHES = (
     "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "bias", "add_bias_linear", "add_qkv_bias",
@@ -28,12 +27,7 @@ SWITCHES = (
     "scale_attn_by_inverse_layer_idx", "attention_out_bias", "lm_head_bias",
 )  # fmt: skip
 PROFILES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"num_key_value_heads": HEADS},
-    {"num_key_value_heads": HEADS, "head_dim": 8},
-    {"num_hidden_layers": 4, "n_layer": 4},
-    {"num_hidden_layers": 8, "n_layer": 8},
-    {"rotary_dim": 8},
+    *small.PROFILES,
     {"hidden_size": 128, "head_dim": 32},
     {"head_dim": None},
     {"sliding_window": None},
@@ -171,7 +165,7 @@ def _changed(profile: Mapping[str, Any], defaults: Mapping[str, Any], fields: Ma
     """What a profile changes of a configuration; lists of the kinds of layers repeat until they fit their number."""
     changed = {name: value for name, value in profile.items() if name in defaults}
     count = changed.get("num_hidden_layers", 0)
-    for name in LAYER_LISTS if count else ():
+    for name in small.LAYER_LISTS if count else ():
         if kinds := fields.get(name):
             changed[name] = [kinds[index % len(kinds)] for index in range(count)]
     return changed
@@ -190,13 +184,7 @@ def _configured(config_class: Any, fields: Mapping[str, Any]) -> Any:
 
 def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str, Any]:
     """Small values for the well-known fields that a configuration has and uses (those that are not None)."""
-    fields = {
-        name: value
-        for name, value in SMALL.items()
-        if name in defaults and (defaults[name] is not None or name in SET_WHERE_NONE)
-        if not isinstance(defaults[name], (list, tuple, dict))
-    }
-    fields |= {name: 1e-3 for name in defaults if name.endswith(("eps", "epsilon")) and defaults[name]}
+    fields = small.small_fields(defaults, SMALL)
     fields |= {
         name: 3
         for name, value in defaults.items()
@@ -206,18 +194,12 @@ def small_fields(defaults: Mapping[str, Any], window: bool = False) -> dict[str,
         fields["sliding_window"] = WINDOW
     if defaults.get("is_encoder_decoder") and defaults.get("decoder_start_token_id") is None:
         fields["decoder_start_token_id"] = 0
-    return fields | _layer_fields(defaults)
+    return fields | _list_fields(defaults)
 
 
-def _layer_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """As many layers as there are kinds of layer, at least two, every kind once; lists per layer or stage fit them."""
+def _list_fields(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists per layer or stage, as long as they are in the large model."""
     fields: dict[str, Any] = {}
-    for name in LAYER_LISTS:
-        kinds = list(dict.fromkeys(defaults.get(name) or ()))
-        if len(kinds) > 1:
-            fields |= {name: kinds, "num_hidden_layers": len(kinds)}
-    if defaults.get("no_rope_layers"):
-        fields["no_rope_layers"] = [1, 0]
     if isinstance(defaults.get("image_size"), (list, tuple)):
         fields["image_size"] = [SMALL["image_size"]] * len(defaults["image_size"])
     if isinstance(defaults.get("depths"), (list, tuple)):

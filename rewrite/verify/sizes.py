@@ -1,4 +1,4 @@
-"""Small values for the fields that configurations have in common, and for those of single model types.
+"""Small values for fields of configurations, beside those that the runtime knows, and for single model types.
 
 Every switch that a rewrite could drop is off its neutral value: eps is large, multipliers differ from 1, the
 sliding window is shorter than the prompts, heads are grouped.
@@ -9,48 +9,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rewrite.runtime.package.small_fields import FIELDS
+
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW, POSITIONS = 64, 4, 2, 16, 128, 8, 512
 IMAGE, PATCH = 32, 8
 
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size"), HIDDEN),
-    **dict.fromkeys(("embed_dim", "emb_dim", "hidden_dim", "encoder_hidden_size", "decoder_hidden_size"), HIDDEN),
+    **FIELDS,
+    **dict.fromkeys(
+        ("dim", "embed_dim", "emb_dim", "hidden_dim", "encoder_hidden_size", "decoder_hidden_size"), HIDDEN
+    ),
     **dict.fromkeys(("projection_dim", "out_hidden_size", "proj_dim", "adapter_dim", "hidden_size_global"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 96),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "vision_output_dim", "dim_feedforward"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 48),
+    **dict.fromkeys(("ffn_hidden_size", "vision_output_dim", "dim_feedforward"), 96),
     **dict.fromkeys(
         ("shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size"), 80
     ),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "num_blocks"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("n_layers", "depth", "num_blocks", "num_decoder_layers", "num_encoder_layers"), 2),
     **dict.fromkeys(("num_global_layers", "num_layers_encoder", "num_layers_decoder"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), KV_HEADS),
+    **dict.fromkeys(("n_heads", "attention_heads", "index_n_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("max_source_positions", "max_target_positions"), 64),
-    **dict.fromkeys(("head_dim", "kv_channels", "attention_head_dim", "v_head_dim", "qk_nope_head_dim"), HEAD_DIM),
-    **dict.fromkeys(("d_kv", "d_k", "d_v", "cross_attention_dim_head"), HEAD_DIM),
+    **dict.fromkeys(("attention_head_dim", "d_kv", "d_k", "d_v", "cross_attention_dim_head"), HEAD_DIM),
     "index_head_dim": HEAD_DIM,
-    "index_n_heads": HEADS,
-    "qk_rope_head_dim": 8,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 24,
-    "vocab_size": VOCAB,
-    "n_words": VOCAB,
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), POSITIONS
-    ),
-    "original_max_position_embeddings": POSITIONS,
-    "type_vocab_size": 2,
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"), 2),
-    "n_shared_experts": 1,
-    **dict.fromkeys(("n_group", "num_expert_group"), 1),
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "max_window_layers": 1,
+    **dict.fromkeys(("n_words", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"), VOCAB),
+    **dict.fromkeys(("max_sequence_length", "original_max_position_embeddings"), POSITIONS),
+    **dict.fromkeys(("window_size", "attention_window_size"), WINDOW),
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
     "query_pre_attn_scalar": 24,
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 5.0,
@@ -59,21 +43,15 @@ SMALL: dict[str, Any] = {
     "residual_multiplier": 0.6,
     "attention_multiplier": 0.3,
     "logit_scale": 0.7,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    **dict.fromkeys(("vocab_size_per_layer_input",), VOCAB),
     "hidden_size_per_layer_input": 8,
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM),
-    "linear_num_heads": HEADS,
-    **dict.fromkeys(("linear_num_key_heads",), 2),
-    **dict.fromkeys(("linear_num_value_heads",), 4),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
     **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
     "use_mamba_kernels": False,
-    "encoder_hash_byte_group_vocab": VOCAB,
     "image_size": IMAGE,
     "patch_size": PATCH,
     "img_size": IMAGE,
@@ -81,7 +59,6 @@ SMALL: dict[str, Any] = {
     "num_queries": 6,
     "num_labels": 3,
 }
-SET_WHERE_NONE = {"pad_token_id", "bos_token_id", "eos_token_id", "head_dim", "n_inner"}
 ESSENTIAL = (
     "hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "d_ff", "num_hidden_layers", "n_layer",
     "n_layers", "num_layers", "num_attention_heads", "n_head", "n_heads", "num_heads", "vocab_size", "n_words",

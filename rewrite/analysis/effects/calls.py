@@ -30,7 +30,7 @@ def called(scope: Scope, node: cst.Call) -> Value:
     before = before | union(
         scope._iterates(a.value) for a in node.args if a.star and not _is_parameter(a.value, scope)
     )
-    if isinstance(node.func, cst.Attribute):
+    if isinstance(node.func, cst.Attribute) and not _is_super(node.func.value):
         before = scope.value(node.func).effect | before
     roots = frozenset[str]().union(*(value.roots for value in given))
     result = _Call(scope, node, roots).result()
@@ -72,8 +72,21 @@ class _Call:
                 return self._unknown(f"`{self.scope.module.code(func)}`")
             if is_self(func.value) and self.scope.owner is not None and "self" not in self.scope.single:
                 return self._own(func.attr.value)
+            if _is_super(func.value) and self.scope.owner is not None:
+                return self._inherited(func.attr.value, self.scope.owner)
             return self._method(func)
         return self._unknown("a computed function")
+
+    def _inherited(self, name: str, owner: ClassInfo) -> Value:
+        """`super().name(…)`: a method of a base in this file, or `forward` of a module of torch."""
+        if len(owner.bases) != 1 or not self.names.means("super"):
+            return self._unknown(f"`super().{name}`")
+        base = self.names.class_of(owner.bases[0])
+        if base is not None and name in base.methods and self.names.method_is_plain(base, name):
+            return self._follow(base.methods[name], base)
+        if name == "forward" and known.torch_module(owner.bases[0]) in known.FRESH_MODULES - {"Embedding"}:
+            return Value(frozenset(), Effect(attributes=known.MODULE_STATE))
+        return self._unknown(f"`super().{name}`")
 
     def _is_local(self, func: cst.BaseExpression) -> bool:
         """Whether `func` starts with something computed here, and not with a name of the file."""
@@ -281,6 +294,12 @@ def _together(values: Iterable[Value], roots: frozenset[str] = frozenset()) -> V
     found = list(values)
     roots = frozenset[str]().union(roots, *(value.roots for value in found))
     return Value(roots, union(value.effect for value in found), any(value.escapes for value in found))
+
+
+def _is_super(node: cst.BaseExpression) -> bool:
+    return (
+        isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "super" and not node.args
+    )
 
 
 def _root(node: cst.BaseExpression) -> str:

@@ -235,7 +235,7 @@ def _odd_projection(group: Group, module: Module) -> Skip | None:
         found = attribute(group.owner, call.attribute, effects_of(module).names)
         if odd := next((v for v in found.values if not _builds_linear(v, module)), None):
             return Skip("not_linear", f"self.{call.attribute} may be {module.code(odd)}")
-        if not found.values:
+        if not found.values or call.attribute in effects_of(module).names.tampered:
             return Skip("not_linear", f"self.{call.attribute}: {found.unknown}")
     return None
 

@@ -309,10 +309,13 @@ def _targets(call: cst.Call, scope: Scope) -> list[_Function] | None:
     if isinstance(func, cst.Name) and func.value not in scope.locals:
         if func.value in module.functions:
             return [(module.functions[func.value], None)]
+        if (info := module.classes.get(func.value)) is not None and _is_dataclass(info, module):
+            return []
         return [] if func.value in known.RUNTIME or func.value in known.BUILTINS else None
     name = self_attribute(func)
     if name is None or scope.owner is None:
-        return None
+        bases = scope.owner.bases if scope.owner is not None and module.code(func) == "super().forward" else ()
+        return [] if bases and known.torch_module(bases[0]) else None
     if (method := module.method(scope.owner, name)) is not None:
         return [(method, scope.owner)]
     found: list[_Function] = []
@@ -326,6 +329,11 @@ def _targets(call: cst.Call, scope: Scope) -> list[_Function] | None:
                 return None
             found.append((forward, info))
     return found
+
+
+def _is_dataclass(info: ClassInfo, module: Module) -> bool:
+    """Whether a class only holds what it is given."""
+    return any(module.qualified(d.decorator).endswith("dataclass") for d in info.node.decorators)
 
 
 def _is_torchs(value: cst.BaseExpression, scope: Scope) -> bool:
@@ -363,6 +371,9 @@ def _calls(function: cst.FunctionDef, scope: Scope) -> list[cst.Call]:
     return found
 
 
+_TARGETS = (cst.AssignTarget, cst.AnnAssign, cst.For, cst.CompFor, cst.NamedExpr)
+
+
 def reads_of(name: str, scope: Scope) -> Iterator[cst.Name]:
     """Yield where a local's name stands as a value."""
     for node in walk(scope.function.body):
@@ -370,7 +381,8 @@ def reads_of(name: str, scope: Scope) -> Iterator[cst.Name]:
             above = scope.module.parent(node)
             attribute_name = isinstance(above, cst.Attribute) and above.attr is node
             keyword = isinstance(above, cst.Arg) and above.keyword is node
-            if not attribute_name and not keyword and not isinstance(above, (cst.AssignTarget, cst.Param)):
+            target = isinstance(above, _TARGETS) and above.target is node
+            if not attribute_name and not keyword and not target and not isinstance(above, cst.Param):
                 yield node
 
 
