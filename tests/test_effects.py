@@ -10,6 +10,7 @@ from rewrite.analysis.effects.identity import Identity
 from rewrite.analysis.syntax.module import Module, walk
 
 HEADER = """\
+import math
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -112,6 +113,7 @@ PROVEN = (
     "y = self.blocks(x)",
     "y = self.dropout(x)",
     "torch.manual_seed(0)",
+    "y = math.sqrt(8)",
     "y = self.helper(x)",
     "y = scaled(x, by=2)",
     "y = self.op(x)",

@@ -118,7 +118,7 @@ NAMELESS = names("getattr hasattr")
 """Of these, the ones that may run a property: only with a constant name."""
 CALLS_BACK = names("sorted max min")
 
-QUIET = names("logger warnings logging")
+QUIET = names("logger warnings logging math")
 """Roots of calls that only tell somebody something."""
 
 FRESH_MODULES = names(

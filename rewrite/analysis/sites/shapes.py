@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -206,4 +207,7 @@ def _cancelled(factors: Counter[str]) -> Counter[str]:
         both = min(kept[name], kept[name[1:]])
         kept[name] -= both
         kept[name[1:]] -= both
-    return Counter({name: times for name, times in kept.items() if times and name != "1"})
+    numbers = {name: times for name, times in kept.items() if name.isdecimal()}
+    product = math.prod(int(name) ** times for name, times in numbers.items())
+    rest = Counter({name: times for name, times in kept.items() if times and name not in numbers})
+    return rest if product == 1 else rest + Counter({str(product): 1})
