@@ -20,7 +20,7 @@ from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tenso
 from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
 from rewrite.analysis.effects.known import NO_TENSOR
 from rewrite.analysis.effects.names import is_self
-from rewrite.analysis.syntax.module import ClassInfo, imported_names, parts, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, imported_names, kept, parts, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Scope:
     @cached_property
     def locals(self) -> frozenset[str]:
         """Every name that the function binds, parameters included."""
-        return frozenset(parameters(self.function)) | frozenset(_bound(self.function.body))
+        return _locals(self.function)
 
     @cached_property
     def single(self) -> dict[str, cst.BaseExpression]:
@@ -434,6 +434,19 @@ def bound_by(node: cst.CSTNode) -> frozenset[str]:
     return frozenset(_bound(node, comprehensions=False, top=True))
 
 
+_OF_NAMES = frozenset(
+    {*_BINDS, cst.FunctionDef, cst.ClassDef, cst.CompFor, cst.AsName, cst.MatchAs, cst.MatchStar, cst.Import}
+    | {cst.ImportFrom}
+)
+_WITHOUT_NAMES = frozenset({cst.Lambda, cst.Name, cst.SimpleWhitespace, cst.ParenthesizedWhitespace, cst.EmptyLine})
+
+
+@kept
+def _locals(function: cst.FunctionDef) -> frozenset[str]:
+    """Return every name that a function binds, parameters included."""
+    return frozenset(parameters(function)) | frozenset(_bound(function.body))
+
+
 def _bound(node: cst.CSTNode, comprehensions: bool = True, top: bool = False) -> Iterator[str]:
     """Yield the names that a function's statements bind, those of functions inside it left out."""
     if top and isinstance(node, (cst.FunctionDef, cst.ClassDef)):
@@ -441,6 +454,10 @@ def _bound(node: cst.CSTNode, comprehensions: bool = True, top: bool = False) ->
         return
     own = top and isinstance(node, (*_BINDS, cst.Import, cst.ImportFrom))
     for part in (node, *parts(node)) if own else parts(node):
+        if type(part) not in _OF_NAMES:
+            if part is not node and type(part) not in _WITHOUT_NAMES:
+                yield from _bound(part, comprehensions)
+            continue
         if isinstance(part, (cst.FunctionDef, cst.ClassDef)):
             yield part.name.value
             continue

@@ -7,9 +7,10 @@ file); modeling files are flat, one level of classes and functions, so one visit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import libcst as cst
 
@@ -105,12 +106,12 @@ class Module:
         stack: list[cst.CSTNode] = [self.tree]
         while stack:
             node = stack.pop()
-            if isinstance(node, cst.Name):
+            if type(node) is cst.Name:
                 counts[node.value] += 1
-            elif not isinstance(node, (cst.Import, cst.ImportFrom)):
+            elif type(node) not in (cst.Import, cst.ImportFrom):
                 stack.extend(parts(node))
-            if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-                counts[node.name.value] -= 1
+            if type(node) in (cst.FunctionDef, cst.ClassDef):
+                counts[node.name.value] -= 1  # type: ignore[attr-defined]
         return dict(counts)
 
     @cached_property
@@ -230,8 +231,37 @@ def self_attribute(node: cst.CSTNode) -> str | None:
     return None
 
 
+MOST_KEPT = 2**18
+"""Nodes; the largest modeling file of transformers 5.23 has 170,000."""
+_Found = TypeVar("_Found")
+
+
+def kept(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+    """Return a function of a node that remembers its answers, which nobody may change.
+
+    Nodes never change and a pass shares most of them with the one before. They are known by their `id`, and kept with
+    the answer so that it stays theirs: their `__hash__` is written in Python, and would be called millions of times.
+    """
+    answers: dict[int, tuple[Any, _Found]] = {}
+
+    @wraps(function)
+    def answered(node: Any) -> _Found:
+        found = answers.get(id(node))
+        if found is None:
+            if len(answers) >= MOST_KEPT:
+                answers.clear()
+            found = answers[id(node)] = (node, function(node))
+        return found[1]
+
+    return answered
+
+
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield `node` and everything below it, in source order."""
+    return iter(_everything(node)) if type(node) in _LARGE else _walk(node)
+
+
+def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     stack: list[cst.CSTNode] = [node]
     while stack:
         current = stack.pop()
@@ -239,12 +269,17 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         stack.extend(reversed(parts(current)))
 
 
-@lru_cache(maxsize=2**18)
-def parts(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
-    """Return the nodes directly below `node` in source order: `node.children`, many times as fast.
+_LARGE = frozenset({cst.FunctionDef, cst.IndentedBlock, cst.ClassDef, cst.For, cst.If, cst.While})
 
-    Nodes never change and a pass shares most of them with the one before, so their parts are remembered.
-    """
+
+@kept
+def _everything(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
+    return tuple(_walk(node))
+
+
+@kept
+def parts(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
+    """Return the nodes directly below `node` in source order: `node.children`, many times as fast."""
     found: list[cst.CSTNode] = []
     names = _FIELDS.get(type(node))
     for name in _learn(node) if names is None else names:
@@ -291,9 +326,10 @@ def names_in(nodes: Iterable[cst.CSTNode]) -> set[str]:
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if isinstance(node, cst.Name):
+        if type(node) is cst.Name:  # not `isinstance`: nodes are abstract classes, for which that is slow
             found.add(node.value)
-        stack.extend(parts(node))
+        else:
+            stack.extend(parts(node))
     return found
 
 

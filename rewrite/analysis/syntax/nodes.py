@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 import libcst as cst
 
-from rewrite.analysis.syntax.module import Module, names_in, self_attribute, walk
+from rewrite.analysis.syntax.module import Module, kept, names_in, self_attribute, walk
 
 LINE_LENGTH = 119
 """transformers' own line length: generated statements wrap where its formatter would wrap them."""
@@ -24,7 +24,7 @@ def called_attribute(node: cst.CSTNode) -> str | None:
 
 def calls_in(node: cst.CSTNode) -> Iterator[cst.Call]:
     """Yield every call below `node`, in source order."""
-    return (inner for inner in walk(node) if isinstance(inner, cst.Call))
+    return (inner for inner in walk(node) if type(inner) is cst.Call)
 
 
 def single_argument(call: cst.Call) -> cst.BaseExpression | None:
@@ -56,6 +56,9 @@ def bound_names(node: cst.CSTNode) -> set[str]:
     """Return the local names that `node` may bind or write through: targets, `x[...] =`, `x += `, `x.op_(...)`."""
     bound: set[str] = set()
     for inner in walk(node):
+        kind = type(inner)
+        if kind not in _MAY_BIND:
+            continue
         if isinstance(inner, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.CompFor)):
             bound |= _target_names(inner.target)
         elif isinstance(inner, cst.Del):
@@ -68,9 +71,26 @@ def bound_names(node: cst.CSTNode) -> set[str]:
     return bound
 
 
+_MAY_BIND = frozenset(
+    {
+        cst.AssignTarget,
+        cst.AugAssign,
+        cst.AnnAssign,
+        cst.For,
+        cst.NamedExpr,
+        cst.CompFor,
+        cst.Del,
+        cst.AsName,
+        cst.Call,
+    }
+)
+
+
 def names_bound_by(node: cst.CSTNode) -> set[str]:
     """Return the names that a node itself binds: as a target of an assignment or loop, `with … as`, `del`."""
     held: cst.CSTNode | None = None
+    if type(node) not in _MAY_BIND:
+        return set()
     if isinstance(
         node, (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.Del, cst.For, cst.CompFor, cst.NamedExpr)
     ):
@@ -80,6 +100,7 @@ def names_bound_by(node: cst.CSTNode) -> set[str]:
     return set() if held is None or isinstance(held, (cst.Attribute, cst.Subscript)) else _target_names(held)
 
 
+@kept
 def assigned_once(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
     """Return the value of every local that one statement of the function binds, `name = value`, in a loop or not.
 
@@ -132,7 +153,7 @@ def local_names(function: cst.FunctionDef, module: Module) -> set[str]:
     """Return every name that stands in a function as a name of its own, not as an attribute or a keyword."""
     names = set(parameters(function))
     for node in walk(function.body):
-        if isinstance(node, cst.Name):
+        if type(node) is cst.Name:
             parent = module.parent(node)
             attribute = isinstance(parent, cst.Attribute) and parent.attr is node
             keyword = isinstance(parent, cst.Arg) and parent.keyword is node
@@ -141,11 +162,17 @@ def local_names(function: cst.FunctionDef, module: Module) -> set[str]:
     return names
 
 
+_COUNTED = frozenset({cst.Assign, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.With})
+
+
+@kept
 def single_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
     """Return the value of every local that is assigned exactly once, by `name = value`, and is no parameter."""
     values: dict[str, cst.BaseExpression] = {}
     times: dict[str, int] = dict.fromkeys(parameters(function), 1)
     for node in walk(function.body):
+        if type(node) not in _COUNTED:
+            continue
         if isinstance(node, (cst.Assign, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.With)):
             for name in bound_names(node) if not isinstance(node, (cst.For, cst.With)) else names_in([node]):
                 times[name] = times.get(name, 0) + 1
