@@ -8,13 +8,12 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.loops.host_constants import constants, is_number, listed, may_overflow
+from rewrite.analysis.loops.host_constants import constants, is_number, is_tensor, listed, may_overflow
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import (
     called_attribute,
     calls_in,
     expression,
-    mutated_names,
     parameters,
     single_assignments,
 )
@@ -30,7 +29,7 @@ class PreallocateBuffers(Transform):
         `rotary_rows(self.rotary_emb, hidden_states, position_ids, past_key_values)`. In a decode step it reads the
         rows of tables that hold every position; everywhere else it calls the module.
         `torch.tensor(number, device=…)` becomes `torch.full((), number, device=…)`, and `x[..., [-2], :]` becomes
-        `x[..., -2:-1, :]`.
+        `x[..., -2, None, :].clone()`.
 
     Why:
         A rotary module runs eight kernels to make one row of cosines and sines; reading them is one. A number or a
@@ -45,8 +44,7 @@ class PreallocateBuffers(Transform):
 
     Known limits:
         Frequencies that change with the length of the text (`dynamic`, beyond the original context) have no table.
-        An index in a list that is out of bounds raises, a slice is empty. Modules that return complex numbers, or
-        take positions of several axes, are called as before.
+        Modules that return complex numbers, or take positions of several axes, are called as before.
     """
 
     name = "preallocate_buffers"
@@ -60,7 +58,7 @@ class PreallocateBuffers(Transform):
         "other_result": "the module does not return two tables",
         "not_a_number": "nothing shows that the value put on the device is a number",
         "may_overflow": "the number may be beyond the dtype: `torch.tensor` makes that infinite, a fill refuses it",
-        "written_in_place": "the method writes in place, and a slice is a view where a list makes a copy",
+        "not_a_tensor": "nothing shows that what is indexed is a tensor",
         "name_taken": "the file has a name `rotary_rows` of its own",
     }
 
@@ -80,7 +78,9 @@ class PreallocateBuffers(Transform):
         function = module.classes[owner].methods[method]
         call = candidate.node
         if isinstance(call, cst.Subscript):
-            return Skip("written_in_place") if mutated_names(function.body) else _as_slice(call)
+            if not is_tensor(call, function, module.classes[owner], module):
+                return Skip("not_a_tensor", module.code(call.value))
+            return _as_copy(call, module)
         if isinstance(call, cst.Call) and called_attribute(call) is None:
             return _filled(call, module.classes[owner], module)
         if not isinstance(call, cst.Call):
@@ -113,17 +113,14 @@ def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:
     return Found((Edit(old, (new,)),))
 
 
-def _as_slice(node: cst.Subscript) -> Found | Skip:
-    """Turn `x[..., [i], :]` into `x[..., i : i + 1, :]`."""
+def _as_copy(node: cst.Subscript, module: Module) -> Found | Skip:
+    """Turn `x[..., [i], :]` into `x[..., i, None, :].clone()`: a copy, as an index in a list makes."""
     found = listed(node)
     if found is None:
         raise TypeError("a candidate has a list of one number")
     element, number = found
-    end = "" if number == -1 else str(number + 1)
-    part = expression(f"x[{number}:{end}]")
-    if not isinstance(part, cst.Subscript):
-        raise TypeError("not a subscript")
-    return Found((Edit(element.slice, (part.slice[0].slice,)),))
+    parts = ", ".join(f"{number}, None" if part is element else module.code(part.slice) for part in node.slice)
+    return Found((Edit(node, (expression(f"{module.code(node.value)}[{parts}].clone()"),)),))
 
 
 def _rotary_class(owner: ClassInfo, attribute: str, module: Module) -> ClassInfo | None:
