@@ -79,7 +79,7 @@ class FixedCountLoops(Transform):
         if not isinstance(candidate.node, cst.For):
             raise TypeError("a candidate is a loop or a call")
         try:
-            loop = expert_loop(candidate.node, method, module)
+            loop = expert_loop(candidate.node, method, owner, module)
         except NotALoop as error:
             return Skip("other_use" if error.other_use else "other_loop", error.what)
         if not all(name_is_free(taken, module, method) for taken in ("routed", "select")):

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.effects import effects_of
+from rewrite.analysis.effects import HEAP, effects_of
 from rewrite.analysis.loops.host_constants import constants, is_number, is_tensor, listed, may_overflow
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import (
     called_attribute,
     calls_in,
@@ -36,7 +36,8 @@ class PreallocateBuffers(Transform):
         list that is copied from the host to the device cannot be part of a captured step.
 
     What it needs:
-        The module's class is in the file, reads only dtype and device of its first argument, and returns two tables.
+        The module's class is in the file, reads only dtype and device of its first argument, changes nothing of its
+        own, and returns two tables. Nothing in the file sets what it reads.
         The function that calls it has the cache.
 
     Numerics:
@@ -54,6 +55,7 @@ class PreallocateBuffers(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "no_cache": "the function that calls the module does not see the cache",
         "reads_input": "the module reads more of its first argument than dtype and device",
+        "keeps_state": "what the module returns may change from call to call",
         "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
         "other_result": "the module does not return two tables",
         "not_a_number": "nothing shows that the value put on the device is a number",
@@ -90,6 +92,8 @@ class PreallocateBuffers(Transform):
             return Skip("other_result")
         if not _reads_only_kind(rotary.methods["forward"]):
             return Skip("reads_input", rotary.name)
+        if why := _why_not_constant(rotary, module):
+            return Skip("keeps_state", why)
         arguments = _arguments(call, rotary.methods["forward"], module)
         if arguments is None:
             return Skip("other_arguments", module.code(call))
@@ -158,6 +162,23 @@ def _reads_only_kind(forward: cst.FunctionDef) -> bool:
         if isinstance(node, cst.Attribute) and node.attr.value in ("dtype", "device")
     }
     return all(id(node) in kinds for node in walk(forward.body) if isinstance(node, cst.Name) and node.value == name)
+
+
+def _why_not_constant(rotary: ClassInfo, module: Module) -> str:
+    """Return what makes the module return other tables for the same positions, `""` where nothing in the file does."""
+    forward = rotary.methods["forward"]
+    scope = effects_of(module).scope(forward, rotary)
+    effect = scope.of(forward.body)
+    if effect.stores:
+        return f"{rotary.name}.forward sets .{min(effect.stores)}"
+    if HEAP in scope.memory(effect.writes):
+        return f"{rotary.name}.forward writes in place"
+    read = {self_attribute(node) for node in walk(forward.body)} - {None}
+    for node in walk(module.tree):
+        target = node.target if isinstance(node, (cst.AssignTarget, cst.AugAssign)) else None
+        if isinstance(target, cst.Attribute) and target.attr.value in read and self_attribute(target) is None:
+            return f"`{module.code(target)}` is set"
+    return ""
 
 
 def _arguments(call: cst.Call, forward: cst.FunctionDef, module: Module) -> list[str] | None:

@@ -71,9 +71,11 @@ def is_number(call: cst.Call, owner: ClassInfo, module: Module) -> bool:
 
 
 def is_tensor(node: cst.Subscript, method: cst.FunctionDef, owner: ClassInfo, module: Module) -> bool:
-    """Whether what is indexed is a tensor: declared as one, or made by what makes nothing else."""
+    """Whether what is indexed is a tensor: declared as one, made by what makes nothing else, or put into `torch.cat`."""
     scope = effects_of(module).scope(method, owner)
     base = node.value
+    if _is_given_to_torch(node, module):
+        return True
     if not isinstance(base, cst.Name) or base.value not in scope.locals:
         return scope.is_tensor(base)
     bound = scope.assigned(base.value)
@@ -81,6 +83,16 @@ def is_tensor(node: cst.Subscript, method: cst.FunctionDef, owner: ClassInfo, mo
     if len(bound) != scope.times[base.value] or not (bound or base.value in parameters(method)):
         return False
     return declared and all(_makes_tensor(value) or scope.is_tensor(value) for value in bound)
+
+
+def _is_given_to_torch(node: cst.CSTNode, module: Module) -> bool:
+    """Whether an element of a list is given to `torch.cat` or `torch.stack`, which take nothing but tensors."""
+    element = module.parent(node)
+    listed_in = module.parent(element)
+    call = module.parent(module.parent(listed_in))
+    if not isinstance(listed_in, (cst.List, cst.Tuple)) or not isinstance(call, cst.Call):
+        return False
+    return effects_of(module).names.resolved(call.func) in ("torch.cat", "torch.stack")
 
 
 def _makes_tensor(value: cst.BaseExpression) -> bool:
