@@ -32,7 +32,7 @@ class FixedCountLoops(Transform):
 
     What it needs:
         The expert is used for nothing but choosing weights. The time starts at 1, is changed by nothing but the step,
-        and the loop ends half a step before 0.
+        and the loop ends half a step before 0. The number of steps is annotated as `int` or given as one.
 
     Numerics:
         Reordered: a token's experts are added in the same order, but tokens of one expert are multiplied one by one.
@@ -72,14 +72,14 @@ class FixedCountLoops(Transform):
             return Skip("per_item", candidate.label)
         if isinstance(candidate.node, cst.While):
             try:
-                count = turns(candidate.node, owner, module)
+                count = turns(candidate.node, method, owner, module)
             except NotBounded as error:
                 return Skip("not_proven", error.why)
             return Found((Edit(candidate.node, (_counted(candidate.node, count),)),))
         if not isinstance(candidate.node, cst.For):
             raise TypeError("a candidate is a loop or a call")
         try:
-            loop = expert_loop(candidate.node, method, module)
+            loop = expert_loop(candidate.node, method, owner, module)
         except NotALoop as error:
             return Skip("other_use" if error.other_use else "other_loop", error.what)
         if not all(name_is_free(taken, module, method) for taken in ("routed", "select")):

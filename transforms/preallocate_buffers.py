@@ -7,14 +7,13 @@ from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.effects import effects_of
-from rewrite.analysis.loops.host_constants import constants, is_number, listed, may_overflow
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.effects import HEAP, effects_of
+from rewrite.analysis.loops.host_constants import constants, is_number, is_tensor, listed, may_overflow
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import (
     called_attribute,
     calls_in,
     expression,
-    mutated_names,
     parameters,
     single_assignments,
 )
@@ -30,14 +29,15 @@ class PreallocateBuffers(Transform):
         `rotary_rows(self.rotary_emb, hidden_states, position_ids, past_key_values)`. In a decode step it reads the
         rows of tables that hold every position; everywhere else it calls the module.
         `torch.tensor(number, device=…)` becomes `torch.full((), number, device=…)`, and `x[..., [-2], :]` becomes
-        `x[..., -2:-1, :]`.
+        `x[..., -2, None, :].clone()`.
 
     Why:
         A rotary module runs eight kernels to make one row of cosines and sines; reading them is one. A number or a
         list that is copied from the host to the device cannot be part of a captured step.
 
     What it needs:
-        The module's class is in the file, reads only dtype and device of its first argument, and returns two tables.
+        The module's class is in the file, reads only dtype and device of its first argument, changes nothing of its
+        own, and returns two tables. Nothing in the file sets what it reads.
         The function that calls it has the cache.
 
     Numerics:
@@ -45,8 +45,7 @@ class PreallocateBuffers(Transform):
 
     Known limits:
         Frequencies that change with the length of the text (`dynamic`, beyond the original context) have no table.
-        An index in a list that is out of bounds raises, a slice is empty. Modules that return complex numbers, or
-        take positions of several axes, are called as before.
+        Modules that return complex numbers, or take positions of several axes, are called as before.
     """
 
     name = "preallocate_buffers"
@@ -56,11 +55,12 @@ class PreallocateBuffers(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "no_cache": "the function that calls the module does not see the cache",
         "reads_input": "the module reads more of its first argument than dtype and device",
+        "keeps_state": "what the module returns may change from call to call",
         "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
         "other_result": "the module does not return two tables",
         "not_a_number": "nothing shows that the value put on the device is a number",
         "may_overflow": "the number may be beyond the dtype: `torch.tensor` makes that infinite, a fill refuses it",
-        "written_in_place": "the method writes in place, and a slice is a view where a list makes a copy",
+        "not_a_tensor": "nothing shows that what is indexed is a tensor",
         "name_taken": "the file has a name `rotary_rows` of its own",
     }
 
@@ -80,7 +80,9 @@ class PreallocateBuffers(Transform):
         function = module.classes[owner].methods[method]
         call = candidate.node
         if isinstance(call, cst.Subscript):
-            return Skip("written_in_place") if mutated_names(function.body) else _as_slice(call)
+            if not is_tensor(call, function, module.classes[owner], module):
+                return Skip("not_a_tensor", module.code(call.value))
+            return _as_copy(call, module)
         if isinstance(call, cst.Call) and called_attribute(call) is None:
             return _filled(call, module.classes[owner], module)
         if not isinstance(call, cst.Call):
@@ -90,6 +92,8 @@ class PreallocateBuffers(Transform):
             return Skip("other_result")
         if not _reads_only_kind(rotary.methods["forward"]):
             return Skip("reads_input", rotary.name)
+        if why := _why_not_constant(rotary, module):
+            return Skip("keeps_state", why)
         arguments = _arguments(call, rotary.methods["forward"], module)
         if arguments is None:
             return Skip("other_arguments", module.code(call))
@@ -113,17 +117,14 @@ def _filled(call: cst.Call, owner: ClassInfo, module: Module) -> Found | Skip:
     return Found((Edit(old, (new,)),))
 
 
-def _as_slice(node: cst.Subscript) -> Found | Skip:
-    """Turn `x[..., [i], :]` into `x[..., i : i + 1, :]`."""
+def _as_copy(node: cst.Subscript, module: Module) -> Found | Skip:
+    """Turn `x[..., [i], :]` into `x[..., i, None, :].clone()`: a copy, as an index in a list makes."""
     found = listed(node)
     if found is None:
         raise TypeError("a candidate has a list of one number")
     element, number = found
-    end = "" if number == -1 else str(number + 1)
-    part = expression(f"x[{number}:{end}]")
-    if not isinstance(part, cst.Subscript):
-        raise TypeError("not a subscript")
-    return Found((Edit(element.slice, (part.slice[0].slice,)),))
+    parts = ", ".join(f"{number}, None" if part is element else module.code(part.slice) for part in node.slice)
+    return Found((Edit(node, (expression(f"{module.code(node.value)}[{parts}].clone()"),)),))
 
 
 def _rotary_class(owner: ClassInfo, attribute: str, module: Module) -> ClassInfo | None:
@@ -161,6 +162,23 @@ def _reads_only_kind(forward: cst.FunctionDef) -> bool:
         if isinstance(node, cst.Attribute) and node.attr.value in ("dtype", "device")
     }
     return all(id(node) in kinds for node in walk(forward.body) if isinstance(node, cst.Name) and node.value == name)
+
+
+def _why_not_constant(rotary: ClassInfo, module: Module) -> str:
+    """Return what makes the module return other tables for the same positions, `""` where nothing in the file does."""
+    forward = rotary.methods["forward"]
+    scope = effects_of(module).scope(forward, rotary)
+    effect = scope.of(forward.body)
+    if effect.stores:
+        return f"{rotary.name}.forward sets .{min(effect.stores)}"
+    if HEAP in scope.memory(effect.writes):
+        return f"{rotary.name}.forward writes in place"
+    read = {self_attribute(node) for node in walk(forward.body)} - {None}
+    for node in walk(module.tree):
+        target = node.target if isinstance(node, (cst.AssignTarget, cst.AugAssign)) else None
+        if isinstance(target, cst.Attribute) and target.attr.value in read and self_attribute(target) is None:
+            return f"`{module.code(target)}` is set"
+    return ""
 
 
 def _arguments(call: cst.Call, forward: cst.FunctionDef, module: Module) -> list[str] | None:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
 from rewrite.analysis.loops.loop_inputs import only_recomputes
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
@@ -23,6 +24,7 @@ _OTHER_STATES = (
 )  # fmt: skip
 
 
+_PLAIN = m.Name() | m.Attribute(value=m.Name())
 _TESTS = (cst.If, cst.IfExp, cst.While)
 _WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
 
@@ -35,8 +37,8 @@ class StaticCache(Transform):
         `GenerationMixin` whose decode loop keeps keys and values in buffers of fixed size and replays one captured
         step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
-        `x.index_select(1, torch.arange(n) + past)`, `torch.ones(b, past + n)` →
-        `torch.ones(b, key_length(past_key_values, past, n))`. A `prepare_inputs_for_generation` that only forgets the
+        `(x[:, past : past + n] if isinstance(past, int) else x.index_select(1, torch.arange(n) + past))`,
+        `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A `prepare_inputs_for_generation` that only forgets the
         cache where the rotary frequencies change (Phi-3) is marked: the loop runs where they do not.
 
     Why:
@@ -51,7 +53,7 @@ class StaticCache(Transform):
         Exact: the same integers, and where the loop cannot run, transformers' own does.
 
     Known limits:
-        A slice beyond the end of a buffer is shorter than asked for; `index_select` raises there. Encoder-decoder
+        Against a cache of fixed size, a slice beyond the end of a buffer raises. Encoder-decoder
         models, models with recurrent or convolutional states, models that take images or sound and classes with a
         generation loop of their own keep `GenerationMixin`.
     """
@@ -192,7 +194,7 @@ def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:
 
 
 def _selection(node: cst.Subscript, known: Lengths, module: Module) -> Found | Skip:
-    """Turn `x[:, past : past + n]` into `x.index_select(1, torch.arange(n) + past)`."""
+    """Turn `x[:, past : past + n]` into a selection of `torch.arange(n) + past` where `past` is on the device."""
     found = sliced(node, known)
     if found is None:
         raise TypeError("a candidate has a slice that starts at a length")
@@ -202,16 +204,22 @@ def _selection(node: cst.Subscript, known: Lengths, module: Module) -> Found | S
     if (
         not whole
         or "torch" not in module.imports
+        or not m.matches(node.value, _PLAIN)
+        or not isinstance(start, cst.Name)
         or (len(node.slice) == 1 and not module.code(node.value).startswith("self."))
     ):
         return Skip("other_subscript", module.code(node))
+    names = effects_of(module).names
+    if any(names.is_bound(name) or not names.means(name) for name in ("isinstance", "int")):
+        return Skip("other_subscript", "`isinstance` or `int` is bound to something else")
     count = known.more_than(part.upper, start, module) if part.upper is not None and part.step is None else None
     if count is None:
         return Skip("other_range", module.code(node))
     tensor = module.code(node.value)
-    places = f"torch.arange({count}, device={tensor}.device) + {module.code(start)}"
-    old, new = with_call(node, f"{tensor}.index_select", [str(dimension), places], module)
-    return Found((Edit(old, (new,)),))
+    places = f"torch.arange({count}, device={tensor}.device) + {start.value}"
+    selected = f"{tensor}.index_select({dimension}, {places})"
+    choice = expression(f"({module.code(node)} if isinstance({start.value}, int) else {selected})")
+    return Found((Edit(node, (choice,)),))
 
 
 def _size(

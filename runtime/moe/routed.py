@@ -26,8 +26,11 @@ def routed(top_k_index: Tensor, num_experts: int) -> Iterator[tuple[int | Tensor
     """Yield `(expert_idx, top_k_pos, token_idx)`: an expert and where in `top_k_index` it stands.
 
     Args:
-        top_k_index: `[N, k]` experts of each token, all different; those from E on are of another process.
+        top_k_index: `[N, k]` experts of each token, all different; E itself stands for those of another process.
         num_experts: E.
+
+    Raises:
+        RuntimeError: if the loop runs over hit experts, and one of them is beyond E.
 
     Yields:
         The expert, a number or a tensor `[1]` (`select` takes both), and the columns and rows of
@@ -62,6 +65,8 @@ def _pairs(top_k_index: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 def _hits(top_k_index: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     for expert_idx in top_k_index.unique().tolist():
+        if not 0 <= expert_idx <= num_experts:
+            raise RuntimeError(f"expert {expert_idx} of {num_experts}: there is none")
         if expert_idx < num_experts:
             top_k_pos, token_idx = torch.where(top_k_index.t() == expert_idx)
             yield expert_idx, top_k_pos, token_idx

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import libcst as cst
+import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
+from rewrite.analysis.loops.host_constants import is_target
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import parameters, single_assignments
 
+_IS_INT = m.Call(func=m.Name("isinstance"), args=[m.Arg(value=m.Name()), m.Arg(value=m.Name("int"))])
 _PARAMETER = re.compile(r"past_\w*(length|tokens|len)$")
 
 
@@ -78,7 +81,12 @@ def uses(function: cst.FunctionDef, known: Lengths, module: Module) -> Iterator[
         is_call = isinstance(node, cst.Call) and (
             ranged(node, known, module) is not None or sized_argument(node, known, module) is not None
         )
-        is_slice = isinstance(node, cst.Subscript) and sliced(node, known) is not None
+        is_slice = (
+            isinstance(node, cst.Subscript)
+            and sliced(node, known) is not None
+            and not is_target(node, module)
+            and not is_for_numbers(node, module)
+        )
         if is_call or is_slice or (isinstance(node, (cst.If, cst.IfExp, cst.While)) and tests(node, known)):
             yield node
 
@@ -129,6 +137,12 @@ def sliced(node: cst.Subscript, known: Lengths) -> tuple[int, cst.BaseExpression
     return None
 
 
+def is_for_numbers(node: cst.Subscript, module: Module) -> bool:
+    """Whether a slice stands where the number of cached tokens is known to be one of Python's."""
+    above = module.parent(node)
+    return isinstance(above, cst.IfExp) and above.body is node and m.matches(above.test, _IS_INT)
+
+
 def tests(node: cst.If | cst.IfExp | cst.While, known: Lengths) -> bool:
     """Whether a test asks how many tokens are cached, and not only whether there is a cache."""
     return any(known.depends(part) for part in _asked(node.test))
@@ -141,7 +155,7 @@ def _asked(test: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         yield from _asked(test.right)
     elif isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
         yield from _asked(test.expression)
-    elif not (isinstance(test, cst.Comparison) and _is_none(test)):
+    elif not (isinstance(test, cst.Comparison) and _is_none(test)) and not m.matches(test, _IS_INT):
         yield test
 
 

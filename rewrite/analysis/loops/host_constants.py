@@ -7,10 +7,16 @@ from collections.abc import Iterator
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis.effects import attribute, effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import block_of, bound_names
+from rewrite.analysis.syntax.nodes import block_of, bound_names, parameters
 
 _NUMBER = m.Integer() | m.Float() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer() | m.Float())
+_READ = m.Name() | m.Attribute() | m.Subscript()
+_ORDERED = m.ComparisonTarget(operator=m.GreaterThan() | m.LessThan() | m.GreaterThanEqual() | m.LessThanEqual())
+_TENSOR = m.Attribute(value=m.Name("torch"), attr=m.Name("Tensor")) | m.Name("Tensor")
+_OPTIONAL = m.BinaryOperation(left=_TENSOR, operator=m.BitOr(), right=m.Name("None"))
+_TENSOR_METHODS = ("permute", "contiguous", "unsqueeze", "expand", "float")
 _LIMIT = m.Attribute(
     value=m.Call(func=m.Attribute(attr=m.Name("finfo") | m.Name("iinfo"))), attr=m.Name("min") | m.Name("max")
 )
@@ -21,26 +27,85 @@ _LISTED = m.List(
 
 def constants(method: cst.FunctionDef, module: Module) -> Iterator[cst.Call | cst.Subscript]:
     """Yield `torch.tensor(x, device=…)` of what may be a number, and `x[…, [i], …]`, in source order."""
+    names = effects_of(module).names
     for node in walk(method.body):
-        if isinstance(node, cst.Call) and module.qualified(node.func) == "torch.tensor" and node.args:
+        if isinstance(node, cst.Call) and names.resolved(node.func) == "torch.tensor" and node.args:
             value = node.args[0].value
             named = {argument.keyword.value for argument in node.args if argument.keyword is not None}
             seen = m.matches(value, _NUMBER) or self_attribute(value) is not None or limit(node, module) is not None
             if "device" in named and seen:
                 yield node
-        elif isinstance(node, cst.Subscript) and listed(node) is not None:
+        elif isinstance(node, cst.Subscript) and listed(node) is not None and not is_target(node, module):
             yield node
 
 
+def is_target(node: cst.Subscript, module: Module) -> bool:
+    """Whether a subscript is written or deleted, and not read."""
+    above = module.parent(node)
+    while isinstance(above, (cst.Tuple, cst.List, cst.Element, cst.StarredElement)):
+        node, above = above, module.parent(above)  # type: ignore[assignment]
+    return isinstance(above, (cst.AssignTarget, cst.Del)) or (
+        isinstance(above, (cst.AugAssign, cst.AnnAssign, cst.For, cst.CompFor)) and above.target is node
+    )
+
+
 def is_number(call: cst.Call, owner: ClassInfo, module: Module) -> bool:
-    """Whether the value is a literal, a limit of a dtype, or an attribute that its class compares with a number."""
+    """Whether the value is a literal, a limit of a dtype, or an attribute that is a number.
+
+    That is one that is assigned nothing but numbers and values read from elsewhere, such as a configuration, and whose
+    class asks whether it is larger or smaller than a number, which a list cannot be asked.
+    """
     value = call.args[0].value
-    if self_attribute(value) is None:
+    name = self_attribute(value)
+    if name is None:
         return True
-    compared = (node for node in walk(owner.node) if isinstance(node, cst.Comparison))
-    sides = ((node.left, node.comparisons[0].comparator) for node in compared)
+    given = attribute(owner, name, effects_of(module).names)
+    if given.unknown or not all(m.matches(v, _NUMBER | _READ) for v in given.values):
+        return False
+    if all(m.matches(v, _NUMBER) for v in given.values):
+        return True
+    compared = (node for node in walk(owner.node) if m.matches(node, m.Comparison(comparisons=[_ORDERED])))
+    sides = ((node.left, node.comparisons[0].comparator) for node in compared if isinstance(node, cst.Comparison))
     both = (pair for one, other in sides for pair in ((one, other), (other, one)))
     return any(one.deep_equals(value) and m.matches(other, _NUMBER) for one, other in both)
+
+
+def is_tensor(node: cst.Subscript, method: cst.FunctionDef, owner: ClassInfo, module: Module) -> bool:
+    """Whether what is indexed is a tensor: declared as one, made by what makes nothing else, or put into `torch.cat`."""
+    scope = effects_of(module).scope(method, owner)
+    base = node.value
+    if _is_given_to_torch(node, module):
+        return True
+    if not isinstance(base, cst.Name) or base.value not in scope.locals:
+        return scope.is_tensor(base)
+    bound = scope.assigned(base.value)
+    declared = base.value not in parameters(method) or _declared_tensor(method, base.value)
+    if len(bound) != scope.times[base.value] or not (bound or base.value in parameters(method)):
+        return False
+    return declared and all(_makes_tensor(value) or scope.is_tensor(value) for value in bound)
+
+
+def _is_given_to_torch(node: cst.CSTNode, module: Module) -> bool:
+    """Whether an element of a list is given to `torch.cat` or `torch.stack`, which take nothing but tensors."""
+    element = module.parent(node)
+    listed_in = module.parent(element)
+    call = module.parent(module.parent(listed_in))
+    if not isinstance(listed_in, (cst.List, cst.Tuple)) or not isinstance(call, cst.Call):
+        return False
+    return effects_of(module).names.resolved(call.func) in ("torch.cat", "torch.stack")
+
+
+def _makes_tensor(value: cst.BaseExpression) -> bool:
+    """Whether a value is that of a method `view` or the like, which lists, dictionaries and strings do not have."""
+    return m.matches(value, m.Call(func=m.Attribute(attr=m.OneOf(*map(m.Name, _TENSOR_METHODS)))))
+
+
+def _declared_tensor(method: cst.FunctionDef, name: str) -> bool:
+    """Whether a parameter is annotated as a tensor, or as one or None."""
+    for param in (*method.params.posonly_params, *method.params.params, *method.params.kwonly_params):
+        if param.name.value == name and param.annotation is not None:
+            return m.matches(param.annotation.annotation, _TENSOR | _OPTIONAL)
+    return False
 
 
 def listed(node: cst.Subscript) -> tuple[cst.SubscriptElement, int] | None:

@@ -7,7 +7,8 @@ The loop of a flow-matching model (Euler's method), however it is spelled:
 
 After k turns the time is 1 - k / n, so the test holds for k = 0 … n - 1 and fails at n, half a step away from either.
 A sum of k fp32 steps is off by at most (k + 1) 2⁻²⁵, which is less than 1 / (2 n) for n ≤ 4095. Test and change of the
-time are compared as sums of multiples of time and step.
+time are compared as sums of multiples of time and step. A tensor that holds the time or the step is written by nothing
+else, under whatever name, and n is declared to be a whole number.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fractions import Fraction
 
 import libcst as cst
 
+from rewrite.analysis.effects import HEAP, Scope, attribute, effects_of, own_names
 from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
 from rewrite.analysis.syntax.nodes import bound_names
 from rewrite.analysis.terms.computation import NotComputable, Run, subterms
@@ -36,21 +38,31 @@ class NotBounded(Exception):
         self.why = why
 
 
-def turns(loop: cst.While, owner: ClassInfo | None, module: Module) -> cst.BaseExpression:
-    """Return the expression of n.
+def turns(
+    loop: cst.While, function: cst.FunctionDef, owner: ClassInfo | None, module: Module
+) -> cst.BaseExpression:
+    """Return the expression of n, of a loop in `function`.
 
     Raises:
         NotBounded: if a part of the proof is missing.
     """
-    return _Loop(loop, owner, module).turns()
+    return _Loop(loop, effects_of(module).scope(function, owner), module, owner).turns()
 
 
 class _Loop:
-    def __init__(self, loop: cst.While, owner: ClassInfo | None, module: Module):
+    def __init__(self, loop: cst.While, scope: Scope, module: Module, owner: ClassInfo | None):
         self.loop, self.module = loop, module
+        self.scope, self.owner = scope, owner
         self.run = Run(module, owner, 0)
 
     def turns(self) -> cst.BaseExpression:
+        if self.scope.unknown:
+            raise NotBounded(self.scope.unknown)
+        if "_" in own_names(self.scope.function, self.module):
+            raise NotBounded("the function has a `_` of its own")
+        names = self.scope.names
+        if "range" in self.scope.locals or names.is_bound("range") or not names.means("range"):
+            raise NotBounded("`range` may be bound to something else")
         inside = [node for statement in self.loop.body.body for node in walk(statement)]
         if self.loop.orelse is not None or any(isinstance(n, (cst.Break, cst.Continue)) for n in inside):
             raise NotBounded("the loop can be left in another way")
@@ -63,7 +75,22 @@ class _Loop:
         start = self.before(time)
         if len(start) != 1 or not self.is_one(self.term(start[0][1])):
             raise NotBounded(f"{time} does not start at 1")
-        return self.count(step, -sign)
+        count, made = self.count(step, -sign)
+        values = [*self.scope.assigned(time), *self.scope.assigned(step)]
+        if any(isinstance(node, cst.Call) for value in values for node in walk(value)):  # else numbers of Python's
+            self.check_kept(time, start[0][0], time)
+            self.check_kept(step, made, time)
+        return count
+
+    def check_kept(self, name: str, place: int, time: str) -> None:
+        """Nothing but the loop's own step writes what a name holds, from its assignment on."""
+        root = self.scope.root(name)
+        for statement in (*self.block[place + 1 :], *self.loop.body.body):
+            if time in bound_names(statement):
+                continue
+            effect = self.scope.of(statement)
+            if root in self.scope.memory(effect.writes) or (effect.anything and root == HEAP):
+                raise NotBounded(f"{name} may be written in place: {effect.anything or self.module.code(statement)}")
 
     def term(self, node: cst.BaseExpression) -> Term:
         """Return the term of an expression over the locals as they are."""
@@ -130,8 +157,11 @@ class _Loop:
         block = list(getattr(self.module.parent(self.loop), "body", ()))
         return block[: next(place for place, statement in enumerate(block) if statement is self.loop)]
 
-    def count(self, step: str, sign: Fraction) -> cst.BaseExpression:
-        """Return n of `step = sign / n`, which may be put into a tensor afterwards, and is the same at the loop."""
+    def count(self, step: str, sign: Fraction) -> tuple[cst.BaseExpression, int]:
+        """Return n of `step = sign / n` and the place of that.
+
+        The step may be put into a tensor afterwards, and n is the same whole number at the loop.
+        """
         for place, value in reversed(self.before(step)):
             term = _unwrapped(self.term(value), self.module)
             if term == Term("parameter", (), step):
@@ -140,7 +170,9 @@ class _Loop:
             if divided is None or not self.is_ratio(term, sign):
                 break
             self.check_same(divided, self.block[place:])
-            return divided
+            if not self.is_whole(divided, self.scope.function):
+                raise NotBounded(f"nothing shows that {self.module.code(divided)} is a whole number")
+            return divided, place
         raise NotBounded(f"{step} is not {'-' if sign < 0 else ''}1 / n")
 
     def is_ratio(self, term: Term, sign: Fraction) -> bool:
@@ -174,10 +206,46 @@ class _Loop:
             }
             if (names_in([count]) - {"self"}) & bound_names(statement) or attributes & stored:
                 raise NotBounded(f"{self.module.code(count)} changes before the loop")
+            effect = self.scope.of(statement)
+            if attributes and (effect.anything or attributes & effect.stores):
+                raise NotBounded(f"{self.module.code(count)} may change before the loop: {effect.anything}".rstrip(": "))
+
+    def is_whole(self, count: cst.BaseExpression, function: cst.FunctionDef) -> bool:
+        """Whether an expression is an integer, or one that the file declares as such."""
+        if isinstance(count, cst.Integer):
+            return True
+        if isinstance(count, cst.Name):
+            return count.value not in bound_names(function.body) and _declared_whole(function, count.value)
+        name = self_attribute(count)
+        if name is None or self.owner is None:
+            return False
+        found = attribute(self.owner, name, self.scope.names)
+        given = [(value, self.method_of(value)) for value in found.values if not found.unknown]
+        return bool(given) and all(
+            isinstance(value, cst.Integer)
+            or (isinstance(value, cst.Name) and method is not None and self.is_whole(value, method))
+            for value, method in given
+        )
+
+    def method_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """Return the method that an expression stands in."""
+        return next((above for above in self.module.ancestors(node) if isinstance(above, cst.FunctionDef)), None)
 
     def is_one(self, term: Term) -> bool:
         """Whether a term is the number 1, in a tensor of fp32 or not."""
         return _unwrapped(term, self.module) == constant(1)
+
+
+def _declared_whole(function: cst.FunctionDef, name: str) -> bool:
+    """Whether a parameter is annotated with `int`, or has an integer for its default."""
+    params = function.params
+    for param in (*params.posonly_params, *params.params, *params.kwonly_params):
+        if param.name.value == name:
+            annotated = param.annotation.annotation if param.annotation is not None else None
+            return isinstance(param.default, cst.Integer) or (
+                isinstance(annotated, cst.Name) and annotated.value == "int"
+            )
+    return False
 
 
 def _is_code(node: cst.CSTNode) -> bool:

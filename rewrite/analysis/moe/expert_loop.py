@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.effects import HEAP, Scope, effects_of
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 
 _NO_GRAD = m.With(items=[m.WithItem(item=m.Call(func=m.Attribute(attr=m.Name("no_grad"))))])
 
@@ -41,7 +42,7 @@ class ExpertLoop:
     """The weights that the body chooses, `weight[expert]`."""
 
 
-def expert_loop(node: cst.For, method: cst.FunctionDef, module: Module) -> ExpertLoop:
+def expert_loop(node: cst.For, method: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> ExpertLoop:
     """Take the loop apart.
 
     Raises:
@@ -52,15 +53,21 @@ def expert_loop(node: cst.For, method: cst.FunctionDef, module: Module) -> Exper
     expert, hit = node.target.value, node.iter.value
     block = [s for s in getattr(module.parent(node), "body", ()) if isinstance(s, cst.BaseStatement)]
     place = next((i for i, s in enumerate(block) if s is node), 0)
+    scope = effects_of(module).scope(method, owner)
+    if scope.unknown or "torch" in scope.locals or not scope.names.means("torch"):
+        raise NotALoop(scope.unknown or "`torch` may be bound to something else")
     search = block[place - 1] if place else None
     if not isinstance(search, cst.With) or not m.matches(search, _NO_GRAD):
         raise NotALoop("the search for the hit experts")
-    mask, index, classes = _search(search, hit, module)
+    mask, index, classes = _search(search, hit, scope)
     opening, position, token, limit = _opening(node.body.body, expert, mask, module)
     rest = [s for s in node.body.body if not any(s is done for done in opening)]
     others = [s for s in method.body.body if s is not node and s is not search]
     if any(_uses([*rest, *others], name) for name in (mask, hit)):
         raise NotALoop(f"{mask} or {hit} is used elsewhere")
+    _check_turns(rest, scope)
+    if late := sorted(scope.of(node).binds & _read(_after(node, method, module))):
+        raise NotALoop(f"{late[0]} of the last turn is read after the loop", other_use=True)
     return ExpertLoop(
         node=node,
         search=(search,),
@@ -74,12 +81,42 @@ def expert_loop(node: cst.For, method: cst.FunctionDef, module: Module) -> Exper
     )
 
 
-def _search(block: cst.With, hit: str, module: Module) -> tuple[str, cst.BaseExpression, cst.BaseExpression]:
+def _check_turns(rest: Sequence[cst.CSTNode], scope: Scope) -> None:
+    """What a turn does adds to its results only: weights and indices are the same in the next turn."""
+    for statement in rest:
+        effect = scope.of(statement)
+        written = {name for name in effect.writes if not _is_own(name, scope)}
+        if effect.stores or HEAP in scope.memory(written):
+            raise NotALoop(scope.module.code(statement).strip().splitlines()[0], other_use=True)
+
+
+def _is_own(name: str, scope: Scope) -> bool:
+    """Whether a local is nothing but a tensor that the method has made, which weights and indices are no views of."""
+    value = scope.single.get(name)
+    return value is not None and not scope.value(value).roots
+
+
+def _after(node: cst.For, method: cst.FunctionDef, module: Module) -> list[cst.CSTNode]:
+    """Return the statements of the method that stand after the loop, around it or in its block."""
+    lines = [line for line in walk(method.body) if isinstance(line, cst.BaseStatement)]
+    inside = {id(line) for line in walk(node)}
+    place = next(i for i, line in enumerate(lines) if line is node)
+    return [line for line in lines[place:] if id(line) not in inside]
+
+
+def _read(nodes: Sequence[cst.CSTNode]) -> set[str]:
+    return {n.value for top in nodes for n in walk(top) if isinstance(n, cst.Name)}
+
+
+def _search(block: cst.With, hit: str, scope: Scope) -> tuple[str, cst.BaseExpression, cst.BaseExpression]:
     """Return the mask's name, the experts of each token and the number of classes."""
+    module = scope.module
     lines = [_plain(line, module) for line in block.body.body]
     one_hot = next(
         (n for n in walk(block) if isinstance(n, cst.Call) and module.code(n.func).endswith("one_hot")), None
     )
+    if one_hot is not None and not _is_one_hot(one_hot.func, scope):
+        raise NotALoop(f"`{module.code(one_hot.func)}` may be bound to something else")
     first = block.body.body[0]
     small = first.body[0] if isinstance(first, cst.SimpleStatementLine) else None
     if one_hot is None or not isinstance(small, cst.Assign) or len(one_hot.args) != 2:
@@ -94,6 +131,14 @@ def _search(block: cst.With, hit: str, module: Module) -> tuple[str, cst.BaseExp
     if isinstance(classes, cst.BinaryOperation) and isinstance(classes.operator, cst.Add):
         classes = classes.left
     return mask, one_hot.args[0].value, classes
+
+
+def _is_one_hot(func: cst.BaseExpression, scope: Scope) -> bool:
+    root = func
+    while isinstance(root, cst.Attribute):
+        root = root.value
+    local = isinstance(root, cst.Name) and root.value in scope.locals
+    return not local and scope.names.resolved(func) == "torch.nn.functional.one_hot"
 
 
 def _opening(
