@@ -144,7 +144,8 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
     if (cache := _own_cache(module)) is not None:
         return Skip("own_cache", cache)
     attributes = [node.attr.value for node in walk(module.tree) if isinstance(node, cst.Attribute)]
-    if "sliding_window" in attributes and not any(name in module.imports for name in _WINDOW_MASKS):
+    known = {*attributes, *(name.rpartition(".")[2] for name in module.imports.values())}
+    if "sliding_window" in attributes and known.isdisjoint(_WINDOW_MASKS):
         return Skip("window_without_mask")
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
         return Skip("other_state", state)
