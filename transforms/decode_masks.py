@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import libcst as cst
@@ -12,7 +12,14 @@ from rewrite.analysis.step.layer_step import is_decoded
 from rewrite.analysis.step.terms import CACHE
 from rewrite.analysis.step.windows import mask_functions, stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.nodes import LINE_LENGTH, calls_in, expression, parameters, single_assignments
+from rewrite.analysis.syntax.nodes import (
+    LINE_LENGTH,
+    called_attribute,
+    calls_in,
+    expression,
+    parameters,
+    single_assignments,
+)
 from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -67,9 +74,9 @@ class DecodeMasks(Transform):
                 continue
             known = CACHE in parameters(forward) and bool(_masked(info, module))
             for number, call in enumerate(_mask_calls(forward, module)):
-                if not known and "causal" not in mask_functions(forward, module).get(module.code(call.func), ""):
+                if not known and not _makes_causal(call, forward, module):
                     continue
-                label = module.code(call.func) + (f" #{number + 1}" if number else "")
+                label = " ".join(module.code(call.func).split()) + (f" #{number + 1}" if number else "")
                 yield Candidate(call, f"{info.name}.forward", label)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -81,9 +88,10 @@ class DecodeMasks(Transform):
         missing = [layer.name for layer in layers if not (known and is_decoded(layer))]
         if missing:
             return Skip("layer_without_decode", ", ".join(missing))
-        if (reader := _other_reader(call, forward, module)) is not None:
+        flow = _Flow(forward, layers, module)
+        if (reader := flow.other_reader(call)) is not None:
             return Skip("mask_read", reader)
-        test = "needs_no_mask" if _is_plain(call, forward) else "decodes"
+        test = "needs_no_mask" if _is_plain(call, forward) and flow.passed <= {_MASK} else "decodes"
         if not name_is_free(test, module, forward):
             return Skip("name_taken")
         return Found((Edit(call, (_unless(test, call, module),)),), (f"cache.{test}",))
@@ -139,13 +147,22 @@ def _stacked(info: ClassInfo, module: Module) -> list[ClassInfo]:
 
 
 def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
-    """Return the layers that `info` stacks and whose `forward` takes a mask and a cache."""
-    return [layer for layer in _stacked(info, module) if _takes_both(layer)]
+    """Return the layers that `info` stacks and whose `forward` takes a cache and a mask, whatever that is called."""
+    return [layer for layer in _stacked(info, module) if _takes_cache(layer) and _mask_parameters(layer)]
 
 
-def _takes_both(info: ClassInfo) -> bool:
-    forward = info.methods.get("forward")
-    return forward is not None and {_MASK, CACHE} <= {*parameters(forward)}
+def _takes_cache(info: ClassInfo) -> bool:
+    return "forward" in info.methods and CACHE in parameters(info.methods["forward"])
+
+
+def _mask_parameters(info: ClassInfo) -> set[str]:
+    """Return the parameters of a layer that may be a mask: by its name, or because its `decode` is not given them."""
+    names = {*parameters(info.methods["forward"])}
+    if _MASK in names or not is_decoded(info):
+        return names & {_MASK}
+    steps = (call for call in calls_in(info.methods["forward"].body) if called_attribute(call) == "decode")
+    read = {argument.value.value for call in steps for argument in call.args if isinstance(argument.value, cst.Name)}
+    return names - read - {"self"}
 
 
 def _mask_calls(forward: cst.FunctionDef, module: Module) -> Iterable[cst.Call]:
@@ -153,10 +170,16 @@ def _mask_calls(forward: cst.FunctionDef, module: Module) -> Iterable[cst.Call]:
     made = {*mask_functions(forward, module)}
     chosen = {name for name, value in single_assignments(forward).items() if _chooses(value, made)}
     for call in calls_in(forward.body):
-        if module.code(call.func) in made | chosen:
+        if module.code(call.func) in made | chosen or _chooses(call.func, made):
             above = module.parent(call)
             if not (isinstance(above, cst.IfExp) and m.matches(above.test, m.Call(func=_TESTS))):
                 yield call
+
+
+def _makes_causal(call: cst.Call, forward: cst.FunctionDef, module: Module) -> bool:
+    """Whether the function that is called, or one of those that it is chosen from, makes causal masks."""
+    known = mask_functions(forward, module)
+    return any("causal" in known.get(module.code(node), "") for node in (call.func, *walk(call.func)))
 
 
 def _chooses(value: cst.BaseExpression, made: set[str]) -> bool:
@@ -166,16 +189,85 @@ def _chooses(value: cst.BaseExpression, made: set[str]) -> bool:
     return isinstance(value, cst.Name) and value.value in made
 
 
-def _other_reader(call: cst.CSTNode, forward: cst.FunctionDef, module: Module) -> str | None:
-    """Return the source of what reads the mask besides arguments called `attention_mask`, if there is such a thing."""
-    names = _names_of(call, module)
-    names |= {made for name in names for made in _made_by(name, forward, module)}
-    if not names:
-        return module.code(module.statement(call)).splitlines()[0]
-    for use in walk(forward.body):
-        if isinstance(use, cst.Name) and use.value in names and not _is_passed_on(use, module):
-            return module.code(module.statement(use)).splitlines()[0]
-    return None
+class _Flow:
+    """Who reads the masks of a model besides its layers."""
+
+    def __init__(self, forward: cst.FunctionDef, layers: Sequence[ClassInfo], module: Module):
+        self.forward, self.module = forward, module
+        self.parameters = {_MASK}.union(*map(_mask_parameters, layers))
+        self.passed: set[str] = set()
+        """As what the layers are given the mask."""
+        loops = (node for node in walk(forward.body) if isinstance(node, cst.For))
+        self.turns = {name.value for loop in loops for name in walk(loop.target) if isinstance(name, cst.Name)}
+        """Locals that loops bind: the layers, one after the other."""
+
+    def other_reader(self, call: cst.CSTNode) -> str | None:
+        """Return the source of what reads a mask besides arguments of layers, if there is such a thing."""
+        if not (first := _names_of(call, self.module)):
+            return self.module.code(self.module.statement(call)).splitlines()[0]
+        names = [*first, *(made for name in sorted(first) for made in sorted(self.made_by(name)))]
+        for name in names:  # grows by the locals that hold the same
+            for use in (n for n in walk(self.forward.body) if isinstance(n, cst.Name) and n.value == name):
+                if self.is_passed_on(use):
+                    continue
+                held = _names_of(_whole(use, self.module), self.module)
+                if not held or (isinstance(self.module.parent(use), cst.Subscript) and not self.is_mapping(name)):
+                    return self.module.code(self.module.statement(use)).splitlines()[0]
+                names += sorted(held - {*names})
+        return None
+
+    def is_mapping(self, name: str) -> bool:
+        """Whether a local holds masks by name: an item of it is a mask."""
+        lines = [node for node in walk(self.forward.body) if isinstance(node, cst.Assign)]
+        return any(
+            m.matches(target.target, m.Subscript(value=m.Name(name)))
+            or (m.matches(target.target, m.Name(name)) and isinstance(line.value, cst.Dict))
+            for line in lines
+            for target in line.targets
+        )
+
+    def made_by(self, name: str) -> set[str]:
+        """Return the locals that hold what the functions in the mapping `name` make."""
+        return {
+            holder.value
+            for call in calls_in(self.forward.body)
+            if m.matches(call.func, m.Subscript(value=m.Name(name)))
+            and isinstance(small := getattr(self.module.statement(call), "body", [None])[0], cst.Assign)
+            and isinstance(holder := _holder(small), cst.Name)
+        }
+
+    def is_passed_on(self, use: cst.Name) -> bool:
+        """Whether `use` is a target, a mask for a layer, or the test whether the caller gave the mask."""
+        top = _whole(use, self.module)
+        above = self.module.parent(top)
+        if isinstance(above, cst.AssignTarget):
+            return True
+        if isinstance(above, cst.Call) and above.func is top:
+            return isinstance(top, cst.Subscript)
+        if isinstance(above, cst.NamedExpr):
+            return above.target is top and m.matches(above.value, m.Name(_MASK))
+        call = self.module.parent(above) if isinstance(above, cst.Arg) else None
+        if not isinstance(above, cst.Arg) or not isinstance(call, cst.Call):
+            return False
+        return self.is_given(above, call) or m.matches(call, m.Call(func=m.Name("isinstance")))
+
+    def is_given(self, argument: cst.Arg, call: cst.Call) -> bool:
+        """Whether an argument is the mask of a layer; one of another name is that only of what a loop runs over."""
+        word = argument.keyword.value if argument.keyword is not None else ""
+        turn = isinstance(call.func, cst.Name) and call.func.value in self.turns
+        if word != _MASK and not (turn and word in self.parameters):
+            return False
+        self.passed.add(word)
+        return True
+
+
+def _whole(use: cst.CSTNode, module: Module) -> cst.CSTNode:
+    """Return the expression that is the mask: an item of the mapping, or one of two."""
+    while isinstance(above := module.parent(use), (cst.Subscript, cst.IfExp)):
+        if isinstance(above, cst.IfExp) and above.test is use:
+            break
+        use = above
+    return use
 
 
 def _names_of(call: cst.CSTNode, module: Module) -> set[str]:
@@ -195,38 +287,7 @@ def _is_value(call: cst.CSTNode, mapping: cst.Dict) -> bool:
     return any(call is (value.body if isinstance(value, cst.Lambda) else value) for value in values)
 
 
-def _made_by(name: str, forward: cst.FunctionDef, module: Module) -> set[str]:
-    """Return the locals that hold what the functions in the mapping `name` make."""
-    made = {
-        holder.value
-        for call in calls_in(forward.body)
-        if m.matches(call.func, m.Subscript(value=m.Name(name)))
-        and isinstance(small := getattr(module.statement(call), "body", [None])[0], cst.Assign)
-        and isinstance(holder := _holder(small), cst.Name)
-    }
-    return made
-
-
 def _holder(small: cst.Assign) -> cst.BaseExpression:
     """Return what an assignment gives a value to: the local, or the mapping that gets an item."""
     target = small.targets[0].target
     return target.value if isinstance(target, cst.Subscript) else target
-
-
-def _is_passed_on(use: cst.Name, module: Module) -> bool:
-    """Whether `use` is a target, an argument `attention_mask`, or the test whether the caller gave the mask."""
-    top: cst.CSTNode = use
-    above = module.parent(top)
-    while isinstance(above, (cst.Subscript, cst.IfExp)):
-        top, above = above, module.parent(above)
-    if isinstance(above, cst.AssignTarget):
-        return True
-    if isinstance(above, cst.Call) and above.func is top:
-        return isinstance(top, cst.Subscript)
-    if isinstance(above, cst.NamedExpr):
-        return above.target is top and m.matches(above.value, m.Name(_MASK))
-    if isinstance(above, cst.Arg):
-        call = module.parent(above)
-        given = above.keyword is not None and above.keyword.value == _MASK
-        return given or m.matches(call, m.Call(func=m.Name("isinstance")))
-    return False

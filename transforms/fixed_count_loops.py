@@ -95,10 +95,11 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo
 
 def _hits(iterated: cst.BaseExpression, function: cst.FunctionDef) -> bool:
     """Whether a loop runs over what `nonzero` or `unique` found, by name or not: its length is data on the device."""
-    values = [iterated]
-    if isinstance(iterated, cst.Name):
-        lines = (node for node in walk(function.body) if isinstance(node, cst.Assign))
-        values += [line.value for line in lines for t in line.targets if m.matches(t.target, m.Name(iterated.value))]
+    values, lines = [iterated], [node for node in walk(function.body) if isinstance(node, cst.Assign)]
+    for value in values:  # grows: what a name holds may be a name
+        if isinstance(value, cst.Name):
+            given = [line.value for line in lines for t in line.targets if m.matches(t.target, m.Name(value.value))]
+            values += [node for node in given if not any(node is known for known in values)]
     return any(called in _FINDS for value in values for called in _called(value))
 
 

@@ -38,8 +38,9 @@ class StaticCache(Transform):
         step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
         `(x[:, past : past + n] if isinstance(past, int) else x.index_select(1, torch.arange(n) + past))`,
-        `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A `prepare_inputs_for_generation` that only forgets the
-        cache where the rotary frequencies change (Phi-3) is marked: the loop runs where they do not.
+        `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A
+        `prepare_inputs_for_generation` that only forgets the cache where the rotary frequencies change (Phi-3) is
+        marked: the loop runs where they do not.
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
@@ -146,7 +147,8 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
     if (cache := _own_cache(module)) is not None:
         return Skip("own_cache", cache)
     attributes = [node.attr.value for node in walk(module.tree) if isinstance(node, cst.Attribute)]
-    if "sliding_window" in attributes and not any(name in module.imports for name in _WINDOW_MASKS):
+    known = {*attributes, *(name.rpartition(".")[2] for name in module.imports.values())}
+    if "sliding_window" in attributes and known.isdisjoint(_WINDOW_MASKS):
         return Skip("window_without_mask")
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
         return Skip("other_state", state)

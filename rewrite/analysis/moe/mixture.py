@@ -134,7 +134,7 @@ def _is_call(term: Term, length: int) -> bool:
 
 def _bare(term: Term) -> Term:
     """Return `term` without what only changes its shape, or its dtype to that of a parameter."""
-    while term.op in ("view", "view_as", "reshape", "reshape_as", "flatten") or (
+    while term.op in ("contiguous", "view", "view_as", "reshape", "reshape_as", "flatten") or (
         term.op == "cast" and term.args[1].op == "dtype" and _bare(term.args[1].args[0]).op == "parameter"
     ):
         term = term.args[0]

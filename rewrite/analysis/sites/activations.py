@@ -10,6 +10,7 @@ import libcst as cst
 from rewrite.analysis.effects import Scope, attribute
 from rewrite.analysis.sites.products import Product, products_in, resolved
 from rewrite.analysis.syntax.module import walk
+from rewrite.analysis.syntax.nodes import paired_assignments
 
 FUNCTIONS = ("silu", "gelu", "relu")
 _MODULES = ("SiLU", "GELU", "ReLU")
@@ -36,12 +37,17 @@ class Gated:
 
 
 def gated_products(scope: Scope) -> Iterator[Gated]:
-    """Yield every product in a method with an activation on one side, in source order."""
+    """Yield every product in a method with an activation on one side, in source order.
+
+    One that a statement computes beside other values has no gate that could be put into the product.
+    """
+    beside = paired_assignments(scope.function)
     for product in products_in(scope.function.body, scope.module):
         for side, other in ((product.left, product.right), (product.right, product.left)):
-            value = resolved(side, scope.single)
+            alone = resolved(side, scope.single)
+            value = resolved(alone, beside)
             if isinstance(value, cst.Call) and (function := _activation(value, scope)) is not None:
-                yield Gated(product, value, _gate(value), function, side, other)
+                yield Gated(product, value, _gate(value) if value is alone else None, function, side, other)
                 break
 
 

@@ -21,6 +21,7 @@ from rewrite.analysis.syntax.nodes import (
     calls_in,
     fresh_name,
     local_names,
+    paired_assignments,
     replace_nodes,
     single_assignments,
 )
@@ -121,7 +122,7 @@ def _orderable_parts(group: Group, module: Module) -> list[Group]:
 
 def is_gated_product(group: Group, module: Module) -> bool:
     """Return whether one projection passes through an activation and is multiplied with another: `act(a) * b`."""
-    values = single_assignments(group.method)
+    values = paired_assignments(group.method) | single_assignments(group.method)
     nodes = {id(call.node) for call in group.calls}
     for product in products_in(group.method.body, module):
         for first, second in ((product.left, product.right), (product.right, product.left)):

@@ -181,6 +181,24 @@ def single_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpressio
     return {name: value for name, value in values.items() if times[name] == 1}
 
 
+def paired_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
+    """Return the value of every local that one statement of the function binds beside others, `a, b = x, y`."""
+    values: dict[str, cst.BaseExpression] = {}
+    times: dict[str, int] = dict.fromkeys(parameters(function), 1)
+    for node in walk(function.body):
+        for name in names_bound_by(node):
+            times[name] = times.get(name, 0) + 1
+        if not isinstance(node, cst.Assign) or not isinstance(node.value, cst.Tuple):
+            continue
+        targets = [target.target for target in node.targets if isinstance(target.target, cst.Tuple)]
+        for target in targets:
+            pairs = list(zip(target.elements, node.value.elements, strict=False))
+            plain = len(target.elements) == len(node.value.elements)
+            if plain and not any(isinstance(side, cst.StarredElement) for pair in pairs for side in pair):
+                values |= {own.value.value: v.value for own, v in pairs if isinstance(own.value, cst.Name)}
+    return {name: value for name, value in values.items() if times[name] == 1}
+
+
 def block_of(node: cst.CSTNode, module: Module) -> Sequence[cst.CSTNode]:
     """Return the statements of the block that `node`'s statement stands in."""
     parent = module.parent(module.statement(node))

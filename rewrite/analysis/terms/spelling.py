@@ -43,9 +43,12 @@ ARGUMENTS = {
     "flatten": ("input", "start_dim", "end_dim"),
     "gather": ("input", "dim", "index"),
     "masked_fill": ("input", "mask", "value"),
+    "gt": ("input", "other"),
     "matmul": ("input", "other"),
     "mean": ("input", "dim", "keepdim"),
     "mul": ("input", "other"),
+    "nn.functional.one_hot": ("tensor", "num_classes"),
+    "nonzero": ("input",),
     "permute": ("input", "dims"),
     "pow": ("input", "exponent"),
     "relu": ("input",),
@@ -55,6 +58,7 @@ ARGUMENTS = {
     "size": ("input", "dim"),
     "softmax": ("input", "dim"),
     "split": ("tensor", "split_size_or_sections", "dim"),
+    "squeeze": ("input", "dim"),
     "stack": ("tensors", "dim"),
     "sub": ("input", "other"),
     "sum": ("input", "dim", "keepdim"),
@@ -65,6 +69,7 @@ ARGUMENTS = {
     "type": ("input", "dtype"),
     "unsqueeze": ("input", "dim"),
     "var": ("input", "dim"),
+    "where": ("condition", "input", "other"),
 }
 """The positions of keyword arguments, of the functions in which modeling files use both."""
 
@@ -73,6 +78,7 @@ ALIASES = {
     "concatenate": "cat",
     "divide": "div",
     "floor_divide": "floordiv",
+    "greater": "gt",
     "multiply": "mul",
     "negative": "neg",
     "nn.functional.relu": "relu",
