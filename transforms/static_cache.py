@@ -38,8 +38,9 @@ class StaticCache(Transform):
         step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
         `(x[:, past : past + n] if isinstance(past, int) else x.index_select(1, torch.arange(n) + past))`,
-        `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A `prepare_inputs_for_generation` that only forgets the
-        cache where the rotary frequencies change (Phi-3) is marked: the loop runs where they do not.
+        `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A
+        `prepare_inputs_for_generation` that only forgets the cache where the rotary frequencies change (Phi-3) is
+        marked: the loop runs where they do not.
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each

@@ -38,9 +38,7 @@ class NotBounded(Exception):
         self.why = why
 
 
-def turns(
-    loop: cst.While, function: cst.FunctionDef, owner: ClassInfo | None, module: Module
-) -> cst.BaseExpression:
+def turns(loop: cst.While, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> cst.BaseExpression:
     """Return the expression of n, of a loop in `function`.
 
     Raises:
@@ -208,7 +206,9 @@ class _Loop:
                 raise NotBounded(f"{self.module.code(count)} changes before the loop")
             effect = self.scope.of(statement)
             if attributes and (effect.anything or attributes & effect.stores):
-                raise NotBounded(f"{self.module.code(count)} may change before the loop: {effect.anything}".rstrip(": "))
+                raise NotBounded(
+                    f"{self.module.code(count)} may change before the loop: {effect.anything}".rstrip(": ")
+                )
 
     def is_whole(self, count: cst.BaseExpression, function: cst.FunctionDef) -> bool:
         """Whether an expression is an integer, or one that the file declares as such."""
