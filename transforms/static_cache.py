@@ -37,7 +37,11 @@ class StaticCache(Transform):
         `GenerationMixin` whose decode loop keeps keys and values in buffers of fixed size and replays one captured
         step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
+<<<<<<< HEAD
         `(x[:, past : past + n] if isinstance(past, int) else x.index_select(1, torch.arange(n) + past))`,
+=======
+        `(x.index_select(1, torch.arange(n) + past) if isinstance(past, torch.Tensor) else x[:, past : past + n])`,
+>>>>>>> host-values
         `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A
         `prepare_inputs_for_generation` that only forgets the cache where the rotary frequencies change (Phi-3) is
         marked: the loop runs where they do not.
@@ -212,15 +216,15 @@ def _selection(node: cst.Subscript, known: Lengths, module: Module) -> Found | S
     ):
         return Skip("other_subscript", module.code(node))
     names = effects_of(module).names
-    if any(names.is_bound(name) or not names.means(name) for name in ("isinstance", "int")):
-        return Skip("other_subscript", "`isinstance` or `int` is bound to something else")
+    if names.is_bound("isinstance") or not names.means("isinstance") or not names.means("torch"):
+        return Skip("other_subscript", "`isinstance` or `torch` may be bound to something else")
     count = known.more_than(part.upper, start, module) if part.upper is not None and part.step is None else None
     if count is None:
         return Skip("other_range", module.code(node))
     tensor = module.code(node.value)
     places = f"torch.arange({count}, device={tensor}.device) + {start.value}"
     selected = f"{tensor}.index_select({dimension}, {places})"
-    choice = expression(f"({module.code(node)} if isinstance({start.value}, int) else {selected})")
+    choice = expression(f"({selected} if isinstance({start.value}, torch.Tensor) else {module.code(node)})")
     return Found((Edit(node, (choice,)),))
 
 

@@ -17,7 +17,10 @@ from rewrite.analysis.loops.host_constants import is_target
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import parameters, single_assignments
 
-_IS_INT = m.Call(func=m.Name("isinstance"), args=[m.Arg(value=m.Name()), m.Arg(value=m.Name("int"))])
+_IS_TENSOR = m.Call(
+    func=m.Name("isinstance"),
+    args=[m.Arg(value=m.Name()), m.Arg(value=m.Attribute(value=m.Name("torch"), attr=m.Name("Tensor")))],
+)
 _PARAMETER = re.compile(r"past_\w*(length|tokens|len)$")
 
 
@@ -85,7 +88,7 @@ def uses(function: cst.FunctionDef, known: Lengths, module: Module) -> Iterator[
             isinstance(node, cst.Subscript)
             and sliced(node, known) is not None
             and not is_target(node, module)
-            and not is_for_numbers(node, module)
+            and not is_off_device(node, module)
         )
         if is_call or is_slice or (isinstance(node, (cst.If, cst.IfExp, cst.While)) and tests(node, known)):
             yield node
@@ -137,10 +140,10 @@ def sliced(node: cst.Subscript, known: Lengths) -> tuple[int, cst.BaseExpression
     return None
 
 
-def is_for_numbers(node: cst.Subscript, module: Module) -> bool:
-    """Whether a slice stands where the number of cached tokens is known to be one of Python's."""
+def is_off_device(node: cst.Subscript, module: Module) -> bool:
+    """Whether a slice stands where the number of cached tokens is known to be no tensor."""
     above = module.parent(node)
-    return isinstance(above, cst.IfExp) and above.body is node and m.matches(above.test, _IS_INT)
+    return isinstance(above, cst.IfExp) and above.orelse is node and m.matches(above.test, _IS_TENSOR)
 
 
 def tests(node: cst.If | cst.IfExp | cst.While, known: Lengths) -> bool:
@@ -155,7 +158,7 @@ def _asked(test: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         yield from _asked(test.right)
     elif isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
         yield from _asked(test.expression)
-    elif not (isinstance(test, cst.Comparison) and _is_none(test)) and not m.matches(test, _IS_INT):
+    elif not (isinstance(test, cst.Comparison) and _is_none(test)) and not m.matches(test, _IS_TENSOR):
         yield test
 
 
