@@ -37,11 +37,7 @@ class StaticCache(Transform):
         `GenerationMixin` whose decode loop keeps keys and values in buffers of fixed size and replays one captured
         step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
-<<<<<<< HEAD
-        `(x[:, past : past + n] if isinstance(past, int) else x.index_select(1, torch.arange(n) + past))`,
-=======
         `(x.index_select(1, torch.arange(n) + past) if isinstance(past, torch.Tensor) else x[:, past : past + n])`,
->>>>>>> host-values
         `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A
         `prepare_inputs_for_generation` that only forgets the cache where the rotary frequencies change (Phi-3) is
         marked: the loop runs where they do not.

@@ -71,11 +71,7 @@ def is_number(call: cst.Call, owner: ClassInfo, module: Module) -> bool:
 
 
 def is_tensor(node: cst.Subscript, method: cst.FunctionDef, owner: ClassInfo, module: Module) -> bool:
-<<<<<<< HEAD
-    """Whether what is indexed is a tensor: declared so, made by what makes nothing else, or put into `torch.cat`."""
-=======
     """Whether what is indexed is a tensor: declared as one, made by what makes only them, or put into `torch.cat`."""
->>>>>>> host-values
     scope = effects_of(module).scope(method, owner)
     base = node.value
     if _is_given_to_torch(node, module):
