@@ -9,7 +9,7 @@ import libcst as cst
 from rewrite.analysis.step.terms import MAX_DEPTH, Step, source
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import parameters
-from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, operation
+from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, operation, unify
 from rewrite.analysis.terms.spelling import BINARY, FLOAT32, Term, constant, dtype_of, make
 
 _SIGNATURES = {
@@ -250,7 +250,8 @@ class _Reader:
         masked = _call(keys, "masked_fill")
         if masked is not None:
             keys = masked["input"]
-            bound = _GROUPS.match(_substituted(masked["mask"], keys, Term("parameter", (), "scores")))
+            mask = _viewed(_substituted(masked["mask"], keys, Term("parameter", (), "scores")))
+            bound = next(unify(_viewed(_GROUPS.term), mask, {}), None)
             if bound is None:
                 raise OtherRouter("experts are masked in another way than by groups")
             groups = bound["num_group"]
@@ -281,3 +282,11 @@ def _substituted(term: Term, old: Term, new: Term) -> Term:
     if term == old:
         return new
     return make(term.op, *(_substituted(a, old, new) for a in term.args)) if term.args and not term.value else term
+
+
+def _viewed(term: Term) -> Term:
+    """Return a term with one way to give a tensor another shape: what it holds is the same by each."""
+    if term.op == "contiguous" and len(term.args) == 1:
+        return _viewed(term.args[0])
+    op = "view" if term.op == "reshape" else term.op
+    return Term(op, tuple(map(_viewed, term.args)), term.value)
