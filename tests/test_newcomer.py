@@ -20,6 +20,7 @@ OPERATOR = "runtime/attention/norm_rotary.py"
 TRANSFORM = "transforms/fuse_norm_rotary.py"
 CASES = "fixtures/transforms/fuse_norm_rotary"
 COPIED = ("rewrite", "runtime", "transforms", "docs", "fixtures", "README.md", "pyproject.toml")
+TESTS = ("conftest.py", "test_golden.py", "tolerances.py", "whole_runtime.py")
 
 AS_EXACT_AS_ITS_REFERENCE = """
 import sys
@@ -69,7 +70,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, folder / name)
     (folder / "tests").mkdir()
-    for name in ("conftest.py", "test_golden.py", "tolerances.py"):
+    for name in TESTS:
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(NEWCOMER, folder, dirs_exist_ok=True)
     return folder

@@ -135,7 +135,7 @@ def test_an_interruption_leaves_the_old_folder(
     monkeypatch.setattr(place, interrupt)
     stopped = rewrite(*ARGUMENTS, "--out", package)
     assert stopped.code == 130
-    assert stopped.err.strip() == "interrupted: nothing was changed"
+    assert stopped.err.strip().splitlines()[-1] == "interrupted: nothing was changed"  # after progress, if it is slow
     assert (package / "rewrite.lock").read_bytes() == before
     assert hidden(package.parent) == []
 

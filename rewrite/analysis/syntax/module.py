@@ -299,9 +299,14 @@ The order of the fields of the class is another one: parentheses come last in it
 
 
 def _learn(node: cst.CSTNode) -> tuple[str, ...]:
-    """Return the fields of a node in source order: a visitor is told of every one, also where nothing is in it."""
+    """Return the fields of a node in source order: a visitor is told of every one, also where nothing is in it.
+
+    Of a kind whose nodes tell only of what is in them (`FormattedStringExpression`), each node is asked.
+    """
     order = _FieldOrder(node)
     node.visit(order)
+    if isinstance(node, cst.FormattedStringExpression):
+        return tuple(order.fields)
     return _FIELDS.setdefault(type(node), tuple(order.fields))
 
 
