@@ -29,7 +29,7 @@ def _around(pair: Pair, assignment: cst.BaseStatement, module: Module) -> list[E
     first = _call(pair, module, f"{normed}, {pair.total} = ")
     new = _with_comments([assignment], [first, *_copies(list(pair.others), pair.total, module)], replaces_line=None)
     rewritten = replace_nodes(pair.line, {id(pair.call): (cst.Name(normed),)})
-    # What stays between is edited too, into itself: another pair that reaches in here waits for the next pass, in which
+    # What stays between is edited too, into itself: another pair that reaches in here waits for the next pass, where
     # the name of this norm is taken.
     return [Edit(assignment, new), *(Edit(s, (s,)) for s in pair.between), Edit(pair.line, (rewritten,))]
 
