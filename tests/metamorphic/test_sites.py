@@ -41,7 +41,6 @@ def tried(name: str, folder: Path) -> list[Row]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="some spellings still lose sites: `python -m tests.metamorphic` lists them", strict=False)
 @pytest.mark.parametrize("name", list(all_rewritings()))
 def test_no_site_is_lost(name: str, rows_folder: Path) -> None:
     rows = tried(name, rows_folder)
