@@ -54,7 +54,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def _line(row: Row, backend: str) -> tuple[str, ...]:
-    head, figures = (f"  {row.shape}", str(row.threads)), row.figures
+    head, figures = (f" {row.shape}", str(row.threads)), row.figures
     if figures is None:
         return (*head, "does not compile", *[""] * (len(HEADINGS[backend]) - 3))
     loads, reads = _widths(figures.loads), _widths(figures.shared_loads)

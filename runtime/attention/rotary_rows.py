@@ -50,11 +50,12 @@ if backend.triton_installed():
         if row >= row_count:
             return
         position = tl.load(position_ptr + row).to(tl.int64)
-        inside = (position >= 0) & (position < table_rows)
+        # Not `inside & (col < R)`: to Triton 3.9's interpreter a mask made from a scalar is no mask.
+        end = tl.where((position >= 0) & (position < table_rows), R, 0)
         col = tl.arange(0, BLOCK_COLS)
         source, target = position * R + col, row * R + col
-        cos = tl.load(cos_ptr + source, mask=inside & (col < R), other=float("nan"))
-        sin = tl.load(sin_ptr + source, mask=inside & (col < R), other=float("nan"))
+        cos = tl.load(cos_ptr + source, mask=col < end, other=float("nan"))
+        sin = tl.load(sin_ptr + source, mask=col < end, other=float("nan"))
         tl.store(cos_out_ptr + target, cos, mask=col < R)
         tl.store(sin_out_ptr + target, sin, mask=col < R)
 
