@@ -5,6 +5,7 @@ A few models of each kind; `pytest tests/test_formatted.py --every-model -n auto
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from rewrite.engine.build import build
 from rewrite.errors import NothingToRewrite
+from rewrite.package.lock import engine_digest
 from rewrite.transforms import select
 from rewrite.upstream.installed import find_transformers
 from rewrite.upstream.source import resolve
@@ -74,3 +76,9 @@ def test_a_private_method_that_nothing_reads_is_gone() -> None:
     text = build(resolve("gemma3"), select()).rewritten.text
     assert "def _norm(" in resolve("gemma3").text
     assert "def _norm(" not in text
+
+
+def test_another_formatter_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = engine_digest.__wrapped__()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "999.0")
+    assert engine_digest.__wrapped__() != before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 from functools import cache
 
@@ -10,8 +11,8 @@ from rewrite.errors import MissingLibrary
 
 _SETTINGS = ("--isolated", "--no-cache", "--quiet", "--line-length", str(LINE_LENGTH), "--target-version", "py310")
 _FORMAT = ("format", *_SETTINGS)
-_IMPORTS = (
-    "check", *_SETTINGS, "--select", "I",
+_SORT = (
+    "check", *_SETTINGS, "--fix-only", "--select", "I",
     "--config", 'lint.isort.known-first-party = ["transformers"]', "--config", "lint.isort.lines-after-imports = 2",
 )  # fmt: skip
 """Formatter and import order of transformers' own pyproject."""
@@ -23,19 +24,31 @@ def laid_out(text: str, original: str) -> str:
     Raises:
         MissingLibrary: if ruff is not installed.
     """
-    if not _passes(original):
+    if any(_ruff(arguments, original) != original for arguments in (_FORMAT, _SORT)):
         return text
-    return _ruff((*_FORMAT, "-"), _ruff((*_IMPORTS, "--fix-only", "-"), text))
+    for arguments in (_SORT, _FORMAT):
+        result = _ruff(arguments, text)
+        assert result is not None, "ruff cannot read what was generated"
+        text = result
+    return text
 
 
-def _passes(text: str) -> bool:
-    return _ruff((*_FORMAT, "-"), text) == text and _ruff((*_IMPORTS, "--fix-only", "-"), text) == text
+def formatter() -> str:
+    """Return the formatter's name and version, which decide the generated text too.
+
+    Raises:
+        MissingLibrary: if ruff is not installed.
+    """
+    try:
+        return f"ruff {importlib.metadata.version('ruff')}"
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingLibrary("ruff", "laying out what is generated") from error
 
 
-def _ruff(arguments: tuple[str, ...], text: str) -> str:
-    """Return what ruff makes of `text`; a text that it cannot read stays as it is."""
-    done = subprocess.run([_program(), *arguments], input=text.encode("utf-8"), capture_output=True)
-    return done.stdout.decode("utf-8") if done.returncode == 0 else text
+def _ruff(arguments: tuple[str, ...], text: str) -> str | None:
+    """Return what ruff makes of `text`, None where it cannot read it."""
+    done = subprocess.run([_program(), *arguments, "-"], input=text.encode("utf-8"), capture_output=True)
+    return done.stdout.decode("utf-8") if done.returncode == 0 else None
 
 
 @cache

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rewrite.engine.layout import formatter
 from rewrite.errors import NotAPackage
 from rewrite.package import lock_text
 from rewrite.package.lock_text import sha256
@@ -67,7 +68,7 @@ class Lock:
     files: Mapping[str, str] = field(default_factory=dict)
     """sha256 of every generated file, by its path in the package."""
     engine: str = ""
-    """sha256 of what decides the text besides the rules; empty in a lock of schema 1."""
+    """sha256 of what decides the text besides the rules, the formatter too; empty in a lock of schema 1."""
     intact: bool = True
     """Whether the file is as this tool wrote it; not part of the file."""
 
@@ -121,11 +122,15 @@ def rule_hashes(transforms: Sequence[Transform]) -> dict[str, str]:
 
 @cache
 def engine_digest() -> str:
-    """Return the sha256 of the files in `ENGINE`."""
+    """Return the sha256 of the files in `ENGINE` and of the formatter's version.
+
+    Raises:
+        MissingLibrary: if ruff is not installed.
+    """
     root = importlib.resources.files("rewrite")
     found = {path: text for name in ENGINE for path, text in _sources(root / name, name)}
     texts = [f"{name} {sha256(found[name])}\n" for name in sorted(found)]
-    return sha256("".join(texts).encode("utf-8"))
+    return sha256("".join([*texts, formatter()]).encode("utf-8"))
 
 
 def _sources(place: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
