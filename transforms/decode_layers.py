@@ -30,8 +30,9 @@ class DecodeLayers(Transform):
 
     What it needs:
         Attention of the usual form: projections, norms and rotation of queries and keys, cache, attention function,
-        output projection, with a mask that is causal or has the window that the attention function is told. Blocks of
-        another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
+        output projection, with a mask that is causal or has the window that the attention function is told. What the
+        file computes for `eager` attention is the softmax of scaled products, with soft cap and sinks as passed to it.
+        Blocks of another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
 
     Numerics:
         Reordered: sums may be taken in another order, and what stays inside a kernel is not rounded.

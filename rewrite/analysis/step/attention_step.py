@@ -18,6 +18,7 @@ from rewrite.analysis.step.attention_heads import (
     split_heads,
     turned_heads,
 )
+from rewrite.analysis.step.eager_attention import check_eager_attention
 from rewrite.analysis.step.mlp_step import NAME
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
 from rewrite.analysis.step.terms import CACHE, NoStep, computed_in_step, is_linear, keyword, source
@@ -224,6 +225,7 @@ def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) ->
         raise NoStep("attention_argument", "dropout that is not only for training")
     if unknown := sorted({*given} - {*_SIGNATURE, *KEYWORDS}):
         raise NoStep("attention_argument", unknown[0])
+    check_eager_attention(call.args[0], given, module)
     step = AttentionStep(
         info, takes, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
         output.args[0], given.get("sliding_window", NONE),
