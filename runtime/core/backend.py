@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
@@ -125,8 +126,26 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether autograd would record an operator on these tensors: then the differentiable form has to run."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    """Return whether torch differentiates an operator on these tensors: then the form in its own operators has to run.
+
+    So it does inside a transform (`transformed`), whichever tensors that is about.
+    """
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return True
+    return transformed()
+
+
+def transformed() -> bool:
+    """Return whether `torch.func` or forward-mode differentiation is under way: an operator would drop the tangents.
+
+    A compiler sees forward mode, and not the other transforms, which go through an operator as through any other.
+    """
+    return forward_ad._current_level >= 0 or (not torch.compiler.is_compiling() and _functorch_level() is not None)
+
+
+def interposed() -> bool:
+    """Return whether tensors may be other than they seem: inside a transform, or under a dispatch mode (fake, proxy)."""
+    return transformed() or (not torch.compiler.is_compiling() and _len_torch_dispatch_stack() > 0)
 
 
 def observed(module: nn.Module) -> bool:

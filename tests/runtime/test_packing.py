@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rewrite.runtime.core import backend
-from rewrite.runtime.products import packing
+from rewrite.runtime.products import memory, packing
 from rewrite.runtime.products.packing import packed_linear
 
 
@@ -34,8 +34,10 @@ def _fresh_counts():
 
 
 def packed(module):
-    storages = {getattr(module, name).weight.untyped_storage().data_ptr() for name in "qkv"}
-    return len(storages) == 1
+    """Whether the weights lie one behind the other, each with a storage of its own."""
+    weights = [getattr(module, name).weight for name in "qkv"]
+    own = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    return memory.joined(weights) is not None and own
 
 
 def run(module, x):
@@ -174,6 +176,7 @@ def wrap_forward(module):
         (lambda m: nn.utils.parametrizations.weight_norm(m.k), "not_linear"),
         (lambda m: m.k.to(torch.float64) and m, "different_weights"),
         (lambda m: setattr(m.k.weight, "data", torch.randn(99, 32)[7:23]), "shared_storage"),
+        (lambda m: m.share_memory(), "shared_storage"),
     ],
 )
 def test_calls_the_modules_where_packing_is_not_safe(change, reason):
@@ -279,15 +282,15 @@ def test_layers_that_share_a_weight_do_not_move_it_while_the_other_computes(monk
     x = torch.randn(3, 32)
     wanted = [layer.original(x).detach() for layer in (model.first, model.second)]
     inside, done = threading.Event(), threading.Event()
-    product = packing._one_product
+    product = packing._multiply
 
-    def held(input, weights, biases):
-        if weights[1] is model.first.k.weight:
+    def held(input, weight, bias):
+        if not inside.is_set():
             inside.set()
             assert done.wait(10)
-        return product(input, weights, biases)
+        return product(input, weight, bias)
 
-    monkeypatch.setattr(packing, "_one_product", held)
+    monkeypatch.setattr(packing, "_multiply", held)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, model.first, x)
         assert inside.wait(10)
