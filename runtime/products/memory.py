@@ -154,8 +154,9 @@ def _is_held(tensor: Tensor) -> bool:
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return True
-    alone = count(tensor.new_empty(0).untyped_storage()._cdata)
-    return bool(count(tensor.untyped_storage()._cdata) > alone)
+    storage, alone = tensor.untyped_storage(), torch.empty(0)
+    other = alone.untyped_storage()
+    return bool(count(storage._cdata) > count(other._cdata))
 
 
 def _belong_elsewhere(tensors: Sequence[Tensor]) -> bool:
