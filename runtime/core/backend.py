@@ -144,7 +144,7 @@ def transformed() -> bool:
 
 
 def interposed() -> bool:
-    """Return whether tensors may be other than they seem: inside a transform, or under a dispatch mode (fake, proxy)."""
+    """Return whether tensors may not be what they seem: inside a transform, or under a dispatch mode (fake, proxy)."""
     return transformed() or (not torch.compiler.is_compiling() and _len_torch_dispatch_stack() > 0)
 
 

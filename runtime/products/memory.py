@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from ..core import backend
 
@@ -108,7 +109,7 @@ def _with_own_storage(part: Tensor) -> Tensor:
 
     It passes as bytes, since not every torch exports 8-bit floats, and flat, since DLPack changes strides of sizes 1.
     """
-    return torch.from_dlpack(part.view(-1).view(torch.uint8)).view(part.dtype).view(part.shape)
+    return from_dlpack(part.view(-1).view(torch.uint8)).view(part.dtype).view(part.shape)
 
 
 def _drop(addresses: tuple[int, ...], storage: weakref.ref[torch.UntypedStorage]) -> None:

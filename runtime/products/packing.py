@@ -5,8 +5,8 @@
     y_i = x W_iᵀ + b_i   for all i   =   split(x [W_0; W_1; …]ᵀ + [b_0; b_1; …])
 
 The projections stay the modules they were: after the first call their weights lie one behind the other in one memory
-(`memory`), so a state dict has the original's keys, memory does not grow, and an in-place update of a weight is seen by
-the packed product. Where packing is not safe the modules themselves are called, and the reason is counted for
+(`memory`), so a state dict has the original's keys, memory does not grow, and an in-place update of a weight is seen
+by the packed product. Where packing is not safe the modules themselves are called, and the reason is counted for
 `explain`.
 """
 
@@ -38,8 +38,8 @@ REASONS = {
     "observed": "a hook, a wrapped forward or a parametrisation watches a projection",
     "gradient": "gradients are wanted",
     "not_a_tensor": "the input is no tensor",
-    "watched": "torch.func, forward-mode differentiation, a dispatch mode (fake or proxy tensors) or a class of tensors of "
-    "its own takes part in the call",
+    "watched": "torch.func, forward-mode differentiation, a dispatch mode (fake or proxy tensors) or a class of tensors "
+    "takes part in the call",
     "traced": "torch.jit traces the call, and what packing asks of sizes would become part of the trace",
     "autocast": "autocast chooses the dtype of each product",
     "not_a_plain_parameter": "a weight is a distributed or otherwise special tensor",
@@ -70,7 +70,7 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     weights = [_parameter(projection, "weight") for projection in projections]
     biases = [projection._parameters["bias"] for projection in projections]
     if torch.compiler.is_compiling():
-        output = _operator(input, weights, biases)
+        output = _operator(weights, biases, input)
     elif isinstance(packed := _packed(weights, biases), str):
         return _separately(input, projections, packed)
     else:
@@ -159,8 +159,12 @@ def _filled_up(weights: Sequence[Tensor], biases: Sequence[Tensor | None], like:
     return torch.cat([missing[: w.shape[0]] if b is None else b for w, b in zip(weights, biases, strict=True)])
 
 
-def _implementation(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """Run inside compiled graphs: there the first run packs, as the first eager call does."""
+def _implementation(weights: Sequence[Tensor], biases: Sequence[Tensor | None], input: Tensor) -> Tensor:
+    """Run inside compiled graphs: there the first run packs, as the first eager call does.
+
+    The input comes last since torch, where it checks a graph's operators in their first run, holds the memory of the
+    last argument if that is a parameter.
+    """
     packed = _packed(weights, biases)
     if isinstance(packed, str):
         backend.count_fallback("packed_linear", packed)
@@ -168,10 +172,10 @@ def _implementation(input: Tensor, weights: Sequence[Tensor], biases: Sequence[T
     return _multiply(input, *packed)
 
 
-def _fake(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def _fake(weights: Sequence[Tensor], biases: Sequence[Tensor | None], input: Tensor) -> Tensor:
     return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
 _operator = backend.register(
-    "packed_linear", "(Tensor input, Tensor[] weights, Tensor?[] biases) -> Tensor", _implementation, _fake
+    "packed_linear", "(Tensor[] weights, Tensor?[] biases, Tensor input) -> Tensor", _implementation, _fake
 )
