@@ -72,7 +72,8 @@ def centred(x: Tensor, weight: Tensor) -> Tensor:
     x32 = x.float()
     mean = x32.mean(-1, keepdim=True)
     variance = (x32 - mean).pow(2).mean(-1, keepdim=True)
-    return (weight.float() * ((x32 - mean) * torch.rsqrt(variance + 1e-5))).to(x.dtype)
+    scaled = (x32 - mean) * torch.rsqrt(variance + 1e-5)
+    return (weight.float() * scaled).to(x.dtype)
 
 
 def attend(layer: Layer, interface: Callable[..., Any], *states: Tensor) -> Tensor:
@@ -104,8 +105,7 @@ CASES: dict[str, Case] = {
         lambda m, x, y: add_norm(x, y, m.norm), lambda m, x, y: (m.norm(y + x), y + x), (STATES, STATES)
     ),
     "layer_norm": Case(
-        lambda _, x, w: layer_norm(x, w, None, 1e-5),
-        lambda _, x, w: w * F.layer_norm(x.float(), (H,), None, None, 1e-5).to(x.dtype), (STATES, (H,)),
+        lambda _, x, w: layer_norm(x, w, None, 1e-5), lambda _, x, w: centred(x, w), (STATES, (H,))
     ),
     "gated_activation": Case(
         lambda _, x, y: gated_activation(x, y, F.silu), lambda _, x, y: F.silu(x) * y, (STATES, STATES)
