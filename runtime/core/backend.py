@@ -39,7 +39,7 @@ _chosen: str | None = None
 # Each output package carries its own copy of this folder, so each registers its operators under its own name: two
 # rewritten models live in one process.
 NAMESPACE = __name__.rsplit(".", 3)[0].replace(".", "_")
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _NO_GUARD = contextlib.nullcontext()
 
 
@@ -181,9 +181,9 @@ def register(
     low-level library is used because one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13,
     CPU), and a decode step makes hundreds.
     """
-    _library.define(f"{name}{schema}")
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    library.define(f"{name}{schema}")
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(tensor: torch.Tensor, *rest: Any) -> Any:

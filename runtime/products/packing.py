@@ -179,3 +179,13 @@ def _fake(weights: Sequence[Tensor], biases: Sequence[Tensor | None], input: Ten
 _operator = backend.register(
     "packed_linear", "(Tensor[] weights, Tensor?[] biases, Tensor input) -> Tensor", _implementation, _fake
 )
+
+
+def _batched(
+    info: object, dims: tuple[object, object, int], weights: list[Tensor], biases: list[Tensor | None], input: Tensor
+) -> tuple[Tensor, int]:
+    """Map over inputs inside a compiled `vmap`: one more leading dimension. Weights are parameters, which none has."""
+    return _operator(weights, biases, input.movedim(dims[2], 0)), 0
+
+
+torch.library.register_vmap(f"{backend.NAMESPACE}::packed_linear", _batched, lib=backend.library)
