@@ -38,8 +38,8 @@ REASONS = {
     "observed": "a hook, a wrapped forward or a parametrisation watches a projection",
     "gradient": "gradients are wanted",
     "not_a_tensor": "the input is no tensor",
-    "watched": "torch.func, forward-mode differentiation, a dispatch mode (fake or proxy tensors) or a class of tensors "
-    "takes part in the call",
+    "watched": "torch.func, forward-mode derivatives, a dispatch mode (fake or proxy tensors) or a tensor class of "
+    "its own takes part in the call",
     "traced": "torch.jit traces the call, and what packing asks of sizes would become part of the trace",
     "autocast": "autocast chooses the dtype of each product",
     "not_a_plain_parameter": "a weight is a distributed or otherwise special tensor",
