@@ -25,6 +25,7 @@ from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
@@ -140,12 +141,14 @@ def transformed() -> bool:
 
     A compiler sees forward mode, and not the other transforms, which go through an operator as through any other.
     """
-    return forward_ad._current_level >= 0 or (not torch.compiler.is_compiling() and _functorch_level() is not None)
+    return forward_ad._current_level >= 0 or (not is_compiling() and _functorch_level() is not None)
 
 
 def interposed() -> bool:
     """Return whether tensors may not be what they seem: inside a transform, or under a dispatch mode (fake, proxy)."""
-    return transformed() or (not torch.compiler.is_compiling() and _len_torch_dispatch_stack() > 0)
+    if forward_ad._current_level >= 0:
+        return True
+    return not is_compiling() and (_functorch_level() is not None or _len_torch_dispatch_stack() > 0)
 
 
 def observed(module: nn.Module) -> bool:
@@ -199,7 +202,7 @@ def nothing_watches(tensor: torch.Tensor) -> bool:
     """
     return (
         type(tensor) is torch.Tensor
-        and not torch.compiler.is_compiling()
+        and not is_compiling()
         and not _len_torch_dispatch_stack()
         and _functorch_level() is None
         and torch._C._get_tracing_state() is None
@@ -211,7 +214,7 @@ def count_fallback(operator: str, reason: str, module: nn.Module | None = None) 
 
     `module`, where there is one, is remembered with the last reason. What does not run is not counted.
     """
-    if not torch.compiler.is_compiling() and not launch.collects():
+    if not is_compiling() and not launch.collects():
         _fallbacks[(operator, reason)] += 1
         if module is not None:
             _last_reasons[module] = f"{operator}: {reason}"

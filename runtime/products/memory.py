@@ -47,6 +47,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     Nothing is remembered of the tensors themselves: what counts is where each of them points now.
     """
     first = tensors[0]
+    if len(tensors) == 1:
+        return first if first.is_contiguous() else None
     start, dtype, width = first.data_ptr(), first.dtype, first.stride(0)
     end, rows = start, 0
     for tensor in tensors:
@@ -101,7 +103,7 @@ def _joined_anew(tensors: Sequence[Tensor]) -> Tensor:
     if whole.is_cuda and whole.nbytes >= RETURNED_BYTES:
         # The allocator keeps what was freed for tensors of these sizes, and there will be none.
         torch.cuda.empty_cache()
-    return whole
+    return group.tails[addresses[0]]
 
 
 def _with_own_storage(part: Tensor) -> Tensor:

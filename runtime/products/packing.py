@@ -102,7 +102,7 @@ def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
         return "not_a_tensor"
     if torch._C._get_tracing_state() is not None:
         return "traced"
-    if backend.interposed() or not (torch.compiler.is_compiling() or type(input) in _PLAIN):
+    if type(input) not in _PLAIN or backend.interposed():
         return "watched"
     gradient = torch.is_grad_enabled()
     if gradient and input.requires_grad:
