@@ -21,6 +21,8 @@ from rewrite import operators
 from rewrite.runtime.attention.native_gqa import grouped_matmul, native_gqa
 from rewrite.runtime.attention.rotary import rotary, rotary_single
 from rewrite.runtime.core import backend, launch
+from rewrite.runtime.fp8.add_rms_norm import fp8_add_norm
+from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
 from rewrite.runtime.norms.add_norm import add_norm
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.layer_norm import layer_norm
@@ -144,16 +146,32 @@ CASES: dict[str, Case] = {
     "fused_experts": Case(
         lambda m, x, w: experts.fused_experts(x, m, INDEX, w), lambda m, x, w: m(x, INDEX, w), ((3, H), (3, K))
     ),
+    "fp8_linear": Case(lambda m, x: fp8_linear(x, m.q), lambda m, x: m.q(x), (STATES,)),
+    "fp8_packed_linear": Case(
+        lambda m, x: fp8_packed_linear(x, m.q, m.k), lambda m, x: (m.q(x), m.k(x)), (STATES,)
+    ),
+    "fp8_gated_linear": Case(
+        lambda m, x: fp8_gated_linear(x, (m.k, m.v), F.silu), lambda m, x: F.silu(m.k(x)) * m.v(x), (STATES,)
+    ),
+    "fp8_gated_product": Case(
+        lambda m, x, y: fp8_gated_product(x, y, F.silu, m.q), lambda m, x, y: m.q(F.silu(x) * y), (STATES, STATES)
+    ),
+    "fp8_add_norm": Case(
+        lambda m, x, y: fp8_add_norm(x, y, m.norm), lambda m, x, y: (m.norm(y + x), y + x), (STATES, STATES)
+    ),
 }  # fmt: skip
 WRITES = "writes a cache in place, which torch transforms for nobody; it asks `wants_gradient` as the others do"
-APPROXIMATE = "rounds to 8 bits, where wanted gradients take the operator that it replaces"
-INTEGERS = "rows of tables by integer positions, for a stepping cache alone"
 OTHERS = {
-    "decode_attention": WRITES, "qkv_step": WRITES, "fp8_qkv_step": WRITES, "fp8_add_norm": APPROXIMATE,
-    "fp8_gated_linear": APPROXIMATE, "fp8_gated_product": APPROXIMATE, "fp8_linear": APPROXIMATE,
-    "fp8_packed_linear": APPROXIMATE, "rotary_rows": INTEGERS,
-}  # fmt: skip
+    "decode_attention": WRITES,
+    "qkv_step": WRITES,
+    "fp8_qkv_step": WRITES,
+    "rotary_rows": "rows of tables by integer positions, which nothing differentiates",
+}
 """Operators without a case, and why."""
+OTHER_KERNELS = {name for name in CASES if name.startswith("fp8_")} | {
+    "grouped_matmul", "native_gqa", "packed_linear", "routed_linear"
+}  # fmt: skip
+"""Operators whose kernels, if any, are for other rows and other chips."""
 
 
 def test_every_operator_has_a_case() -> None:
@@ -242,11 +260,6 @@ def test_no_kernel_runs(name: str, transform: Callable[..., list[Tensor]], monke
     monkeypatch.setattr(backend, "uses_triton", lambda tensor: True)
     monkeypatch.setattr(launch.Kernel, "launch", launched)
     transform(lambda *x: case.ours(layer, *x), inputs, tangents)
-    if name not in {
-        "grouped_matmul",
-        "native_gqa",
-        "packed_linear",
-        "routed_linear",
-    }:  # these have none for the rows here
+    if name not in OTHER_KERNELS:
         with pytest.raises(AssertionError, match="a kernel ran"), torch.no_grad():
             case.ours(layer, *inputs)
