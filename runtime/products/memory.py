@@ -13,10 +13,11 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
+from torch.utils import dlpack
 
 from ..core import backend
 
@@ -90,28 +91,32 @@ def join(tensors: Sequence[Tensor]) -> Tensor | str:
 
 
 def _joined_anew(tensors: Sequence[Tensor]) -> Tensor:
+    rows = [tensor.shape[0] for tensor in tensors]
     whole = torch.cat([tensor.detach() for tensor in tensors])
-    parts = [_with_own_storage(part) for part in whole.split([tensor.shape[0] for tensor in tensors])]
+    parts = [_with_own_storage(part) for part in whole.split(rows)]
     addresses = tuple(part.data_ptr() for part in parts)
+    tails = {
+        address: whole[end - count :] for address, count, end in zip(addresses, rows, accumulate(rows), strict=True)
+    }
     drop = functools.partial(_drop, addresses)
-    storages = tuple(weakref.ref(part.untyped_storage(), drop) for part in parts)
-    starts = [(address - addresses[0]) // (whole[0].nbytes) for address in addresses]
-    group = _Group({address: whole[start:] for address, start in zip(addresses, starts, strict=True)}, storages)
+    group = _Group(tails, tuple(weakref.ref(part.untyped_storage(), drop) for part in parts))
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.data = part
     _groups.update(dict.fromkeys(addresses, group))
     if whole.is_cuda and whole.nbytes >= RETURNED_BYTES:
         # The allocator keeps what was freed for tensors of these sizes, and there will be none.
         torch.cuda.empty_cache()
-    return group.tails[addresses[0]]
+    return tails[addresses[0]]
 
 
 def _with_own_storage(part: Tensor) -> Tensor:
     """Return a tensor on the memory of a contiguous `part` whose storage is that part and no more.
 
-    It passes as bytes, since not every torch exports 8-bit floats, and flat, since DLPack changes strides of sizes 1.
+    It passes as bytes, since not every torch exports 8-bit floats; flat, since DLPack changes strides of sizes 1; and
+    as a capsule, which unlike `__dlpack__` asks for no current device.
     """
-    return from_dlpack(part.view(-1).view(torch.uint8)).view(part.dtype).view(part.shape)
+    capsule = dlpack.to_dlpack(part.view(-1).view(torch.uint8))  # type: ignore[attr-defined]
+    return dlpack.from_dlpack(capsule).view(part.dtype).view(part.shape)
 
 
 def _drop(addresses: tuple[int, ...], storage: weakref.ref[torch.UntypedStorage]) -> None:
