@@ -24,14 +24,17 @@ class FuseQKV(Transform):
 
     What it needs:
         The calls stand in one block, on every path, and nothing writes the argument between them. The modules stay:
-        their weights become views of the packed tensor at the first call, so checkpoints and adapters do not notice.
+        from the first call on their weights lie one behind the other in one memory, each with a storage of its own, so
+        checkpoints, what saves a model weight by weight, and adapters do not notice.
 
     Numerics:
         Reordered: the same sums, which a larger product may take in another order.
 
     Known limits:
-        Gradients, hooks on a projection, adapters, quantised and distributed weights take the original calls, at run
-        time and with the reason counted. Conv1D and other linear layers are left alone.
+        Gradients (`torch.func` and forward mode included), fake and proxy tensors, hooks on a projection, adapters,
+        quantised and distributed weights, and one weight twice, take the original calls, at run time and with the
+        reason counted. So does a weight whose memory something else holds at the first call (a state dict, `.data`, an
+        array, shared memory), for as long as it does. Conv1D and other linear layers are left alone.
     """
 
     name: ClassVar[str] = "fuse_qkv"

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
@@ -38,7 +40,7 @@ _chosen: str | None = None
 # Each output package carries its own copy of this folder, so each registers its operators under its own name: two
 # rewritten models live in one process.
 NAMESPACE = __name__.rsplit(".", 3)[0].replace(".", "_")
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _NO_GUARD = contextlib.nullcontext()
 
 
@@ -125,8 +127,28 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether autograd would record an operator on these tensors: then the differentiable form has to run."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    """Return whether torch differentiates an operator on these tensors: then the form in its own operators has to run.
+
+    So it does inside a transform (`transformed`), whichever tensors that is about.
+    """
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return True
+    return transformed()
+
+
+def transformed() -> bool:
+    """Return whether `torch.func` or forward-mode differentiation is under way: an operator would drop the tangents.
+
+    A compiler sees forward mode, and not the other transforms, which go through an operator as through any other.
+    """
+    return forward_ad._current_level >= 0 or (not is_compiling() and _functorch_level() is not None)
+
+
+def interposed() -> bool:
+    """Return whether tensors may not be what they seem: inside a transform, or under a dispatch mode (fake, proxy)."""
+    if forward_ad._current_level >= 0:
+        return True
+    return not is_compiling() and (_functorch_level() is not None or _len_torch_dispatch_stack() > 0)
 
 
 def observed(module: nn.Module) -> bool:
@@ -162,9 +184,9 @@ def register(
     low-level library is used because one call costs 3 µs against 10 µs for `torch.library.custom_op` (torch 2.13,
     CPU), and a decode step makes hundreds.
     """
-    _library.define(f"{name}{schema}")
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    library.define(f"{name}{schema}")
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(tensor: torch.Tensor, *rest: Any) -> Any:
@@ -180,7 +202,7 @@ def nothing_watches(tensor: torch.Tensor) -> bool:
     """
     return (
         type(tensor) is torch.Tensor
-        and not torch.compiler.is_compiling()
+        and not is_compiling()
         and not _len_torch_dispatch_stack()
         and _functorch_level() is None
         and torch._C._get_tracing_state() is None
@@ -192,7 +214,7 @@ def count_fallback(operator: str, reason: str, module: nn.Module | None = None) 
 
     `module`, where there is one, is remembered with the last reason. What does not run is not counted.
     """
-    if not torch.compiler.is_compiling() and not launch.collects():
+    if not is_compiling() and not launch.collects():
         _fallbacks[(operator, reason)] += 1
         if module is not None:
             _last_reasons[module] = f"{operator}: {reason}"

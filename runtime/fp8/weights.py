@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core import backend
-from ..products import packing
+from ..products import memory, packing
 from .format import Quantized
 from .rows import empty_rows, quantized_rows
 
@@ -133,8 +133,9 @@ def refresh(model: nn.Module) -> None:
         projections = [projection() for projection in kept.projections]
         if all(projection is not None for projection in projections):
             weights = [packing._parameter(p, "weight") for p in projections if p is not None]
-            if kept.state != _state(projections) and packing._adjacent(weights):  # type: ignore[arg-type]
-                _copy_of(weights[0], packing._packed_weight(weights), projections)  # type: ignore[arg-type]
+            whole = None if kept.state == _state(projections) else memory.joined(weights)  # type: ignore[arg-type]
+            if whole is not None:
+                _copy_of(weights[0], whole, projections)  # type: ignore[arg-type]
 
 
 def forget(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.layer_norm import layer_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.gated_activation import gated_activation
+from rewrite.runtime.products.packing import packed_linear
 
 experts = importlib.import_module("rewrite.runtime.moe.experts")
 router = importlib.import_module("rewrite.runtime.moe.router")
@@ -35,6 +36,7 @@ class FileNorm(torch.nn.Module):
 
 
 FILE_NORM = FileNorm()
+PROJECTIONS = [torch.nn.Linear(16, size).requires_grad_(False) for size in (16, 8)]
 NORM = torch.nn.LayerNorm(16).requires_grad_(False)
 GATE, RMS_NORM = Gate(torch.randn(8, 16).bfloat16(), 2), Norm(torch.ones(16).bfloat16())
 EXPERTS = torch.randn(8, 12, 16).bfloat16(), torch.randn(8, 16, 6).bfloat16()
@@ -95,3 +97,27 @@ def test_compiles_in_one_graph(function: Callable[..., Any], recorded: bool) -> 
     for a, b in zip(outputs(compiled(x, y)), outputs(function(x, y)), strict=True):
         assert torch.equal(a, b)
         assert a.requires_grad == b.requires_grad == recorded
+
+
+FORWARD_MODE = {
+    **{name: OPERATORS[name] for name in ("rms_norm", "gated_activation", "rotary_single")},
+    "packed_linear": lambda x, y: packed_linear(x * y, *PROJECTIONS),
+}
+
+
+@pytest.mark.parametrize("function", FORWARD_MODE.values(), ids=FORWARD_MODE.keys())
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_compile_in_one_graph(function: Callable[..., Any]) -> None:
+    x, y = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16)
+    transforms: tuple[Callable[..., Any], ...] = (
+        lambda x, y: torch.func.jvp(function, (x, y), (y, x))[1],
+        lambda x, y: torch.func.vmap(function)(x[None], y[None]),
+    )
+    for transform in transforms:
+        torch.compiler.reset()
+        with torch.no_grad():
+            ours = outputs(torch.compile(transform, fullgraph=True, backend="aot_eager")(x, y))
+            eager = outputs(transform(x, y))
+        for a, b in zip(ours, eager, strict=True):
+            torch.testing.assert_close(a, b)
+            assert b.any(), "no tangent"

@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from rewrite.runtime.core import backend
-from rewrite.runtime.products import packing
+from rewrite.runtime.products import memory, packing
 from rewrite.runtime.products.packing import packed_linear
 
 
@@ -34,8 +37,10 @@ def _fresh_counts():
 
 
 def packed(module):
-    storages = {getattr(module, name).weight.untyped_storage().data_ptr() for name in "qkv"}
-    return len(storages) == 1
+    """Whether the weights lie one behind the other, each with a storage of its own."""
+    weights = [getattr(module, name).weight for name in "qkv"]
+    own = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    return memory.joined(weights) is not None and own
 
 
 def run(module, x):
@@ -174,6 +179,7 @@ def wrap_forward(module):
         (lambda m: nn.utils.parametrizations.weight_norm(m.k), "not_linear"),
         (lambda m: m.k.to(torch.float64) and m, "different_weights"),
         (lambda m: setattr(m.k.weight, "data", torch.randn(99, 32)[7:23]), "shared_storage"),
+        (lambda m: m.share_memory(), "shared_storage"),
     ],
 )
 def test_calls_the_modules_where_packing_is_not_safe(change, reason):
@@ -279,15 +285,15 @@ def test_layers_that_share_a_weight_do_not_move_it_while_the_other_computes(monk
     x = torch.randn(3, 32)
     wanted = [layer.original(x).detach() for layer in (model.first, model.second)]
     inside, done = threading.Event(), threading.Event()
-    product = packing._one_product
+    product = packing._multiply
 
-    def held(input, weights, biases):
-        if weights[1] is model.first.k.weight:
+    def held(input, weight, bias):
+        if not inside.is_set():
             inside.set()
             assert done.wait(10)
-        return product(input, weights, biases)
+        return product(input, weight, bias)
 
-    monkeypatch.setattr(packing, "_one_product", held)
+    monkeypatch.setattr(packing, "_multiply", held)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, model.first, x)
         assert inside.wait(10)
@@ -374,3 +380,115 @@ def test_a_trace_holds_the_original_calls():
         longer = torch.randn(5, 32)
         torch.testing.assert_close(traced(longer), module.original(longer))
     assert set(backend.fallbacks()) == {("packed_linear", "traced")}
+
+
+MODES = {
+    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "of a profiler": lambda: FlopCounterMode(display=False),
+    "forward mode": forward_ad.dual_level,
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+def test_no_weight_moves_while_another_takes_part_in_the_call(mode):
+    module = Attention((True,) * 3)
+    x = torch.randn(3, 32)
+    with torch.no_grad(), mode():
+        module(x)
+    assert backend.fallbacks() == {("packed_linear", "watched"): 1}
+    assert not packed(module)
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    ours, original = run(module, x)
+    torch.testing.assert_close(ours, original)
+    assert packed(module)
+
+
+def test_a_class_of_tensors_takes_the_modules():
+    class Own(torch.Tensor):
+        pass
+
+    module = Attention()
+    with torch.no_grad():
+        assert type(module(torch.randn(3, 32).as_subclass(Own))) is Own
+    assert backend.fallbacks() == {("packed_linear", "watched"): 1}
+
+
+def test_memory_that_is_no_weights_any_more_is_not_multiplied():
+    """Somebody keeps the old weight, so the packed memory lives on beside the new one."""
+    module = Attention()
+    x = torch.randn(3, 32)
+    run(module, x)
+    old = module.k.weight.data
+    module.k.weight = nn.Parameter(torch.randn(16, 32))
+    ours, original = run(module, x)
+    assert torch.equal(ours, original)
+    assert not packed(module)
+    module.v.weight.data.mul_(2)
+    del old
+    for _ in range(2):
+        ours, original = run(module, x)
+        torch.testing.assert_close(ours, original)
+        assert packed(module)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda m: m.state_dict(),
+        lambda m: m.k.weight.data,
+        lambda m: m.k.weight.detach().view(-1)[3:5],
+        lambda m: m.k.weight.detach().numpy(),
+        lambda m: torch.utils.dlpack.from_dlpack(m.k.weight.detach()),
+        lambda m: nn.Parameter(m.k.weight.data),
+    ],
+    ids=["state dict", "data", "a slice", "an array", "another library", "another parameter"],
+)
+def test_a_weight_whose_memory_is_held_stays_until_it_is_let_go(hold):
+    module = Attention()
+    x = torch.randn(3, 32)
+    held = hold(module)
+    address = module.k.weight.data_ptr()
+    for _ in range(2):
+        ours, original = run(module, x)
+        assert torch.equal(ours, original)
+    assert module.k.weight.data_ptr() == address
+    assert backend.fallbacks() == {("packed_linear", "shared_storage"): 2}
+    del held
+    run(module, x)
+    assert packed(module)
+
+
+def test_aliases_taken_after_packing_stay_aliases():
+    module = Attention()
+    x = torch.randn(3, 32)
+    run(module, x)
+    held = module.state_dict()
+    for _ in range(2):
+        held["k.weight"].mul_(2)
+        ours, original = run(module, x)
+        torch.testing.assert_close(ours, original)
+    assert packed(module)
+    with torch.no_grad():
+        packed_linear(x, module.k, module.q)  # another order would move what is held
+    assert backend.fallbacks() == {("packed_linear", "shared_weight"): 1}
+    assert held["k.weight"].data_ptr() == module.k.weight.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn])
+def test_every_dtype_has_parts_with_storages_of_their_own(dtype):
+    tensors = [torch.randn(rows, 4).to(dtype) for rows in (1, 3, 2)]
+    values = [tensor.clone() for tensor in tensors]
+    whole = memory.join(tensors)
+    assert memory.joined(tensors) is whole
+    assert whole.shape == (6, 4)
+    for tensor, value in zip(tensors, values, strict=True):
+        assert tensor.stride() == (4, 1)
+        assert torch.equal(tensor.view(torch.uint8), value.view(torch.uint8))
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_torch_that_does_not_count_users_moves_no_weight(monkeypatch):
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    module = Attention()
+    run(module, torch.randn(3, 32))
+    assert backend.fallbacks() == {("packed_linear", "shared_storage"): 1}

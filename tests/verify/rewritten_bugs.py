@@ -42,17 +42,17 @@ REWRITTEN = (
     Bug(
         "llama",
         "packed weights stale",
-        "_multiply(input, _packed_weight(weights), ",
-        "F.linear(input, weights[0].__dict__.setdefault('_kept', _packed_weight(weights).detach().clone()), ",
+        "_multiply(input, *packed)",
+        "F.linear(input, weights[0].__dict__.setdefault('_kept', packed[0].detach().clone()), packed[1])",
         file="runtime/products/packing.py",
     ),
     Bug(
         "llama",
         "packed in another order than split",
-        "packed.split([t.shape[0] for t in tensors])",
-        "packed.split([t.shape[0] for t in tensors][::-1])[::-1]",
+        "whole.split(rows)",
+        "whole.split(rows[::-1])[::-1]",
         "structure",
-        file="runtime/products/packing.py",
+        file="runtime/products/memory.py",
     ),
     Bug("llama", "hooks ignored", "if backend.observed(projection):", "if False:", file="runtime/products/packing.py"),
     Bug(
@@ -72,8 +72,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "bias dropped",
-        "_multiply(input, _packed_weight(weights), _packed_bias(weights, biases))",
-        "_multiply(input, _packed_weight(weights))",
+        "_multiply(input, *packed)",
+        "_multiply(input, packed[0], None)",
         file="runtime/products/packing.py",
     ),
     Bug("qwen3", "query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),

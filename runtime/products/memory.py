@@ -1,0 +1,177 @@
+"""Weights in one memory, one behind the other, each with a storage of its own.
+
+A part is imported by DLPack from a slice of the whole, so its storage has the slice's address and exactly its bytes,
+and keeps the whole alive. What groups tensors by their storage (safetensors, accelerate, `torch.save`) therefore sees
+separate tensors. The whole is kept by the addresses of its parts until the storage of one of them dies: a weight that
+was replaced or moved to another device leaves no memory behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.utils import dlpack
+
+from ..core import backend
+
+DEVICES = frozenset({"cpu", "cuda"})
+"""Where memory passes through DLPack in every supported torch; HIP devices are `cuda` too."""
+
+RETURNED_BYTES = 16 * 2**20
+"""Weights of this size, once joined, leave their old memory to the device and not to torch's allocator."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors that were joined."""
+
+    tails: dict[int, Tensor]
+    """The whole from each part on, by the part's address; that memory lives, so the address means nothing else."""
+    storages: tuple[weakref.ref[torch.UntypedStorage], ...]
+
+
+_lock = threading.Lock()
+_groups: dict[int, _Group] = {}
+"""By the address of every part."""
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors `[O_i, …]` as one `[ΣO_i, …]` in the same memory, None where they do not lie in that order.
+
+    Nothing is remembered of the tensors themselves: what counts is where each of them points now.
+    """
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first if first.is_contiguous() else None
+    start, dtype, width = first.data_ptr(), first.dtype, first.stride(0)
+    end, rows = start, 0
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.dtype != dtype:
+            return None
+        if tensor.stride(0) != width or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+        rows += tensor.size(0)
+    group = _groups.get(start)
+    if group is not None:
+        whole = group.tails[start]
+        if whole.dtype == dtype and whole.stride(0) == width and end <= start + whole.nbytes:
+            return whole if whole.size(0) == rows else whole.narrow(0, 0, rows)
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor | str:
+    """Move tensors into one memory and return them as one; or return why that cannot be, a key of `packing.REASONS`.
+
+    A tensor belongs to one group for as long as the storages of all of that group are alive: two layers that share a
+    weight would else take it from each other at every call.
+    """
+    if (reason := _immovable(tensors)) is not None:
+        return reason
+    # Inference tensors could never take part in training again, so the whole is a normal one in any mode.
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        whole = joined(tensors)
+        if whole is not None:  # another thread was here first
+            return whole
+        if _belong_elsewhere(tensors):
+            return "shared_weight"
+        if any(_is_held(tensor) for tensor in tensors):
+            return "shared_storage"
+        return _joined_anew(tensors)
+
+
+def _joined_anew(tensors: Sequence[Tensor]) -> Tensor:
+    rows = [tensor.shape[0] for tensor in tensors]
+    whole = torch.cat([tensor.detach() for tensor in tensors])
+    parts = [_with_own_storage(part) for part in whole.split(rows)]
+    addresses = tuple(part.data_ptr() for part in parts)
+    tails = {
+        address: whole[end - count :] for address, count, end in zip(addresses, rows, accumulate(rows), strict=True)
+    }
+    drop = functools.partial(_drop, addresses)
+    group = _Group(tails, tuple(weakref.ref(part.untyped_storage(), drop) for part in parts))
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.data = part
+    _groups.update(dict.fromkeys(addresses, group))
+    if whole.is_cuda and whole.nbytes >= RETURNED_BYTES:
+        # The allocator keeps what was freed for tensors of these sizes, and there will be none.
+        torch.cuda.empty_cache()
+    return tails[addresses[0]]
+
+
+def _with_own_storage(part: Tensor) -> Tensor:
+    """Return a tensor on the memory of a contiguous `part` whose storage is that part and no more.
+
+    It passes as bytes, since not every torch exports 8-bit floats; flat, since DLPack changes strides of sizes 1; and
+    as a capsule, which unlike `__dlpack__` asks for no current device.
+    """
+    capsule = dlpack.to_dlpack(part.view(-1).view(torch.uint8))  # type: ignore[attr-defined]
+    return dlpack.from_dlpack(capsule).view(part.dtype).view(part.shape)
+
+
+def _drop(addresses: tuple[int, ...], storage: weakref.ref[torch.UntypedStorage]) -> None:
+    """Forget the group of a storage that died; its memory lives on for as long as another of its parts."""
+    for address in addresses:
+        group = _groups.get(address)
+        if group is not None and any(own is storage for own in group.storages):
+            del _groups[address]
+
+
+def _immovable(tensors: Sequence[Tensor]) -> str | None:
+    first = tensors[0]
+    if first.is_meta or any(_kind(tensor) != _kind(first) or not tensor.numel() for tensor in tensors):
+        return "different_weights"
+    if backend.interposed():
+        return "watched"
+    if first.device.type not in DEVICES:
+        return "device"
+    if not all(_fills_its_storage(tensor) for tensor in tensors):
+        return "shared_storage"
+    if len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
+        return "shared_weight"
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "capturing"
+    return None
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return tensor.dtype, tensor.device, tensor.shape[1:]
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    """Return whether the storage is this tensor's bytes and this process's alone."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.nbytes and (tensor.is_cuda or not storage.is_shared())
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Return whether another tensor or array uses the storage: moving the weight would cut that off from it.
+
+    A torch that does not count the users of a storage leaves the question open, and the weight where it is.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return True
+    storage, alone = tensor.untyped_storage(), torch.empty(0)
+    other = alone.untyped_storage()
+    return bool(count(storage._cdata) > count(other._cdata))
+
+
+def _belong_elsewhere(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a group that is not part of `tensors`, in its order, has one of them and still needs it."""
+    own = [tensor.data_ptr() for tensor in tensors]
+    for address in own:
+        others = [*_groups[address].tails] if address in _groups else []
+        if others and others not in (own[start : start + len(others)] for start in range(len(own))):
+            return True
+    return False
