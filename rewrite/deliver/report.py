@@ -101,7 +101,9 @@ def write_raw(path: Path, text: str) -> None:
         OutputNotWritable: if the disk refuses.
     """
     if str(path) == "-":
-        sys.stdout.write(text)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace"))
+        sys.stdout.buffer.flush()
         return
     write_text(path, text)
 
@@ -113,7 +115,7 @@ def write_text(path: Path, text: str) -> None:
         OutputNotWritable: if the disk refuses.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OutputNotWritable(path, error.strerror or str(error)) from error
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rewrite.errors import OutputBusy, OutputNotWritable
+from rewrite.errors import OutputBusy, OutputNotOurs, OutputNotWritable, PathNotUsable
 
 _AT_FDCWD = -100
 _EXCHANGE = 2
@@ -45,6 +45,22 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
+def resolved(shown: Path) -> Path:
+    """Return the output folder `shown` with links resolved.
+
+    Raises:
+        PathNotUsable: if its links go round in a circle.
+        OutputNotOurs: if it is the root of the file system.
+    """
+    try:
+        folder = Path(os.path.expanduser(shown)).resolve()
+    except RuntimeError as error:  # what Python before 3.13 makes of a circle
+        raise PathNotUsable(shown, "its links go round in a circle") from error
+    if not folder.name:
+        raise OutputNotOurs(shown, "is the root of the file system", forcible=False)
+    return folder
+
+
 def claim(folder: Path) -> Path:
     """Return the file beside `folder` that a run locks while it writes."""
     return folder.with_name(f".{folder.name}.rewrite-busy")
@@ -60,7 +76,7 @@ def alone(shown: Path) -> Iterator[None]:
         OutputBusy: if another run has it.
         OutputNotWritable: if the place cannot be written.
     """
-    folder = shown.expanduser().resolve()
+    folder = resolved(shown)
     path = claim(folder)
     if os.name != "posix" or not folder.parent.is_dir():
         yield

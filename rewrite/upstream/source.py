@@ -8,9 +8,10 @@ import importlib.util
 import io
 import json
 import os
+import stat
 import sys
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def resolve(target: str, trust_remote_code: bool = False) -> Source:
         MissingLibrary: if a model type is given and transformers is not installed.
     """
     installed = find_transformers()
-    path = Path(target).expanduser()
+    path = Path(os.path.expanduser(target))
     if _is_word(target) and installed is not None and target in installed.model_types:
         return _of_model_type(target, target, installed)
     if path.is_dir():
@@ -148,9 +149,35 @@ def _config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} cannot be read: it is nested without end") from error
     if not isinstance(config, dict) or not ("model_type" in config or "auto_map" in config):
         raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} has neither model_type nor auto_map")
+    for name, (right, kind) in _FIELDS.items():
+        if name in config and not right(config[name]):
+            raise CheckpointNotUsable(folder, f"{name} in its {CONFIG_NAME} should be {kind}")
     return config
+
+
+def _is_list_of_names(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _is_auto_map(value: object) -> bool:
+    """Return whether a value is as `auto_map`: `{"AutoModel": "modeling_x.Model"}`; two names for two tokenizers."""
+    return value is None or (isinstance(value, dict) and all(_is_reference(entry) for entry in value.values()))
+
+
+def _is_reference(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], (str, type(None))))
+
+
+_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "model_type": (lambda value: isinstance(value, str), "a string"),
+    "architectures": (_is_list_of_names, "a list of class names"),
+    "auto_map": (_is_auto_map, "an object of class names"),
+}
+"""What is read of a configuration, and of which kind it must be."""
 
 
 def _remote_file(folder: Path, config: dict[str, Any]) -> Path | None:
@@ -234,6 +261,8 @@ def _names_code(config: Path) -> bool:
 
 def _bytes(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could wait for ever
+            raise SourceNotReadable(path, "it is no regular file")
         return path.read_bytes()
     except FileNotFoundError as error:
         raise SourceNotReadable(path, "there is no such file") from error
