@@ -375,8 +375,9 @@ class ChangedMeanwhile(RewriteError):
 class OutputBusy(RewriteError):
     """Another run is about to replace the same folder."""
 
-    def __init__(self, folder: object):
-        super().__init__(f"another run is writing {folder}: nothing was changed. Wait for it and try again.")
+    def __init__(self, folder: object, process: str = ""):
+        which = f" (process {process})" if process.isdecimal() else ""
+        super().__init__(f"another run{which} is writing {folder}: nothing was changed. Wait for it and try again.")
 
 
 class EditsNotMerged(RewriteError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,8 @@ def show_written(screen: Screen, place: Output, package: Package, verdict: Verdi
         screen.line("", f"what was there before is in {place.shown.with_name(place.backup.name)}")
     screen.line("verify", verification.summary(verdict) if verdict is not None else note)
     if not place.folder.name.isidentifier():
-        hint = place.folder.name.strip().replace("-", "_").replace(" ", "_")
+        hint = re.sub(r"\W", "_", place.folder.name.strip())
+        hint = hint if hint.isidentifier() else f"_{hint}"
         screen.warn(f"'{place.folder.name}' cannot stand in an import statement; --out {hint} could")
 
 

@@ -292,8 +292,12 @@ def _copy_aside(folder: Path, backup: Path) -> None:
     """Copy the present content to its backup, which appears as a whole or not at all."""
     part = folder.with_name(f"{_new_prefix(folder)}backup")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(folder, part, symlinks=True)
-    part.rename(backup)
+    try:
+        shutil.copytree(folder, part, symlinks=True)
+        part.rename(backup)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def _recovered(folder: Path) -> Path:

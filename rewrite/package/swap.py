@@ -70,7 +70,8 @@ def claim(folder: Path) -> Path:
 def alone(shown: Path) -> Iterator[None]:
     """Keep other runs from writing the same folder during the block.
 
-    The claim is a lock on `.<name>.rewrite-busy` beside the folder, which the system lets go of when a run is killed.
+    The claim is a lock on `.<name>.rewrite-busy` beside the folder, which the system lets go of when a run is killed:
+    the file that is left then, with the number of its process, is in nobody's way.
 
     Raises:
         OutputBusy: if another run has it.
@@ -85,7 +86,7 @@ def alone(shown: Path) -> Iterator[None]:
     try:
         handle = _claimed(fcntl, path)
     except BlockingIOError as error:
-        raise OutputBusy(shown) from error
+        raise OutputBusy(shown, _owner(path)) from error
     except OSError as error:
         raise OutputNotWritable(shown, error.strerror or str(error)) from error
     try:
@@ -102,8 +103,18 @@ def _claimed(fcntl: object, path: Path) -> int:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined]
             if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+                os.truncate(handle, 0)
+                os.write(handle, str(os.getpid()).encode())
                 return handle
         except BaseException:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _owner(path: Path) -> str:
+    """Return the number of the process that has locked a file, as it wrote it there; nothing where it has not yet."""
+    try:
+        return path.read_text("utf-8", "replace")[:20].strip()
+    except OSError:
+        return ""

@@ -260,6 +260,8 @@ def _names_code(config: Path) -> bool:
 
 
 def _bytes(path: Path) -> bytes:
+    if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+        raise SourceNotReadable(path, "its name is not UTF-8, and goes into the package; rename it")
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could wait for ever
             raise SourceNotReadable(path, "it is no regular file")

@@ -116,6 +116,23 @@ def test_a_claim_that_a_kill_left_is_taken_over(package: Path, releases: Release
     assert [path.name for path in package.resolve().parent.iterdir()] == ["out"]
 
 
+def test_the_claim_of_a_run_that_was_killed(package: Path, rewrite: CommandLine) -> None:
+    code = "import sys, time; from pathlib import Path; from rewrite.package import swap\n"
+    code += "with swap.alone(Path('out')): print(flush=True); time.sleep(60)"
+    run = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=-1)
+    assert run.stdout is not None
+    run.stdout.readline()
+    path = package / "modeling_tiny.py"
+    path.write_text(path.read_text() + "# mine\n")
+    busy = rewrite("undo", package)
+    assert (busy.code, f"another run (process {run.pid}) is writing out" in busy.err) == (1, True)
+    run.kill()
+    run.communicate()
+    assert swap.claim(package.resolve()).is_file()
+    assert rewrite("undo", package).code == 0
+    assert not swap.claim(package.resolve()).exists()
+
+
 def test_two_processes_at_once_end_in_the_new_state(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.1.0", DROPOUT)
     command = [sys.executable, "-m", "rewrite.cli", "sync", "out", "--transformers", str(tree), "--diff", "none"]
