@@ -41,6 +41,7 @@ COMMANDS = {
     "diff": "Show what a package changed against its original.",
     "eject": "Drop the lock and leave plain files.",
     "explain": "Explain a transform.",
+    "export": "Write a package in the form that loads from the Hub.",
     "kernels": "Compile the kernels for chips that need not be there.",
     "models": "List the model types of the installed transformers.",
     "sweep": "Rewrite and verify every modeling file of a transformers.",

@@ -27,7 +27,7 @@ class RewriteError(Exception):
 def shortened(path: object) -> str:
     """Return a path, its middle left out where it is very long."""
     text = str(path)
-    return text if len(text) <= LONGEST_PATH else f"{text[:60]}…{text[-20:]}"
+    return text if len(text) <= LONGEST_PATH else f"{text[:60]}...{text[-20:]}"
 
 
 def _again(kind: type[RewriteError], args: tuple[Any, ...]) -> RewriteError:
@@ -230,9 +230,9 @@ class UnknownTransform(UsageError):
 class OutputNotOurs(UsageError):
     """The output folder holds something that this tool did not write."""
 
-    def __init__(self, path: object, why: str, *, forcible: bool = True):
+    def __init__(self, path: object, why: str, *, forcible: bool = True, option: str = "--out"):
         force = ", or --force to replace it (what is there is kept beside it as a backup)" if forcible else ""
-        super().__init__(f"{shortened(path)} {why}: choose another --out{force}.")
+        super().__init__(f"{shortened(path)} {why}: choose another {option}{force}.")
 
 
 class OutputOfAnotherModel(OutputNotOurs):
@@ -297,6 +297,13 @@ class OriginalChanged(RewriteError):
             f"{folder} was made from another content of {path} than is there now{versions}: rewrite it anew, "
             "or name the original with --original FILE."
         )
+
+
+class NotExportable(UsageError):
+    """A package cannot be written in the form that loads from the Hub."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"{folder} cannot be exported: {why}.")
 
 
 class ReleaseNotFound(UsageError):

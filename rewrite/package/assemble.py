@@ -69,6 +69,9 @@ with guard.made_from(
 from .runtime.core.explain import explain
 from .runtime.package import auto
 from .runtime.package import selftest as _selftest
+from .runtime.package import upload
+
+upload.save_flat({modeling})
 
 
 def selftest(checkpoint: str | None = None) -> _selftest.SelfTest:

@@ -103,7 +103,7 @@ def weights_fit(source: Source, weights: Path) -> None:
     Raises:
         CheckpointNotUsable: if it does not, or does not say what it holds.
     """
-    config = _config(weights)
+    config = read_config(weights)
     theirs = config.get("model_type")
     if source.model_type is not None and theirs is not None and theirs != source.model_type:
         raise CheckpointNotUsable(weights, f"it holds a '{theirs}' model and {source.target} is '{source.model_type}'")
@@ -126,7 +126,7 @@ def _of_model_type(target: str, name: str, installed: Installed) -> Source:
 def _of_folder(target: str, folder: Path, installed: Installed | None, trust_remote_code: bool) -> Source:
     if (folder / LOCK_NAME).is_file():
         raise AlreadyRewritten(folder)
-    config = _config(folder)
+    config = read_config(folder)
     name = config.get("model_type")
     remote = _remote_file(folder, config)
     known = installed is not None and name in installed.model_types
@@ -141,7 +141,12 @@ def _of_folder(target: str, folder: Path, installed: Installed | None, trust_rem
     return _read(target, path, installed, model_type=str(name), checkpoint=folder)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a checkpoint folder.
+
+    Raises:
+        CheckpointNotUsable: if there is none, or what is read of it is not of the kind that it must be.
+    """
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise CheckpointNotUsable(folder, f"it has no {CONFIG_NAME}, so it is no checkpoint folder")

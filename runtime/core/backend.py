@@ -27,6 +27,7 @@ from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
+from .place import NAMESPACE
 
 BACKENDS = ("auto", "reference", "triton", "aiter")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
@@ -35,9 +36,6 @@ _fallbacks: Counter[tuple[str, str]] = Counter()
 _last_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _chosen: str | None = None
 
-# Each output package carries its own copy of this folder, so each registers its operators under its own name: two
-# rewritten models live in one process.
-NAMESPACE = __name__.rsplit(".", 3)[0].replace(".", "_")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _NO_GUARD = contextlib.nullcontext()
 
