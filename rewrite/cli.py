@@ -186,8 +186,9 @@ def _bug(error: Exception) -> int:
 
 def _log() -> Path:
     """Write the traceback of the exception in hand to a file of its own."""
-    named = {"prefix": "rewrite-", "suffix": ".log", "encoding": "utf-8", "errors": "backslashreplace"}
-    with tempfile.NamedTemporaryFile("w", delete=False, **named) as log:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
+    ) as log:
         log.write(f"hf-rewrite {VERSION} · Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
     return Path(log.name)
 

@@ -12,8 +12,12 @@ from rewrite.commands.options import FOLDER
 
 @click.command(short_help="Write a package in the form that loads from the Hub.")
 @click.argument("folder", type=FOLDER)
-@click.option("--hub", "out", type=FOLDER, metavar="OUT", required=True, help="Folder to write, or a checkpoint's own.")
-@click.option("--checkpoint", type=FOLDER, metavar="DIR", help="Take config.json from here and name the classes in it.")
+@click.option(
+    "--hub", "out", type=FOLDER, metavar="OUT", required=True, help="Folder to write, or a checkpoint's own."
+)
+@click.option(
+    "--checkpoint", type=FOLDER, metavar="DIR", help="Take config.json from here and name the classes in it."
+)
 def export(folder: Path, out: Path, checkpoint: Path | None) -> int:
     """Write the package FOLDER as flat files to OUT, to be uploaded beside a checkpoint's weights.
 

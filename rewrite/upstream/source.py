@@ -174,7 +174,9 @@ def _is_auto_map(value: object) -> bool:
 
 
 def _is_reference(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], (str, type(None))))
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], (str, type(None)))
+    )
 
 
 _FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {

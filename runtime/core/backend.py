@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
+from torch.fx import Proxy
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
@@ -123,7 +124,12 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether autograd would record an operator on these tensors: then the differentiable form has to run."""
+    """Return whether autograd would record an operator on these tensors: then the differentiable form has to run.
+
+    It has to for `torch.fx.symbolic_trace`, too, whose proxies record torch's own functions and can be asked nothing.
+    """
+    if any(type(tensor) is Proxy for tensor in tensors):
+        return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -136,7 +136,12 @@ def _with_names(text: str, guard: list[str], files: Iterable[str]) -> str:
     block = ["from typing import TYPE_CHECKING", ""]
     if guard:
         made_from, upstream = (flat_name(name).removesuffix(".py") for name in (_GUARD, UPSTREAM))
-        block += [f"from . import {upstream} as _upstream", f"from .{made_from} import made_from", "", "with made_from("]
+        block += [
+            f"from . import {upstream} as _upstream",
+            f"from .{made_from} import made_from",
+            "",
+            "with made_from(",
+        ]
         block += [*(f"    {argument}" for argument in guard), "):", "    pass", ""]
     block += ["if TYPE_CHECKING:  # transformers copies the files that it finds named in this one"]
     block += [f"    from .{name.removesuffix('.py')} import __name__ as _" for name in files] or ["    pass"]

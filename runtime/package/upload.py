@@ -23,7 +23,9 @@ def save_flat(module: ModuleType) -> None:
     """
     for value in list(vars(module).values()):
         if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__:
-            if not any(base.__module__ == module.__name__ and issubclass(base, PreTrainedModel) for base in value.__bases__):
+            if not any(
+                base.__module__ == module.__name__ and issubclass(base, PreTrainedModel) for base in value.__bases__
+            ):
                 setattr(value, "save_pretrained", _saving_flat(value.save_pretrained))  # subclasses have it from here
 
 

@@ -99,7 +99,9 @@ def test_a_rule_that_runs_out_of_levels_is_no_bug_of_ours(
         raise RecursionError
 
     chain = "".join(f"elif a == {i}:\n    a = 1\n" for i in range(100))
-    (here / "modeling_tiny.py").write_text((here / "modeling_tiny.py").read_text() + f"\na = 0\nif a:\n    a = 1\n{chain}")
+    (here / "modeling_tiny.py").write_text(
+        (here / "modeling_tiny.py").read_text() + f"\na = 0\nif a:\n    a = 1\n{chain}"
+    )
     monkeypatch.setattr("rewrite.transforms.fuse_qkv.FuseQKV.match", deep)
     fails(rewrite("modeling_tiny.py", "--out", "o", "--no-verify", "--only", "fuse_qkv"), 2, "nested too deeply")
 

@@ -113,7 +113,10 @@ def test_the_whole_runtime_has_a_flat_form(tmp_path: Path) -> None:
     ("statement", "flat"),
     [
         ("from .runtime.room import first, third as x", "from .rewrite_runtime_room import first, third as x"),
-        ("from .runtime.room import (\n    first,  # why\n)  # noqa", "from .rewrite_runtime_room import first  # noqa"),
+        (
+            "from .runtime.room import (\n    first,  # why\n)  # noqa",
+            "from .rewrite_runtime_room import first  # noqa",
+        ),
         ("from .runtime.room.second import *", "from .rewrite_runtime_room_second import *"),
         ("from .runtime.room import second as s", "from . import rewrite_runtime_room_second as s"),
         ("from .runtime import room", "from . import rewrite_runtime_room as room"),
@@ -128,7 +131,11 @@ def test_the_whole_runtime_has_a_flat_form(tmp_path: Path) -> None:
 )
 def test_an_import_of_a_folder_becomes_one_of_a_file(tmp_path: Path, statement: str, flat: str) -> None:
     (tmp_path / "runtime" / "room").mkdir(parents=True)
-    files = {"runtime/__init__.py": "", "runtime/room/__init__.py": "from .first import first, third\n", "mine.py": "a = 1\n"}
+    files = {
+        "runtime/__init__.py": "",
+        "runtime/room/__init__.py": "from .first import first, third\n",
+        "mine.py": "a = 1\n",
+    }
     files |= {"runtime/room/first.py": "first = third = 1\n", "runtime/room/second.py": "from ..room import first\n"}
     for name, text in {**files, "modeling_x.py": f'"""Doc."""\n{statement}\n'}.items():
         (tmp_path / name).write_text(text)
