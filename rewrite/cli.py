@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import os
 import shutil
 import signal
 import sys
@@ -165,7 +164,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _OF_PATHS:
             return _bug(error)
-        unusable = PathNotUsable(error.filename, error.strerror)
+        unusable = PathNotUsable(error.filename, error.strerror or str(error))
         return _say(f"error: {unusable}", unusable.exit_code)
     except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
         return _bug(error)

@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-
 LONGEST_PATH = 200
 """Characters of a path that a message shows in full."""
 
@@ -196,8 +195,8 @@ class SourceTooLarge(UsageError):
 
     def __init__(self, path: object, tokens: int, most: int):
         super().__init__(
-            f"{path} is too large to be rewritten, {tokens:,} tokens and {most:,} is the most: move its tables of data "
-            "into a module of their own."
+            f"{path} is too large to be rewritten, {tokens:,} tokens and {most:,} is the most: move its tables of "
+            "data into a module of their own."
         )
 
 

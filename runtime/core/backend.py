@@ -123,7 +123,7 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return False
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+def wants_gradient(*tensors: torch.Tensor | Proxy | None) -> bool:
     """Return whether autograd would record an operator on these tensors: then the differentiable form has to run.
 
     It has to for `torch.fx.symbolic_trace`, too, whose proxies record torch's own functions and can be asked nothing.

@@ -118,7 +118,7 @@ def _replace(lines: list[str], node: ast.ImportFrom, statements: list[str]) -> N
 
 
 def _guard(init: Path) -> list[str]:
-    """Return the arguments with which a package looks at the installed transformers before it is imported, if it does."""
+    """Return the arguments with which a package looks at the installed transformers when it is imported."""
     if not init.is_file():
         return []
     for node in ast.parse(init.read_text(encoding="utf-8")).body:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,21 +20,22 @@ def save_flat(module: ModuleType) -> None:
     It does for a class that was registered (`register_for_auto_class`), and would copy a file that imports folders,
     which transformers neither copies nor loads. Only these classes are changed.
     """
-    for value in list(vars(module).values()):
-        if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__:
-            if not any(
-                base.__module__ == module.__name__ and issubclass(base, PreTrainedModel) for base in value.__bases__
-            ):
-                setattr(value, "save_pretrained", _saving_flat(value.save_pretrained))  # subclasses have it from here
+    models: list[Any] = [value for value in vars(module).values() if _is_model(value, module.__name__)]
+    for model in models:
+        if not any(base in models for base in model.__bases__):  # the others have it from these
+            model.save_pretrained = _saving_flat(model.save_pretrained, module)
 
 
-def _saving_flat(save: Callable[..., Any]) -> Callable[..., Any]:
+def _is_model(value: object, module: str) -> bool:
+    return isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == module
+
+
+def _saving_flat(save: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     @functools.wraps(save)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        module = sys.modules[type(self).__module__]
-        if self._auto_class is None or module.__file__ is None:
+        if self._auto_class is None or type(self).__module__ != module.__name__:
             return save(self, *args, **kwargs)
-        path = Path(module.__file__)
+        path = Path(str(module.__file__))
         with tempfile.TemporaryDirectory() as folder:
             for name, text in flat_files(path.parent, path.name).items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
