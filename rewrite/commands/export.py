@@ -38,10 +38,11 @@ def export(folder: Path, out: Path, checkpoint: Path | None) -> int:
     screen.line("written", f"{out}/{{{lock.modeling}, {runtime} files rewrite_*.py{config}}}")
     if gone:
         screen.line("", f"taken out, of an earlier export: {', '.join(gone)}")
-    screen.line("auto_map", ", ".join(f"{auto} → {name.split('.')[1]}" for auto, name in made.auto_map.items()))
     if checkpoint is None:
         screen.line("config", "not written (--checkpoint takes one); its auto_map has to be:")
         screen.line("", json.dumps(made.auto_map))
-    elif not out.samefile(checkpoint):
+        return 0
+    screen.line("auto_map", ", ".join(f"{auto} → {name.split('.')[1]}" for auto, name in made.auto_map.items()))
+    if not out.samefile(checkpoint):
         screen.line("next", f"upload these files beside the weights of {checkpoint}")
     return 0

@@ -67,9 +67,8 @@ with guard.made_from(
     )
 
 from .runtime.core.explain import explain
-from .runtime.package import auto
+from .runtime.package import auto, upload
 from .runtime.package import selftest as _selftest
-from .runtime.package import upload
 
 upload.save_flat({modeling})
 
