@@ -5,8 +5,9 @@ Exit codes: 0 done, 1 a difference or a failed verification, 2 usage, 3 a bug of
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
-import os
 import shutil
 import signal
 import sys
@@ -20,12 +21,15 @@ import click
 from click.shell_completion import CompletionItem
 
 import rewrite
-from rewrite.errors import NameTaken, RewriteError, TransformError
+from rewrite.errors import NameTaken, PathNotUsable, RewriteError, StreamLost, TransformError
+from rewrite.show import streams
 
 VERSION = getattr(rewrite, "__version__", "unknown")
 DEFAULT_COMMAND = "apply"
 INTERRUPTED = 130
 BUG = 3
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+"""What a system says of a path that was given and cannot be used, wherever we first look at it."""
 
 # Name → short help. A command's module is imported when it is called, so that --help imports none of them but one.
 COMMANDS = {
@@ -36,6 +40,7 @@ COMMANDS = {
     "diff": "Show what a package changed against its original.",
     "eject": "Drop the lock and leave plain files.",
     "explain": "Explain a transform.",
+    "export": "Write a package in the form that loads from the Hub.",
     "kernels": "Compile the kernels for chips that need not be there.",
     "models": "List the model types of the installed transformers.",
     "sweep": "Rewrite and verify every modeling file of a transformers.",
@@ -127,6 +132,7 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: every failure is one message, never a traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
+    streams.prepare()
     sys.exit(run(args))
 
 
@@ -145,7 +151,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _say("interrupted: nothing was changed", INTERRUPTED)
     except _ReaderGone:  # Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.discard(sys.stdout.fileno())
         return 0
     except TransformError as error:
         return _say(f"error: {error} A log to attach: {_log()}", error.exit_code)
@@ -155,6 +161,11 @@ def run(args: Sequence[str] | None = None) -> int:
         if error.name not in ("libcst", "rich"):
             return _bug(error)
         return _say(f"error: {error.name} is not installed: pip install hf-rewrite", RewriteError.exit_code)
+    except OSError as error:
+        if error.errno not in _OF_PATHS:
+            return _bug(error)
+        unusable = PathNotUsable(error.filename, error.strerror or str(error))
+        return _say(f"error: {unusable}", unusable.exit_code)
     except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
         return _bug(error)
 
@@ -162,7 +173,8 @@ def run(args: Sequence[str] | None = None) -> int:
 def _say(message: str, code: int) -> int:
     if sys.stderr.isatty():
         message = click.wrap_text(message, shutil.get_terminal_size().columns)
-    click.echo(message, err=True)
+    with contextlib.suppress(StreamLost, BrokenPipeError):  # where it cannot be said, the code still says it
+        click.echo(message, err=True)
     return code
 
 
@@ -173,7 +185,9 @@ def _bug(error: Exception) -> int:
 
 def _log() -> Path:
     """Write the traceback of the exception in hand to a file of its own."""
-    with tempfile.NamedTemporaryFile("w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8") as log:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="rewrite-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
+    ) as log:
         log.write(f"hf-rewrite {VERSION} · Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
     return Path(log.name)
 

@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+LONGEST_PATH = 200
+"""Characters of a path that a message shows in full."""
+
 
 class RewriteError(Exception):
     """Base of every error that a user can act on; `exit_code` is what the command returns."""
@@ -18,6 +21,12 @@ class RewriteError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Let an error cross to another process: its message was built from arguments that it does not keep."""
         return _again, (type(self), self.args)
+
+
+def shortened(path: object) -> str:
+    """Return a path, its middle left out where it is very long."""
+    text = str(path)
+    return text if len(text) <= LONGEST_PATH else f"{text[:60]}...{text[-20:]}"
 
 
 def _again(kind: type[RewriteError], args: tuple[Any, ...]) -> RewriteError:
@@ -30,6 +39,20 @@ class UsageError(RewriteError):
     """The request itself cannot be carried out."""
 
     exit_code = 2
+
+
+class PathNotUsable(UsageError):
+    """A path that was given is one that the system refuses: too long, a circle of links, not ours to read."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"cannot use the path {shortened(path)}: {why}")
+
+
+class StreamLost(RewriteError):
+    """Standard output or standard error cannot be written."""
+
+    def __init__(self, stream: str, why: str):
+        super().__init__(f"cannot write to {stream}: {why}. The run ended there.")
 
 
 class NameTaken(UsageError):
@@ -160,6 +183,23 @@ class SourceDoesNotParse(UsageError):
         super().__init__(f"{path}:{line}: does not parse as Python: {why}")
 
 
+class SourceTooDeep(UsageError):
+    """The modeling file is nested deeper than what can be walked."""
+
+    def __init__(self, path: object, line: int):
+        super().__init__(f"{path}:{line}: nested too deeply to be rewritten: make it flatter (each `elif` is a level)")
+
+
+class SourceTooLarge(UsageError):
+    """The modeling file would take hours."""
+
+    def __init__(self, path: object, tokens: int, most: int):
+        super().__init__(
+            f"{path} is too large to be rewritten, {tokens:,} tokens and {most:,} is the most: move its tables of "
+            "data into a module of their own."
+        )
+
+
 class AlreadyRewritten(UsageError):
     """The source given is an output of this tool."""
 
@@ -189,16 +229,23 @@ class UnknownTransform(UsageError):
 class OutputNotOurs(UsageError):
     """The output folder holds something that this tool did not write."""
 
-    def __init__(self, path: object, why: str, *, forcible: bool = True):
+    def __init__(self, path: object, why: str, *, forcible: bool = True, option: str = "--out"):
         force = ", or --force to replace it (what is there is kept beside it as a backup)" if forcible else ""
-        super().__init__(f"{path} {why}: choose another --out{force}.")
+        super().__init__(f"{shortened(path)} {why}: choose another {option}{force}.")
+
+
+class OutputOfAnotherModel(OutputNotOurs):
+    """The output folder holds a package of another model than the one that is to be rewritten."""
+
+    def __init__(self, path: object, there: str, asked: str):
+        super().__init__(path, f"holds a package made from {there}, and this would put one of {asked} in its place")
 
 
 class OutputNotWritable(RewriteError):
     """Writing the output failed; the folder that was there before is untouched."""
 
     def __init__(self, path: object, why: str):
-        super().__init__(f"cannot write {path}: {why}. What was there before is unchanged.")
+        super().__init__(f"cannot write {shortened(path)}: {why}. What was there before is unchanged.")
 
 
 class SitesLost(RewriteError):
@@ -249,6 +296,13 @@ class OriginalChanged(RewriteError):
             f"{folder} was made from another content of {path} than is there now{versions}: rewrite it anew, "
             "or name the original with --original FILE."
         )
+
+
+class NotExportable(UsageError):
+    """A package cannot be written in the form that loads from the Hub."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"{folder} cannot be exported: {why}.")
 
 
 class ReleaseNotFound(UsageError):
@@ -327,8 +381,9 @@ class ChangedMeanwhile(RewriteError):
 class OutputBusy(RewriteError):
     """Another run is about to replace the same folder."""
 
-    def __init__(self, folder: object):
-        super().__init__(f"another run is writing {folder}: nothing was changed. Wait for it and try again.")
+    def __init__(self, folder: object, process: str = ""):
+        which = f" (process {process})" if process.isdecimal() else ""
+        super().__init__(f"another run{which} is writing {folder}: nothing was changed. Wait for it and try again.")
 
 
 class EditsNotMerged(RewriteError):

@@ -72,7 +72,7 @@ class Job:
 @diff_option(None, "How to show the changes. Default: unified on a terminal, stat elsewhere.")
 @verification_options
 @json_option
-@click.option("--force", is_flag=True, help="Replace a folder that is not ours or was edited; it is kept as a backup.")
+@click.option("--force", is_flag=True, help="Replace an edited package or another model's; kept as a backup.")
 def apply(**given: Any) -> int:
     """Rewrite the modeling file of MODEL and write the result, verified, to a folder.
 
@@ -137,7 +137,7 @@ def _run(job: Job, screen: Screen) -> int:
     if job.dry_run or job.out is None:
         return _rewrite(job, screen, source, transforms, None)
     with swap.alone(job.out):
-        place = output.prepare(job.out, source.path, job.force)
+        place = output.for_model(output.prepare(job.out, source.path, job.force), source, job.force)
         return _rewrite(job, screen, source, transforms, place)
 
 

@@ -68,7 +68,10 @@ def _package(
     with screen.working("verifying") as progress:
         verdict = verification.judge(source.path, folder, request, progress)
     screen.said.print(verification.rendered(verdict), markup=False, soft_wrap=True)
-    output.write_beside(folder / VERDICT_NAME, verification.record(verdict, lock, folder).encode("utf-8"))
+    record = verification.record(verdict, lock, folder, folder / VERDICT_NAME)
+    output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
+    if record.note:
+        screen.line("kept", record.note)
     report.write(json_path, verdict.to_json())
     return 0 if verdict.passed else 1
 

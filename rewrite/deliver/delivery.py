@@ -63,5 +63,9 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
             precheck.check_import(staged.folder, built.source.path)
     with screen.working("verifying") as progress:
         verdict = verification.judge(built.source.path, staged.folder, delivery.request, progress)
-    staged.add(VERDICT_NAME, verification.record(verdict, staged.package.lock, staged.folder))
+    before = staged.output.folder / VERDICT_NAME
+    record = verification.record(verdict, staged.package.lock, staged.folder, before)
+    staged.add(VERDICT_NAME, record.text)
+    if record.note:
+        screen.line("kept", record.note)
     return verdict, ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,8 @@ def show_written(screen: Screen, place: Output, package: Package, verdict: Verdi
         screen.line("", f"what was there before is in {place.shown.with_name(place.backup.name)}")
     screen.line("verify", verification.summary(verdict) if verdict is not None else note)
     if not place.folder.name.isidentifier():
-        hint = place.folder.name.strip().replace("-", "_").replace(" ", "_")
+        hint = re.sub(r"\W", "_", place.folder.name.strip())
+        hint = hint if hint.isidentifier() else f"_{hint}"
         screen.warn(f"'{place.folder.name}' cannot stand in an import statement; --out {hint} could")
 
 
@@ -101,7 +103,9 @@ def write_raw(path: Path, text: str) -> None:
         OutputNotWritable: if the disk refuses.
     """
     if str(path) == "-":
-        sys.stdout.write(text)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace"))
+        sys.stdout.buffer.flush()
         return
     write_text(path, text)
 
@@ -113,7 +117,7 @@ def write_text(path: Path, text: str) -> None:
         OutputNotWritable: if the disk refuses.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OutputNotWritable(path, error.strerror or str(error)) from error
 

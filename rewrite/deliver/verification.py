@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rewrite.verify import Verdict
 
 LATENCY_ONLY = ("latency",)
+QUICK = "quick"
+"""Where `verify.json` has a quick verdict beside the full one on the same files."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,42 @@ def summary(verdict: Verdict) -> str:
     return summary(verdict)
 
 
-def record(verdict: Verdict, lock: Lock, folder: Path) -> str:
-    """Return the text of `verify.json`: the verdict on the files in `folder` as they are, without machine paths."""
+@dataclass(frozen=True)
+class Record:
+    """The text of `verify.json`, and what is to be said about it."""
+
+    text: str
+    note: str = ""
+
+
+def record(verdict: Verdict, lock: Lock, folder: Path, before: Path) -> Record:
+    """Return what is to be kept of the verdict on the files in `folder` as they are, without machine paths.
+
+    A quick verdict never takes the place of a full one on the same files, which is in `before` if anywhere: the full
+    one stays, with the quick one beside it.
+    """
     data = verdict.to_json()
     names = sorted(name for name in lock.files if not name.startswith("."))
     files = {name: sha256((folder / name).read_bytes()) for name in names if (folder / name).is_file()}
     data["original"] = {"name": lock.source.module or lock.source.path, "sha256": lock.source.sha256}
     data["rewritten"] = {"name": lock.modeling, "sha256": files.get(lock.modeling), "files": files}
     data["options"].pop("weights", None)
+    full = _kept(before) if verdict.options.quick else None
+    if full is None or any(full.get(side) != data[side] for side in ("original", "rewritten")):
+        return Record(_text(data))
+    state = "passed" if full.get("passed") is True else "did not pass"
+    note = f"{before.name} keeps the full verification of these files, which {state}; this quick one is beside it"
+    return Record(_text({**full, QUICK: data}), note)
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    """Return the full verdict that a file holds, None if it holds none."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return data if data["options"]["quick"] is False else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _text(data: Mapping[str, Any]) -> str:
     return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

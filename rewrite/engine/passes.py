@@ -108,7 +108,7 @@ def _one_pass(transform: Transform, module: Module) -> _Pass:
 def _outcome(transform: Transform, candidate: Candidate, module: Module) -> Found | Skip:
     try:
         outcome = transform.match(candidate, module)
-    except RewriteError:
+    except (RewriteError, RecursionError):  # a file that is nested too deeply is no fault of the rule
         raise
     except Exception as error:  # any failure inside a rule is a bug at a named site, never "unchanged"
         raise TransformError(transform.name, candidate.site, f"{type(error).__name__}: {error}") from error

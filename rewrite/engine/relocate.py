@@ -7,7 +7,9 @@ file's own; a header names the origin and keeps the licence notice.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import libcst as cst
 
@@ -97,8 +99,13 @@ class _Mover(cst.CSTTransformer):
         )
 
 
+def shown_name(path: Path) -> str:
+    """Return the name of a file as it may stand in a comment and in a docstring."""
+    return re.sub(r"[^\w .+-]", "_", path.name)
+
+
 def _header(source: Source) -> str:
-    origin = source.path.name
+    origin = shown_name(source.path)
     if source.module is not None:
         origin = f"transformers {source.transformers_version}, {'/'.join(source.module.split('.')[1:])}.py"
     lines = [

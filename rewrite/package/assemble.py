@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import rewrite
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
+from rewrite.engine.relocate import shown_name
 from rewrite.package import runtime_files
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
 from rewrite.package.runtime_files import runtime_file
@@ -65,8 +67,10 @@ with guard.made_from(
     )
 
 from .runtime.core.explain import explain
-from .runtime.package import auto
+from .runtime.package import auto, upload
 from .runtime.package import selftest as _selftest
+
+upload.save_flat({modeling})
 
 
 def selftest(checkpoint: str | None = None) -> _selftest.SelfTest:
@@ -143,13 +147,12 @@ def modeling_name(source: Source) -> str:
 
 def command_for(folder: Path) -> str:
     """Return the command that makes the package anew and keeps the user's edits; paths in it are relative."""
-    return f'rewrite sync "{folder.name}"' if " " in folder.name else f"rewrite sync {folder.name}"
+    return f"rewrite sync {_argument(folder.name)}"
 
 
 def command_to_make(target: str, folder: Path) -> str:
     """Return the command that makes a package of `target` without regard to what is in the folder."""
-    name = f'"{folder.name}"' if " " in folder.name else folder.name
-    return f"rewrite {target} --out {name} --force"
+    return f"rewrite {_argument(target)} --out {_argument(folder.name)} --force"
 
 
 def public_names(text: str) -> list[str]:
@@ -165,7 +168,7 @@ def public_names(text: str) -> list[str]:
 
 def _init(build: Build, modeling: str, folder: Path) -> str:
     source = build.source
-    made_of = f"transformers {source.transformers_version}" if source.module else source.path.name
+    made_of = f"transformers {source.transformers_version}" if source.module else shown_name(source.path)
     names = public_names(build.rewritten.text)
     exported = sorted([*names, "explain", "register", "selftest"], key=isort_key)
     return _INIT.format(
@@ -173,7 +176,7 @@ def _init(build: Build, modeling: str, folder: Path) -> str:
         module=f'"{source.module}"' if source.module else None,
         sha256=source.sha256,
         version=source.transformers_version or "",
-        command=_quoted(command_for(folder)),
+        command=quoted(command_for(folder)),
         code=definitions.of_module(source.text),
         modeling=modeling,
         imported=textwrap.indent("\n".join(f"{name}," for name in names), " " * 8),
@@ -198,16 +201,24 @@ def _table(values: Mapping[str, object]) -> str:
     """Return a dict as a formatter would write it, one line an entry; a list that is too long one line an item."""
     lines = []
     for name, value in values.items():
-        line = f"    {_quoted(name)}: {json.dumps(value)},"
+        line = f"    {quoted(name)}: {json.dumps(value)},"
         if len(line) > LINE_LENGTH and isinstance(value, list):
-            line = "\n".join([f"    {_quoted(name)}: [", *(f"        {_quoted(item)}," for item in value), "    ],"])
+            line = "\n".join([f"    {quoted(name)}: [", *(f"        {quoted(item)}," for item in value), "    ],"])
         lines.append(line)
     return "\n".join(["{", *lines, "}"]) if lines else "{}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Return a string literal in double quotes where that needs no escapes, as formatters write it."""
-    return repr(text) if '"' in text or "\\" in text else f'"{text}"'
+    plain = text.isprintable() and '"' not in text and "\\" not in text
+    return f'"{text}"' if plain else ascii(text)
+
+
+def _argument(text: str) -> str:
+    """Return `text` as one word of a shell's line."""
+    if not re.fullmatch(r"[\w./ -]+", text):
+        return shlex.quote(text)
+    return f'"{text}"' if " " in text else text
 
 
 def _origin(source: Source, folder: Path) -> Origin:

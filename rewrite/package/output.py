@@ -24,12 +24,13 @@ from rewrite.errors import (
     OutputBusy,
     OutputNotOurs,
     OutputNotWritable,
+    OutputOfAnotherModel,
     SitesLost,
 )
-from rewrite.package import swap
+from rewrite.package import allowed, swap
 from rewrite.package.assemble import VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock, sha256
-from rewrite.upstream.source import LOCK_NAME
+from rewrite.upstream.source import LOCK_NAME, Source
 
 
 @dataclass(frozen=True)
@@ -120,23 +121,20 @@ def prepare(
     over although they are ours.
 
     Raises:
-        OutputNotOurs: if it holds something that this tool did not write, or files of ours that were edited since,
-            and `force` is not given; or if it can never be an output (a file, the working folder, the source's own).
+        OutputNotOurs: if it holds something that this tool did not write, or can never be an output (a file, the
+            working folder, the user's home, the source's own); without `force` also if files of ours were edited
+            since, or if the lock cannot be read.
     """
-    folder = _recovered(shown.expanduser().resolve())
-    if folder.exists() and not folder.is_dir():
-        raise OutputNotOurs(shown, "is a file", forcible=False)
-    if Path.cwd().resolve().is_relative_to(folder):
-        raise OutputNotOurs(shown, "is, or contains, the folder you are in", forcible=False)
-    if source.resolve().is_relative_to(folder):
-        raise OutputNotOurs(shown, f"contains the source {source.name}", forcible=False)
+    folder = _recovered(swap.resolved(shown))
+    allowed.check_place(shown, folder, source)
     if not folder.is_dir() or not any(folder.iterdir()):
         return Output(shown, folder, backup=None)
     try:
         lock = read_lock(folder)
     except NotAPackage as error:
+        allowed.check_without_lock(shown, folder)
         if not force:
-            raise OutputNotOurs(shown, "is not empty and not an output of this tool") from error
+            raise OutputNotOurs(shown, "is a package without a lock that can be read") from error
         return Output(shown, folder, backup=_free_backup(folder))
     edited = [name for name in edited_files(folder, lock) if name not in merged]
     if edited and not force:
@@ -144,6 +142,25 @@ def prepare(
     check_links(folder, lock)
     carried = (*_own_files(folder, lock), *(name for name in kept if (folder / name).is_file()))
     return Output(shown, folder, _free_backup(folder) if edited else None, carried, lock, snapshot(folder, lock))
+
+
+def for_model(output: Output, source: Source, force: bool) -> Output:
+    """Return `output` if the package that is there now was made from the original `source`, or from none.
+
+    With `force` one of another model is replaced, and kept whole as a backup: nothing of it goes into the new package.
+
+    Raises:
+        OutputOfAnotherModel: if it was made from another, and `force` is not given.
+    """
+    if output.previous is None:
+        return output
+    made_from = output.previous.source
+    here = (source.module, source.path.name)
+    if made_from.sha256 == source.sha256 or (made_from.module, Path(made_from.path).name) == here:
+        return output
+    if not force:
+        raise OutputOfAnotherModel(output.shown, made_from.module or made_from.path, source.module or source.path.name)
+    return Output(output.shown, output.folder, output.backup or _free_backup(output.folder))
 
 
 def snapshot(folder: Path, lock: Lock) -> dict[str, str]:
@@ -162,7 +179,7 @@ def free_name(folder: Path, name: str, ending: str) -> str:
 
 def clean(shown: Path) -> None:
     """Put back or remove what a killed run left beside a folder, unless another run is at work there."""
-    folder = shown.expanduser().resolve()
+    folder = swap.resolved(shown)
     left = [_old(folder), swap.claim(folder), *folder.parent.glob(f"{glob.escape(_new_prefix(folder))}*")]
     if any(path.exists() for path in left):
         with contextlib.suppress(OutputBusy, OutputNotWritable), swap.alone(shown):
@@ -275,8 +292,12 @@ def _copy_aside(folder: Path, backup: Path) -> None:
     """Copy the present content to its backup, which appears as a whole or not at all."""
     part = folder.with_name(f"{_new_prefix(folder)}backup")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(folder, part, symlinks=True)
-    part.rename(backup)
+    try:
+        shutil.copytree(folder, part, symlinks=True)
+        part.rename(backup)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def _recovered(folder: Path) -> Path:

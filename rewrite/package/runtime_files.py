@@ -16,6 +16,7 @@ from rewrite.operators import offered, own_text, without_declarations
 
 ALWAYS = (
     "core/backend", "core/explain", "core/rocm", "origin/guard", "package/auto", "package/selftest",
+    "package/upload",
 )  # fmt: skip
 """What every package has: it is called by the package's `__init__.py` or by its user."""
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rewrite.errors import OutputBusy, OutputNotWritable
+from rewrite.errors import OutputBusy, OutputNotOurs, OutputNotWritable, PathNotUsable
 
 _AT_FDCWD = -100
 _EXCHANGE = 2
@@ -45,6 +45,22 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
+def resolved(shown: Path) -> Path:
+    """Return the output folder `shown` with links resolved.
+
+    Raises:
+        PathNotUsable: if its links go round in a circle.
+        OutputNotOurs: if it is the root of the file system.
+    """
+    try:
+        folder = Path(os.path.expanduser(shown)).resolve()
+    except RuntimeError as error:  # what Python before 3.13 makes of a circle
+        raise PathNotUsable(shown, "its links go round in a circle") from error
+    if not folder.name:
+        raise OutputNotOurs(shown, "is the root of the file system", forcible=False)
+    return folder
+
+
 def claim(folder: Path) -> Path:
     """Return the file beside `folder` that a run locks while it writes."""
     return folder.with_name(f".{folder.name}.rewrite-busy")
@@ -54,13 +70,14 @@ def claim(folder: Path) -> Path:
 def alone(shown: Path) -> Iterator[None]:
     """Keep other runs from writing the same folder during the block.
 
-    The claim is a lock on `.<name>.rewrite-busy` beside the folder, which the system lets go of when a run is killed.
+    The claim is a lock on `.<name>.rewrite-busy` beside the folder, which the system lets go of when a run is killed:
+    the file that is left then, with the number of its process, is in nobody's way.
 
     Raises:
         OutputBusy: if another run has it.
         OutputNotWritable: if the place cannot be written.
     """
-    folder = shown.expanduser().resolve()
+    folder = resolved(shown)
     path = claim(folder)
     if os.name != "posix" or not folder.parent.is_dir():
         yield
@@ -69,7 +86,7 @@ def alone(shown: Path) -> Iterator[None]:
     try:
         handle = _claimed(fcntl, path)
     except BlockingIOError as error:
-        raise OutputBusy(shown) from error
+        raise OutputBusy(shown, _owner(path)) from error
     except OSError as error:
         raise OutputNotWritable(shown, error.strerror or str(error)) from error
     try:
@@ -86,8 +103,18 @@ def _claimed(fcntl: object, path: Path) -> int:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined]
             if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+                os.truncate(handle, 0)
+                os.write(handle, str(os.getpid()).encode())
                 return handle
         except BaseException:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _owner(path: Path) -> str:
+    """Return the number of the process that has locked a file, as it wrote it there; nothing where it has not yet."""
+    try:
+        return path.read_text("utf-8", "replace")[:20].strip()
+    except OSError:
+        return ""

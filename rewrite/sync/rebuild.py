@@ -123,11 +123,14 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
         passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
+        quick_passed = verdict.get("quick", {}).get("passed", True)
         made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
     if not passed:
         return f"{VERDICT_NAME} says that the verification failed"
+    if not quick_passed:
+        return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
     if made_from != lock.source.sha256:
         return f"the original has changed since it was verified: rewrite verify {folder}"
     for name in sorted({*files, *_importable(lock)}):

@@ -9,7 +9,7 @@ from rewrite.deliver import precheck
 from rewrite.engine.relocate import HEADER_LOCK
 from rewrite.errors import NotRestorable
 from rewrite.package import output, swap
-from rewrite.package.assemble import INIT, KEPT, VERDICT_NAME, Package, command_for, command_to_make
+from rewrite.package.assemble import INIT, KEPT, VERDICT_NAME, Package, command_for, command_to_make, quoted
 from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.package.runtime_files import shipped
 from rewrite.sync import rebuild
@@ -59,7 +59,7 @@ def eject(folder: Path) -> list[str]:
     origin = lock.source
     made = command_to_make(origin.model_type or origin.module or origin.target, folder.resolve())
     changes = {
-        INIT: (command_for(folder.resolve()), made),
+        INIT: (quoted(command_for(folder.resolve())), quoted(made)),
         lock.modeling: (HEADER_LOCK, "# This file is yours: review it, edit it, ship it."),
     }
     for name, (old, new) in changes.items():

@@ -128,7 +128,7 @@ def _string_mappings(tree: ast.Module) -> Iterator[tuple[str, dict[str, str]]]:
         else:
             continue
         if name in _MAPPINGS:
-            yield name, dict(_entries(value))
+            yield name, dict(entries(value))
 
 
 def _is_update(node: ast.expr) -> bool:
@@ -140,11 +140,11 @@ def _is_update(node: ast.expr) -> bool:
     )
 
 
-def _entries(node: ast.expr) -> Iterator[tuple[str, str]]:
+def entries(node: ast.expr) -> Iterator[tuple[str, str]]:
     """Yield the pairs of string literals in a dict, a list of tuples, or a call of `OrderedDict` on either."""
     if isinstance(node, ast.Call):
         for inner in (*node.args, *(keyword.value for keyword in node.keywords)):
-            yield from _entries(inner)
+            yield from entries(inner)
     elif isinstance(node, (ast.List, ast.Tuple)):
         for element in node.elts:
             if isinstance(element, ast.Tuple) and len(element.elts) == 2:

@@ -8,9 +8,10 @@ import importlib.util
 import io
 import json
 import os
+import stat
 import sys
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def resolve(target: str, trust_remote_code: bool = False) -> Source:
         MissingLibrary: if a model type is given and transformers is not installed.
     """
     installed = find_transformers()
-    path = Path(target).expanduser()
+    path = Path(os.path.expanduser(target))
     if _is_word(target) and installed is not None and target in installed.model_types:
         return _of_model_type(target, target, installed)
     if path.is_dir():
@@ -102,7 +103,7 @@ def weights_fit(source: Source, weights: Path) -> None:
     Raises:
         CheckpointNotUsable: if it does not, or does not say what it holds.
     """
-    config = _config(weights)
+    config = read_config(weights)
     theirs = config.get("model_type")
     if source.model_type is not None and theirs is not None and theirs != source.model_type:
         raise CheckpointNotUsable(weights, f"it holds a '{theirs}' model and {source.target} is '{source.model_type}'")
@@ -125,7 +126,7 @@ def _of_model_type(target: str, name: str, installed: Installed) -> Source:
 def _of_folder(target: str, folder: Path, installed: Installed | None, trust_remote_code: bool) -> Source:
     if (folder / LOCK_NAME).is_file():
         raise AlreadyRewritten(folder)
-    config = _config(folder)
+    config = read_config(folder)
     name = config.get("model_type")
     remote = _remote_file(folder, config)
     known = installed is not None and name in installed.model_types
@@ -140,7 +141,12 @@ def _of_folder(target: str, folder: Path, installed: Installed | None, trust_rem
     return _read(target, path, installed, model_type=str(name), checkpoint=folder)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a checkpoint folder.
+
+    Raises:
+        CheckpointNotUsable: if there is none, or what is read of it is not of the kind that it must be.
+    """
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise CheckpointNotUsable(folder, f"it has no {CONFIG_NAME}, so it is no checkpoint folder")
@@ -148,9 +154,37 @@ def _config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} cannot be read: it is nested without end") from error
     if not isinstance(config, dict) or not ("model_type" in config or "auto_map" in config):
         raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} has neither model_type nor auto_map")
+    for name, (right, kind) in _FIELDS.items():
+        if name in config and not right(config[name]):
+            raise CheckpointNotUsable(folder, f"{name} in its {CONFIG_NAME} should be {kind}")
     return config
+
+
+def _is_list_of_names(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _is_auto_map(value: object) -> bool:
+    """Return whether a value is as `auto_map`: `{"AutoModel": "modeling_x.Model"}`; two names for two tokenizers."""
+    return value is None or (isinstance(value, dict) and all(_is_reference(entry) for entry in value.values()))
+
+
+def _is_reference(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], (str, type(None)))
+    )
+
+
+_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "model_type": (lambda value: isinstance(value, str), "a string"),
+    "architectures": (_is_list_of_names, "a list of class names"),
+    "auto_map": (_is_auto_map, "an object of class names"),
+}
+"""What is read of a configuration, and of which kind it must be."""
 
 
 def _remote_file(folder: Path, config: dict[str, Any]) -> Path | None:
@@ -233,7 +267,11 @@ def _names_code(config: Path) -> bool:
 
 
 def _bytes(path: Path) -> bytes:
+    if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
+        raise SourceNotReadable(path, "its name is not UTF-8, and goes into the package; rename it")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could wait for ever
+            raise SourceNotReadable(path, "it is no regular file")
         return path.read_bytes()
     except FileNotFoundError as error:
         raise SourceNotReadable(path, "there is no such file") from error

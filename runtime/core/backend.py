@@ -26,9 +26,11 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level as _functorch_level
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.fx import Proxy
 from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
+from .place import NAMESPACE
 
 BACKENDS = ("auto", "reference", "triton", "aiter")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
@@ -37,9 +39,6 @@ _fallbacks: Counter[tuple[str, str]] = Counter()
 _last_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _chosen: str | None = None
 
-# Each output package carries its own copy of this folder, so each registers its operators under its own name: two
-# rewritten models live in one process.
-NAMESPACE = __name__.rsplit(".", 3)[0].replace(".", "_")
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _NO_GUARD = contextlib.nullcontext()
 
@@ -126,11 +125,14 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return False
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+def wants_gradient(*tensors: torch.Tensor | Proxy | None) -> bool:
     """Return whether torch differentiates an operator on these tensors: then the form in its own operators has to run.
 
-    So it does inside a transform (`transformed`), whichever tensors that is about.
+    So it does inside a transform (`transformed`), whichever tensors that is about, and for `torch.fx.symbolic_trace`,
+    whose proxies record torch's own functions and can be asked nothing.
     """
+    if any(type(tensor) is Proxy for tensor in tensors):
+        return True
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
     return transformed()

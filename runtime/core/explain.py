@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from . import backend
+from . import backend, place
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def explain(model: nn.Module | None = None) -> Explanation:
 
 def _describers() -> Iterator[Callable[[nn.Module], list[str]]]:
     """Yield the function `describe` of every file of this runtime that has one and is in use."""
-    runtime = __name__.rsplit(".", 2)[0]
-    for name in sorted(name for name in sys.modules if name.startswith(f"{runtime}.")):
+    for name in sorted(name for name in sys.modules if name.startswith(place.MODULES)):
         describe = vars(sys.modules[name]).get("describe")
         if callable(describe) and describe.__module__ == name:
             yield describe

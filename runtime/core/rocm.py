@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from . import place
 
 INDUCTOR: dict[str, tuple[object, str]] = {
     "max_autotune": (False, "tries Triton products for minutes, which rocBLAS then beats"),
@@ -47,7 +48,7 @@ ENVIRONMENT = {
 }
 """Read by the HIP runtime when it starts. HIP_CACHE_ENABLED, which notes on the web add, AMD documents nowhere."""
 RNG_GUARD = "RNG guard of Dynamo"
-TUNABLE_FILE = Path(__file__).parents[2] / "tunableop.csv"
+TUNABLE_FILE = place.FOLDER / "tunableop.csv"
 """Where TunableOp keeps its results: beside the package's modeling file. Torch adds the card's number."""
 
 Outcome = Literal["set", "as it was", "not in this torch", "too late", "yours"]

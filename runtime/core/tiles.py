@@ -20,10 +20,10 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
+from . import place
 from .launch import HIP, WAVE
 
 STAGES = 2 if HIP else 5
@@ -39,7 +39,7 @@ The compiler of Triton 3.9 loads all tiles of a program before it multiplies the
 Tile = tuple[int, ...]
 Entry = tuple[int, ...] | None
 
-TUNED = Path(__file__).parents[2] / "tuned.json"
+TUNED = place.FOLDER / "tuned.json"
 
 MEASURED: dict[str, dict[str, Entry]] = {
     # torch 2.11, triton 3.6. Skinny products by bench/gemm.py, the sizes of Llamas of 1B, 8B and 70B parameters; the

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .small_config import small_config
@@ -70,7 +70,7 @@ def run(module: ModuleType, original: str | None, checkpoint: str | None = None)
     if original is None:
         raise SelfTestFailed("this package was made from a file outside transformers: `rewrite verify` compares them")
     started = time.perf_counter()
-    rewritten = _model_class(module)
+    rewritten = _model_class(module, checkpoint)
     upstream = getattr(importlib.import_module(original), rewritten.__name__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with _settled(), contextlib.ExitStack() as stack:
@@ -88,17 +88,32 @@ def run(module: ModuleType, original: str | None, checkpoint: str | None = None)
     return SelfTest(rewritten.__name__, device, tensors, difference, tokens, seconds, libraries)
 
 
-def _model_class(module: ModuleType) -> type[PreTrainedModel]:
-    """Return the class that is tested: the one for causal language modelling, else the first that has all weights."""
-    found = [
-        value
+def _model_class(module: ModuleType, checkpoint: str | None) -> type[PreTrainedModel]:
+    """Return the class that is tested: the one that the checkpoint was saved from.
+
+    Without a checkpoint, or where it does not say, that is the one for causal language modelling, else the first.
+    """
+    found = {
+        name: value
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__
         if not name.endswith("PreTrainedModel")
-    ]
+    }
     if not found:
         raise SelfTestFailed(f"{module.__name__} has no model class")
-    return min(found, key=lambda model: (not model.__name__.endswith(("ForCausalLM", "LMHeadModel")), model.__name__))
+    saved = _architectures(checkpoint)
+    if saved and not found.keys() & set(saved):
+        raise SelfTestFailed(f"the checkpoint is one of {', '.join(saved)}, which this package does not have")
+    asked = [found[name] for name in saved if name in found] or list(found.values())
+    return min(asked, key=lambda model: (not model.__name__.endswith(("ForCausalLM", "LMHeadModel")), model.__name__))
+
+
+def _architectures(checkpoint: str | None) -> list[str]:
+    """Return the classes that a checkpoint was saved from, as its configuration names them."""
+    if checkpoint is None:
+        return []
+    config, _ = PreTrainedConfig.get_config_dict(checkpoint)
+    return list(config.get("architectures") or [])
 
 
 def _random(model_class: Any) -> PreTrainedModel:
@@ -136,13 +151,18 @@ def _compare_logits(ours: PreTrainedModel, theirs: PreTrainedModel, device: str)
     mask = torch.ones_like(ids)
     mask[1, : PROMPT // 3] = 0
     with torch.no_grad():
-        own, other = (model(ids, attention_mask=mask)[0].float()[mask.bool()] for model in (ours, theirs))
+        own, other = (_visible(model(ids, attention_mask=mask)[0].float(), mask) for model in (ours, theirs))
     scale = other.abs().max().clamp(min=torch.finfo(other.dtype).tiny)
     difference = float((own - other).abs().max() / scale)
     low = next(theirs.parameters()).dtype != torch.float32
     if not difference <= (MOST_DIFFERENCE if not low else 0.05):
         raise SelfTestFailed(f"the output differs by {difference:.1e} of its largest value")
     return difference
+
+
+def _visible(output: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return what an output has at the tokens that are there; the whole where it has one row for a whole text."""
+    return output[mask.bool()] if output.shape[:2] == mask.shape else output
 
 
 def _compare_tokens(ours: PreTrainedModel, theirs: PreTrainedModel, device: str) -> int:

@@ -17,7 +17,6 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path as File
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..aiter import gemm as aiter_gemm
-from ..core import backend
+from ..core import backend, place
 from . import packing, preshuffle
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
@@ -40,7 +39,7 @@ def routed_linear(input, projection):
     },
 }
 
-TABLE = File(__file__).parents[2] / "gemm.json"
+TABLE = place.FOLDER / "gemm.json"
 THRESHOLD = 64
 """Rows from which aiter is asked: below, a general product is latency, and its dispatch costs more than it gains."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,13 +70,69 @@ def test_a_file_that_does_not_parse_names_the_line(here: Path, rewrite: CommandL
     [
         ("x = " + "(" * 3000 + "1" + ")" * 3000, "too many nested parentheses"),
         ("x = " + "1 + " * 5000 + "1", "nested too deeply"),
+        ("a = [\n" + "1,\n" * 150_000 + "]", "too large to be rewritten"),
         ("x = 1\0", "null bytes"),
     ],
-    ids=["parentheses", "operators", "null"],
+    ids=["parentheses", "operators", "literals", "null"],
 )
 def test_a_file_that_would_end_the_parser(here: Path, rewrite: CommandLine, text: str, message: str) -> None:
     (here / "modeling_bad.py").write_text(text)
-    fails(rewrite("modeling_bad.py", "--out", "o", "--no-verify"), 2, "modeling_bad.py:1", message)
+    fails(rewrite("modeling_bad.py", "--out", "o", "--no-verify"), 2, "modeling_bad.py", message)
+
+
+def test_a_chain_of_elifs_names_its_line(here: Path, rewrite: CommandLine) -> None:
+    text = (here / "modeling_tiny.py").read_text()
+    chain = "".join(f"        elif self.x == {i}:\n            y = {i}\n" for i in range(1500))
+    head = "    def forward(self, hidden_states):\n"
+    text = text.replace(head, f"{head}        if self.x is None:\n            y = 0\n{chain}", 1)
+    (here / "modeling_bad.py").write_text(text)
+    line = text.splitlines().index("        elif self.x == 0:") + 1
+    failed = rewrite("modeling_bad.py", "--out", "o", "--no-verify", "--only", "fuse_qkv")
+    fails(failed, 2, "nested too deeply to be rewritten", "elif")
+    assert line < int(failed.said[0].split(":")[2]) < line + 150
+
+
+def test_a_rule_that_runs_out_of_levels_is_no_bug_of_ours(
+    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deep(*arguments: Any) -> None:
+        raise RecursionError
+
+    chain = "".join(f"elif a == {i}:\n    a = 1\n" for i in range(100))
+    (here / "modeling_tiny.py").write_text(
+        (here / "modeling_tiny.py").read_text() + f"\na = 0\nif a:\n    a = 1\n{chain}"
+    )
+    monkeypatch.setattr("rewrite.transforms.fuse_qkv.FuseQKV.match", deep)
+    fails(rewrite("modeling_tiny.py", "--out", "o", "--no-verify", "--only", "fuse_qkv"), 2, "nested too deeply")
+
+
+def test_a_pipe_is_no_modeling_file(here: Path, rewrite: CommandLine) -> None:
+    os.mkfifo(here / "modeling_pipe.py")
+    fails(rewrite("modeling_pipe.py", "--out", "o", "--no-verify"), 2, "no regular file")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": ["llama"]}', "model_type in its config.json should be a string"),
+        ('{"model_type": "llama", "architectures": [3]}', "architectures in its config.json"),
+        ('{"model_type": "llama", "architectures": {"a": 1}}', "architectures in its config.json"),
+        ('{"model_type": "llama", "auto_map": [1]}', "auto_map in its config.json"),
+        ('{"model_type": "llama", "auto_map": {"AutoModel": []}}', "auto_map in its config.json"),
+        ("[" * 20_000, "nested without end"),
+    ],
+)
+def test_a_malformed_configuration(here: Path, rewrite: CommandLine, text: str, message: str) -> None:
+    (here / "c").mkdir()
+    (here / "c" / "config.json").write_text(text)
+    fails(rewrite("./c", "--out", "o", "--no-verify"), 2, "cannot use the checkpoint c", message)
+    fails(rewrite("llama", "--out", "o", "--weights", "c"), 2, "cannot use the checkpoint c", message)
+
+
+@pytest.mark.parametrize("command", ["diff", "check", "sync", "undo", "verify", "tune"])
+def test_a_path_that_is_too_long(here: Path, rewrite: CommandLine, command: str) -> None:
+    fails(rewrite(command, "x" * 300), 2, "cannot use the path", "...", "File name too long")
+    fails(rewrite("modeling_tiny.py", "--out", "x" * 300, "--no-verify"), 2, "File name too long")
 
 
 def test_a_package_of_the_same_name_is_named(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

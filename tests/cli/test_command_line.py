@@ -107,3 +107,36 @@ def test_a_polite_kill_leaves_nothing_behind(here: Path) -> None:
     )
     assert done.returncode == 130
     assert sorted(path.name for path in here.iterdir()) == ["modeling_tiny.py"]
+
+
+def shell(line: str, here: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of the shell in which `rewrite` is the command."""
+    line = line.replace("rewrite ", f"{sys.executable} -m rewrite.cli ", 1)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(["sh", "-c", line], cwd=here, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", ["--help", "models", "models --json -"])
+def test_a_full_output_is_said(here: Path, arguments: str) -> None:
+    done = shell(f"rewrite {arguments} > /dev/full", here)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert done.stderr.startswith("error: cannot write to standard output: No space left on device")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_nobodys_loss(here: Path, closed: str) -> None:
+    done = shell(f"rewrite modeling_tiny.py --out out --no-verify --only fuse_qkv {closed}", here)
+    assert done.returncode == 0, done.stderr
+    assert "Rewritten by" in (here / "out" / "modeling_tiny.py").read_text()
+
+
+def test_an_error_that_cannot_be_said_still_has_its_code(here: Path) -> None:
+    assert shell("rewrite nonsense --out out 2> /dev/full", here).returncode == 2
+
+
+def test_a_locale_without_our_characters(here: Path) -> None:
+    line = "PYTHONIOENCODING=ascii LC_ALL=C rewrite modeling_tiny.py --out ünï --no-verify --only fuse_qkv"
+    done = shell(line, here)
+    assert done.returncode == 0, done.stderr
+    assert "modeling_tiny.py - sha256" in done.stdout
+    assert "..." in done.stdout

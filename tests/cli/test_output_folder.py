@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 
+from rewrite.errors import OutputNotOurs
+from rewrite.package import swap
+
 ARGUMENTS = ("modeling_tiny.py", "--no-verify", "--only", "fuse_qkv", "--diff", "none")
 
 
@@ -33,15 +36,66 @@ def test_a_folder_of_ours_is_made_anew_and_own_files_stay(package: Path, rewrite
     assert hidden(package.parent) == []
 
 
-def test_another_folder_is_refused_and_with_force_kept_as_a_backup(here: Path, rewrite: CommandLine) -> None:
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_a_folder_that_is_no_package_is_refused(here: Path, rewrite: CommandLine, force: tuple[str, ...]) -> None:
     (here / "out").mkdir()
     (here / "out" / "thesis.txt").write_text("mine")
-    refused = rewrite(*ARGUMENTS, "--out", "out")
-    assert refused.code == 2
-    assert "not an output of this tool" in refused.err
-    assert (here / "out" / "thesis.txt").read_text() == "mine"
-    assert rewrite(*ARGUMENTS, "--out", "out", "--force").code == 0
-    assert (here / "out.backup1" / "thesis.txt").read_text() == "mine"
+    refused = rewrite(*ARGUMENTS, "--out", "out", *force)
+    assert (refused.code, "not an output of this tool" in refused.err) == (2, True)
+    assert [path.name for path in (here / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_a_package_without_its_lock_is_replaced_with_force_alone(package: Path, rewrite: CommandLine) -> None:
+    assert rewrite("eject", package).code == 0
+    refused = rewrite(*ARGUMENTS, "--out", package)
+    assert (refused.code, "without a lock that can be read" in refused.err) == (2, True)
+    assert rewrite(*ARGUMENTS, "--out", package, "--force").code == 0
+    assert (package.with_name("out.backup1") / "modeling_tiny.py").is_file()
+    (package / "rewrite.lock").unlink()
+    (package / ".git").mkdir()
+    refused = rewrite(*ARGUMENTS, "--out", package, "--force")
+    assert (refused.code, "no part of a package, .git" in refused.err) == (2, True)
+
+
+def test_a_package_of_another_model_is_replaced_with_force_alone(
+    here: Path, package: Path, rewrite: CommandLine
+) -> None:
+    other = here / "modeling_other.py"
+    other.write_text((here / "modeling_tiny.py").read_text() + "\nOTHER = 1\n")
+    (package / "mine.txt").write_text("mine")
+    before = (package / "rewrite.lock").read_bytes()
+    refused = rewrite("modeling_other.py", *ARGUMENTS[1:], "--out", package)
+    assert (refused.code, "made from modeling_tiny.py" in refused.err, "--force" in refused.err) == (2, True, True)
+    assert (package / "rewrite.lock").read_bytes() == before
+    assert rewrite("modeling_other.py", *ARGUMENTS[1:], "--out", package, "--force").code == 0
+    assert not (package / "mine.txt").exists()
+    assert (package.with_name("out.backup1") / "mine.txt").read_text() == "mine"
+
+
+def test_an_interrupted_backup_leaves_nothing_behind(
+    package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (package / "modeling_tiny.py").write_text("# mine\n")
+
+    def interrupted(folder: Path, part: Path, symlinks: bool) -> None:
+        part.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.copytree", interrupted)
+    assert rewrite(*ARGUMENTS, "--out", package, "--force").code == 130
+    assert hidden(package.parent) == []
+
+
+def test_the_home_and_the_root_can_never_be_an_output(
+    here: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "users" / "me").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(here / "users" / "me"))
+    for out in ("users/me", "users"):
+        refused = rewrite(*ARGUMENTS, "--out", out, "--force")
+        assert (refused.code, "home folder" in refused.err) == (2, True)
+    with pytest.raises(OutputNotOurs, match="the root of the file system"):
+        swap.resolved(Path("/"))
 
 
 def test_a_count_that_falls_is_a_failure(here: Path, package: Path, rewrite: CommandLine) -> None:

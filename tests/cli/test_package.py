@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -124,3 +125,21 @@ def test_the_guard_names_a_command_that_makes_the_package_anew(here: Path, rewri
     tree = ast.parse((here / "my llama" / "__init__.py").read_text())
     commands = [k.value for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords if k.arg == "command"]
     assert [ast.literal_eval(command) for command in commands] == ['rewrite sync "my llama"']
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a'b", "a\\b", 'a"""b', "{x}", "x\udcff"])
+def test_an_odd_name_breaks_no_file(here: Path, rewrite: CommandLine, name: str) -> None:
+    source = here / f"modeling_{name}.py"
+    source.write_bytes((here / "modeling_tiny.py").read_bytes())
+    options = ("--no-verify", "--only", "fuse_qkv", "--diff", "none", "--out", name)
+    if not name.isascii():
+        assert "not UTF-8" in rewrite(source, *options).err
+        source = here / "modeling_tiny.py"
+    assert rewrite(source, *options).code == 0
+    for command, word in (("check", "sync"), ("eject", "--out")):
+        assert rewrite(command, name).code == 0
+        tree = ast.parse((here / name / "__init__.py").read_bytes())
+        keywords = [k for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords if k.arg == "command"]
+        words = shlex.split(ast.literal_eval(keywords[0].value))
+        assert words[words.index(word) + 1] == name
+    assert ast.parse(next((here / name).glob("modeling_*.py")).read_bytes())

@@ -14,12 +14,12 @@ from rewrite.verify.verdict import Check, Gate, Identity, Options, Verdict
 ARGUMENTS = ("modeling_tiny.py", "--only", "fuse_qkv", "--diff", "none")
 
 
-def verdict(passed: bool, where: Path) -> Verdict:
+def verdict(passed: bool, where: Path, quick: bool = False) -> Verdict:
     check = Check("logits", "passed" if passed else "failed", "planted")
     side = Identity(str(where), str(where), "0" * 64)
     gates = (Gate(2, "parity", (check,), 0.1),)
     reason = "" if passed else "gate 2 (parity): logits: planted"
-    return Verdict(passed, side, side, "TinyLlama", gates, None, reason, {"torch": "2"}, Options(), 0.1)
+    return Verdict(passed, side, side, "TinyLlama", gates, None, reason, {"torch": "2"}, Options(quick=quick), 0.1)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def judge(original: Path, rewritten: Path, request: Any, progress: Any) -> Verdict:
         asked.append((original, rewritten, request))
         progress("half way")
-        return verdict(asked[0], rewritten)
+        return verdict(asked[0], rewritten, request.quick)
 
     monkeypatch.setattr("rewrite.deliver.verification.judge", judge)
     return asked
@@ -92,6 +92,29 @@ def test_verify_keeps_the_verdict_on_the_files_as_they_are(
     judged[0] = False
     assert rewrite("verify", package).code == 1
     assert rewrite("verify", "modeling_tiny.py", package).code == 1
+
+
+def test_a_quick_verdict_stands_beside_a_full_one(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+    def kept() -> dict[str, Any]:
+        data: dict[str, Any] = json.loads((here / "out" / "verify.json").read_text())
+        return data
+
+    assert rewrite(*ARGUMENTS, "--out", "out", "--quick").code == 0
+    assert kept()["options"]["quick"] is True
+    assert rewrite("verify", "out").code == 0
+    for arguments in (("verify", "out", "--quick"), (*ARGUMENTS, "--out", "out", "--quick")):
+        done = rewrite(*arguments)
+        assert (done.code, "keeps the full verification of these files, which passed" in done.out) == (0, True)
+        assert (kept()["options"]["quick"], kept()["quick"]["options"]["quick"]) == (False, True)
+    judged[0] = False
+    assert rewrite("verify", "out", "--quick").code == 1
+    assert kept()["passed"] is True
+    assert "a later quick verification failed" in rewrite("check", "out").out
+    path = here / "out" / "modeling_tiny.py"
+    path.write_text(path.read_text() + "# mine\n")
+    judged[0] = True
+    assert rewrite("verify", "out", "--quick").code == 0
+    assert kept()["options"]["quick"] is True
 
 
 @pytest.mark.slow

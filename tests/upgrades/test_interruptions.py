@@ -104,7 +104,7 @@ def test_two_at_once(package: Path, releases: Releases, rewrite: CommandLine) ->
     before = contents(package)
     with swap.alone(package):
         busy = rewrite("sync", package, "--transformers", tree)
-        assert (busy.code, "another run is writing out" in busy.err) == (1, True)
+        assert (busy.code, "is writing out" in busy.err) == (1, True)
         assert contents(package) == before
     assert rewrite("sync", package, "--transformers", tree).code == 0
     assert [path.name for path in package.resolve().parent.iterdir()] == ["out"]
@@ -114,6 +114,23 @@ def test_a_claim_that_a_kill_left_is_taken_over(package: Path, releases: Release
     swap.claim(package.resolve()).touch()
     assert "up to date" in rewrite("sync", package, "--transformers", releases("6.0.0")).out
     assert [path.name for path in package.resolve().parent.iterdir()] == ["out"]
+
+
+def test_the_claim_of_a_run_that_was_killed(package: Path, rewrite: CommandLine) -> None:
+    code = "import sys, time; from pathlib import Path; from rewrite.package import swap\n"
+    code += "with swap.alone(Path('out')): print(flush=True); time.sleep(60)"
+    run = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=-1)
+    assert run.stdout is not None
+    run.stdout.readline()
+    path = package / "modeling_tiny.py"
+    path.write_text(path.read_text() + "# mine\n")
+    busy = rewrite("undo", package)
+    assert (busy.code, f"another run (process {run.pid}) is writing out" in busy.err) == (1, True)
+    run.kill()
+    run.communicate()
+    assert swap.claim(package.resolve()).is_file()
+    assert rewrite("undo", package).code == 0
+    assert not swap.claim(package.resolve()).exists()
 
 
 def test_two_processes_at_once_end_in_the_new_state(package: Path, releases: Releases, rewrite: CommandLine) -> None:

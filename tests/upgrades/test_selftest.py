@@ -27,6 +27,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tested_llama"
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of bert in a folder of its own."""
+    from rewrite.cli import run
+
+    folder = tmp_path_factory.mktemp("selftest") / "tested_bert"
+    assert run(["bert", "--out", str(folder), "--no-verify", "--diff", "none", "--only", "fuse_qkv"]) == 0
+    return folder
+
+
 @pytest.fixture
 def package(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -110,6 +120,30 @@ def test_a_checkpoint_of_the_users(package: Path, tmp_path: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
     result = imported(package).selftest(str(tmp_path / "checkpoint"))
     assert (result.tensors, result.model) == (12, "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertModel", "BertForSequenceClassification"])
+def test_a_checkpoint_of_an_encoder_is_loaded_into_its_own_class(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "checkpoint")
+    monkeypatch.syspath_prepend(encoder.parent)
+    result = imported(encoder).selftest(str(tmp_path / "checkpoint"))
+    assert result.model == name
+
+
+def test_a_checkpoint_of_another_model_is_named(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["OtherModel"]}')
+    monkeypatch.syspath_prepend(encoder.parent)
+    with pytest.raises(AssertionError, match="the checkpoint is one of OtherModel, which this package does not have"):
+        imported(encoder).selftest(str(tmp_path))
 
 
 def test_a_file_from_elsewhere_has_no_installed_original(tmp_path: Path, rewrite: CommandLine) -> None:

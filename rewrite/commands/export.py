@@ -1,0 +1,48 @@
+"""`rewrite export DIR --hub OUT`: a package in the form that loads with `trust_remote_code`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from rewrite.commands.options import FOLDER
+
+
+@click.command(short_help="Write a package in the form that loads from the Hub.")
+@click.argument("folder", type=FOLDER)
+@click.option(
+    "--hub", "out", type=FOLDER, metavar="OUT", required=True, help="Folder to write, or a checkpoint's own."
+)
+@click.option(
+    "--checkpoint", type=FOLDER, metavar="DIR", help="Take config.json from here and name the classes in it."
+)
+def export(folder: Path, out: Path, checkpoint: Path | None) -> int:
+    """Write the package FOLDER as flat files to OUT, to be uploaded beside a checkpoint's weights.
+
+    At the other end `from_pretrained(..., trust_remote_code=True)` builds the rewritten classes; neither this tool nor
+    the package needs to be there. With --checkpoint, OUT gets its config.json with an `auto_map` that names them; OUT
+    may be the checkpoint's own folder, where nothing else is changed.
+    """
+    from rewrite.package import hub
+    from rewrite.package.lock import read_lock
+    from rewrite.show.console import Screen
+
+    lock = read_lock(folder)
+    made = hub.export(folder, lock, checkpoint)
+    gone = hub.write(out, made, checkpoint)
+    screen = Screen()
+    runtime = sum(1 for name in made.files if name.startswith("rewrite_"))
+    config = ", config.json" if checkpoint is not None else ""
+    screen.line("written", f"{out}/{{{lock.modeling}, {runtime} files rewrite_*.py{config}}}")
+    if gone:
+        screen.line("", f"taken out, of an earlier export: {', '.join(gone)}")
+    if checkpoint is None:
+        screen.line("config", "not written (--checkpoint takes one); its auto_map has to be:")
+        screen.line("", json.dumps(made.auto_map))
+        return 0
+    screen.line("auto_map", ", ".join(f"{auto} → {name.split('.')[1]}" for auto, name in made.auto_map.items()))
+    if not out.samefile(checkpoint):
+        screen.line("next", f"upload these files beside the weights of {checkpoint}")
+    return 0

@@ -1,0 +1,46 @@
+"""Which folders may become an output: --force replaces packages of ours, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rewrite.engine.relocate import is_rewritten
+from rewrite.errors import OutputNotOurs
+from rewrite.package.assemble import INIT, KEPT, VERDICT_NAME
+from rewrite.upstream.source import LOCK_NAME
+
+_OF_A_PACKAGE = (
+    "modeling_", INIT, "runtime", LOCK_NAME, VERDICT_NAME, KEPT, "__pycache__", "tuned.json", "gemm.json", "tunableop",
+)  # fmt: skip
+"""How the names begin that a package, with what was measured and merged in it, has at its top."""
+
+
+def check_place(shown: Path, folder: Path, source: Path) -> None:
+    """Refuse what can never be an output, whatever is in it.
+
+    Raises:
+        OutputNotOurs: for a file, and for a folder that holds the working folder, the user's home or the source.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise OutputNotOurs(shown, "is a file", forcible=False)
+    if Path.cwd().resolve().is_relative_to(folder):
+        raise OutputNotOurs(shown, "is, or contains, the folder you are in", forcible=False)
+    if Path(os.path.expanduser("~")).resolve().is_relative_to(folder):
+        raise OutputNotOurs(shown, "is, or contains, your home folder", forcible=False)
+    if source.resolve().is_relative_to(folder):
+        raise OutputNotOurs(shown, f"contains the source {source.name}", forcible=False)
+
+
+def check_without_lock(shown: Path, folder: Path) -> None:
+    """Refuse a folder without a lock unless it holds a package of ours (ejected, or its lock broken) and no more.
+
+    Raises:
+        OutputNotOurs: if it holds anything else.
+    """
+    modeling = [path for path in folder.glob("modeling_*.py") if path.is_file()]
+    if not any(is_rewritten(path.read_text("utf-8", "replace")) for path in modeling):
+        raise OutputNotOurs(shown, "is not empty and not an output of this tool, and --force replaces nothing else", forcible=False)
+    foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_OF_A_PACKAGE))
+    if foreign:
+        raise OutputNotOurs(shown, f"has no lock and holds what is no part of a package, {foreign[0]}", forcible=False)

@@ -1,0 +1,124 @@
+"""A package as a checkpoint's repository on the Hub has it: flat files, and a config.json that names their classes."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewrite.engine.relocate import is_rewritten
+from rewrite.errors import MissingLibrary, NotExportable, OutputNotOurs, OutputNotWritable
+from rewrite.package import output
+from rewrite.package.lock import Lock
+from rewrite.runtime.package.flat import MARK, NotFlat, flat_files
+from rewrite.upstream.auto_classes import auto_classes
+from rewrite.upstream.installed import find_transformers
+from rewrite.upstream.source import CONFIG_NAME, LOCK_NAME, read_config
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is written beside a checkpoint's weights."""
+
+    files: Mapping[str, str]
+    """By name; `config.json` among them where a checkpoint was given."""
+    auto_map: Mapping[str, str]
+    """The class that each Auto class builds, `modeling_llama.LlamaForCausalLM`."""
+
+
+def export(folder: Path, lock: Lock, checkpoint: Path | None) -> Export:
+    """Return the flat form of the package in `folder`, with the configuration of `checkpoint` if there is one.
+
+    Raises:
+        NotExportable: if the package has no flat form, or none of its classes is one that an Auto class builds.
+        CheckpointNotUsable: if the checkpoint's configuration cannot be read.
+        MissingLibrary: if transformers is not installed.
+    """
+    try:
+        files = flat_files(folder, lock.modeling)
+    except NotFlat as error:
+        raise NotExportable(folder, str(error)) from error
+    config = read_config(checkpoint) if checkpoint is not None else {}
+    auto_map = _auto_map(folder, lock, files[lock.modeling], config)
+    if checkpoint is not None:
+        config = {**config, "auto_map": {**(config.get("auto_map") or {}), **auto_map}}
+        files = {**files, CONFIG_NAME: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    return Export(files, auto_map)
+
+
+def write(out: Path, made: Export, checkpoint: Path | None) -> list[str]:
+    """Write the files of an export to the folder `out`, and return the names of what was taken out of it: files of an
+    earlier export that this one does not have.
+
+    Raises:
+        OutputNotOurs: if `out` has a file of such a name that no export wrote.
+        OutputNotWritable: if the disk refuses.
+    """
+    if out.exists() and not out.is_dir():
+        raise OutputNotOurs(out, "is a file", forcible=False, option="--hub")
+    if (out / LOCK_NAME).exists():
+        raise OutputNotOurs(out, "is a rewritten package itself", forcible=False, option="--hub")
+    own_config = checkpoint is not None and out.exists() and out.samefile(checkpoint)
+    for name, text in made.files.items():
+        if (out / name).exists() and not _replaceable(out / name, text, own_config):
+            raise OutputNotOurs(out, f"has a {name} that no export wrote", forcible=False, option="--hub")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        left = [path for path in sorted(out.glob("rewrite_*.py")) if path.name not in made.files and _is_ours(path)]
+        for path in left:
+            path.unlink()
+    except OSError as error:
+        raise OutputNotWritable(out, error.strerror or str(error)) from error
+    for name, text in made.files.items():
+        output.write_beside(out / name, text.encode("utf-8"))
+    return [path.name for path in left]
+
+
+def _replaceable(path: Path, text: str, own_config: bool) -> bool:
+    """Return whether an export may write to `path`: over its own files, and a configuration that is to be changed."""
+    if not path.is_file():
+        return False
+    if path.name == CONFIG_NAME:
+        return own_config or path.read_text("utf-8", "replace") == text or "modeling_" in _names_code(path)
+    return _is_ours(path)
+
+
+def _names_code(config: Path) -> str:
+    try:
+        data = json.loads(config.read_text("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return ""
+    return str(data.get("auto_map", "")) if isinstance(data, dict) else ""
+
+
+def _is_ours(path: Path) -> bool:
+    text = path.read_text("utf-8", "replace")
+    return text.startswith(MARK) or is_rewritten(text)
+
+
+def _auto_map(folder: Path, lock: Lock, text: str, config: Mapping[str, Any]) -> dict[str, str]:
+    installed = find_transformers()
+    if installed is None:
+        raise MissingLibrary("transformers", "what the Auto classes build")
+    module = lock.modeling.removesuffix(".py")
+    classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    model_type = config.get("model_type") or lock.source.model_type or ""
+    found = auto_classes(installed, model_type, classes)
+    if lacking := [name for name in config.get("architectures") or [] if name not in classes]:
+        raise NotExportable(folder, f"its {lock.modeling} does not define {lacking[0]}, which the checkpoint asks for")
+    if not found:
+        raise NotExportable(folder, f"no Auto class builds a class of its {lock.modeling} for a '{model_type}'")
+    own = [name for name, node in classes.items() if model_type and _model_type(node) == model_type]
+    return {auto: f"{module}.{name}" for auto, name in [*(("AutoConfig", name) for name in own[:1]), *found.items()]}
+
+
+def _model_type(node: ast.ClassDef) -> str | None:
+    """Return the model type that a class of configurations declares."""
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            if isinstance(statement.targets[0], ast.Name) and statement.targets[0].id == "model_type":
+                return str(statement.value.value)
+    return None
