@@ -11,6 +11,7 @@ from rewrite.analysis.effects import known
 from rewrite.analysis.effects.attributes import attribute
 from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
 from rewrite.analysis.effects.names import dotted_end, is_self
+from rewrite.analysis.effects.summary import arguments
 from rewrite.analysis.syntax.module import ClassInfo, self_attribute
 from rewrite.analysis.syntax.nodes import parameters
 
@@ -37,8 +38,8 @@ def called(scope: Scope, node: cst.Call) -> Value:
     effect = before | result.effect
     if effect.anything:
         held = scope.value(node.func.value).roots if isinstance(node.func, cst.Attribute) else frozenset[str]()
-        return Value(roots | held | _HEAP, effect, escapes=True)
-    return Value(result.roots, effect, result.escapes)
+        return Value(roots | held | _HEAP, effect, (roots | held | _HEAP,))
+    return Value(result.roots, effect, result.joins)
 
 
 def _is_parameter(node: cst.BaseExpression, scope: Scope) -> bool:
@@ -272,19 +273,17 @@ class _Call:
         if owner is None and not self.names.function_is_plain(function):
             return self._unknown(f"`{name}`, which is decorated")
         summary = self.scope.effects.summary(function, owner, self.scope.depth + 1)
-        if summary.anything:
-            return Value(self.roots | _HEAP, Effect(anything=f"`{name}`: {summary.anything}"), escapes=True)
-        touched = bool(summary.writes or summary.stores)
-        effect = Effect(
-            attributes=summary.attributes,
-            stores=summary.stores,
-            writes=(self.roots | _HEAP) if summary.writes else frozenset(),
-            draws=summary.draws,
-        )
-        return Value(self.roots | _HEAP, effect, escapes=touched)
+        everything = self.roots | _HEAP
+        if summary.effect.anything:
+            return Value(everything, Effect(anything=f"`{name}`: {summary.effect.anything}"), (everything,))
+        given = arguments(function, owner, self.node, self.scope)
+        if given is None:
+            given = {HEAP: everything} | dict.fromkeys(parameters(function), everything)
+        return summary.given(given, self.node)
 
     def _unknown(self, what: str) -> Value:
-        return Value(self.roots | _HEAP, Effect(anything=f"{what} is not known to write nothing"), escapes=True)
+        everything = self.roots | _HEAP
+        return Value(everything, Effect(anything=f"{what} is not known to write nothing"), (everything,))
 
 
 _POSITIONAL_INPLACE = ("dropout", "relu", "relu6", "silu", "elu", "leaky_relu", "hardswish", "mish", "selu", "celu")
@@ -293,7 +292,8 @@ _POSITIONAL_INPLACE = ("dropout", "relu", "relu6", "silu", "elu", "leaky_relu", 
 def _together(values: Iterable[Value], roots: frozenset[str] = frozenset()) -> Value:
     found = list(values)
     roots = frozenset[str]().union(roots, *(value.roots for value in found))
-    return Value(roots, union(value.effect for value in found), any(value.escapes for value in found))
+    joins = tuple(group for value in found for group in value.joins)
+    return Value(roots, union(value.effect for value in found), joins)
 
 
 def _is_super(node: cst.BaseExpression) -> bool:
@@ -316,7 +316,7 @@ def _renormalises(node: cst.Call, place: int) -> bool:
 
 
 def _with(value: Value, effect: Effect) -> Value:
-    return Value(value.roots, value.effect | effect, value.escapes)
+    return Value(value.roots, value.effect | effect, value.joins)
 
 
 def _tells(func: cst.Attribute, scope: Scope) -> bool:

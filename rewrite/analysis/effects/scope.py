@@ -20,6 +20,7 @@ from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tenso
 from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
 from rewrite.analysis.effects.known import NO_TENSOR
 from rewrite.analysis.effects.names import is_self
+from rewrite.analysis.effects.summary import own_parameters
 from rewrite.analysis.syntax.module import ClassInfo, imported_names, kept, parts, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
@@ -33,13 +34,17 @@ _OWN = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
 class Scope:
     """What is known about one function of the file."""
 
-    def __init__(self, effects: Effects, function: cst.FunctionDef, owner: ClassInfo | None, depth: int):
+    def __init__(
+        self, effects: Effects, function: cst.FunctionDef, owner: ClassInfo | None, depth: int, apart: bool = False
+    ):
         self.effects = effects
         self.names = effects.names
         self.module = effects.module
         self.function = function
         self.owner = owner
         self.depth = depth
+        self.apart = apart
+        """Whether each parameter is memory of its own, for who knows what a call gives."""
         self._values: dict[int, Value] = {}
         self._classes: dict[str, str] = {}
         self._indexed: set[int] = set()
@@ -125,7 +130,7 @@ class Scope:
 
     def trusting(self, calls: Iterable[cst.Call]) -> Scope:
         """Return a scope of the same function that takes these calls for pure, each giving a tensor of its own."""
-        scope = Scope(self.effects, self.function, self.owner, self.depth)
+        scope = Scope(self.effects, self.function, self.owner, self.depth, self.apart)
         for call in calls:
             inside = union(self.of(argument.value) for argument in call.args)
             scope._values[id(call)] = Value(frozenset(), inside | self.of(call.func))
@@ -161,7 +166,8 @@ class Scope:
 
     @cached_property
     def _settled(self) -> bool:
-        self.join([HEAP, *parameters(self.function)])
+        own = own_parameters(self.function, self.owner, self.names) if self.apart else []
+        self.join([HEAP, *(name for name in parameters(self.function) if name not in own)])
         for node in walk(self.function.body):
             self._share(node)
         return True
@@ -191,9 +197,9 @@ class Scope:
             self.join([HEAP, *captured])  # whoever calls it may keep what it sees
         elif isinstance(node, cst.Call):
             value = self.value(node)
-            if value.escapes:
-                self.join([HEAP, *value.roots])
-            elif value.effect.writes:  # a list now holds what was appended
+            for group in value.joins:
+                self.join(group)
+            if value.effect.writes:  # a list now holds what was appended
                 self.join(value.roots)
 
     def _share_target(self, target: cst.CSTNode, roots: frozenset[str]) -> None:
@@ -205,7 +211,8 @@ class Scope:
         elif isinstance(target, cst.StarredElement):
             self._share_target(target.value, roots)
         elif isinstance(target, (cst.Attribute, cst.Subscript)):
-            self.join([*self.value(target.value).roots, *roots])
+            copied = isinstance(target, cst.Subscript) and self.is_tensor(target.value)  # numbers, no reference
+            self.join([*self.value(target.value).roots, *(() if copied else roots)])
 
     # Statements
 
