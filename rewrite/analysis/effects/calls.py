@@ -133,6 +133,8 @@ class _Call:
             or resolved.endswith(("is_torchdynamo_compiling", "is_tracing"))
         ):
             return Value(frozenset())
+        if resolved in known.HOLDERS:
+            return Value(self.roots)
         name = known.torch_function(resolved)
         if not name:
             return None

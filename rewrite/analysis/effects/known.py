@@ -28,7 +28,7 @@ FRESH = names(
     searchsorted selu sigmoid sign silu sin sinh softmax softplus softsign sort sqrt square stack std sub
     subtract sum tan tanh tensor tile topk tril triu true_divide trunc unique unique_consecutive var where zeros
     zeros_like rms_norm group_norm avg_pool1d avg_pool2d max_pool1d max_pool2d embedding bitwise_xor
-    promote_types isin addbmm cdist index_fill reciprocal
+    promote_types isin addbmm cdist index_fill reciprocal icdf
     """
 )
 ALONE = names(
@@ -98,6 +98,8 @@ TORCH = names(
     """
 )
 """Functions of torch that read modes and make no tensor that shares memory."""
+HOLDERS = names("torch.distributions.Normal torch.distributions.normal.Normal")
+"""Classes of torch that only hold what they are built with."""
 RANDOM = names(
     """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand rand_like randn

@@ -280,6 +280,9 @@ class Scope:
                 return NOTHING
             if node.func.value in ("enumerate", "zip", "reversed"):
                 return union(self._iterates(argument.value) for argument in node.args)
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Add):  # `x.shape[:-1] + (8, 64)`
+            if any(isinstance(side, (cst.Tuple, cst.List)) for side in (node.left, node.right)):
+                return self._overloaded()
         if isinstance(node, cst.Name) and node.value in self.single:
             return self._iterates(self.single[node.value])
         if isinstance(node, cst.Attribute) and is_self(node.value) and not self.names.own_operators:

@@ -1,7 +1,7 @@
 """What a call of a function of the file does, said of its parameters, so that every caller can put in what it gives.
 
-A tensor that the function made itself is nobody else's: writing into it is no effect, returning it gives a value of the
-caller's own. A parameter stands for whatever the caller hands in, `self` and starred parameters for `HEAP`.
+A tensor that the function made itself is nobody else's: writing into it is no effect, returning it gives a value of
+the caller's own. A parameter stands for whatever the caller hands in, `self` and starred parameters for `HEAP`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rewrite.analysis.effects import Scope, attribute, known
 from rewrite.analysis.effects.identity import Identity, plainly_bound
 from rewrite.analysis.sites.linear_calls import LinearCall
 from rewrite.analysis.sites.residual import choices
-from rewrite.analysis.sites.shapes import splits_last
+from rewrite.analysis.sites.shapes import pairs_last, split_alike, splits_last
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
@@ -24,7 +24,7 @@ MAX_DEPTH = 4
 _NOTICES = known.names(
     """
     is_contiguous stride as_strided as_strided_ resize_ resize_as_ data_ptr storage untyped_storage storage_offset
-    set_ view_as numpy __dlpack__ view_as_complex view_as_real
+    set_ view_as numpy __dlpack__ view_as_real
     """
 )
 _ASKS_OTHER = known.names("type_as view_as expand_as reshape_as to")
@@ -65,20 +65,27 @@ class _Tracked:
     """Whether this is a copy where a contiguous result would give a view, and the result is read elsewhere."""
     entry: tuple[int, str] | None = None
     """The function, by its `id`, and the parameter through which it came here; None in the method of the call."""
+    last: str = ""
+    """What the last dimension is: "heads" once the result was split, then "pairs", `""` where that is not known."""
+
+    def other(self, *, last: str = "") -> _Tracked:
+        """Return what is left of it once its shape is another."""
+        return replace(self, call=None, last=last)
 
 
 def relied_on(scope: Scope, calls: Sequence[LinearCall]) -> Reads:
     """Return what reads the results of these calls, through locals, functions of the file and who calls the method."""
-    follower = _Follower()
+    follower = _Follower(split_alike(scope, calls))
     for call in calls:
         follower.expression(call.node, _Tracked(scope, call))
     return follower.reads
 
 
 class _Follower:
-    def __init__(self) -> None:
+    def __init__(self, split_alike: bool) -> None:
         self.reads = Reads()
-        self.seen = set[tuple[int, bool, bool, tuple[int, str] | None]]()
+        self.split_alike = split_alike
+        self.seen = set[tuple[int, bool, bool, str, tuple[int, str] | None]]()
         self.returning: dict[tuple[int, str], bool] = {}
         """Whether a function returns what came in by a parameter, for those that were followed."""
 
@@ -88,7 +95,7 @@ class _Follower:
 
     def expression(self, node: cst.CSTNode, what: _Tracked) -> None:
         """Look at what is done with the value of `node`."""
-        key = (id(node), what.call is not None, what.copied, what.entry)
+        key = (id(node), what.call is not None, what.copied, what.last, what.entry)
         if self.reads.problem or key in self.seen:
             return
         self.seen.add(key)
@@ -103,7 +110,7 @@ class _Follower:
         elif isinstance(above, (cst.Element, cst.StarredElement)):
             self._element(module.parent(above), above, what)
         elif isinstance(above, cst.Subscript) and above.value is node:
-            self.expression(above, replace(what, call=None))
+            self.expression(above, what.other())
         elif what.copied and _is_written(node, above):
             self.notices(f"`{module.code(node)}` is written in place, and would be a copy")
         elif isinstance(above, (cst.IfExp, cst.BooleanOperation)):
@@ -140,6 +147,11 @@ class _Follower:
             self.notices(f"`{scope.module.code(call)}`")
         elif name == "view" and spelled is not None:
             self._view(call, spelled, what)
+        elif name == "view_as_complex":
+            if what.last == "pairs" and self.split_alike:
+                self.expression(call, what.other())
+            else:
+                self.notices(f"`{scope.module.code(call)}` is not proven to read pairs that lie at even places")
         elif what.copied and name.endswith("_"):
             self.notices(f"`{scope.module.code(call)}` writes in place what would be a copy")
         elif name in _REORDERS or name in _SAYS or (name in known.FRESH and name not in _COPIES):
@@ -149,19 +161,24 @@ class _Follower:
             same = name not in _MAY_COPY or (name == "reshape" and splits_last(scope, call, what.call))
             copied = what.copied or not (same or _is_dead(scope, base))
             if name not in _COPIES or copied:
-                self.expression(call, replace(what, call=what.call if name in _SAME else None, copied=copied))
+                pairs = what.last == "heads" and name == "reshape" and pairs_last(scope, call)
+                after = what if name in _SAME else what.other(last="pairs" if pairs else "")
+                self.expression(call, replace(after, copied=copied))
         else:
             self.notices(f"`{scope.module.code(call)}`, of which nothing is known")
 
     def _view(self, call: cst.Call, spelled: cst.Name, what: _Tracked) -> None:
         """A `view` that may merge the last dimension becomes `reshape`, where nobody sees that this may copy."""
         scope, base = what.scope, call.func.value if isinstance(call.func, cst.Attribute) else call
-        if not splits_last(scope, call, what.call):
+        split = splits_last(scope, call, what.call)
+        if not split:
             if not _names_sizes(call, scope) or not _is_dead(scope, base):
                 self.notices(f"`{scope.module.code(call)}` is not proven to only split the last dimension")
                 return
             self.reads.reshapes.append(spelled)
-        self.expression(call, replace(what, call=None))
+        pairs = what.last == "heads" and pairs_last(scope, call)
+        heads = split and what.call is not None
+        self.expression(call, what.other(last="pairs" if pairs else "heads" if heads else ""))
 
     def _argument(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
         scope = what.scope
@@ -192,7 +209,7 @@ class _Follower:
         for read in reads_of(container.value, what.scope):
             above = what.scope.module.parent(read)
             if not (isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES):
-                self.expression(read, replace(what, call=None))
+                self.expression(read, what.other())
 
     def _kept_as(self, name: str, what: _Tracked) -> None:
         """Look at every read of the attribute of `self` that now holds it, in whatever class of the file."""
@@ -219,7 +236,7 @@ class _Follower:
                 self.notices(f"`{scope.module.code(call)}`")
                 return
             if self._returns(inner, name, replace(what, call=what.call if owner is scope.owner else None)):
-                self.expression(call, replace(what, call=None))
+                self.expression(call, what.other())
 
     def _returns(self, inner: Scope, name: str, what: _Tracked) -> bool:
         """Look at what a function does with a parameter; return whether it may return it."""
@@ -228,7 +245,8 @@ class _Follower:
             self.returning[entry] = False
             for read in reads_of(name, inner):
                 if Identity(inner).assignment(name, read) is None:
-                    self.expression(read, _Tracked(inner, what.call, what.depth + 1, what.copied, entry))
+                    here = _Tracked(inner, what.call, what.depth + 1, what.copied, entry, what.last)
+                    self.expression(read, here)
         return self.returning[entry]
 
     def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: _Tracked) -> None:
@@ -273,7 +291,8 @@ class _Follower:
         if what.depth >= MAX_DEPTH or what.scope.owner is None:
             return
         for call, scope in _callers(what.scope):
-            self.expression(call, _Tracked(scope, None, what.depth + 1))
+            same = what.call if scope.owner is what.scope.owner else None
+            self.expression(call, _Tracked(scope, same, what.depth + 1))
 
 
 def _is_target(node: cst.Attribute, module: Module) -> bool:
@@ -304,6 +323,8 @@ def _targets(call: cst.Call, scope: Scope) -> list[_Function] | None:
     module, func = scope.module, call.func
     if isinstance(func, cst.Name) and func.value in scope.single:
         func = scope.single[func.value]
+    if isinstance(func, cst.Subscript) and _is_torchs(func, scope):
+        return []
     if isinstance(func, cst.Name) and func.value in scope.functions:
         return [(scope.functions[func.value], scope.owner)]
     if isinstance(func, cst.Name) and func.value not in scope.locals:
