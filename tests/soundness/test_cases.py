@@ -13,7 +13,6 @@ ALIAS = "packing moves a weight's memory, and who held the old one (a state dict
 CALLER = "a caller outside the file relies on the strides of what `forward` returns"
 OPEN = {
     "broadcasting/attention.keys_of_three_dimensions": "raises IndexError where the original raises ValueError",
-    "rebound_names/projections.class_rebound_after_def": "a class that is bound anew after its definition",
     "strides/projections.view_by_the_caller": CALLER,
     "strides/projections.strides_are_compared_by_the_caller": CALLER,
     "weight_changes/projections.alias_of_the_weight_from_init": ALIAS,
