@@ -10,11 +10,8 @@ from soundness.compare import all_transforms, examine
 TRANSFORMS = all_transforms()
 CASES = list(cases())
 ALIAS = "packing moves a weight's memory, and who held the old one (a state dict, `.data`) keeps the old one"
-CALLER = "a caller outside the file relies on the strides of what `forward` returns"
 OPEN = {
     "broadcasting/attention.keys_of_three_dimensions": "raises IndexError where the original raises ValueError",
-    "strides/projections.view_by_the_caller": CALLER,
-    "strides/projections.strides_are_compared_by_the_caller": CALLER,
     "weight_changes/projections.alias_of_the_weight_from_init": ALIAS,
     "weight_changes/projections.alias_of_the_weight_is_written_after_the_first_call": ALIAS,
     "weight_changes/projections.alias_of_the_weight_is_read_after_the_first_call": ALIAS,

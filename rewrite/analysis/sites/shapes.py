@@ -32,11 +32,13 @@ def splits_last(scope: Scope, view: cst.Call, projection: LinearCall | None) -> 
         return _leads_with(scope, sizes, base)
     here = scope.function in scope.module.ancestors(projection.node)  # elsewhere its argument's name means another
     sources = (base, projection.argument) if here else (base,)
-    return any(_leads_with(scope, sizes, source) for source in sources) or _ends_with(scope, sizes, projection.attribute)
+    return any(_leads_with(scope, sizes, source) for source in sources) or _ends_with(
+        scope, sizes, projection.attribute
+    )
 
 
 def pairs_last(scope: Scope, view: cst.Call) -> bool:
-    """Return whether a `view` or `reshape` only splits the last dimension into pairs: `x.view(*x.shape[:-1], -1, 2)`."""
+    """Return whether a `view` or `reshape` only makes pairs of the last dimension: `x.view(*x.shape[:-1], -1, 2)`."""
     sizes = _sizes(scope, view)
     base = view.func.value if isinstance(view.func, cst.Attribute) else view
     while isinstance(base, cst.Call) and isinstance(base.func, cst.Attribute) and base.func.attr.value == "float":
@@ -55,8 +57,10 @@ def split_alike(scope: Scope, projections: Sequence[LinearCall]) -> bool:
     identity, last = Identity(scope), set[Term]()
     for projection in projections:
         above = scope.module.parent(projection.node)
-        view = scope.module.parent(above) if isinstance(above, cst.Attribute) else None
-        if not isinstance(view, cst.Call) or view.func is not above or above.attr.value not in ("view", "reshape"):
+        if not isinstance(above, cst.Attribute) or above.attr.value not in ("view", "reshape"):
+            return False
+        view = scope.module.parent(above)
+        if not isinstance(view, cst.Call) or view.func is not above:
             return False
         sizes = _sizes(scope, view)
         if not sizes or isinstance(sizes[-1], cst.StarredElement) or not splits_last(scope, view, projection):

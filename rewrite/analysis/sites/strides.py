@@ -34,7 +34,7 @@ _SAME = known.names("to float type half bfloat16 double detach dropout")
 _MAY_COPY = known.names("contiguous reshape flatten ravel reshape_as unflatten")
 """What gives a view of a contiguous tensor, and may give a copy of a slice."""
 _COPIES = known.names("contiguous clone")
-_REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
+REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
 """What makes a contiguous tensor not contiguous anyway."""
 _SAYS = known.names(
     """
@@ -54,7 +54,7 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class _Tracked:
+class Tracked:
     """An expression that may be a result, unchanged or split."""
 
     scope: Scope
@@ -68,20 +68,22 @@ class _Tracked:
     last: str = ""
     """What the last dimension is: "heads" once the result was split, then "pairs", `""` where that is not known."""
 
-    def other(self, *, last: str = "") -> _Tracked:
+    def other(self, *, last: str = "") -> Tracked:
         """Return what is left of it once its shape is another."""
         return replace(self, call=None, last=last)
 
 
 def relied_on(scope: Scope, calls: Sequence[LinearCall]) -> Reads:
     """Return what reads the results of these calls, through locals, functions of the file and who calls the method."""
-    follower = _Follower(split_alike(scope, calls))
+    follower = Follower(split_alike(scope, calls))
     for call in calls:
-        follower.expression(call.node, _Tracked(scope, call))
+        follower.expression(call.node, Tracked(scope, call))
     return follower.reads
 
 
-class _Follower:
+class Follower:
+    """Goes after a projection's result: to everything that reads it, unchanged, split or as part of something."""
+
     def __init__(self, split_alike: bool) -> None:
         self.reads = Reads()
         self.split_alike = split_alike
@@ -93,7 +95,7 @@ class _Follower:
         """Note the first thing that would notice."""
         self.reads.problem = self.reads.problem or text
 
-    def expression(self, node: cst.CSTNode, what: _Tracked) -> None:
+    def expression(self, node: cst.CSTNode, what: Tracked) -> None:
         """Look at what is done with the value of `node`."""
         key = (id(node), what.call is not None, what.copied, what.last, what.entry)
         if self.reads.problem or key in self.seen:
@@ -129,18 +131,18 @@ class _Follower:
         elif isinstance(above, (cst.DictElement, cst.Yield, cst.Await, cst.Lambda, cst.BaseComp)):
             self.notices(f"`{module.code(node)}` goes where it cannot be followed")
 
-    def _attribute(self, above: cst.Attribute, what: _Tracked) -> None:
+    def _attribute(self, above: cst.Attribute, what: Tracked) -> None:
         name, module = above.attr.value, what.scope.module
         call = module.parent(above)
         if not isinstance(call, cst.Call) or call.func is not above:
             if name == "data":
                 self.expression(above, what)
-            elif name not in known.NO_TENSOR and name not in _REORDERS:
+            elif name not in known.NO_TENSOR and name not in REORDERS:
                 self.notices(f"`{module.code(above)}`")
             return
         self._operation(name, call, above.attr, what)
 
-    def _operation(self, name: str, call: cst.Call, spelled: cst.Name | None, what: _Tracked) -> None:
+    def _operation(self, name: str, call: cst.Call, spelled: cst.Name | None, what: Tracked) -> None:
         """Look at `x.name(…)` or `torch.name(x, …)`."""
         scope = what.scope
         if name in _NOTICES:
@@ -154,7 +156,7 @@ class _Follower:
                 self.notices(f"`{scope.module.code(call)}` is not proven to read pairs that lie at even places")
         elif what.copied and name.endswith("_"):
             self.notices(f"`{scope.module.code(call)}` writes in place what would be a copy")
-        elif name in _REORDERS or name in _SAYS or (name in known.FRESH and name not in _COPIES):
+        elif name in REORDERS or name in _SAYS or (name in known.FRESH and name not in _COPIES):
             return
         elif name in known.VIEWS or name in known.RANDOM or name in _COPIES or name.endswith("_"):
             base = call.func.value if spelled is not None and isinstance(call.func, cst.Attribute) else call
@@ -167,7 +169,7 @@ class _Follower:
         else:
             self.notices(f"`{scope.module.code(call)}`, of which nothing is known")
 
-    def _view(self, call: cst.Call, spelled: cst.Name, what: _Tracked) -> None:
+    def _view(self, call: cst.Call, spelled: cst.Name, what: Tracked) -> None:
         """A `view` that may merge the last dimension becomes `reshape`, where nobody sees that this may copy."""
         scope, base = what.scope, call.func.value if isinstance(call.func, cst.Attribute) else call
         split = splits_last(scope, call, what.call)
@@ -180,7 +182,7 @@ class _Follower:
         heads = split and what.call is not None
         self.expression(call, what.other(last="pairs" if pairs else "heads" if heads else ""))
 
-    def _argument(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
+    def _argument(self, call: cst.Call, argument: cst.Arg, what: Tracked) -> None:
         scope = what.scope
         if argument.star:
             self.notices(f"`{scope.module.code(call)}`")
@@ -198,7 +200,7 @@ class _Follower:
             return
         self._followed(call, argument, what)
 
-    def _kept(self, container: cst.BaseExpression, what: _Tracked) -> None:
+    def _kept(self, container: cst.BaseExpression, what: Tracked) -> None:
         """Look at every read of a list that now holds it."""
         if (name := self_attribute(container)) is not None:
             self._kept_as(name, what)
@@ -211,7 +213,7 @@ class _Follower:
             if not (isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES):
                 self.expression(read, what.other())
 
-    def _kept_as(self, name: str, what: _Tracked) -> None:
+    def _kept_as(self, name: str, what: Tracked) -> None:
         """Look at every read of the attribute of `self` that now holds it, in whatever class of the file."""
         if what.depth >= MAX_DEPTH:
             self.notices(f"it is kept in `self.{name}`")
@@ -221,9 +223,9 @@ class _Follower:
             for read in walk(function.body):
                 if isinstance(read, cst.Attribute) and read.attr.value == name and not _is_target(read, module):
                     scope = what.scope.effects.scope(function, info)
-                    self.expression(read, _Tracked(scope, None, what.depth + 1))
+                    self.expression(read, Tracked(scope, None, what.depth + 1))
 
-    def _followed(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
+    def _followed(self, call: cst.Call, argument: cst.Arg, what: Tracked) -> None:
         """Go on inside the functions of the file that may be called; modules of torch take any strides."""
         scope = what.scope
         targets = _targets(call, scope) if what.depth < MAX_DEPTH else None
@@ -238,18 +240,18 @@ class _Follower:
             if self._returns(inner, name, replace(what, call=what.call if owner is scope.owner else None)):
                 self.expression(call, what.other())
 
-    def _returns(self, inner: Scope, name: str, what: _Tracked) -> bool:
+    def _returns(self, inner: Scope, name: str, what: Tracked) -> bool:
         """Look at what a function does with a parameter; return whether it may return it."""
         entry = (id(inner.function), name)
         if entry not in self.returning:
             self.returning[entry] = False
             for read in reads_of(name, inner):
                 if Identity(inner).assignment(name, read) is None:
-                    here = _Tracked(inner, what.call, what.depth + 1, what.copied, entry, what.last)
+                    here = Tracked(inner, what.call, what.depth + 1, what.copied, entry, what.last)
                     self.expression(read, here)
         return self.returning[entry]
 
-    def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: _Tracked) -> None:
+    def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: Tracked) -> None:
         module = what.scope.module
         above = module.parent(display)
         if isinstance(above, cst.Assign) and isinstance(display, cst.Tuple):
@@ -265,7 +267,7 @@ class _Follower:
         else:
             self.expression(display, what)
 
-    def _bound(self, target: cst.CSTNode, line: cst.CSTNode, what: _Tracked) -> None:
+    def _bound(self, target: cst.CSTNode, line: cst.CSTNode, what: Tracked) -> None:
         """Look at every read of what an assignment binds."""
         module = what.scope.module
         if isinstance(target, (cst.Tuple, cst.List)):
@@ -283,7 +285,7 @@ class _Follower:
             if read is not target and _may_reach(what.scope, target.value, statement, read):
                 self.expression(read, what)
 
-    def _returned(self, what: _Tracked) -> None:
+    def _returned(self, what: Tracked) -> None:
         """Look at what the callers of this method do with what it returns."""
         if what.entry is not None:
             self.returning[what.entry] = True
@@ -292,7 +294,7 @@ class _Follower:
             return
         for call, scope in _callers(what.scope):
             same = what.call if scope.owner is what.scope.owner else None
-            self.expression(call, _Tracked(scope, same, what.depth + 1))
+            self.expression(call, Tracked(scope, same, what.depth + 1))
 
 
 def _is_target(node: cst.Attribute, module: Module) -> bool:
