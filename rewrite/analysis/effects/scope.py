@@ -182,7 +182,8 @@ class Scope:
             for target in node.targets:
                 self._share_target(target.target, self.value(node.value).roots)
         elif isinstance(node, cst.AugAssign):  # a list that is added to holds what was added
-            if isinstance(node.operator, cst.AddAssign) and not _is_number(node.value):
+            holds = isinstance(node.operator, cst.AddAssign) and not _is_number(node.value)
+            if holds and not self.is_tensor(node.target):
                 self._share_target(node.target, self.value(node.value).roots)
         elif isinstance(node, (cst.AnnAssign, cst.NamedExpr)) and node.value is not None:
             self._share_target(node.target, self.value(node.value).roots)
@@ -389,7 +390,7 @@ class Scope:
         if isinstance(node, cst.Name):
             values = self.assigned(node.value)
             known = node.value in self.locals and node.value not in parameters(self.function) and bool(values)
-            single = node.value in self.single or len(values) == self.times[node.value]
+            single = node.value in self.single or len(values) == self.times[node.value] - self._added[node.value]
             return known and single and all(self.is_tensor(value, depth - 1) for value in values)
         if isinstance(node, cst.Call):
             return makes_new_tensor(self, node)
@@ -403,6 +404,12 @@ class Scope:
     def times(self) -> Counter[str]:
         """How often the function's statements bind each local."""
         return Counter(_bound(self.function.body, False))
+
+    @cached_property
+    def _added(self) -> Counter[str]:
+        """How often `x += …` and the like bind each local, which leave a tensor a tensor."""
+        lines = (node for node in walk(self.function.body) if isinstance(node, cst.AugAssign))
+        return Counter(name for line in lines for name in _targets(line.target))
 
     def _named(self, node: cst.Name) -> Value:
         if node.value in self.locals:

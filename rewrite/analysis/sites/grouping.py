@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -144,6 +144,22 @@ def _unchanged(reads: Reads, repeated: Repeated, held: Effect) -> None:
     past = replace(past, leaves=frozenset())  # where the block is left, nobody misses what was not computed
     if why := why_not_move(scope, held | scope.of(repeated.times), past):
         raise NotAnExpansion("values_change", why)
+    later = union(scope.of(statement) for statement in _behind(block[last], scope))
+    if later.anything or scope.memory(later.writes) & scope.memory(own.reads):
+        why = later.anything or "it is written in place afterwards"
+        raise NotAnExpansion("values_change", f"{why}, and a gradient would read it, not a copy")
+
+
+def _behind(line: cst.CSTNode, scope: Scope) -> Iterator[cst.BaseStatement]:
+    """Yield the statements of the function that stand behind one, in its block and those around it."""
+    node: cst.CSTNode = line
+    for above in scope.module.ancestors(line):
+        block = getattr(above, "body", ())
+        if isinstance(above, cst.IndentedBlock) and isinstance(block, Sequence):
+            yield from block[next(place for place, s in enumerate(block) if s is node) + 1 :]
+        if above is scope.function:
+            return
+        node = above
 
 
 def _is_direct(repeated: Repeated, reads: Reads) -> bool:
