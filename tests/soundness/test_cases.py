@@ -11,7 +11,6 @@ TRANSFORMS = all_transforms()
 CASES = list(cases())
 ALIAS = "packing moves a weight's memory, and who held the old one (a state dict, `.data`) keeps the old one"
 OPEN = {
-    "broadcasting/attention.keys_of_three_dimensions": "raises IndexError where the original raises ValueError",
     "weight_changes/projections.alias_of_the_weight_from_init": ALIAS,
     "weight_changes/projections.alias_of_the_weight_is_written_after_the_first_call": ALIAS,
     "weight_changes/projections.alias_of_the_weight_is_read_after_the_first_call": ALIAS,
