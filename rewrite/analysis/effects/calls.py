@@ -248,6 +248,8 @@ class _Call:
         roots = self.roots | held.roots
         if name in self.names.methods:
             return self._unknown(f"`.{name}`, which classes of the file define")
+        if name in known.FRESH | known.VIEWS | known.ABOUT and _is_object(func.value, self.scope):
+            return self._unknown(f"`.{name}(…)` of what is no tensor")
         if name.endswith("_") and not name.endswith("__"):
             return Value(roots, Effect(writes=held.roots))
         if name in known.MOVES_MODULES and _may_be_module(func.value, self.scope):
@@ -346,6 +348,16 @@ def _may_be_module(node: cst.BaseExpression, scope: Scope, seen: frozenset[str] 
         return _may_be_module(node.value, scope, seen)
     values = attribute(scope.owner, name, scope.names).values
     return any(not makes_tensor(value, scope) for value in values)
+
+
+def _is_object(node: cst.BaseExpression, scope: Scope) -> bool:
+    """Whether the function asks a local, or what it was assigned, for an attribute that no tensor has."""
+    if not isinstance(node, cst.Name) or node.value not in scope.locals:
+        return False
+    if node.value in scope.objects:
+        return True
+    value = scope.single.get(node.value)
+    return isinstance(value, cst.Name) and _is_object(value, scope)
 
 
 def makes_tensor(value: cst.BaseExpression, scope: Scope) -> bool:

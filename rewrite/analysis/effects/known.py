@@ -88,6 +88,12 @@ CONTAINER_READS = names(
     """
 )
 
+OF_TENSORS = (
+    (FRESH | VIEWS | ABOUT | NO_TENSOR | MOVES_MODULES | CONTAINER_WRITES | CONTAINER_READS) - NO_METHODS
+    | names("T H mT mH real imag data grad grad_fn is_leaf is_sparse is_quantized names backward retain_grad numpy")
+) - names("training in_features out_features")
+"""Attributes of tensors and containers: who has another is an object of its own kind."""
+
 TORCH = names(
     """
     torch.is_tensor torch.is_grad_enabled torch.is_autocast_enabled torch.finfo torch.iinfo torch.jit.is_tracing

@@ -18,7 +18,7 @@ import libcst as cst
 from rewrite.analysis.effects.attributes import attribute
 from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tensor
 from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
-from rewrite.analysis.effects.known import NO_TENSOR
+from rewrite.analysis.effects.known import NO_TENSOR, OF_TENSORS
 from rewrite.analysis.effects.names import is_self
 from rewrite.analysis.effects.summary import own_parameters
 from rewrite.analysis.syntax.module import ClassInfo, imported_names, kept, parts, self_attribute, walk
@@ -99,6 +99,17 @@ class Scope:
         """The functions that the function defines inside itself, each the only meaning of its name, undecorated."""
         found = [node for node in walk(self.function.body) if isinstance(node, cst.FunctionDef)]
         return {node.name.value: node for node in found if self.times[node.name.value] == 1 and not node.decorators}
+
+    @cached_property
+    def objects(self) -> frozenset[str]:
+        """The locals that are asked for an attribute that neither tensors nor containers have: modules, for one."""
+        asked = (node for node in walk(self.function.body) if isinstance(node, cst.Attribute))
+        return frozenset(
+            node.value.value
+            for node in asked
+            if isinstance(node.value, cst.Name) and node.attr.value not in OF_TENSORS and node.value.value != "self"
+            if not node.attr.value.endswith("_")
+        )
 
     def captured(self, function: cst.FunctionDef) -> frozenset[str]:
         """Return the locals that a function inside this one reads when it is called."""
