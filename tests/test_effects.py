@@ -119,8 +119,10 @@ PROVEN = (
     "y = self.op(x)",
     "b, s, _ = x.shape",
     "fresh.mul_(2)",
+    "y = other.clip(0, 1) if other.is_floating_point() else other.mT",
     "fresh += 1",
     "fresh[0] = 0",
+    "y = torch.matmul(x, other) * 2\ny += other\ny[0] = other[0]\ny.zero_()",
     "called.append(fresh)",
     "for i in range(3): y = x[i]",
     "for i, layer in enumerate(self.layers): y = i",
@@ -210,6 +212,8 @@ REFUSED = {
     "act(x)": "`act`, a local",
     "self.given(x)": "self.given is not known",
     "unknown(x)": "`unknown`, which may mean several things",
+    "y = cache.layers\ncache.clip(x)": "`.clip(…)` of what is no tensor",
+    "y = cache.layers\nz = cache\nz.norm(x)": "`.norm(…)` of what is no tensor",
     "self.counting(x)": "written in place",
     "self.recursive(x)": "nested too deeply",
     "keep(x)": "`keep`: `.append(…)`",
@@ -229,6 +233,8 @@ REFUSED = {
     "y = called_by[0]": "indexing `called_by` may run code",
     "y = sorted(items, key=act)": "a function of its own",
     "def inner(t=halve(view)): pass": "written in place",
+    "y = [other]\ny += [x]\ny[0].zero_()": "written in place",
+    "y = fresh if flag else [other]\ny += [x]\ny[0].zero_()": "written in place",
     "@act\ndef inner(): pass": "may run code",
     "y = F.relu(x, **items)": "iterating over items may run code",
     "y = F.relu(x, **{'inplace': flag})": "keywords that are not written out",
@@ -385,3 +391,65 @@ def test_copies_are_the_same_object_unless_something_may_bind_them_anew(lines: s
 def test_one_analysis_for_each_module() -> None:
     module, scope, function = scope_of("pass")
     assert effects_of(module).scope(function, module.classes["Subject"]) is scope
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        ("y.neg_()\n    return torch.cat((y, x))", "fill(fresh, x)"),
+        ("y.neg_()\n    return torch.cat((y, x))", "fill(x=x, y=fresh)"),
+        ("z = y[0]\n    for i in range(2): z[i] = y[i]\n    return z", "fill(fresh)"),
+        ("z = torch.zeros(8)\n    z[0] = x[0]\n    return z", "fill(x, x).mul_(2)"),
+        ("parts = [x.clone()]\n    parts.append(y)\n    parts[0].add_(1)\n    return parts", "fill(fresh, x)"),
+        ("def inner(t): t.add_(1)\n    z = x.clone()\n    z.add_(1)\n    return z + inner(x + 1)", "fill(x, x)"),
+    ],
+)
+def test_writing_into_what_nobody_else_has_is_no_effect(body: str, call: str) -> None:
+    assert asked(call, extra=f"\ndef fill(y, x=None):\n    {body}\n") is None
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        ("y[0] = x[1]\n    return y", "fill(x, fresh)"),
+        ("y[0] = x[1]\n    return y", "fill(fresh, view, view)"),
+        ("y[0] = x[1]\n    return y", "fill(x=fresh, y=view)"),
+        ("y[0] = x[1]\n    return y", "fill(*(x, fresh))"),
+        ("x[0] = y[1]\n    return y", "fill(fresh, self.buffer)"),
+        ("return x", "fill(fresh, view).mul_(2)"),
+        ("z = y if flag else x\n    z.add_(1)", "fill(fresh, view)"),
+        ("z = y.view(-1)\n    z.add_(1)", "fill(view)"),
+        ("y.append(x)\n    y[0].zero_()", "fill(called, view)"),
+        ("y.append(x)", "fill(called, view)\ncalled[0].zero_()"),
+        ("rest[0].zero_()", "fill(fresh, fresh, fresh, view)"),
+        ("named['z'].zero_()", "fill(fresh, z=view)"),
+        ("def inner(t): t.add_(1)\n    return inner(x)", "fill(fresh, view)"),
+    ],
+)
+def test_writing_into_what_is_handed_in_is_one(body: str, call: str) -> None:
+    extra = f"\ndef fill(y, x=None, flag=True, *rest, **named):\n    {body}\n"
+    assert asked(call, extra=extra) is not None
+
+
+@pytest.mark.parametrize("own", ["self.kept = y", "self.layers[0] = y", "kept.append(y)", "self.kept = [y]"])
+def test_what_a_helper_keeps_is_in_reach_of_others(own: str) -> None:
+    extra = f"\nkept = []\n\n\nclass Heir(Subject):\n    def helper(self, y):\n        {own}\n        return y\n"
+    assert asked("fresh.mul_(2)", "self.kept + x", extra=extra) is None
+    assert asked("fresh.mul_(2)\nself.helper(fresh)", "self.kept + x", extra=extra) is not None
+    _, scope, _ = scope_of("self.helper(fresh)", extra=extra)
+    assert scope.root("fresh") == scope.root("self")
+
+
+@pytest.mark.parametrize("decorator", ["", "@staticmethod"])
+def test_a_methods_first_parameter_is_self_unless_it_is_static(decorator: str) -> None:
+    method = "def helper({}y, x=None):\n        x.add_(1)\n"
+    extra = "\nclass Heir(Subject):\n    " + f"{decorator}\n    " * bool(decorator)
+    extra += method.format("" if decorator else "self, ")
+    assert asked("self.helper(x, fresh)", extra=extra) is None
+    assert asked("self.helper(fresh, x)", extra=extra) is not None
+
+
+def test_parts_of_what_a_helper_returns_may_share_memory() -> None:
+    extra = "\ndef pair(x):\n    z = x.clone()\n    return z, z.view(-1)\n"
+    _, scope, _ = scope_of("a, b = pair(x)\nc, d = pair(x)", extra=extra)
+    assert scope.root("a") == scope.root("b") != scope.root("c") == scope.root("d") != scope.root("x")

@@ -58,6 +58,7 @@ class FuseExperts(Transform):
         "own_gate": "the experts' class has a gate of its own",
         "other_block": "the block does something else than to route, compute experts and add",
         "router_not_in_file": "the router is no class of the file",
+        "block_stays": "no block that calls the router has a method for one token, so nobody would ask for its rule",
         "other_router": "the router computes something else than a softmax or sigmoid and its largest; it is called",
         "name_taken": "the file has a name of its own that the new code would call",
     }
@@ -152,8 +153,8 @@ def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
 
 
 def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
-    """Return the classes that a block with our method may route with: those it calls that choose the largest."""
-    if NAME not in info.methods or not experts_attributes(info, module):
+    """Return the classes that a block of experts may route with: those it calls that choose the largest."""
+    if "forward" not in info.methods or not experts_attributes(info, module):
         return []
     called = {called_attribute(call) for call in calls_in(info.methods["forward"].body)}
     parts = [part for name in sorted(filter(None, called)) for part in classes_of(info, name, module) or []]
@@ -168,6 +169,9 @@ def _chooses(info: ClassInfo, module: Module) -> bool:
 
 
 def _router(info: ClassInfo, module: Module) -> Found | Skip:
+    blocks = [block for block in module.classes.values() if info in _routers(block, module)]
+    if not any(NAME in block.methods for block in blocks):
+        return Skip("block_stays", ", ".join(block.name for block in blocks))
     if (taken := why_taken(info, "rule", module)) is not None:
         return Skip("name_taken", taken)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rewrite.sweep.plan import files, library
 
-from .matrix import Task, run
+from .matrix import Task, run, turned
 from .rewritings import all_rewritings
 from .table import markdown, summary
 
@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count = min(options.sample, len(found))
         found = [found[place * len(found) // count] for place in range(count)]
     chosen = tuple(options.rewriting or all_rewritings())
-    tasks = [Task(path, name, chosen, options.rows) for name, path in found]
+    tasks = [
+        Task(path, name, turned(chosen, name) if options.each else chosen, options.rows, options.each)
+        for name, path in found
+    ]
     tasks.sort(key=lambda task: -task.file.stat().st_size)  # the longest first, so that none is waited for at the end
     started, rows = time.monotonic(), []
     for done, some in enumerate(run(tasks, options.jobs), 1):
@@ -48,6 +51,9 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.metamorphic", description=__doc__)
     parser.add_argument("--files", nargs="*", default=(), metavar="FOLDER", help="folders of transformers/models")
     parser.add_argument("--sample", type=int, metavar="N", help="only N files, spread evenly")
+    parser.add_argument(
+        "--each", type=int, default=0, metavar="K", help="only K rewritings a file, spread by its name"
+    )
     parser.add_argument("--rewriting", nargs="*", choices=list(all_rewritings()), metavar="NAME", help="only these")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     parser.add_argument("--rows", type=Path, default=Path("build/metamorphic"), help="folder of rows: goes on there")

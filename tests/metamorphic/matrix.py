@@ -55,6 +55,8 @@ class Task:
     rewritings: tuple[str, ...]
     rows: Path
     """Folder of the rows of all files."""
+    enough: int = 0
+    """How many rewritings that change something are tried; 0 for all."""
 
 
 def run(tasks: Sequence[Task], jobs: int) -> Iterator[list[Row]]:
@@ -68,7 +70,19 @@ def run(tasks: Sequence[Task], jobs: int) -> Iterator[list[Row]]:
 
 def rows_of(task: Task) -> list[Row]:
     """Return the rows of a file; those that are there from a run before are read."""
-    return [_row(task, name) for name in task.rewritings]
+    rows, changed = list[Row](), 0
+    for name in task.rewritings:
+        rows.append(_row(task, name))
+        changed += rows[-1].places > 0 or bool(rows[-1].error)
+        if changed == task.enough > 0:
+            break
+    return rows
+
+
+def turned(rewritings: Sequence[str], file: str) -> tuple[str, ...]:
+    """Return the rewritings from a place on that the name of the file gives: over all files each has its share."""
+    place = int(hashlib.sha256(file.encode()).hexdigest(), 16) % len(rewritings)
+    return (*rewritings[place:], *rewritings[:place])
 
 
 def _row(task: Task, name: str) -> Row:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from . import matrix
-from .matrix import Row, Task, rows_of
+from .matrix import Row, Task, rows_of, turned
+from .rewritings import all_rewritings
 from .sites import LOST, REWRITTEN, Fate, Site, fates
 from .table import markdown, summary
 
@@ -55,6 +57,21 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (first[1].places, first[1].fates) == (0, []), "nothing is run where nothing was changed"
     monkeypatch.setattr(matrix, "sites_of", None)
     assert rows_of(task) == first
+
+
+def test_a_sample_covers_every_file_and_spreads_the_rewritings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = list(all_rewritings())
+    first = Counter(
+        turned(names, f"model_{number}/modeling_model_{number}.py")[0] for number in range(40 * len(names))
+    )
+    assert set(first) == set(names)
+    assert max(first.values()) < 2 * 40
+    assert sorted(turned(names, "llama/modeling_llama.py")) == sorted(names)
+    monkeypatch.setattr(matrix, "_row", lambda task, name: Row(task.name, name, places=name != "early_return"))
+    task = Task(TINY, "tiny", ("early_return", "rename_locals", "early_return", *names), tmp_path, enough=2)
+    assert [row.rewriting for row in rows_of(task)] == ["early_return", "rename_locals", "early_return", names[0]]
 
 
 def test_a_rule_that_looks_at_names_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures" / "soundness"
-_FIELDS = ("transforms", "inputs", "run", "must_rewrite", "layout", "raises")
+_FIELDS = ("transforms", "inputs", "run", "must_rewrite", "layout", "raises", "fails_as")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Case:
     """Whether the strides of the results are compared, because a caller relies on them."""
     raises: str = ""
     """The type that the original raises in its first call; other cases have to run."""
+    fails_as: str = ""
+    """The type that the rewritten module raises in its place: what fails does so, if not at the same operation."""
 
     def arguments(self, batch: int) -> tuple[Any, ...]:
         """Return the inputs of one call; the same batch gives both sides the same ones."""
@@ -87,7 +89,7 @@ def case_of(name: str, around: str, own: Mapping[str, str]) -> Case:
     if unknown := {*own} - holes - {*_FIELDS}:
         raise ValueError(f"{name}: no hole {', '.join(sorted(unknown))}")
     given = {**dict.fromkeys(holes, ""), **given, **own}
-    fields = {name: given[name] for name in ("inputs", "run", "must_rewrite", "raises") if name in given}
+    fields = {name: given[name] for name in ("inputs", "run", "must_rewrite", "raises", "fails_as") if name in given}
     return Case(
         name=name,
         text=fill(text, {name: given[name] for name in holes}),

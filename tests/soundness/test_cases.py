@@ -9,23 +9,9 @@ from soundness.compare import all_transforms, examine
 
 TRANSFORMS = all_transforms()
 CASES = list(cases())
-CALLER = "a caller outside the file relies on the strides of what `forward` returns"
-OPEN = {
-    "broadcasting/attention.keys_of_three_dimensions": "raises IndexError where the original raises ValueError",
-    "rebound_names/projections.class_rebound_after_def": "a class that is bound anew after its definition",
-    "strides/projections.view_by_the_caller": CALLER,
-    "strides/projections.strides_are_compared_by_the_caller": CALLER,
-}
-"""Cases that still come out otherwise, and why; what mends one takes it out of here."""
 
 
-def marked(case: Case) -> object:
-    """Return the case, expected to fail where it is open."""
-    marks = [pytest.mark.xfail(reason=OPEN[case.name], strict=False)] if case.name in OPEN else []
-    return pytest.param(case, id=case.name, marks=marks)
-
-
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_computes_what_it_did(case: Case) -> None:
     verdict = examine(case, TRANSFORMS)
     assert verdict.original[0].raised == case.raises

@@ -14,19 +14,7 @@ SAME_EACH_TIME = 100
 """Up to this number of examples they are the same in every run; beyond, every run draws others."""
 
 
-OPEN = {
-    "fuse_rope": "tables that torch refuses to broadcast raise nothing",
-    "native_gqa": "keys written in place between two expansions raise in training",
-}
-
-
-def marked(name: str) -> object:
-    """Return the name of a transform, expected to fail where a wrong module is known."""
-    marks = [pytest.mark.xfail(reason=OPEN[name], strict=False)] if name in OPEN else []
-    return pytest.param(name, id=name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in sorted(PLACES)])
+@pytest.mark.parametrize("name", sorted(PLACES))
 def test_random_modules_compute_what_they_did(name: str, examples: int) -> None:
     transforms = select((name, *PLACES[name].also))
     rewritten = 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import libcst as cst
 
 from rewrite.analysis.effects.calls import MAX_DEPTH
-from rewrite.analysis.effects.effect import HEAP, Effect
+from rewrite.analysis.effects.effect import Effect
 from rewrite.analysis.effects.names import Names
 from rewrite.analysis.effects.scope import Scope
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.effects.summary import Summary, summary_of
+from rewrite.analysis.syntax.module import ClassInfo, Module
 
 
 class Effects:
@@ -20,7 +21,7 @@ class Effects:
         self.calls: dict[int, list[cst.Call]] = {}
         """The calls inside a function, by its `id`, once somebody has looked for them."""
         self._scopes: dict[tuple[int, str, int], Scope] = {}
-        self._summaries: dict[tuple[int, str], Effect] = {}
+        self._summaries: dict[tuple[int, str], Summary] = {}
         self._running: set[tuple[int, str]] = set()
 
     def scope(self, function: cst.FunctionDef, owner: ClassInfo | None = None, depth: int = 0) -> Scope:
@@ -30,34 +31,21 @@ class Effects:
             self._scopes[key] = Scope(self, function, owner, depth)
         return self._scopes[key]
 
-    def summary(self, function: cst.FunctionDef, owner: ClassInfo | None, depth: int) -> Effect:
+    def summary(self, function: cst.FunctionDef, owner: ClassInfo | None, depth: int) -> Summary:
         """Return what a call of a function may do to what its caller can see."""
         key = (id(function), owner.name if owner is not None else "")
         if key in self._summaries:
             return self._summaries[key]
         if depth > MAX_DEPTH or key in self._running:
-            return Effect(anything="calls are nested too deeply")
+            return Summary(Effect(anything="calls are nested too deeply"))
         self._running.add(key)
         try:
-            found = self._summary(self.scope(function, owner, depth))
+            found = summary_of(Scope(self, function, owner, depth, apart=True))
         finally:
             self._running.discard(key)
-        if "nested too deeply" not in found.anything:  # from elsewhere it may be less deep
+        if "nested too deeply" not in found.effect.anything:  # from elsewhere it may be less deep
             self._summaries[key] = found
         return found
-
-    def _summary(self, scope: Scope) -> Effect:
-        if any(isinstance(node, (cst.Yield, cst.Await)) for node in walk(scope.function.body)):
-            return Effect(anything="it is a generator")
-        inside = scope.of(scope.function.body)
-        outside = frozenset({HEAP}) & scope.memory(inside.writes)
-        return Effect(
-            attributes=inside.attributes,
-            stores=inside.stores,
-            writes=outside,
-            anything=inside.anything,
-            draws=inside.draws,
-        )
 
 
 def effects_of(module: Module) -> Effects:

@@ -11,6 +11,7 @@ from rewrite.analysis.effects import known
 from rewrite.analysis.effects.attributes import attribute
 from rewrite.analysis.effects.effect import HEAP, Effect, Value, union
 from rewrite.analysis.effects.names import dotted_end, is_self
+from rewrite.analysis.effects.summary import arguments
 from rewrite.analysis.syntax.module import ClassInfo, self_attribute
 from rewrite.analysis.syntax.nodes import parameters
 
@@ -37,8 +38,8 @@ def called(scope: Scope, node: cst.Call) -> Value:
     effect = before | result.effect
     if effect.anything:
         held = scope.value(node.func.value).roots if isinstance(node.func, cst.Attribute) else frozenset[str]()
-        return Value(roots | held | _HEAP, effect, escapes=True)
-    return Value(result.roots, effect, result.escapes)
+        return Value(roots | held | _HEAP, effect, (roots | held | _HEAP,))
+    return Value(result.roots, effect, result.joins)
 
 
 def _is_parameter(node: cst.BaseExpression, scope: Scope) -> bool:
@@ -132,6 +133,8 @@ class _Call:
             or resolved.endswith(("is_torchdynamo_compiling", "is_tracing"))
         ):
             return Value(frozenset())
+        if resolved in known.HOLDERS:
+            return Value(self.roots)
         name = known.torch_function(resolved)
         if not name:
             return None
@@ -245,6 +248,8 @@ class _Call:
         roots = self.roots | held.roots
         if name in self.names.methods:
             return self._unknown(f"`.{name}`, which classes of the file define")
+        if name in known.FRESH | known.VIEWS | known.ABOUT and _is_object(func.value, self.scope):
+            return self._unknown(f"`.{name}(…)` of what is no tensor")
         if name.endswith("_") and not name.endswith("__"):
             return Value(roots, Effect(writes=held.roots))
         if name in known.MOVES_MODULES and _may_be_module(func.value, self.scope):
@@ -272,19 +277,17 @@ class _Call:
         if owner is None and not self.names.function_is_plain(function):
             return self._unknown(f"`{name}`, which is decorated")
         summary = self.scope.effects.summary(function, owner, self.scope.depth + 1)
-        if summary.anything:
-            return Value(self.roots | _HEAP, Effect(anything=f"`{name}`: {summary.anything}"), escapes=True)
-        touched = bool(summary.writes or summary.stores)
-        effect = Effect(
-            attributes=summary.attributes,
-            stores=summary.stores,
-            writes=(self.roots | _HEAP) if summary.writes else frozenset(),
-            draws=summary.draws,
-        )
-        return Value(self.roots | _HEAP, effect, escapes=touched)
+        everything = self.roots | _HEAP
+        if summary.effect.anything:
+            return Value(everything, Effect(anything=f"`{name}`: {summary.effect.anything}"), (everything,))
+        given = arguments(function, owner, self.node, self.scope)
+        if given is None:
+            given = {HEAP: everything} | dict.fromkeys(parameters(function), everything)
+        return summary.given(given, self.node)
 
     def _unknown(self, what: str) -> Value:
-        return Value(self.roots | _HEAP, Effect(anything=f"{what} is not known to write nothing"), escapes=True)
+        everything = self.roots | _HEAP
+        return Value(everything, Effect(anything=f"{what} is not known to write nothing"), (everything,))
 
 
 _POSITIONAL_INPLACE = ("dropout", "relu", "relu6", "silu", "elu", "leaky_relu", "hardswish", "mish", "selu", "celu")
@@ -293,7 +296,8 @@ _POSITIONAL_INPLACE = ("dropout", "relu", "relu6", "silu", "elu", "leaky_relu", 
 def _together(values: Iterable[Value], roots: frozenset[str] = frozenset()) -> Value:
     found = list(values)
     roots = frozenset[str]().union(roots, *(value.roots for value in found))
-    return Value(roots, union(value.effect for value in found), any(value.escapes for value in found))
+    joins = tuple(group for value in found for group in value.joins)
+    return Value(roots, union(value.effect for value in found), joins)
 
 
 def _is_super(node: cst.BaseExpression) -> bool:
@@ -316,7 +320,7 @@ def _renormalises(node: cst.Call, place: int) -> bool:
 
 
 def _with(value: Value, effect: Effect) -> Value:
-    return Value(value.roots, value.effect | effect, value.escapes)
+    return Value(value.roots, value.effect | effect, value.joins)
 
 
 def _tells(func: cst.Attribute, scope: Scope) -> bool:
@@ -344,6 +348,16 @@ def _may_be_module(node: cst.BaseExpression, scope: Scope, seen: frozenset[str] 
         return _may_be_module(node.value, scope, seen)
     values = attribute(scope.owner, name, scope.names).values
     return any(not makes_tensor(value, scope) for value in values)
+
+
+def _is_object(node: cst.BaseExpression, scope: Scope) -> bool:
+    """Whether the function asks a local, or what it was assigned, for an attribute that no tensor has."""
+    if not isinstance(node, cst.Name) or node.value not in scope.locals:
+        return False
+    if node.value in scope.objects:
+        return True
+    value = scope.single.get(node.value)
+    return isinstance(value, cst.Name) and _is_object(value, scope)
 
 
 def makes_tensor(value: cst.BaseExpression, scope: Scope) -> bool:

@@ -65,5 +65,5 @@ class Value:
 
     roots: frozenset[str]
     effect: Effect = NOTHING
-    escapes: bool = False
-    """Whether what went into it may afterwards be reachable from anywhere."""
+    joins: tuple[frozenset[str], ...] = ()
+    """Groups of roots that may share memory afterwards; with `HEAP`, that may then be reachable from anywhere."""

@@ -28,7 +28,7 @@ FRESH = names(
     searchsorted selu sigmoid sign silu sin sinh softmax softplus softsign sort sqrt square stack std sub
     subtract sum tan tanh tensor tile topk tril triu true_divide trunc unique unique_consecutive var where zeros
     zeros_like rms_norm group_norm avg_pool1d avg_pool2d max_pool1d max_pool2d embedding bitwise_xor
-    promote_types isin addbmm cdist index_fill reciprocal
+    promote_types isin addbmm cdist index_fill reciprocal icdf
     """
 )
 ALONE = names(
@@ -88,6 +88,12 @@ CONTAINER_READS = names(
     """
 )
 
+OF_TENSORS = (
+    (FRESH | VIEWS | ABOUT | NO_TENSOR | MOVES_MODULES | CONTAINER_WRITES | CONTAINER_READS) - NO_METHODS
+    | names("T H mT mH real imag data grad grad_fn is_leaf is_sparse is_quantized names backward retain_grad numpy")
+) - names("training in_features out_features")
+"""Attributes of tensors and containers: who has another is an object of its own kind."""
+
 TORCH = names(
     """
     torch.is_tensor torch.is_grad_enabled torch.is_autocast_enabled torch.finfo torch.iinfo torch.jit.is_tracing
@@ -98,6 +104,8 @@ TORCH = names(
     """
 )
 """Functions of torch that read modes and make no tensor that shares memory."""
+HOLDERS = names("torch.distributions.Normal torch.distributions.normal.Normal")
+"""Classes of torch that only hold what they are built with."""
 RANDOM = names(
     """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand rand_like randn

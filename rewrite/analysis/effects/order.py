@@ -45,7 +45,7 @@ def _read(scope: Scope, effect: Effect) -> frozenset[str]:
 
 
 def _called(roots: frozenset[str]) -> str:
-    named = sorted(root for root in roots if root != HEAP)
+    named = sorted(root for root in roots if not root.startswith("<"))
     return f"`{named[0]}`" if named else "something that others can reach"
 
 

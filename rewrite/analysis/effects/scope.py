@@ -18,8 +18,9 @@ import libcst as cst
 from rewrite.analysis.effects.attributes import attribute
 from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tensor
 from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
-from rewrite.analysis.effects.known import NO_TENSOR
+from rewrite.analysis.effects.known import NO_TENSOR, OF_TENSORS
 from rewrite.analysis.effects.names import is_self
+from rewrite.analysis.effects.summary import own_parameters
 from rewrite.analysis.syntax.module import ClassInfo, imported_names, kept, parts, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
@@ -33,13 +34,17 @@ _OWN = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
 class Scope:
     """What is known about one function of the file."""
 
-    def __init__(self, effects: Effects, function: cst.FunctionDef, owner: ClassInfo | None, depth: int):
+    def __init__(
+        self, effects: Effects, function: cst.FunctionDef, owner: ClassInfo | None, depth: int, apart: bool = False
+    ):
         self.effects = effects
         self.names = effects.names
         self.module = effects.module
         self.function = function
         self.owner = owner
         self.depth = depth
+        self.apart = apart
+        """Whether each parameter is memory of its own, for who knows what a call gives."""
         self._values: dict[int, Value] = {}
         self._classes: dict[str, str] = {}
         self._indexed: set[int] = set()
@@ -95,6 +100,17 @@ class Scope:
         found = [node for node in walk(self.function.body) if isinstance(node, cst.FunctionDef)]
         return {node.name.value: node for node in found if self.times[node.name.value] == 1 and not node.decorators}
 
+    @cached_property
+    def objects(self) -> frozenset[str]:
+        """The locals that are asked for an attribute that neither tensors nor containers have: modules, for one."""
+        asked = (node for node in walk(self.function.body) if isinstance(node, cst.Attribute))
+        return frozenset(
+            node.value.value
+            for node in asked
+            if isinstance(node.value, cst.Name) and node.attr.value not in OF_TENSORS and node.value.value != "self"
+            if not node.attr.value.endswith("_")
+        )
+
     def captured(self, function: cst.FunctionDef) -> frozenset[str]:
         """Return the locals that a function inside this one reads when it is called."""
         names = {node.value for node in walk(function.body) if isinstance(node, cst.Name)}
@@ -125,7 +141,7 @@ class Scope:
 
     def trusting(self, calls: Iterable[cst.Call]) -> Scope:
         """Return a scope of the same function that takes these calls for pure, each giving a tensor of its own."""
-        scope = Scope(self.effects, self.function, self.owner, self.depth)
+        scope = Scope(self.effects, self.function, self.owner, self.depth, self.apart)
         for call in calls:
             inside = union(self.of(argument.value) for argument in call.args)
             scope._values[id(call)] = Value(frozenset(), inside | self.of(call.func))
@@ -161,7 +177,8 @@ class Scope:
 
     @cached_property
     def _settled(self) -> bool:
-        self.join([HEAP, *parameters(self.function)])
+        own = own_parameters(self.function, self.owner, self.names) if self.apart else []
+        self.join([HEAP, *(name for name in parameters(self.function) if name not in own)])
         for node in walk(self.function.body):
             self._share(node)
         return True
@@ -176,7 +193,8 @@ class Scope:
             for target in node.targets:
                 self._share_target(target.target, self.value(node.value).roots)
         elif isinstance(node, cst.AugAssign):  # a list that is added to holds what was added
-            if isinstance(node.operator, cst.AddAssign) and not _is_number(node.value):
+            holds = isinstance(node.operator, cst.AddAssign) and not _is_number(node.value)
+            if holds and not self.is_tensor(node.target):
                 self._share_target(node.target, self.value(node.value).roots)
         elif isinstance(node, (cst.AnnAssign, cst.NamedExpr)) and node.value is not None:
             self._share_target(node.target, self.value(node.value).roots)
@@ -191,9 +209,9 @@ class Scope:
             self.join([HEAP, *captured])  # whoever calls it may keep what it sees
         elif isinstance(node, cst.Call):
             value = self.value(node)
-            if value.escapes:
-                self.join([HEAP, *value.roots])
-            elif value.effect.writes:  # a list now holds what was appended
+            for group in value.joins:
+                self.join(group)
+            if value.effect.writes:  # a list now holds what was appended
                 self.join(value.roots)
 
     def _share_target(self, target: cst.CSTNode, roots: frozenset[str]) -> None:
@@ -205,7 +223,8 @@ class Scope:
         elif isinstance(target, cst.StarredElement):
             self._share_target(target.value, roots)
         elif isinstance(target, (cst.Attribute, cst.Subscript)):
-            self.join([*self.value(target.value).roots, *roots])
+            copied = isinstance(target, cst.Subscript) and self.is_tensor(target.value)  # numbers, no reference
+            self.join([*self.value(target.value).roots, *(() if copied else roots)])
 
     # Statements
 
@@ -273,6 +292,9 @@ class Scope:
                 return NOTHING
             if node.func.value in ("enumerate", "zip", "reversed"):
                 return union(self._iterates(argument.value) for argument in node.args)
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Add):  # `x.shape[:-1] + (8, 64)`
+            if any(isinstance(side, (cst.Tuple, cst.List)) for side in (node.left, node.right)):
+                return self._overloaded()
         if isinstance(node, cst.Name) and node.value in self.single:
             return self._iterates(self.single[node.value])
         if isinstance(node, cst.Attribute) and is_self(node.value) and not self.names.own_operators:
@@ -379,7 +401,7 @@ class Scope:
         if isinstance(node, cst.Name):
             values = self.assigned(node.value)
             known = node.value in self.locals and node.value not in parameters(self.function) and bool(values)
-            single = node.value in self.single or len(values) == self.times[node.value]
+            single = node.value in self.single or len(values) == self.times[node.value] - self._added[node.value]
             return known and single and all(self.is_tensor(value, depth - 1) for value in values)
         if isinstance(node, cst.Call):
             return makes_new_tensor(self, node)
@@ -393,6 +415,12 @@ class Scope:
     def times(self) -> Counter[str]:
         """How often the function's statements bind each local."""
         return Counter(_bound(self.function.body, False))
+
+    @cached_property
+    def _added(self) -> Counter[str]:
+        """How often `x += …` and the like bind each local, which leave a tensor a tensor."""
+        lines = (node for node in walk(self.function.body) if isinstance(node, cst.AugAssign))
+        return Counter(name for line in lines for name in _targets(line.target))
 
     def _named(self, node: cst.Name) -> Value:
         if node.value in self.locals:

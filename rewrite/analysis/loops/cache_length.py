@@ -5,14 +5,14 @@ Against a cache of fixed size the number is a 0-dimensional tensor: the host may
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
+from rewrite.analysis.loops.handed_on import handed_on
 from rewrite.analysis.loops.host_constants import is_target
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import parameters, single_assignments
@@ -21,7 +21,6 @@ _IS_TENSOR = m.Call(
     func=m.Name("isinstance"),
     args=[m.Arg(value=m.Name()), m.Arg(value=m.Attribute(value=m.Name("torch"), attr=m.Name("Tensor")))],
 )
-_PARAMETER = re.compile(r"past_\w*(length|tokens|len)$")
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,38 @@ class Lengths:
 
 
 def lengths(function: cst.FunctionDef, module: Module) -> Lengths:
-    """Return the names in `function` that hold what `get_seq_length()` returned, here or in the caller."""
+    """Return the names in `function` that hold what `get_seq_length()` returned, here or in a caller of the file."""
+    handed = module.remembered.get("cached_lengths")
+    if not isinstance(handed, dict):
+        handed = handed_on(module, lambda function, given: _held(function, given, module).is_length)
+        module.remembered["cached_lengths"] = handed
+    return _held(function, handed[id(function)], module)
+
+
+def _held(function: cst.FunctionDef, given: Iterable[str], module: Module) -> Lengths:
+    """Return the names that hold a number of cached tokens where these parameters do."""
     values = single_assignments(function)
-    caches: dict[str, str | None] = {name: None for name in parameters(function) if _PARAMETER.match(name)}
+    caches: dict[str, str | None] = {name: None for name in parameters(function) if name in given}
     for name, value in values.items():
         call = next((node for node in walk(value) if _asks_length(node)), None)
         if call is not None and isinstance(value, (cst.Call, cst.IfExp)):
             caches[name] = module.code(call.func.value)  # type: ignore[attr-defined]
+    caches |= dict.fromkeys(name for name in _assigned_in_branches(function) if name not in caches)
     return Lengths(caches, values)
+
+
+def _assigned_in_branches(function: cst.FunctionDef) -> Iterator[str]:
+    """Yield the locals that are given a number in one place and what `get_seq_length()` returned in another."""
+    given: dict[str, list[cst.BaseExpression]] = {}
+    for line in walk(function.body):
+        if isinstance(line, cst.Assign) and isinstance(target := line.targets[0].target, cst.Name):
+            given.setdefault(target.value, []).append(line.value)
+    for name, values in given.items():
+        asking = [value for value in values if any(_asks_length(node) for node in walk(value))]
+        asking = [value for value in asking if isinstance(value, (cst.Call, cst.IfExp))]
+        numbers = [value for value in values if isinstance(value, cst.Integer)]
+        if asking and len(values) == len(asking) + len(numbers) > 1:
+            yield name
 
 
 def uses(function: cst.FunctionDef, known: Lengths, module: Module) -> Iterator[cst.CSTNode]:

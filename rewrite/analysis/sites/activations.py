@@ -75,8 +75,14 @@ def _is_own(function: cst.Attribute) -> bool:
     return isinstance(function.value, cst.Name) and function.value.value == "self"
 
 
-def _builds_activation(value: cst.BaseExpression, scope: Scope) -> bool:
+def _builds_activation(value: cst.BaseExpression, scope: Scope, depth: int = 3) -> bool:
+    """Whether an activation is built somewhere in a value, or in a local of `__init__` that stands in it."""
+    init = scope.owner.methods.get("__init__") if scope.owner is not None else None
+    made = scope.effects.scope(init, scope.owner).single if init is not None else {}
     for node in walk(value):
+        local = made.get(node.value) if isinstance(node, cst.Name) and depth else None
+        if local is not None and _builds_activation(local, scope, depth - 1):
+            return True
         if isinstance(node, cst.Subscript) and scope.module.qualified(node.value).endswith("activations.ACT2FN"):
             return True
         if isinstance(node, (cst.Attribute, cst.Name)):

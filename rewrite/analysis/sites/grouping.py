@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -11,7 +11,7 @@ from rewrite.analysis.effects import Effect, Scope, union, why_not_move
 from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, computed, inline
 from rewrite.analysis.sites.readers import Reads, held_by, operands, reads_of
 from rewrite.analysis.syntax.module import walk
-from rewrite.analysis.syntax.nodes import block_of, names_bound_by, replace_nodes
+from rewrite.analysis.syntax.nodes import block_of, expression, names_bound_by, replace_nodes
 from rewrite.analysis.syntax.proposal import Edit, Found
 from rewrite.analysis.terms.spelling import Term
 
@@ -28,6 +28,18 @@ class Repeated:
     """The tensor."""
     times: cst.BaseExpression
     """How often each of its heads is repeated."""
+    guard: cst.If | None = None
+    """`if hasattr(module, "groups"):` around `x = repeated(x, module.groups)`: without the attribute, x is left."""
+
+    @property
+    def line(self) -> cst.CSTNode:
+        """The statement behind which the tensor is repeated, if it is."""
+        return self.guard if self.guard is not None else self.scope.module.statement(self.node)
+
+    @property
+    def block(self) -> list[cst.CSTNode]:
+        """The block of that statement."""
+        return list(block_of(self.line, self.scope.module))
 
     @classmethod
     def by(cls, node: cst.Call, scope: Scope) -> Repeated:
@@ -41,7 +53,11 @@ class Repeated:
             found = inline(node, scope)
         else:
             found, given = computed(node, scope)
-        return cls(node, scope, _written(found.tensor, given), _written(found.times, given))
+        compact, times = _written(found.tensor, given), _written(found.times, given)
+        guard = _guard(node, scope, compact, times)
+        if guard is not None and isinstance(times, cst.Attribute):
+            times = expression(f'getattr({scope.module.code(times.value)}, "{times.attr.value}", 1)')
+        return cls(node, scope, compact, times, guard)
 
 
 def grouped(repeated: Repeated) -> Found:
@@ -59,12 +75,46 @@ def grouped(repeated: Repeated) -> Found:
         if not _bound_after(compact.value, repeated):
             _unchanged(reads, repeated, repeated.scope.of(compact))
             new: _New = {id(use): (cst.Name(compact.value),) for use in reads.names if use.value == target.value}
-            return _found((Edit(line, ()),), reads, repeated, new)
+            return _found((_without(line, repeated),), reads, repeated, new)
     held = Effect(reads=frozenset({target.value})) if target is not None else Effect()
     _unchanged(reads, repeated, held)
     if target is not None:
         return _found((Edit(repeated.node, (compact,)),), reads, repeated, {})
     return _found((), reads, repeated, {id(repeated.node): (compact,)})
+
+
+def _without(line: cst.CSTNode, repeated: Repeated) -> Edit:
+    """Return the edit that takes out a statement, with the condition on which it stood where that has no other."""
+    guard = repeated.guard
+    if guard is None:
+        return Edit(line, ())
+    rest = [other for other in guard.body.body if other is not line]
+    return Edit(guard, (guard.with_changes(body=guard.body.with_changes(body=rest)),) if rest else ())
+
+
+def _guard(node: cst.Call, scope: Scope, compact: cst.BaseExpression, times: cst.BaseExpression) -> cst.If | None:
+    """Return the condition on which a tensor is repeated in its own place: that there is the attribute that says how
+    often.
+    """
+    module = scope.module
+    line = module.statement(node)
+    guard = module.parent(module.parent(line))
+    if not isinstance(guard, cst.If) or guard.orelse is not None or not _is_all_of(node, line):
+        return None
+    if not isinstance(module.parent(guard), cst.IndentedBlock):
+        return None
+    target, test = held_by(node, scope), guard.test
+    if not isinstance(compact, cst.Name) or target is None or target.value != compact.value:
+        return None
+    if not isinstance(times, cst.Attribute) or not isinstance(times.value, cst.Name) or not isinstance(test, cst.Call):
+        return None
+    builtin = all(scope.names.means(name) and name not in scope.locals for name in ("hasattr", "getattr"))
+    if not builtin or module.code(test.func) != "hasattr" or len(test.args) != 2:
+        return None
+    asked, name = test.args[0].value, test.args[1].value
+    if not isinstance(asked, cst.Name) or asked.value != times.value.value:
+        return None
+    return guard if isinstance(name, cst.SimpleString) and name.raw_value == times.attr.value else None
 
 
 def _found(edits: tuple[Edit, ...], reads: Reads, repeated: Repeated, new: _New) -> Found:
@@ -108,8 +158,8 @@ def _only_products(reads: Reads, repeated: Repeated) -> None:
         raise NotAnExpansion("other_use", module.code(module.statement(reads.other)).splitlines()[0])
     if not reads.products:
         raise NotAnExpansion("other_use", "no matrix product reads it")
-    block = list(block_of(repeated.node, module))
-    place = next(place for place, s in enumerate(block) if s is module.statement(repeated.node))
+    block = repeated.block
+    place = next(place for place, s in enumerate(block) if s is repeated.line)
     behind = {id(node) for statement in block[place:] for node in walk(statement)}
     outside = next((node for node in (*reads.products, *reads.names) if id(node) not in behind), None)
     if outside is not None:
@@ -135,15 +185,33 @@ def _unchanged(reads: Reads, repeated: Repeated, held: Effect) -> None:
         raise NotAnExpansion("values_change", f"`{again[0]}` is bound again")
     if any(isinstance(above, (cst.For, cst.While)) for above in _above(repeated.node, scope)):
         raise NotAnExpansion("values_change", "it stands in a loop")
-    block = list(block_of(repeated.node, module))
-    place = next(place for place, s in enumerate(block) if s is module.statement(repeated.node))
+    block = repeated.block
+    place = next(place for place, s in enumerate(block) if s is repeated.line)
     last = max(n for n, s in enumerate(block) if any(p is node for p in reads.products for node in walk(s)))
-    past = union(scope.of(statement) for statement in block[place + 1 : last + 1])
+    own_line = module.statement(repeated.node)
+    inside = [s for s in repeated.guard.body.body if s is not own_line] if repeated.guard is not None else []
+    past = union(scope.of(statement) for statement in (*inside, *block[place + 1 : last + 1]))
     if last == place and not _is_direct(repeated, reads):
         raise NotAnExpansion("values_change", "its own statement reads it in another way")
     past = replace(past, leaves=frozenset())  # where the block is left, nobody misses what was not computed
     if why := why_not_move(scope, held | scope.of(repeated.times), past):
         raise NotAnExpansion("values_change", why)
+    later = union(scope.of(statement) for statement in _behind(block[last], scope))
+    if later.anything or scope.memory(later.writes) & scope.memory(own.reads):
+        why = later.anything or "it is written in place afterwards"
+        raise NotAnExpansion("values_change", f"{why}, and a gradient would read it, not a copy")
+
+
+def _behind(line: cst.CSTNode, scope: Scope) -> Iterator[cst.BaseStatement]:
+    """Yield the statements of the function that stand behind one, in its block and those around it."""
+    node: cst.CSTNode = line
+    for above in scope.module.ancestors(line):
+        block = getattr(above, "body", ())
+        if isinstance(above, cst.IndentedBlock) and isinstance(block, Sequence):
+            yield from block[next(place for place, s in enumerate(block) if s is node) + 1 :]
+        if above is scope.function:
+            return
+        node = above
 
 
 def _is_direct(repeated: Repeated, reads: Reads) -> bool:

@@ -12,6 +12,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import Effect, Scope, attribute, between, effects_of, why_not_move
 from rewrite.analysis.effects.identity import Identity, with_argument
+from rewrite.analysis.sites.leaving import leaves_forward
 from rewrite.analysis.sites.linear_calls import LinearCall, linear_call, linear_kind
 from rewrite.analysis.sites.products import products_in, resolved
 from rewrite.analysis.sites.strides import relied_on
@@ -19,6 +20,7 @@ from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, walk
 from rewrite.analysis.syntax.nodes import (
     block_of,
     calls_in,
+    expression,
     fresh_name,
     local_names,
     paired_assignments,
@@ -153,7 +155,12 @@ def merge(group: Group, module: Module) -> Found | Skip:
         return Skip("strides_read", reads.problem)
     taken = local_names(group.method, module)
     first = group.first.statement
-    hoisted = {id(call.statement): name for call in group.calls if (name := _hoistable(call, group, module))}
+    copied = {id(call.node) for call in group.calls if leaves_forward(scope, call)}
+    hoisted = {
+        id(call.statement): name
+        for call in group.calls
+        if id(call.node) not in copied and (name := _hoistable(call, group, module))
+    }
     names = [hoisted.get(id(call.statement)) or fresh_name(_stem(call.attribute), taken) for call in group.calls]
     packed = call_statement(
         f"{', '.join(names)} = ",
@@ -162,12 +169,16 @@ def merge(group: Group, module: Module) -> Found | Skip:
         module,
         indent=module.indentation(first),
     ).with_changes(leading_lines=getattr(first, "leading_lines", ()))
-    return Found(tuple(_edits(group, names, hoisted, packed, reads.reshapes)), ("products.packed_linear",))
+    results = {
+        id(call.node): expression(f"{name}.contiguous()" if id(call.node) in copied else name)
+        for call, name in zip(group.calls, names, strict=True)
+    }
+    return Found(tuple(_edits(group, results, hoisted, packed, reads.reshapes)), ("products.packed_linear",))
 
 
 def _edits(
     group: Group,
-    names: list[str],
+    results: Mapping[int, cst.BaseExpression],
     hoisted: Mapping[int, str],
     packed: cst.SimpleStatementLine,
     reshapes: Sequence[cst.Name],
@@ -180,13 +191,14 @@ def _edits(
             inline[id(view)] = (cst.Name("reshape"),)
         else:
             yield Edit(view, (cst.Name("reshape"),))
-    for call, name in zip(group.calls, names, strict=True):
+    for call in group.calls:
+        result = results[id(call.node)]
         if call.statement is first:
-            inline[id(call.node)] = (cst.Name(name),)
+            inline[id(call.node)] = (result,)
         elif id(call.statement) in hoisted:
             yield Edit(call.statement, ())
         else:
-            yield Edit(call.node, (cst.Name(name),))
+            yield Edit(call.node, (result,))
     rest = replace_nodes(first.with_changes(leading_lines=[]), inline)
     yield Edit(first, (packed,) if id(first) in hoisted else (packed, rest))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 
 from rewrite.analysis.terms.computation import Bindings, Pattern
 from rewrite.analysis.terms.spelling import Term
@@ -15,11 +14,6 @@ _ROTATE = {
 def rotate(x):
     first = x[..., : x.shape[-1] // 2]
     second = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-second, first), dim=-1)
-""",
-    "chunks": """
-def rotate(x):
-    first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 """,
     "interleaved": """
@@ -39,7 +33,6 @@ _TABLE = {
     "full": "table.unsqueeze(DIM)",
     "fp32": "table.unsqueeze(DIM).float()",
     "sliced": "first_half(table.unsqueeze(DIM)).repeat_interleave(2, dim=-1)",
-    "half": "table.unsqueeze(DIM).repeat_interleave(2, dim=-1)",
     "half_of_four": "table.unsqueeze(DIM).repeat_interleave(2, dim=3)",
 }
 """How a table becomes the factor; `half_of_four` counts the last of four dimensions from the front, as GPT-J does."""
@@ -47,13 +40,37 @@ _TABLE = {
 _TURNED = {
     "plain": "part * cos + rotate(part) * sin",
     "keep": "(part * cos + rotate(part) * sin).to(x.dtype)",
-    "keep_other": "(part * cos + rotate(part) * sin).to(other.dtype)",
     "fp32": "(part.float() * cos + rotate(part.float()) * sin).to(x.dtype)",
     "fp32_other": "(part.float() * cos + rotate(part.float()) * sin).to(other.dtype)",
     "fp32_after": "(part.float() * cos + rotate(part).float() * sin).to(x.dtype)",
     "fp32_after_other": "(part.float() * cos + rotate(part).float() * sin).to(other.dtype)",
 }
 """Where the result is rounded; `other` is the other tensor, where both are rounded to the dtype of one."""
+
+_MET = (
+    ("half", "plain", "full", False),
+    ("half", "plain", "full", True),
+    ("half", "keep", "full", False),
+    ("half", "fp32", "full", False),
+    ("half", "fp32", "fp32", False),
+    ("half", "fp32_other", "full", False),
+    ("half", "fp32_other", "fp32", False),
+    ("interleaved", "plain", "full", False),
+    ("interleaved", "plain", "full", True),
+    ("interleaved", "plain", "sliced", False),
+    ("interleaved", "plain", "sliced", True),
+    ("interleaved", "fp32", "full", False),
+    ("interleaved", "fp32_other", "full", False),
+    ("interleaved", "fp32_after", "full", False),
+    ("interleaved", "fp32_after", "sliced", False),
+    ("interleaved", "fp32_after_other", "full", False),
+    ("interleaved", "fp32_after_other", "sliced", False),
+    ("interleaved_of_four", "plain", "half_of_four", False),
+)
+"""Rotation, rounding, table and whether only the first columns are turned: the computations of transformers 5.
+
+All are written with slices; `chunk` parts an odd number of columns in another place.
+"""
 
 _WITH_ROTATION = """
 {rotate}
@@ -158,13 +175,8 @@ def patterns() -> tuple[Pattern, ...]:
 
 
 def _with_rotation() -> Iterator[Pattern]:
-    for rotate, turned, table, partial in product(_ROTATE, _TURNED, _TABLE, (False, True)):
-        interleaved = rotate.startswith("interleaved")
-        in_fp32 = turned.startswith("fp32")
-        if (table == "fp32" and not in_fp32) or (table in ("sliced", "half", "half_of_four") and not interleaved):
-            continue
-        if rotate == "interleaved_of_four" and table != "half_of_four":
-            continue
+    for rotate, turned, table, partial in _MET:
+        interleaved, in_fp32 = rotate.startswith("interleaved"), turned.startswith("fp32")
         source = _WITH_ROTATION.format(
             rotate=_ROTATE[rotate],
             table=_TABLE[table],
@@ -174,7 +186,7 @@ def _with_rotation() -> Iterator[Pattern]:
         )
         marks = {
             "interleaved": interleaved,
-            "half_table": table in ("sliced", "half", "half_of_four"),
+            "half_table": table in ("sliced", "half_of_four"),
             "in_fp32": in_fp32,
             "keep_dtype": turned.startswith("keep"),
             "partial": partial,
@@ -184,24 +196,14 @@ def _with_rotation() -> Iterator[Pattern]:
 
 
 def _by_halves() -> Iterator[Pattern]:
-    tables = {
-        False: "cos.unsqueeze(DIM), sin.unsqueeze(DIM)",
-        True: "cos[..., : cos.shape[-1] // 2].unsqueeze(DIM), sin[..., : sin.shape[-1] // 2].unsqueeze(DIM)",
-    }
-    halves = {
-        "chunk": "x.chunk(2, dim=-1)",
-        "half": "x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]",
-        "interleaved": "x[..., 0::2], x[..., 1::2]",
-    }
+    whole = "cos.unsqueeze(DIM), sin.unsqueeze(DIM)"
+    sliced = "cos[..., : cos.shape[-1] // 2].unsqueeze(DIM), sin[..., : sin.shape[-1] // 2].unsqueeze(DIM)"
+    neighbours = "x[..., 0::2], x[..., 1::2]"
     turned = "(first * cos - second * sin, second * cos + first * sin)"
-    results = {False: f"torch.cat({turned}, dim=-1)", True: f"torch.stack({turned}, dim=-1).flatten(-2)"}
-    for sliced, half, stacked in product(tables, halves, results):
-        if stacked and half != "interleaved":
-            continue
-        marks = {
-            "interleaved": half == "interleaved",
-            "half_table": True,
-            "deinterleave": half == "interleaved" and not stacked,
-            "sliced": sliced,
-        }
-        yield Pattern(_BY_HALVES.format(table=tables[sliced], halves=halves[half], result=results[stacked]), marks)
+    beside, woven = f"torch.cat({turned}, dim=-1)", f"torch.stack({turned}, dim=-1).flatten(-2)"
+    form = {"interleaved": True, "half_table": True, "deinterleave": False, "sliced": False}
+    halves = _BY_HALVES.format(table=whole, halves="x.chunk(2, dim=-1)", result=beside)
+    yield Pattern(halves, form | {"interleaved": False})
+    yield Pattern(_BY_HALVES.format(table=whole, halves=neighbours, result=woven), form)
+    apart = _BY_HALVES.format(table=sliced, halves=neighbours, result=beside)
+    yield Pattern(apart, form | {"deinterleave": True, "sliced": True})

@@ -12,6 +12,7 @@ from rewrite.analysis.effects import Scope, attribute
 from rewrite.analysis.effects.identity import Identity
 from rewrite.analysis.sites.linear_calls import LinearCall
 from rewrite.analysis.syntax.module import self_assignments, self_attribute
+from rewrite.analysis.terms.spelling import Term
 
 _MAX_FACTORS = 40
 
@@ -29,8 +30,43 @@ def splits_last(scope: Scope, view: cst.Call, projection: LinearCall | None) -> 
         return False
     if projection is None:
         return _leads_with(scope, sizes, base)
-    leads = any(_leads_with(scope, sizes, source) for source in (base, projection.argument))
-    return leads or _ends_with(scope, sizes, projection.attribute)
+    here = scope.function in scope.module.ancestors(projection.node)  # elsewhere its argument's name means another
+    sources = (base, projection.argument) if here else (base,)
+    return any(_leads_with(scope, sizes, source) for source in sources) or _ends_with(
+        scope, sizes, projection.attribute
+    )
+
+
+def pairs_last(scope: Scope, view: cst.Call) -> bool:
+    """Return whether a `view` or `reshape` only makes pairs of the last dimension: `x.view(*x.shape[:-1], -1, 2)`."""
+    sizes = _sizes(scope, view)
+    base = view.func.value if isinstance(view.func, cst.Attribute) else view
+    while isinstance(base, cst.Call) and isinstance(base.func, cst.Attribute) and base.func.attr.value == "float":
+        base = base.func.value
+    if sizes is None or len(sizes) < 3 or any(isinstance(size, cst.StarredElement) for size in sizes[-2:]):
+        return False
+    ends = [scope.module.code(size) for size in sizes[-2:]]
+    return ends == ["-1", "2"] and _leads_with(scope, sizes, base)
+
+
+def split_alike(scope: Scope, projections: Sequence[LinearCall]) -> bool:
+    """Return whether the results of all projections are first split into heads of one size, each of them.
+
+    If that size is even, so is the number of features of each.
+    """
+    identity, last = Identity(scope), set[Term]()
+    for projection in projections:
+        above = scope.module.parent(projection.node)
+        if not isinstance(above, cst.Attribute) or above.attr.value not in ("view", "reshape"):
+            return False
+        view = scope.module.parent(above)
+        if not isinstance(view, cst.Call) or view.func is not above:
+            return False
+        sizes = _sizes(scope, view)
+        if not sizes or isinstance(sizes[-1], cst.StarredElement) or not splits_last(scope, view, projection):
+            return False
+        last.add(identity.term(sizes[-1]))
+    return len(last) == 1 and not any(term.op == "opaque" for term in last)
 
 
 def _sizes(scope: Scope, view: cst.Call) -> list[cst.BaseExpression | cst.StarredElement] | None:

@@ -16,7 +16,7 @@ from rewrite.analysis.effects import Scope, attribute, known
 from rewrite.analysis.effects.identity import Identity, plainly_bound
 from rewrite.analysis.sites.linear_calls import LinearCall
 from rewrite.analysis.sites.residual import choices
-from rewrite.analysis.sites.shapes import splits_last
+from rewrite.analysis.sites.shapes import pairs_last, split_alike, splits_last
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
@@ -24,7 +24,7 @@ MAX_DEPTH = 4
 _NOTICES = known.names(
     """
     is_contiguous stride as_strided as_strided_ resize_ resize_as_ data_ptr storage untyped_storage storage_offset
-    set_ view_as numpy __dlpack__ view_as_complex view_as_real
+    set_ view_as numpy __dlpack__ view_as_real
     """
 )
 _ASKS_OTHER = known.names("type_as view_as expand_as reshape_as to")
@@ -34,7 +34,7 @@ _SAME = known.names("to float type half bfloat16 double detach dropout")
 _MAY_COPY = known.names("contiguous reshape flatten ravel reshape_as unflatten")
 """What gives a view of a contiguous tensor, and may give a copy of a slice."""
 _COPIES = known.names("contiguous clone")
-_REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
+REORDERS = known.names("transpose permute swapaxes swapdims movedim moveaxis t T mT chunk split unbind")
 """What makes a contiguous tensor not contiguous anyway."""
 _SAYS = known.names(
     """
@@ -54,7 +54,7 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class _Tracked:
+class Tracked:
     """An expression that may be a result, unchanged or split."""
 
     scope: Scope
@@ -65,20 +65,29 @@ class _Tracked:
     """Whether this is a copy where a contiguous result would give a view, and the result is read elsewhere."""
     entry: tuple[int, str] | None = None
     """The function, by its `id`, and the parameter through which it came here; None in the method of the call."""
+    last: str = ""
+    """What the last dimension is: "heads" once the result was split, then "pairs", `""` where that is not known."""
+
+    def other(self, *, last: str = "") -> Tracked:
+        """Return what is left of it once its shape is another."""
+        return replace(self, call=None, last=last)
 
 
 def relied_on(scope: Scope, calls: Sequence[LinearCall]) -> Reads:
     """Return what reads the results of these calls, through locals, functions of the file and who calls the method."""
-    follower = _Follower()
+    follower = Follower(split_alike(scope, calls))
     for call in calls:
-        follower.expression(call.node, _Tracked(scope, call))
+        follower.expression(call.node, Tracked(scope, call))
     return follower.reads
 
 
-class _Follower:
-    def __init__(self) -> None:
+class Follower:
+    """Goes after a projection's result: to everything that reads it, unchanged, split or as part of something."""
+
+    def __init__(self, split_alike: bool) -> None:
         self.reads = Reads()
-        self.seen = set[tuple[int, bool, bool, tuple[int, str] | None]]()
+        self.split_alike = split_alike
+        self.seen = set[tuple[int, bool, bool, str, tuple[int, str] | None]]()
         self.returning: dict[tuple[int, str], bool] = {}
         """Whether a function returns what came in by a parameter, for those that were followed."""
 
@@ -86,9 +95,9 @@ class _Follower:
         """Note the first thing that would notice."""
         self.reads.problem = self.reads.problem or text
 
-    def expression(self, node: cst.CSTNode, what: _Tracked) -> None:
+    def expression(self, node: cst.CSTNode, what: Tracked) -> None:
         """Look at what is done with the value of `node`."""
-        key = (id(node), what.call is not None, what.copied, what.entry)
+        key = (id(node), what.call is not None, what.copied, what.last, what.entry)
         if self.reads.problem or key in self.seen:
             return
         self.seen.add(key)
@@ -103,7 +112,7 @@ class _Follower:
         elif isinstance(above, (cst.Element, cst.StarredElement)):
             self._element(module.parent(above), above, what)
         elif isinstance(above, cst.Subscript) and above.value is node:
-            self.expression(above, replace(what, call=None))
+            self.expression(above, what.other())
         elif what.copied and _is_written(node, above):
             self.notices(f"`{module.code(node)}` is written in place, and would be a copy")
         elif isinstance(above, (cst.IfExp, cst.BooleanOperation)):
@@ -122,48 +131,58 @@ class _Follower:
         elif isinstance(above, (cst.DictElement, cst.Yield, cst.Await, cst.Lambda, cst.BaseComp)):
             self.notices(f"`{module.code(node)}` goes where it cannot be followed")
 
-    def _attribute(self, above: cst.Attribute, what: _Tracked) -> None:
+    def _attribute(self, above: cst.Attribute, what: Tracked) -> None:
         name, module = above.attr.value, what.scope.module
         call = module.parent(above)
         if not isinstance(call, cst.Call) or call.func is not above:
             if name == "data":
                 self.expression(above, what)
-            elif name not in known.NO_TENSOR and name not in _REORDERS:
+            elif name not in known.NO_TENSOR and name not in REORDERS:
                 self.notices(f"`{module.code(above)}`")
             return
         self._operation(name, call, above.attr, what)
 
-    def _operation(self, name: str, call: cst.Call, spelled: cst.Name | None, what: _Tracked) -> None:
+    def _operation(self, name: str, call: cst.Call, spelled: cst.Name | None, what: Tracked) -> None:
         """Look at `x.name(…)` or `torch.name(x, …)`."""
         scope = what.scope
         if name in _NOTICES:
             self.notices(f"`{scope.module.code(call)}`")
         elif name == "view" and spelled is not None:
             self._view(call, spelled, what)
+        elif name == "view_as_complex":
+            if what.last == "pairs" and self.split_alike:
+                self.expression(call, what.other())
+            else:
+                self.notices(f"`{scope.module.code(call)}` is not proven to read pairs that lie at even places")
         elif what.copied and name.endswith("_"):
             self.notices(f"`{scope.module.code(call)}` writes in place what would be a copy")
-        elif name in _REORDERS or name in _SAYS or (name in known.FRESH and name not in _COPIES):
+        elif name in REORDERS or name in _SAYS or (name in known.FRESH and name not in _COPIES):
             return
         elif name in known.VIEWS or name in known.RANDOM or name in _COPIES or name.endswith("_"):
             base = call.func.value if spelled is not None and isinstance(call.func, cst.Attribute) else call
             same = name not in _MAY_COPY or (name == "reshape" and splits_last(scope, call, what.call))
             copied = what.copied or not (same or _is_dead(scope, base))
             if name not in _COPIES or copied:
-                self.expression(call, replace(what, call=what.call if name in _SAME else None, copied=copied))
+                pairs = what.last == "heads" and name == "reshape" and pairs_last(scope, call)
+                after = what if name in _SAME else what.other(last="pairs" if pairs else "")
+                self.expression(call, replace(after, copied=copied))
         else:
             self.notices(f"`{scope.module.code(call)}`, of which nothing is known")
 
-    def _view(self, call: cst.Call, spelled: cst.Name, what: _Tracked) -> None:
+    def _view(self, call: cst.Call, spelled: cst.Name, what: Tracked) -> None:
         """A `view` that may merge the last dimension becomes `reshape`, where nobody sees that this may copy."""
         scope, base = what.scope, call.func.value if isinstance(call.func, cst.Attribute) else call
-        if not splits_last(scope, call, what.call):
+        split = splits_last(scope, call, what.call)
+        if not split:
             if not _names_sizes(call, scope) or not _is_dead(scope, base):
                 self.notices(f"`{scope.module.code(call)}` is not proven to only split the last dimension")
                 return
             self.reads.reshapes.append(spelled)
-        self.expression(call, replace(what, call=None))
+        pairs = what.last == "heads" and pairs_last(scope, call)
+        heads = split and what.call is not None
+        self.expression(call, what.other(last="pairs" if pairs else "heads" if heads else ""))
 
-    def _argument(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
+    def _argument(self, call: cst.Call, argument: cst.Arg, what: Tracked) -> None:
         scope = what.scope
         if argument.star:
             self.notices(f"`{scope.module.code(call)}`")
@@ -181,7 +200,7 @@ class _Follower:
             return
         self._followed(call, argument, what)
 
-    def _kept(self, container: cst.BaseExpression, what: _Tracked) -> None:
+    def _kept(self, container: cst.BaseExpression, what: Tracked) -> None:
         """Look at every read of a list that now holds it."""
         if (name := self_attribute(container)) is not None:
             self._kept_as(name, what)
@@ -192,9 +211,9 @@ class _Follower:
         for read in reads_of(container.value, what.scope):
             above = what.scope.module.parent(read)
             if not (isinstance(above, cst.Attribute) and above.attr.value in known.CONTAINER_WRITES):
-                self.expression(read, replace(what, call=None))
+                self.expression(read, what.other())
 
-    def _kept_as(self, name: str, what: _Tracked) -> None:
+    def _kept_as(self, name: str, what: Tracked) -> None:
         """Look at every read of the attribute of `self` that now holds it, in whatever class of the file."""
         if what.depth >= MAX_DEPTH:
             self.notices(f"it is kept in `self.{name}`")
@@ -204,9 +223,9 @@ class _Follower:
             for read in walk(function.body):
                 if isinstance(read, cst.Attribute) and read.attr.value == name and not _is_target(read, module):
                     scope = what.scope.effects.scope(function, info)
-                    self.expression(read, _Tracked(scope, None, what.depth + 1))
+                    self.expression(read, Tracked(scope, None, what.depth + 1))
 
-    def _followed(self, call: cst.Call, argument: cst.Arg, what: _Tracked) -> None:
+    def _followed(self, call: cst.Call, argument: cst.Arg, what: Tracked) -> None:
         """Go on inside the functions of the file that may be called; modules of torch take any strides."""
         scope = what.scope
         targets = _targets(call, scope) if what.depth < MAX_DEPTH else None
@@ -219,19 +238,20 @@ class _Follower:
                 self.notices(f"`{scope.module.code(call)}`")
                 return
             if self._returns(inner, name, replace(what, call=what.call if owner is scope.owner else None)):
-                self.expression(call, replace(what, call=None))
+                self.expression(call, what.other())
 
-    def _returns(self, inner: Scope, name: str, what: _Tracked) -> bool:
+    def _returns(self, inner: Scope, name: str, what: Tracked) -> bool:
         """Look at what a function does with a parameter; return whether it may return it."""
         entry = (id(inner.function), name)
         if entry not in self.returning:
             self.returning[entry] = False
             for read in reads_of(name, inner):
                 if Identity(inner).assignment(name, read) is None:
-                    self.expression(read, _Tracked(inner, what.call, what.depth + 1, what.copied, entry))
+                    here = Tracked(inner, what.call, what.depth + 1, what.copied, entry, what.last)
+                    self.expression(read, here)
         return self.returning[entry]
 
-    def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: _Tracked) -> None:
+    def _element(self, display: cst.CSTNode, element: cst.BaseElement, what: Tracked) -> None:
         module = what.scope.module
         above = module.parent(display)
         if isinstance(above, cst.Assign) and isinstance(display, cst.Tuple):
@@ -247,7 +267,7 @@ class _Follower:
         else:
             self.expression(display, what)
 
-    def _bound(self, target: cst.CSTNode, line: cst.CSTNode, what: _Tracked) -> None:
+    def _bound(self, target: cst.CSTNode, line: cst.CSTNode, what: Tracked) -> None:
         """Look at every read of what an assignment binds."""
         module = what.scope.module
         if isinstance(target, (cst.Tuple, cst.List)):
@@ -265,7 +285,7 @@ class _Follower:
             if read is not target and _may_reach(what.scope, target.value, statement, read):
                 self.expression(read, what)
 
-    def _returned(self, what: _Tracked) -> None:
+    def _returned(self, what: Tracked) -> None:
         """Look at what the callers of this method do with what it returns."""
         if what.entry is not None:
             self.returning[what.entry] = True
@@ -273,7 +293,8 @@ class _Follower:
         if what.depth >= MAX_DEPTH or what.scope.owner is None:
             return
         for call, scope in _callers(what.scope):
-            self.expression(call, _Tracked(scope, None, what.depth + 1))
+            same = what.call if scope.owner is what.scope.owner else None
+            self.expression(call, Tracked(scope, same, what.depth + 1))
 
 
 def _is_target(node: cst.Attribute, module: Module) -> bool:
@@ -304,6 +325,8 @@ def _targets(call: cst.Call, scope: Scope) -> list[_Function] | None:
     module, func = scope.module, call.func
     if isinstance(func, cst.Name) and func.value in scope.single:
         func = scope.single[func.value]
+    if isinstance(func, cst.Subscript) and _is_torchs(func, scope):
+        return []
     if isinstance(func, cst.Name) and func.value in scope.functions:
         return [(scope.functions[func.value], scope.owner)]
     if isinstance(func, cst.Name) and func.value not in scope.locals:

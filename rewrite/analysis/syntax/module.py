@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
@@ -39,9 +39,12 @@ class Module:
         self.remembered: dict[str, object] = {}
         """What analyses have found out about this module, each under its own name."""
         self._parents: dict[int, cst.CSTNode] = {}
+        self._made_from: dict[int, list[cst.ClassDef | None]] = {}
+        """The classes that were the bases of a class when it was made, by the `id` of its node."""
         self._adopt()
         for statement in tree.body:
             self._index(statement)
+        self.classes = {name: self._without_rebound_bases(info) for name, info in self.classes.items()}
 
     def code(self, node: cst.CSTNode) -> str:
         """Return the source text of `node` without surrounding whitespace."""
@@ -167,7 +170,18 @@ class Module:
         for method in methods.values():
             for attribute, value in self_assignments(method):
                 info.assigned.setdefault(attribute, []).append(value)
+        self._made_from[id(node)] = [self.classes[base].node if base in self.classes else None for base in info.bases]
         self.classes[info.name] = info
+
+    def _without_rebound_bases(self, info: ClassInfo) -> ClassInfo:
+        """Return the class with bases that had another class of their name when it was made under no class's name.
+
+        `class A(A)` is made from an earlier A, and no class is its own base.
+        """
+        now = [self.classes[base].node if base in self.classes else None for base in info.bases]
+        then = self._made_from[id(info.node)]
+        same = zip(info.bases, (one is other for one, other in zip(now, then, strict=True)), strict=True)
+        return replace(info, bases=tuple(base if kept else f"an earlier {base}" for base, kept in same))
 
 
 def imported_names(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str]]:
