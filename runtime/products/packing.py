@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import backend
+from ..core.place import NAMESPACE
 from . import memory
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -188,4 +189,4 @@ def _batched(
     return _operator(weights, biases, input.movedim(dims[2], 0)), 0
 
 
-torch.library.register_vmap(f"{backend.NAMESPACE}::packed_linear", _batched, lib=backend.library)
+torch.library.register_vmap(f"{NAMESPACE}::packed_linear", _batched, lib=backend.library)
