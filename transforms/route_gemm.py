@@ -10,12 +10,13 @@ import libcst as cst
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.sites.linear_calls import only_argument
 from rewrite.analysis.step.terms import LINEAR
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute, without_runtime
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
 OPERATOR = "routed_linear"
+PACKED, ROUTED_PACKED = "packed_linear", "routed_packed_linear"
 
 
 class RouteGemm(Transform):
@@ -23,8 +24,8 @@ class RouteGemm(Transform):
 
     What it does:
         `self.o_proj(x)` becomes `routed_linear(x, self.o_proj)` in `forward`, for every attribute that `__init__`
-        makes a plain `nn.Linear`; so does `linear(x, self.lm_head)` that decode_head wrote. What is packed stays as it
-        is and takes the same way inside the runtime.
+        makes a plain `nn.Linear`; so does `linear(x, self.lm_head)` that decode_head wrote. A `packed_linear` that
+        fuse_qkv or fuse_gate_up wrote becomes `routed_packed_linear`.
 
     Why:
         No library is the fastest for all sizes. On AMD cards aiter, hipBLASLt and rocBLAS differ by shape, and for few
@@ -51,12 +52,15 @@ class RouteGemm(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the layer is not built as a plain nn.Linear",
         "other_call": "the projection is called with other arguments",
-        "name_taken": f"the file has a name `{OPERATOR}` of its own",
+        "name_taken": f"the file has a name `{OPERATOR}` or `{ROUTED_PACKED}` of its own",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every call in a `forward` of something whose class is called linear."""
+        """Every call in a `forward` of something whose class is called linear, and every packed product."""
         for owner, name, method in module.methods():
+            for call in calls_in(method.body):
+                if without_runtime(module.qualified(call.func)) == PACKED:
+                    yield Candidate(call, f"{owner.name}.{name}", PACKED)
             if name == "forward":
                 for call, attribute in _projections(method):
                     if _may_be_linear(owner, attribute, module):
@@ -67,18 +71,30 @@ class RouteGemm(Transform):
         owner = module.classes[candidate.where.split(".")[0]]
         call = candidate.node
         assert isinstance(call, cst.Call)
+        if candidate.label == PACKED:
+            return _routed(call, owner.methods[candidate.where.split(".")[1]], module)
         if candidate.label in effects_of(module).names.tampered or not _is_linear(owner, candidate.label, module):
             return Skip("not_linear", candidate.label)
         argument = only_argument(call) if called_attribute(call) else call.args[0].value
         if argument is None or isinstance(argument, cst.GeneratorExp):
             return Skip("other_call", candidate.label)
-        if not name_is_free(OPERATOR, module, owner.methods["forward"]) or not effects_of(module).names.is_free(
-            OPERATOR
-        ):
-            return Skip("name_taken")
+        if not _is_free(OPERATOR, owner.methods["forward"], module):
+            return Skip("name_taken", OPERATOR)
         arguments = [module.code(argument), f"self.{candidate.label}"]
         old, new = with_call(call, OPERATOR, arguments, module)
         return Found((Edit(old, (new,)),), (f"products.{OPERATOR}",))
+
+
+def _routed(call: cst.Call, method: cst.FunctionDef, module: Module) -> Found | Skip:
+    if not _is_free(ROUTED_PACKED, method, module):
+        return Skip("name_taken", ROUTED_PACKED)
+    arguments = [module.code(argument.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for argument in call.args]
+    old, new = with_call(call, ROUTED_PACKED, arguments, module)
+    return Found((Edit(old, (new,)),), (f"products.{ROUTED_PACKED}",))
+
+
+def _is_free(name: str, method: cst.FunctionDef, module: Module) -> bool:
+    return name_is_free(name, module, method) and effects_of(module).names.is_free(name)
 
 
 def _projections(method: cst.FunctionDef) -> Iterator[tuple[cst.Call, str]]:

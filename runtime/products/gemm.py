@@ -7,8 +7,7 @@ M rows of the input, K in_features, N out_features:
 A path returns the product, or None where it cannot; then `F.linear`, the vendor's library as torch calls it, does it.
 `gemm.json` beside the package's modeling file says which path was fastest for a size on a chip. Without an entry few
 rows take the kernels of `linear` and `skinny`, and from `threshold()` rows on aiter is asked, which has gates.
-Nothing of torch is replaced: a rewritten forward calls `routed_linear`, and `packing` multiplies with `product` once
-this file is imported.
+Nothing of torch is replaced: a rewritten forward calls `routed_linear`, and `routed_packed_linear` for what is packed.
 """
 
 from __future__ import annotations
@@ -35,6 +34,13 @@ OFFERS: dict[str, dict[str, str]] = {
         "computes": """
 def routed_linear(input, projection):
     return projection(input)
+""",
+    },
+    "routed_packed_linear": {
+        "shapes": "[N, K] -> ([N, O_i], …)",
+        "computes": """
+def routed_packed_linear(input, *projections):
+    return tuple(projection(input) for projection in projections)
 """,
     },
 }
@@ -106,6 +112,19 @@ def routed_linear(input: Tensor, projection: nn.Module) -> Tensor:
     assert weight is not None
     result: Tensor = _operator(input, weight, projection._parameters["bias"])
     return result
+
+
+def routed_packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
+    """Return `packed_linear(input, *projections)`, the one product computed by the path for its size.
+
+    Args:
+        input: `[..., K]`.
+        projections: two or more `nn.Linear(K, N_i)`.
+
+    Returns:
+        One `[..., N_i]` for each projection.
+    """
+    return packing.multiplied(input, projections, product, _packed_operator)
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -259,11 +278,9 @@ def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 _operator = backend.register("routed_linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor", product, _fake)
+_packed_operator = packing.register("routed_packed_linear", product)
 
 
 def describe(model: nn.Module) -> list[str]:
     """Return a line for `explain`."""
     return [f"products: {', '.join(f'{count} by {name}' for name, count in sorted(_counts.items()))}"] * bool(_counts)
-
-
-packing.multiply_with(product)

@@ -51,7 +51,8 @@ REASONS = {
     "capturing": "a graph was being captured at the first call, when nothing may be allocated",
 }
 
-_multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A product of an input, a weight and a bias, as `F.linear` takes them."""
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -65,17 +66,24 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
+    return multiplied(input, projections, F.linear, _operator)
+
+
+def multiplied(
+    input: Tensor, projections: Sequence[nn.Module], multiply: Multiply, operator: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
+    """Return what `packed_linear` does, the product computed by `multiply`, or by `operator` in a compiled graph."""
     reason = unsafe(input, projections)
     if reason is not None:
         return _separately(input, projections, reason)
     weights = [_parameter(projection, "weight") for projection in projections]
     biases = [projection._parameters["bias"] for projection in projections]
     if torch.compiler.is_compiling():
-        output = _operator(weights, biases, input)
+        output = operator(weights, biases, input)
     elif isinstance(packed := _packed(weights, biases), str):
         return _separately(input, projections, packed)
     else:
-        output = _multiply(input, *packed)
+        output = multiply(input, *packed)
     # The method of the same name that takes a size or sizes is Python and costs 2 µs more.
     return output.split_with_sizes([weight.size(0) for weight in weights], -1)
 
@@ -131,12 +139,6 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
     return parameter
 
 
-def multiply_with(product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
-    """Compute packed products by `product`, of input, weight and bias, in place of `F.linear`; `gemm` does so."""
-    global _multiply
-    _multiply = product
-
-
 def _packed(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | str:
     """Return weights and biases as one each, moved into one memory where they are not yet; or why they cannot be."""
     weight = _as_one(weights)
@@ -160,33 +162,34 @@ def _filled_up(weights: Sequence[Tensor], biases: Sequence[Tensor | None], like:
     return torch.cat([missing[: w.shape[0]] if b is None else b for w, b in zip(weights, biases, strict=True)])
 
 
-def _implementation(weights: Sequence[Tensor], biases: Sequence[Tensor | None], input: Tensor) -> Tensor:
-    """Run inside compiled graphs: there the first run packs, as the first eager call does.
+def register(name: str, multiply: Multiply) -> Callable[..., Tensor]:
+    """Register the operator that stands in compiled graphs: there the first run packs, as the first eager call does.
 
     The input comes last since torch, where it checks a graph's operators in their first run, holds the memory of the
     last argument if that is a parameter.
     """
-    packed = _packed(weights, biases)
-    if isinstance(packed, str):
-        backend.count_fallback("packed_linear", packed)
-        return torch.cat([F.linear(input, w, b) for w, b in zip(weights, biases, strict=True)], dim=-1)
-    return _multiply(input, *packed)
+
+    def run(weights: Sequence[Tensor], biases: Sequence[Tensor | None], input: Tensor) -> Tensor:
+        packed = _packed(weights, biases)
+        if isinstance(packed, str):
+            backend.count_fallback("packed_linear", packed)
+            return torch.cat([F.linear(input, w, b) for w, b in zip(weights, biases, strict=True)], dim=-1)
+        weight, bias = packed
+        return multiply(input, weight, bias)
+
+    def batched(
+        info: object, dims: tuple[object, object, int], weights: object, biases: object, input: Tensor
+    ) -> tuple[Tensor, int]:
+        """Map over inputs inside a compiled `vmap`: one more leading dimension. Weights are parameters, without."""
+        return operator(weights, biases, input.movedim(dims[2], 0)), 0
+
+    operator = backend.register(name, "(Tensor[] weights, Tensor?[] biases, Tensor input) -> Tensor", run, _fake)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", batched, lib=backend.library)
+    return operator
 
 
 def _fake(weights: Sequence[Tensor], biases: Sequence[Tensor | None], input: Tensor) -> Tensor:
     return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
-_operator = backend.register(
-    "packed_linear", "(Tensor[] weights, Tensor?[] biases, Tensor input) -> Tensor", _implementation, _fake
-)
-
-
-def _batched(
-    info: object, dims: tuple[object, object, int], weights: list[Tensor], biases: list[Tensor | None], input: Tensor
-) -> tuple[Tensor, int]:
-    """Map over inputs inside a compiled `vmap`: one more leading dimension. Weights are parameters, which none has."""
-    return _operator(weights, biases, input.movedim(dims[2], 0)), 0
-
-
-torch.library.register_vmap(f"{NAMESPACE}::packed_linear", _batched, lib=backend.library)
+_operator = register("packed_linear", F.linear)

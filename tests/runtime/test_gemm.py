@@ -17,8 +17,7 @@ from rewrite.runtime.aiter import calls as aiter_calls
 from rewrite.runtime.core import aiter_probe, backend
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.products import gemm, packing, preshuffle
-from rewrite.runtime.products.gemm import Product, routed_linear
-from rewrite.runtime.products.packing import packed_linear
+from rewrite.runtime.products.gemm import Product, routed_linear, routed_packed_linear
 
 INPUTS, OUTPUTS = 32, 48
 
@@ -28,7 +27,6 @@ def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     backend.reset_fallbacks()
     monkeypatch.setattr(gemm, "PATHS", dict(gemm.PATHS))
     monkeypatch.setattr(gemm, "TABLE", tmp_path / "gemm.json")
-    monkeypatch.setattr(packing, "_multiply", gemm.product)
     gemm._counts.clear()
     gemm.forget()
     yield
@@ -146,7 +144,7 @@ def test_what_is_tried_out_goes_first() -> None:
 def test_packed_products_take_the_same_way() -> None:
     path, one, two = offered("aiter"), projection(), projection()
     x = rows(64)
-    first, second = packed_linear(x, one, two)
+    first, second = routed_packed_linear(x, one, two)
     assert path.biases == [True]
     torch.testing.assert_close(first, one(x))
     torch.testing.assert_close(second, two(x))
@@ -332,7 +330,7 @@ def test_chips_without_the_order(order: Order, monkeypatch: pytest.MonkeyPatch) 
 
 def test_packed_weights_have_no_copy(order: Order) -> None:
     one, two = (nn.Linear(INPUTS, OUTPUTS // 2).bfloat16().requires_grad_(False) for _ in range(2))
-    packed_linear(rows(64).bfloat16(), one, two)
+    routed_packed_linear(rows(64).bfloat16(), one, two)
     assert order.shuffled == 0
     assert not preshuffle.fits(nn.Parameter(torch.zeros(OUTPUTS, INPUTS)))
     assert not preshuffle.fits(nn.Parameter(torch.zeros(OUTPUTS + 1, INPUTS, dtype=torch.bfloat16)))

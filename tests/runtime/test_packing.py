@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -285,15 +286,18 @@ def test_layers_that_share_a_weight_do_not_move_it_while_the_other_computes(monk
     x = torch.randn(3, 32)
     wanted = [layer.original(x).detach() for layer in (model.first, model.second)]
     inside, done = threading.Event(), threading.Event()
-    product = packing._multiply
+    multiplied = packing.multiplied
 
     def held(input, weight, bias):
         if not inside.is_set():
             inside.set()
             assert done.wait(10)
-        return product(input, weight, bias)
+        return F.linear(input, weight, bias)
 
-    monkeypatch.setattr(packing, "_multiply", held)
+    def holding(input, projections, multiply, operator):
+        return multiplied(input, projections, held, operator)
+
+    monkeypatch.setattr(packing, "multiplied", holding)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, model.first, x)
         assert inside.wait(10)

@@ -42,8 +42,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "packed weights stale",
-        "_multiply(input, *packed)",
-        "F.linear(input, weights[0].__dict__.setdefault('_kept', packed[0].detach().clone()), packed[1])",
+        "output = multiply(input, *packed)",
+        "output = F.linear(input, weights[0].__dict__.setdefault('_kept', packed[0].detach().clone()), packed[1])",
         file="runtime/products/packing.py",
     ),
     Bug(
@@ -72,8 +72,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "bias dropped",
-        "_multiply(input, *packed)",
-        "_multiply(input, packed[0], None)",
+        "output = multiply(input, *packed)",
+        "output = multiply(input, packed[0], None)",
         file="runtime/products/packing.py",
     ),
     Bug("qwen3", "query and key norms swapped", "self.q_norm(q", "self.k_norm(q"),
