@@ -14,6 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh", action="store_true", help="write the golden files anew, to be read as a diff")
     parser.addoption("--every-model", action="store_true", help="all modeling files, where a test takes a sample")
+    parser.addoption(
+        "--brief", action="store_true", help="kernels: one launch of each a chip, interpreted in fp32 alone"
+    )
     parser.addoption("--examples", type=int, default=60, help="random modules for each transform (tests/soundness)")
 
 
@@ -27,3 +30,9 @@ def refresh(request: pytest.FixtureRequest) -> bool:
 def examples(request: pytest.FixtureRequest) -> int:
     """How many random modules are tried for each transform."""
     return int(request.config.getoption("--examples"))
+
+
+@pytest.fixture(scope="session")
+def brief(request: pytest.FixtureRequest) -> bool:
+    """Whether kernels are compiled and interpreted in few forms: what another version could break, and no more."""
+    return bool(request.config.getoption("--brief"))
