@@ -14,9 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh", action="store_true", help="write the golden files anew, to be read as a diff")
     parser.addoption("--every-model", action="store_true", help="all modeling files, where a test takes a sample")
-    parser.addoption(
-        "--brief", action="store_true", help="kernels: one launch of each a chip, interpreted in fp32 alone"
-    )
+    parser.addoption("--brief", action="store_true", help="kernels: one launch of each, interpreted in fp32")
     parser.addoption("--examples", type=int, default=60, help="random modules for each transform (tests/soundness)")
 
 
