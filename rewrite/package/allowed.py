@@ -40,7 +40,8 @@ def check_without_lock(shown: Path, folder: Path) -> None:
     """
     modeling = [path for path in folder.glob("modeling_*.py") if path.is_file()]
     if not any(is_rewritten(path.read_text("utf-8", "replace")) for path in modeling):
-        raise OutputNotOurs(shown, "is not empty and not an output of this tool, and --force replaces nothing else", forcible=False)
+        why = "is not empty and not an output of this tool, and --force replaces nothing else"
+        raise OutputNotOurs(shown, why, forcible=False)
     foreign = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_OF_A_PACKAGE))
     if foreign:
         raise OutputNotOurs(shown, f"has no lock and holds what is no part of a package, {foreign[0]}", forcible=False)

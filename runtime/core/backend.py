@@ -128,7 +128,7 @@ def wants_gradient(*tensors: torch.Tensor | Proxy | None) -> bool:
 
     It has to for `torch.fx.symbolic_trace`, too, whose proxies record torch's own functions and can be asked nothing.
     """
-    if any(type(tensor) is Proxy for tensor in tensors):
+    if type(tensors[0]) is Proxy:  # the first is what a module was called with
         return True
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
