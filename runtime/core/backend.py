@@ -131,7 +131,7 @@ def wants_gradient(*tensors: torch.Tensor | Proxy | None) -> bool:
     So it does inside a transform (`transformed`), whichever tensors that is about, and for `torch.fx.symbolic_trace`,
     whose proxies record torch's own functions and can be asked nothing.
     """
-    if any(type(tensor) is Proxy for tensor in tensors):
+    if type(tensors[0]) is Proxy:  # the first is what a module was called with
         return True
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
