@@ -31,7 +31,7 @@ def test_a_table_and_nothing_to_find(rewrite: CommandLine, compiled: list[Row]) 
     shown = rewrite("kernels", "--target", "gfx942")
     assert shown.code == 0
     assert "gfx942 · AMD MI300, MI325" in shown.out
-    line = next(line for line in shown.out.splitlines() if line.startswith("  8B"))
+    line = next(line for line in shown.out.splitlines() if line.startswith(" 8B"))
     assert line.split() == ["8B", "256", "40", "30", "0", "0", "8", "128", "89%", "–", "900"]
     assert "1 launch for gfx942 by triton 3.6.0: no findings" in shown.out
 
