@@ -150,6 +150,7 @@ def qkv_step(
     half_table: bool = False,
     in_fp32: bool = False,
     keep_dtype: bool = False,
+    chunked: bool = False,
 ) -> Tensor:
     """Project one token a row, write its key and value at `past_key_values.position`, return its rotated query.
 
@@ -164,7 +165,7 @@ def qkv_step(
         norm: of the hidden states.
         q_norm: of the queries before rotation, over each head or over all of them, as its weight says.
         k_norm: of the keys, likewise.
-        interleaved, half_table, in_fp32, keep_dtype: see `rotary`.
+        interleaved, half_table, in_fp32, keep_dtype, chunked: see `rotary`.
 
     Returns:
         `[B, H, 1, D]`.
@@ -205,7 +206,7 @@ def qkv_step(
         q, k, v = packing.packed_linear(hidden_states, *projections)
     return _plain_step(
         (q, k, v), position_embeddings, past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm,
-        interleaved=interleaved, half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype,
+        interleaved=interleaved, half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype, chunked=chunked,
     )  # fmt: skip
 
 
@@ -223,6 +224,7 @@ def projected_step(
     half_table: bool = False,
     in_fp32: bool = False,
     keep_dtype: bool = False,
+    chunked: bool = False,
 ) -> Tensor:
     """Do what `qkv_step` does after the product, whose result is `packed` `[B, 1, (H + 2 Hk) D]`."""
     layer = past_key_values.layers[layer_idx]
@@ -233,7 +235,7 @@ def projected_step(
     return _plain_step(
         packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1), position_embeddings,
         past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, interleaved=interleaved,
-        half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype,
+        half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype, chunked=chunked,
     )  # fmt: skip
 
 

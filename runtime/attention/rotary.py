@@ -219,6 +219,7 @@ def rotary(
     in_fp32: bool = False,
     keep_dtype: bool = False,
     partial: bool = False,
+    chunked: bool = False,
     to_query_dtype: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate queries and keys by their positions.
@@ -235,6 +236,7 @@ def rotary(
         in_fp32: compute in fp32 and round once, to the dtypes of `q` and `k`.
         keep_dtype: round the result to the dtypes of `q` and `k`, where torch would promote to that of `cos`.
         partial: R < D rotates the first R columns and passes the rest.
+        chunked: halves are those of `torch.chunk`, of which the first is the longer one where columns are odd.
         to_query_dtype: round both to the dtype of `q`.
 
     Returns:
@@ -252,7 +254,7 @@ def rotary(
         reason = "gradient_wanted"
     if reason is not None:
         backend.count_fallback("rotary", reason)
-        return _reference(q, k, cos, sin, form, q.dtype if to_query_dtype else k.dtype)
+        return _reference(q, k, cos, sin, form, q.dtype if to_query_dtype else k.dtype, chunked=chunked)
     return _op(q, k, cos, sin, *form)
 
 
@@ -268,6 +270,7 @@ def rotary_single(
     in_fp32: bool = False,
     keep_dtype: bool = False,
     partial: bool = False,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """Rotate one tensor, for files that call the embedding once for queries and once for keys; see `rotary`."""
     form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
@@ -276,7 +279,7 @@ def rotary_single(
         reason = "gradient_wanted"
     if reason is not None:
         backend.count_fallback("rotary", reason)
-        return _rotated(x, *_tables(cos, sin, form), form)
+        return _rotated(x, *_tables(cos, sin, form), form, chunked=chunked)
     no_heads = x.narrow(unsqueeze_dim if unsqueeze_dim >= 0 else x.ndim + unsqueeze_dim, 0, 0)
     return _op(x, no_heads, cos, sin, *form)[0]
 
@@ -312,7 +315,13 @@ def _tables(cos: torch.Tensor, sin: torch.Tensor, form: Form) -> tuple[torch.Ten
 
 
 def _rotated(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    form: Form,
+    dtype: torch.dtype | None = None,
+    *,
+    chunked: bool = False,
 ) -> torch.Tensor:
     rotary_dim = cos.shape[-1] if form.partial else x.shape[-1]
     turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -322,7 +331,8 @@ def _rotated(
         first, second = turning[..., 0::2], turning[..., 1::2]
         partner = torch.stack((-second, first), dim=-1).flatten(-2)
     else:
-        first, second = turning[..., : rotary_dim // 2], turning[..., rotary_dim // 2 :]
+        middle = (rotary_dim + chunked) // 2
+        first, second = turning[..., :middle], turning[..., middle:]
         partner = torch.cat((-second, first), dim=-1)
     turned = (turning * cos) + (partner * sin)
     if form.deinterleave:
@@ -333,11 +343,18 @@ def _rotated(
 
 
 def _reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form, dtype: torch.dtype
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    form: Form,
+    dtype: torch.dtype,
+    *,
+    chunked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate as torch does; with `dtype` for keys where the result is rounded."""
     cos, sin = _tables(cos, sin, form)
-    return _rotated(q, cos, sin, form), _rotated(k, cos, sin, form, dtype)
+    return _rotated(q, cos, sin, form, chunked=chunked), _rotated(k, cos, sin, form, dtype, chunked=chunked)
 
 
 def _forward(

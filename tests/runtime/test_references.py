@@ -187,6 +187,24 @@ def test_rotary_that_separates_the_halves(dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("columns", [8, 9])
+def test_rotary_by_chunks(columns: int, dtype: torch.dtype) -> None:
+    """Of an odd number of columns the first chunk is the longer half, the first slice the shorter one."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((-right, left), dim=-1)
+
+    q, k = torch.randn(2, 1, 2, 5, columns).to(dtype)
+    cos, sin = torch.randn(2, 1, 5, columns).to(dtype)
+    expected = [x * cos.unsqueeze(1) + turned(x) * sin.unsqueeze(1) for x in (q, k)]
+    for got in (rotary(q, k, cos, sin, chunked=True), [rotary_single(x, cos, sin, chunked=True) for x in (q, k)]):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    unlike = rotary(q, k, cos, sin)
+    assert torch.equal(unlike[0], expected[0]) == (columns % 2 == 0)
+
+
+@dtypes
 def test_rotary_of_vision_models(dtype: torch.dtype) -> None:
     q, k, cos, sin = rotary_inputs(dtype, 32, torch.float32)
     inputs = (q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])

@@ -16,6 +16,11 @@ def rotate(x):
     second = x[..., x.shape[-1] // 2 :]
     return torch.cat((-second, first), dim=-1)
 """,
+    "chunks": """
+def rotate(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+""",
     "interleaved": """
 def rotate(x):
     first = x[..., 0::2]
@@ -69,7 +74,7 @@ _MET = (
 )
 """Rotation, rounding, table and whether only the first columns are turned: the computations of transformers 5.
 
-All are written with slices; `chunk` parts an odd number of columns in another place.
+There halves are slices; files from elsewhere often have `chunk`, which parts an odd number of columns elsewhere.
 """
 
 _WITH_ROTATION = """
@@ -175,7 +180,8 @@ def patterns() -> tuple[Pattern, ...]:
 
 
 def _with_rotation() -> Iterator[Pattern]:
-    for rotate, turned, table, partial in _MET:
+    by_chunks = (("chunks", turned, table, partial) for rotate, turned, table, partial in _MET if rotate == "half")
+    for rotate, turned, table, partial in (*_MET, *by_chunks):
         interleaved, in_fp32 = rotate.startswith("interleaved"), turned.startswith("fp32")
         source = _WITH_ROTATION.format(
             rotate=_ROTATE[rotate],
@@ -190,6 +196,7 @@ def _with_rotation() -> Iterator[Pattern]:
             "in_fp32": in_fp32,
             "keep_dtype": turned.startswith("keep"),
             "partial": partial,
+            "chunked": rotate == "chunks",
             "sliced": table == "sliced",
         }
         yield Pattern(source, marks)
