@@ -126,14 +126,20 @@ def test_a_folder_without_transformers_is_refused(tmp_path):
         plan.library(tmp_path)
 
 
-def test_a_sample_holds_what_changed(row, tmp_path, monkeypatch):
+def test_a_sample_is_spread_evenly(tmp_path):
     tasks = [pool.Task(Path("f"), f"{i:02}/modeling.py", tmp_path / f"{i}.json", "verified") for i in range(20)]
-    before = {task.name: Row(task.name, rewritten_sha256="same") for task in tasks}
+    names = {f"{number:02}/modeling.py" for number in (0, 5, 10, 15)}
+    assert plan.sampled(tasks, 4) == names
+    assert plan.sampled(tasks, 0) == set()
+
+
+def test_what_changed_is_known_by_its_text(tmp_path, monkeypatch):
+    tasks = [pool.Task(Path("f"), f"{i:02}/modeling.py", tmp_path / f"{i}.json", "verified") for i in range(20)]
+    before = {task.name: Row(task.name, rewritten_sha256="same") for task in tasks[1:]}
     changed = {"07/modeling.py"}
     monkeypatch.setattr(
         pool,
         "run",
         lambda given, jobs: [Row(t.name, rewritten_sha256="new" if t.name in changed else "same") for t in given],
     )
-    names = [task.name for task in plan.sampled(tasks, 4, before, 1)]
-    assert names == ["00/modeling.py", "05/modeling.py", "07/modeling.py", "10/modeling.py", "15/modeling.py"]
+    assert plan.changed(tasks, before, 1) == {"00/modeling.py", "07/modeling.py"}

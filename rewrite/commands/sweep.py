@@ -24,8 +24,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--markdown", "markdown_path", type=FILE, metavar="FILE", help="Write the table as Markdown.")
 @click.option("--against", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PREVIOUS.json",
               help="Fail where anything is worse than there.")  # fmt: skip
-@click.option("--sample", type=click.IntRange(1), metavar="N",
-              help="Only N files, spread evenly, and those whose rewriting differs from --against.")  # fmt: skip
+@click.option("--sample", type=click.IntRange(0), metavar="N", help="Only N files, spread evenly.")
+@click.option("--changed", is_flag=True,
+              help="Only files whose rewriting differs from --against; the other rows are as there.")  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Only rewrite; runs nothing.")
 def sweep(
     models: tuple[str, ...],
@@ -36,6 +37,7 @@ def sweep(
     markdown_path: Path | None,
     against: Path | None,
     sample: int | None,
+    changed: bool,
     no_verify: bool,
 ) -> int:
     """Rewrite every modeling file of the installed transformers, verify every class that can be built small.
@@ -49,6 +51,8 @@ def sweep(
     from rewrite.sweep import plan, pool, table
     from rewrite.sweep.against import previous, regressions
 
+    if changed and against is None:
+        raise click.UsageError("--changed needs --against: what was rewritten before")
     screen = Screen(quiet_output=str(json_path) == "-")
     installed = plan.library(root)
     before = previous(against) if against is not None else {}
@@ -57,10 +61,12 @@ def sweep(
         kept = rows or Path(scratch)
         depth: Depth = "rewritten" if no_verify else "verified"
         tasks = [pool.Task(file, name, kept / f"{name.replace('/', '.')}.json", depth) for name, file in chosen]
-        if sample is not None:
-            tasks = plan.sampled(tasks, sample, before, jobs)
+        if sample is not None or changed:
+            wanted = plan.sampled(tasks, sample or 0) | (plan.changed(tasks, before, jobs) if changed else set())
+            tasks = [task for task in tasks if task.name in wanted]
         done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining")}
-    found = sorted(done.values(), key=lambda row: row.file)
+    kept_as_before = {name: before[name] for name, _ in chosen if name in before} if changed else {}
+    found = sorted({**kept_as_before, **done}.values(), key=lambda row: row.file)
     report = table.Report(installed.version, tuple(found))
     if json_path is not None:
         json_path.write_text(report.json_text(), "utf-8")

@@ -44,16 +44,16 @@ def files(installed: Installed, folders: Sequence[str]) -> list[tuple[str, Path]
     return [(path.relative_to(models).as_posix(), path) for path in wanted]
 
 
-def sampled(tasks: Sequence[pool.Task], count: int, before: Mapping[str, Row], jobs: int) -> list[pool.Task]:
-    """`count` tasks spread evenly, and each whose rewritten text is not the one of the run before.
+def sampled(tasks: Sequence[pool.Task], count: int) -> set[str]:
+    """The names of `count` tasks, spread evenly."""
+    return {tasks[index * len(tasks) // count].name for index in range(min(count, len(tasks)))}
 
-    To know the latter every file is rewritten first, without running anything.
+
+def changed(tasks: Sequence[pool.Task], before: Mapping[str, Row], jobs: int) -> set[str]:
+    """The names of the tasks whose rewritten text is not the one of the run before.
+
+    To know it every file is rewritten, without running anything.
     """
-    chosen = {tasks[index * len(tasks) // count].name for index in range(min(count, len(tasks)))}
-    if before:
-        quick = [replace(t, depth="text", result=t.result.with_suffix(".text.json")) for t in tasks]
-        for row in pool.run(quick, jobs):
-            known = before.get(row.file)
-            if known is None or known.rewritten_sha256 != row.rewritten_sha256:
-                chosen.add(row.file)
-    return [task for task in tasks if task.name in chosen]
+    quick = [replace(t, depth="text", result=t.result.with_suffix(".text.json")) for t in tasks]
+    known = {name: row.rewritten_sha256 for name, row in before.items()}
+    return {row.file for row in pool.run(quick, jobs) if row.rewritten_sha256 != known.get(row.file)}
