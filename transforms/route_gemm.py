@@ -59,7 +59,7 @@ class RouteGemm(Transform):
         """Every call in a `forward` of something whose class is called linear, and every packed product."""
         for owner, name, method in module.methods():
             for call in calls_in(method.body):
-                if without_runtime(module.qualified(call.func)) == PACKED:
+                if without_runtime(module.qualified(call.func)) == PACKED and name_is_free(PACKED, module, method):
                     yield Candidate(call, f"{owner.name}.{name}", PACKED)
             if name == "forward":
                 for call, attribute in _projections(method):

@@ -28,7 +28,7 @@ from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.layer_norm import layer_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.gated_activation import gated_activation
-from rewrite.runtime.products.gemm import routed_linear
+from rewrite.runtime.products.gemm import routed_linear, routed_packed_linear
 from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.packing import packed_linear
 
@@ -131,6 +131,9 @@ CASES: dict[str, Case] = {
         lambda m, x: packed_linear(x, m.q, m.k, m.v), lambda m, x: (m.q(x), m.k(x), m.v(x)), (STATES,)
     ),
     "routed_linear": Case(lambda m, x: routed_linear(x, m.q), lambda m, x: m.q(x), (STATES,)),
+    "routed_packed_linear": Case(
+        lambda m, x: routed_packed_linear(x, m.q, m.k, m.v), lambda m, x: (m.q(x), m.k(x), m.v(x)), (STATES,)
+    ),
     "linear": Case(
         lambda m, x, y: linear(x, m.q, norm=m.rms, residual=y), lambda m, x, y: y + m.q(normed(x, m.rms.weight)),
         ((1, 1, H), (1, 1, H)),
@@ -169,7 +172,7 @@ OTHERS = {
 }
 """Operators without a case, and why."""
 OTHER_KERNELS = {name for name in CASES if name.startswith("fp8_")} | {
-    "grouped_matmul", "native_gqa", "packed_linear", "routed_linear"
+    "grouped_matmul", "native_gqa", "packed_linear", "routed_linear", "routed_packed_linear"
 }  # fmt: skip
 """Operators whose kernels, if any, are for other rows and other chips."""
 
