@@ -24,7 +24,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--markdown", "markdown_path", type=FILE, metavar="FILE", help="Write the table as Markdown.")
 @click.option("--against", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PREVIOUS.json",
               help="Fail where anything is worse than there.")  # fmt: skip
-@click.option("--sample", type=click.IntRange(0), metavar="N", help="Only N files, spread evenly.")
+@click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N files, spread evenly.")
 @click.option("--changed", is_flag=True,
               help="Only files whose rewriting differs from --against; the other rows are as there.")  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Only rewrite; runs nothing.")

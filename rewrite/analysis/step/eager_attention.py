@@ -71,15 +71,12 @@ def _names(chosen: Term) -> set[str]:
 
 def _bound(function: cst.FunctionDef, given: Mapping[str, Term]) -> Bindings:
     """Return what the parameters are: names of their own for the tensors, else what is passed, or the default."""
-    own = {"module": Term("self"), "query": QUERY, "key": KEY, "value": VALUE, "attention_mask": MASK}
-    own |= {"scaling": SCALING} if "scaling" in given else {}
-    names = parameters(function)
-    bound = dict(zip(names, own.values(), strict=False)) if len(names) >= 5 else {}
+    bound = dict(zip(parameters(function), (Term("self"), QUERY, KEY, VALUE, MASK), strict=False))
     for param in (*function.params.params, *function.params.kwonly_params):
         name = param.name.value
-        if name in bound and bound[name] != SCALING:
+        if name in bound:
             continue
-        if name == "scaling" and "scaling" in given:
+        if name == "scaling" and name in given:
             bound[name] = SCALING
         elif name in given:
             bound[name] = given[name]
