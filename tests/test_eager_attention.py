@@ -50,10 +50,10 @@ GIVEN = {name: Term("parameter", (), name) for name in ("query", "key", "value",
 GIVEN |= {"scaling": OWN["scaling"]}
 
 
-def refusal(body: str, **given: Term) -> str:
+def refusal(body: str, function: str = "attend", **given: Term) -> str:
     module = Module(cst.parse_module(HEAD + body))
     chosen = Term(
-        "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface", (NONE, Term("name", (), "attend"))
+        "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface", (NONE, Term("name", (), function))
     )
     try:
         check_eager_attention(chosen, GIVEN | given, module)
@@ -110,3 +110,16 @@ def test_what_a_step_computes_too(body: str, given: dict[str, Term]) -> None:
 def test_what_a_step_does_not_compute(body: str, given: dict[str, Term]) -> None:
     assert body not in (PLAIN, CAPPED) or given
     assert refusal(body, **given).startswith("attend: ")
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        ("transformers.models.llama.modeling_llama.eager_attention_forward", ""),
+        ("torch.nn.functional.scaled_dot_product_attention", ""),
+        ("elsewhere.attend_otherwise", "elsewhere.attend_otherwise is not of this file"),
+        ("given_at_run_time", "given_at_run_time is not of this file"),
+    ],
+)
+def test_functions_of_other_files(function: str, refused: str) -> None:
+    assert refusal(PLAIN, function) == refused

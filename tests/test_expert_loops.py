@@ -7,7 +7,7 @@ import pytest
 
 from rewrite.analysis.syntax.module import Module
 from rewrite.transform import Found
-from transforms.fixed_count_loops import FixedCountLoops
+from rewrite.transforms.fixed_count_loops import FixedCountLoops
 
 _FILE = """
 import torch

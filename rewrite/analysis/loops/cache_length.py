@@ -21,6 +21,7 @@ _IS_TENSOR = m.Call(
     func=m.Name("isinstance"),
     args=[m.Arg(value=m.Name()), m.Arg(value=m.Attribute(value=m.Name("torch"), attr=m.Name("Tensor")))],
 )
+_ELEMENT = m.Subscript(value=m.Name(), slice=[m.SubscriptElement(m.Index(m.Integer()))])
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def _held(function: cst.FunctionDef, given: Iterable[str], module: Module) -> Le
 
 
 def _assigned_in_branches(function: cst.FunctionDef) -> Iterator[str]:
-    """Yield the locals that are given a number in one place and what `get_seq_length()` returned in another."""
+    """Yield the locals that are given a number in one place and what `get_seq_length()` returned in another.
+
+    An element of a tensor is a number too: what stands for a length on the device takes any.
+    """
     given: dict[str, list[cst.BaseExpression]] = {}
     for line in walk(function.body):
         if isinstance(line, cst.Assign) and isinstance(target := line.targets[0].target, cst.Name):
@@ -96,7 +100,7 @@ def _assigned_in_branches(function: cst.FunctionDef) -> Iterator[str]:
     for name, values in given.items():
         asking = [value for value in values if any(_asks_length(node) for node in walk(value))]
         asking = [value for value in asking if isinstance(value, (cst.Call, cst.IfExp))]
-        numbers = [value for value in values if isinstance(value, cst.Integer)]
+        numbers = [value for value in values if isinstance(value, cst.Integer) or m.matches(value, _ELEMENT)]
         if asking and len(values) == len(asking) + len(numbers) > 1:
             yield name
 

@@ -1,8 +1,9 @@
 """What a file computes where its models use `eager`: whether that is what the attention of a decode step computes.
 
 Which attention function runs is chosen by name when the model is called. Those of transformers compute what
-`decode_attention` does; the one that the file hands over for `eager` is its own, and may compute anything. It is read
-with what the attention class passes to it, from its result inwards:
+`decode_attention` does, and one from elsewhere may compute anything; the one that the file hands over for `eager` is
+its own, and may compute anything as well. It is read with what the attention class passes to it, from its result
+inwards:
 
     scores = q kᵀ * scaling, then softcap * tanh(scores / softcap), then + mask
     weights = softmax over the scores, and over the sink logit of the head where there is one
@@ -27,7 +28,9 @@ from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 QUERY, KEY, VALUE, MASK = (Term("parameter", (), name) for name in ("query", "key", "value", "mask"))
 SCALING = Term("parameter", (), "scaling")
-_CHOOSING = ("native_gqa", "select", "and", "or")
+_READ = ("transformers", "torch")
+"""Packages whose attention functions compute what is said above."""
+_CHOOSING = ("native_gqa", "and", "or")
 _UNCHANGED = ("contiguous", "clone", "cast", "to", "nn.functional.dropout", "dropout")
 """What the first argument comes out of as it was, but for its dtype, in evaluation."""
 _SINKS = ("reshape", "view", "expand", "unsqueeze", "repeat", "cast", "to")
@@ -52,6 +55,8 @@ def check_eager_attention(chosen: Term, given: Mapping[str, Term], module: Modul
     for name in sorted(_names(chosen)):
         function = module.functions.get(name.rsplit(".", 1)[-1])
         if function is None:
+            if name.split(".")[0] not in _READ:
+                raise NoStep("other_attention", f"{name} is not of this file")
             continue
         try:
             term = _Eager(module, None, MAX_DEPTH).function(function, _bound(function, given))
@@ -63,7 +68,9 @@ def check_eager_attention(chosen: Term, given: Mapping[str, Term], module: Modul
 def _names(chosen: Term) -> set[str]:
     """Return the names of functions that may be what is called."""
     if chosen.op == "name":
-        return {chosen.value}
+        return {chosen.value} - {NONE.value}
+    if chosen.op == "select":
+        return _names(chosen.args[1]) | _names(chosen.args[2])
     if chosen.op.endswith(".get_interface") or chosen.op in _CHOOSING:
         return set().union(*map(_names, chosen.args))
     return set()
