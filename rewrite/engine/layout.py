@@ -1,4 +1,4 @@
-"""A generated file is laid out as its original is: where that passes transformers' formatter, so does the result."""
+"""A generated file is laid out as its original is: formatted, and with imports in order, where that is."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _SORT = (
 
 
 def laid_out(text: str, original: str) -> str:
-    """Return `text` formatted and with sorted imports, where `original` is; else `text` as it is.
+    """Return `text` with sorted imports where the original's are, and formatted where the original is.
 
     Raises:
         MissingLibrary: if ruff is not installed.
     """
-    if any(_ruff(arguments, original) != original for arguments in (_FORMAT, _SORT)):
-        return text
     for arguments in (_SORT, _FORMAT):
-        result = _ruff(arguments, text)
-        assert result is not None, "ruff cannot read what was generated"
-        text = result
+        if _ruff(arguments, original) == original:
+            result = _ruff(arguments, text)
+            assert result is not None, "ruff cannot read what was generated"
+            text = result
     return text
 
 
