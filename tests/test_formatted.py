@@ -31,7 +31,7 @@ known-first-party = ["transformers"]
 lines-after-imports = 2
 """
 """Those of transformers, of the rules that a rewriting could break."""
-MODELS = ("bart", "bert", "gemma3", "gpt_neox", "gptj", "llama", "mixtral", "neomme", "qwen3_moe")
+MODELS = ("bart", "bert", "gemma3", "gpt_neox", "gptj", "llama", "mixtral", "idefics2", "qwen3_moe")
 
 
 COMMANDS = (("format", "--check"), ("check", "--output-format", "concise"))
