@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import multiprocessing
 import os
@@ -25,13 +26,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import torch
+
+from rewrite.verify import Options, verify
 
 MODELS = ("llama", "qwen3_moe", "gemma2", "bert", "t5", "qwen3_next")
 LIMIT = 5
@@ -89,6 +93,7 @@ class Mutator(ast.NodeVisitor):
         self.bytes = text.encode()
         self.scope: list[str] = []
         self.bound: list[set[str]] = [set()]
+        self.line = 1
         self.found: list[Mutant] = []
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
@@ -114,6 +119,8 @@ class Mutator(ast.NodeVisitor):
         self.scope.pop()
 
     def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.stmt):
+            self.line = node.lineno
         if isinstance(node, ast.stmt) and not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             source = self._source(node)
             if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert)) or source.startswith(TOLD):
@@ -175,13 +182,13 @@ class Mutator(ast.NodeVisitor):
             if first != second:
                 start, end = self._place(node.args[0])[0], self._place(node.args[1])[1]
                 between = self.bytes[self._place(node.args[0])[1] : self._place(node.args[1])[0]].decode()
-                self._add_at(node, start, end, "arguments", "first two swapped", second + between + first)
+                self._add_at(start, end, "arguments", "first two swapped", second + between + first)
         for keyword in node.keywords:
             if keyword.arg is not None and not isinstance(keyword.value, ast.Constant):
                 start, end = self._place(keyword)
                 if self.bytes[end : end + 1] == b",":
                     end += 1
-                self._add_at(node, start, end, "keyword", f"{keyword.arg} dropped", "")
+                self._add_at(start, end, "keyword", f"{keyword.arg} dropped", "")
         self.generic_visit(node)
 
     def _statement(self, node: ast.stmt) -> None:
@@ -215,7 +222,7 @@ class Mutator(ast.NodeVisitor):
         start, end = self._place(left)[1], self._place(right)[0]
         between = self.bytes[start:end].decode()
         if between.count(sign) == 1:
-            self._add_at(left, start, end, "operator", f"{sign} → {new}", between.replace(sign, new))
+            self._add_at(start, end, "operator", f"{sign} → {new}", between.replace(sign, new))
 
     def _place(self, node: ast.AST) -> tuple[int, int]:
         begins = self.starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
@@ -226,11 +233,11 @@ class Mutator(ast.NodeVisitor):
         return self.bytes[start:end].decode()
 
     def _add(self, node: ast.AST, rule: str, change: str, text: str) -> None:
-        self._add_at(node, *self._place(node), rule, change, text)
+        self._add_at(*self._place(node), rule, change, text)
 
-    def _add_at(self, node: ast.AST, start: int, end: int, rule: str, change: str, text: str) -> None:
+    def _add_at(self, start: int, end: int, rule: str, change: str, text: str) -> None:
         where = ".".join(self.scope) or "the file"
-        self.found.append(Mutant(self.file, where, node.lineno, rule, change, start, end, text))  # type: ignore[attr-defined]
+        self.found.append(Mutant(self.file, where, self.line, rule, change, start, end, text))
 
 
 def _number(node: ast.AST) -> bool:
@@ -270,46 +277,29 @@ def chosen(found: list[Mutant], count: int, seed: int) -> list[Mutant]:
     return sorted(picked, key=lambda mutant: (mutant.file, mutant.start))
 
 
-def lines_reached(model: str, package: Path, options: object) -> tuple[dict[str, set[int]], float]:
-    """Verify the package as it is. Return the lines that ran, by file, and how long it took.
+def lines_missed(model: str, package: Path, options: Options) -> tuple[dict[str, set[int]], float]:
+    """Verify the package as it is. Return the lines that no check ran, by file, and how long it took.
 
     Raises:
         SystemExit: if the package itself does not pass.
     """
-    from rewrite.verify import verify
-
-    prefix, reached = f"{package}{os.sep}", {}
-
-    def local(frame, event, argument):
-        if event == "line":
-            reached.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        return local
-
-    def calls(frame, event, argument):
-        if not frame.f_code.co_filename.startswith(prefix):
-            return None
-        reached.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        return local
-
     start = time.perf_counter()
-    verdict = verify(f"transformers.models.{model}.modeling_{model}", package, options)
+    verdict = verify(
+        f"transformers.models.{model}.modeling_{model}", package, replace(options, reach=True, quick=False)
+    )
     seconds = time.perf_counter() - start
     if not verdict.passed:
         sys.exit(f"{model}: the package itself does not pass: {verdict.reason}")
-    copy = package.parent / "counted" / package.name
-    shutil.copytree(package, copy)
-    prefix = f"{copy}{os.sep}"
-    threading.settrace(calls)
-    sys.settrace(calls)
-    try:
-        verify(f"transformers.models.{model}.modeling_{model}", copy, replace(options, compile=False))
-    finally:
-        sys.settrace(None)
-        threading.settrace(None)
-    return {Path(file).relative_to(copy).as_posix(): lines for file, lines in reached.items()}, seconds
+    missed = {}
+    for file in verdict.reached:
+        ranges = [part.split("-") for part in file.where.split(", ") if part]
+        missed[file.file] = {
+            line for first, *last in ranges for line in range(int(first), int((last or [first])[0]) + 1)
+        }
+    return missed, seconds
 
 
-def examined(model: str, package: Path, mutant: Mutant, options: object, limit: float) -> Outcome:
+def examined(model: str, package: Path, mutant: Mutant, options: Options, limit: float) -> Outcome:
     """Verify a package with a mutant in it, in a process of its own."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -329,9 +319,7 @@ def examined(model: str, package: Path, mutant: Mutant, options: object, limit: 
     return Outcome(model, mutant, status, by, time.perf_counter() - start)
 
 
-def _verify(model: str, package: Path, options: object, answer: object) -> None:
-    from rewrite.verify import verify
-
+def _verify(model: str, package: Path, options: Options, answer: object) -> None:
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
@@ -344,12 +332,6 @@ def _verify(model: str, package: Path, options: object, answer: object) -> None:
 
 def survey(model: str, arguments: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
     """Yield what became of the mutants of one model."""
-    import importlib
-
-    import torch
-
-    from rewrite.verify import Options
-
     torch.set_num_threads(1)
     importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     package = folder / f"{model}_rewritten"
@@ -357,25 +339,25 @@ def survey(model: str, arguments: argparse.Namespace, folder: Path) -> Iterator[
     subprocess.run(command, check=True, capture_output=True)
     options = Options(
         device=arguments.device, quick=arguments.quick, seed=arguments.seed, fail_fast=True, clean_process=False,
-        gates=("structure", "parity", "generation"),
+        reach=False, gates=("structure", "parity", "generation"),
     )  # fmt: skip
     picked = chosen(mutants(package, arguments.device != "cpu"), arguments.each, arguments.seed)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    first = context.Process(target=lambda: theirs.send(lines_reached(model, package, options)))
+    first = context.Process(target=lambda: theirs.send(lines_missed(model, package, options)))
     first.start()
     theirs.close()
     try:
-        reached, seconds = ours.recv()
+        missed, seconds = ours.recv()
     except EOFError:
         sys.exit(f"{model}: nothing to compare with")
     first.join()
     tried = []
     for mutant in picked:
-        if mutant.line in reached.get(mutant.file, ()):
-            tried.append(mutant)
-        else:
+        if mutant.line in missed.get(mutant.file, ()):
             yield Outcome(model, mutant, "not reached")
+        else:
+            tried.append(mutant)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         limit = LIMIT * seconds * max(1, arguments.jobs) + 60
         yield from pool.map(lambda mutant: examined(model, package, mutant, options, limit), tried)

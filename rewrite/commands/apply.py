@@ -96,6 +96,7 @@ def _job(
     device: str | None,
     dtype: str | None,
     weights: Path | None,
+    seed: int | None,
     quick: bool,
     **rest: Any,
 ) -> Job:
@@ -103,8 +104,10 @@ def _job(
 
     if out is None and not dry_run:
         raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
-    if no_verify and (device or dtype or weights or quick):
-        raise click.UsageError("--device, --dtype, --weights and --quick are for the verification: drop --no-verify")
+    if no_verify and (device or dtype or weights or seed is not None or quick):
+        raise click.UsageError(
+            "--device, --dtype, --weights, --seed and --quick are for the verification: drop --no-verify"
+        )
     if diff_style is None:
         terminal = sys.stdout.isatty()
         diff_style = "none" if str(json_path) == "-" else "unified" if terminal or dry_run else "stat"
@@ -115,7 +118,7 @@ def _job(
         dry_run=dry_run,
         diff_style=diff_style,
         json_path=json_path,
-        request=Request(device, dtype, weights, quick=quick),
+        request=Request(device, dtype, weights, seed=seed, quick=quick),
         **rest,
     )
 

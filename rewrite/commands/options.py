@@ -46,6 +46,7 @@ def verification_options(command: Command) -> Command:
         click.option("--device", metavar="DEVICE", help="Verify on this device: cpu, cuda, cuda:1."),
         click.option("--dtype", type=click.Choice(DTYPES), help="Low precision to verify in."),
         click.option("--weights", type=FOLDER, metavar="DIR", help="Verify with the weights of this checkpoint."),
+        click.option("--seed", type=click.IntRange(0), metavar="N", help="Verify with other weights and inputs. [0]"),
         click.option("--quick", is_flag=True, help="Verify with one input, one low precision and no latency."),
         click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run."),
     )

@@ -60,11 +60,13 @@ def sync(
     return _end(results, json_path, exit_non_zero_on_change)
 
 
-def _wish(device: str | None, dtype: str | None, weights: Path | None, quick: bool, **options: Any) -> Wish:
+def _wish(
+    device: str | None, dtype: str | None, weights: Path | None, seed: int | None, quick: bool, **options: Any
+) -> Wish:
     from rewrite.deliver.verification import Request
     from rewrite.sync.upgrade import Wish
 
-    return Wish(request=Request(device, dtype, weights, quick=quick), **options)
+    return Wish(request=Request(device, dtype, weights, seed=seed, quick=quick), **options)
 
 
 def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:

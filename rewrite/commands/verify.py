@@ -24,6 +24,7 @@ def verify(
     device: str | None,
     dtype: str | None,
     weights: Path | None,
+    seed: int | None,
     quick: bool,
     trust_remote_code: bool,
     given: Path | None,
@@ -37,7 +38,7 @@ def verify(
     from rewrite.show.console import Screen
 
     verification.require_libraries("verification")
-    request = verification.Request(device, dtype, weights, quick=quick)
+    request = verification.Request(device, dtype, weights, seed=seed, quick=quick)
     screen = Screen(quiet_output=str(json_path) == "-")
     if len(sides) == 1:
         return _package(screen, Path(sides[0]), given, request, trust_remote_code, json_path)

@@ -30,6 +30,7 @@ class Request:
     weights: Path | None = None
     shape: str | None = None
     gates: tuple[str, ...] = ()
+    seed: int | None = None
     quick: bool = False
 
 
@@ -68,6 +69,7 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         "weights": str(request.weights) if request.weights is not None else None,
         "shape": request.shape,
         "gates": request.gates,
+        "seed": request.seed,
         "quick": request.quick,
     }
     options = Options(**{name: value for name, value in chosen.items() if value})

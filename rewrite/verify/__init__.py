@@ -10,7 +10,7 @@ from .checks import Progress
 from .render import render, summary
 from .runner import verify
 from .sides import Side
-from .verdict import Check, Divergence, Gate, Options, Verdict
+from .verdict import Check, Divergence, Gate, Options, Reached, Verdict
 
 __all__ = [
     "Check",
@@ -18,6 +18,7 @@ __all__ = [
     "Gate",
     "Options",
     "Progress",
+    "Reached",
     "Side",
     "Verdict",
     "render",

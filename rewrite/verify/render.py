@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from .verdict import Check, Divergence, Figure, Gate, Verdict
+from .verdict import Check, Divergence, Figure, Gate, Reached, Verdict
 
 WIDTH = 80
 APPROXIMATE = "approximate, "
@@ -22,9 +22,19 @@ def summary(verdict: Verdict) -> str:
     timed = [check for check in checks if "outcome" in check.figures]
     parts += [_speed(check) for check in timed if not str(check.figures["outcome"]).startswith("not claimed")]
     parts += [f"{share:.0%} of the memory limit" for share in _figures(checks, "rewritten share")]
+    parts += _not_verified(verdict.reached)
     parts.append(f"{verdict.seconds:.0f} s" if verdict.passed else _short(verdict.reason))
     outcome = f"pass{_approximate(verdict)}" if verdict.passed else "FAIL"
     return f"parity: {outcome}{_low_precision(checks)} · {' · '.join(parts)}"
+
+
+def _not_verified(reached: Sequence[Reached]) -> list[str]:
+    """How many lines of the modeling file, and of the runtime that it brings, no check ran."""
+    own, brought = reached[:1], reached[1:]
+    counts = [(sum(file.missed for file in files), sum(file.lines for file in files)) for files in (own, brought)]
+    said = [f"{missed} of {lines} lines" for missed, lines in counts[:1] if lines]
+    said += [f"{missed / lines:.0%} of the runtime" for missed, lines in counts[1:] if lines]
+    return [f"not verified: {' and '.join(said)}"] if said else []
 
 
 def _approximate(verdict: Verdict) -> str:
@@ -70,6 +80,9 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
         lines += _gate(gate, verbose)
     if verdict.divergence is not None:
         lines += _divergence(verdict.divergence)
+    lines += _reached(verdict.reached, verbose)
+    if not verdict.reached and verdict.options.reach and not verdict.options.quick:
+        lines.append("not counted   which lines ran: a debugger or another counter is at work")
     if verdict.reason and not verdict.passed:
         lines += _wrap(f"failed: {verdict.reason}", "")
     approximate = ", approximate" if _approximate(verdict) else ""
@@ -126,6 +139,23 @@ def _divergence(divergence: Divergence) -> Iterator[str]:
         f"found {divergence.found:.9g}"
     )
     yield from _wrap(f"{text}{'; ' + divergence.note if divergence.note else ''}", "  ")
+
+
+def _reached(reached: Sequence[Reached], verbose: bool) -> Iterator[str]:
+    """The modeling file's lines that no check ran, and how much of the runtime; every file of it if verbose."""
+    indent = " " * 14
+    for file in reached[:1]:
+        where = f": {file.where}" if file.where else ""
+        text = f"{file.missed} of {file.lines} lines, {file.missed_branches} of {file.branches} branches{where}"
+        yield from _wrap(f"not verified  {file.file}: {text}", indent)
+    if brought := reached[1:]:
+        lines, missed, branches, missed_branches = (
+            sum(getattr(file, name) for file in brought) for name in ("lines", "missed", "branches", "missed_branches")
+        )
+        yield f"{indent}what it brings: {missed} of {lines} lines, {missed_branches} of {branches} branches"
+    for file in brought if verbose else ():
+        if file.missed:
+            yield from _wrap(f"{indent}{file.file}: {file.missed} of {file.lines}: {file.where}", indent + "  ")
 
 
 def _figure(value: Figure) -> str:

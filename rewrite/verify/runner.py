@@ -13,6 +13,7 @@ from . import sides
 from .checks import CheckRun, Progress, describe, run_gate
 from .compare import Mismatch
 from .isolation import CleanImport
+from .reach import Reach
 from .rounding import Rounding
 from .sides import Side, Source
 from .structure import class_checks, state_checks, text_checks
@@ -51,10 +52,11 @@ class _Run:
 
     def verdict(self) -> Verdict:
         started = time.perf_counter()
+        reach = Reach.of(self.rewritten, self.options.reach and not self.options.quick)
         identities = self.original.identity, self.rewritten.identity
         with settled(self.options):
             try:
-                divergence = self._all_gates()
+                divergence = self._all_gates(reach)
                 environment = _environment(self.options)
             finally:
                 if self.clean is not None:
@@ -71,6 +73,7 @@ class _Run:
             environment=environment,
             options=self.options,
             seconds=time.perf_counter() - started,
+            reached=reach.reached(self.rewritten),
         )
 
     def _reason(self, failed: Gate | None) -> str:
@@ -81,14 +84,15 @@ class _Run:
             return "an essential check could not run, so nothing is proven"
         return ""
 
-    def _all_gates(self) -> Divergence | None:
+    def _all_gates(self, reach: Reach) -> Divergence | None:
         """Run the gates asked for. Returns the first divergence, if one failed and has one."""
         divergence = None
         for name in TITLES:
             if name != "structure" and name not in self.options.gates:
                 continue
             checks = self._structure() if name == "structure" else self._later(name)
-            gate, complete = run_gate(TITLES[name], name, checks, self.progress, self.options.fail_fast)
+            with reach.counted() if name != "latency" else contextlib.nullcontext():
+                gate, complete = run_gate(TITLES[name], name, checks, self.progress, self.options.fail_fast)
             if not gate.checks:
                 continue
             self.gates.append(gate)

@@ -19,7 +19,8 @@ class Options:
     overrides for the small configuration; `shape` is the size measured for latency (`tiny`, `1b`, `8b`);
     `expected_sites` are rewritten sites per transform, compared with the lock; `seeds` are independent inputs a check.
     `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure;
-    without `others` the main class alone is compared.
+    without `others` the main class alone is compared. `reach` counts which lines of the rewritten side ran, unless
+    it is `quick`.
     """
 
     device: str = "cpu"
@@ -35,6 +36,7 @@ class Options:
     keep_going: bool = False
     fail_fast: bool = False
     others: bool = True
+    reach: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
     expected_sites: Mapping[str, int] | None = None
 
@@ -87,6 +89,18 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """How much of a file of the rewritten side no check ran: `missed` of its `lines`, as numbers in `where`."""
+
+    file: str
+    lines: int
+    missed: int
+    branches: int
+    missed_branches: int
+    where: str
+
+
+@dataclass(frozen=True)
 class Identity:
     """Which file one side was, by content."""
 
@@ -109,6 +123,7 @@ class Verdict:
     environment: Mapping[str, str]
     options: Options
     seconds: float
+    reached: tuple[Reached, ...] = ()
 
     @property
     def exit_code(self) -> int:

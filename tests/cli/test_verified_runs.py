@@ -37,13 +37,14 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_pass_is_written_with_its_verdict(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
-    done = rewrite(*ARGUMENTS, "--out", "out", "--device", "cpu", "--dtype", "float16", "--json", "report.json")
+    asked = ("--device", "cpu", "--dtype", "float16", "--seed", "7")
+    done = rewrite(*ARGUMENTS, "--out", "out", *asked, "--json", "report.json")
     assert done.code == 0, done.err
     assert "parity: pass" in done.out
     original, rewritten, request = judged[1]
     assert original == Path("modeling_tiny.py")
     assert rewritten.name == "out"  # under its final name, beside its place
-    assert (request.device, request.dtype) == ("cpu", "float16")
+    assert (request.device, request.dtype, request.seed) == ("cpu", "float16", 7)
     text = (here / "out" / "verify.json").read_text()
     assert str(here) not in text
     kept = json.loads(text)

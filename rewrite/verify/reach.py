@@ -1,0 +1,95 @@
+"""Which lines of the rewritten side ran while it was verified: what no check ran is not verified."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rewrite.errors import MissingLibrary
+
+from .sides import Source
+from .verdict import Reached
+
+if TYPE_CHECKING:
+    from coverage import Coverage
+
+
+@dataclass
+class Reach:
+    """Counts the lines and branches of one side that run, of its modeling file and of what it brings along."""
+
+    files: tuple[Path, ...]
+    counter: Coverage | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, source: Source, wanted: bool) -> Reach:
+        """Return what counts for a side: nothing unless it is wanted, or where a debugger or another counter traces.
+
+        transformers' own files are never counted: a side that is one of them brings nothing along.
+
+        Raises:
+            MissingLibrary: if coverage is not installed.
+        """
+        if not wanted or sys.gettrace() is not None or (source.package and source.package.name == "transformers"):
+            return cls(())
+        files = tuple(sorted(source.package.rglob("*.py"))) if source.package else (source.path,)
+        try:
+            from coverage import Coverage
+        except ImportError as error:
+            raise MissingLibrary("coverage", "counting the lines that a verification runs") from error
+        names = [str(file) for file in files]
+        return cls(files, Coverage(data_file=None, branch=True, include=names, config_file=False, messages=False))
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what runs in here."""
+        if self.counter is None:
+            yield
+            return
+        self.counter.start()
+        try:
+            yield
+        finally:
+            self.counter.stop()
+
+    def reached(self, source: Source) -> tuple[Reached, ...]:
+        """Return what ran of each file, the modeling file first; nothing if nothing was counted."""
+        if self.counter is None:
+            return ()
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "reached.json"
+            self.counter.json_report(morfs=[str(file) for file in self.files], outfile=str(report))
+            counts = json.loads(report.read_text("utf-8"))["files"]
+        found = {Path(name).resolve(): count for name, count in counts.items()}
+        first = sorted(self.files, key=lambda file: (file != source.path, file))
+        top = source.package or source.path.parent
+        return tuple(_reached(file.relative_to(top), found[file]) for file in first if file in found)
+
+
+def _reached(file: Path, counts: Mapping[str, Any]) -> Reached:
+    summary = counts["summary"]
+    return Reached(
+        file.as_posix(),
+        summary["num_statements"],
+        summary["missing_lines"],
+        summary["num_branches"],
+        summary["missing_branches"],
+        ", ".join(_ranges(counts["missing_lines"])),
+    )
+
+
+def _ranges(lines: Iterable[int]) -> Iterator[str]:
+    """Yield `3` or `5-9` for every run of lines without a gap."""
+    first = last = None
+    for line in (*sorted(lines), None):
+        if last is not None and line != last + 1:
+            yield f"{first}" if first == last else f"{first}-{last}"
+            first = None
+        first = line if first is None else first
+        last = line

@@ -1,0 +1,80 @@
+"""What no check ran is listed as not verified."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rewrite.verify import Options, Verdict, render, summary, verify
+
+from .copies import planted, source_of, upstream, write_package
+
+STRUCTURE = Options(gates=("structure",), clean_process=False, compile=False)
+NEVER = """\
+        if self.config.hidden_size < 0:
+            hidden_states = hidden_states + 1
+            print(hidden_states)
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = source_of("llama")
+    place = "        hidden_states = self.norm(hidden_states)\n"
+    text = planted(text, place, place + NEVER)
+    folder = write_package(tmp_path_factory.mktemp("packages") / "llama_never", "llama", text)
+    (folder / "unused.py").write_text("def unused():\n    return 1\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def verdict(package: Path) -> Verdict:
+    return verify(upstream("llama"), package, STRUCTURE)
+
+
+def test_lines_that_no_check_ran_are_listed(verdict: Verdict, package: Path) -> None:
+    assert verdict.passed, verdict.reason
+    own = verdict.reached[0]
+    assert own.file == "modeling_llama.py"
+    lines = (package / own.file).read_text().splitlines()
+    never = lines.index("            print(hidden_states)") + 1
+    assert f"{never - 1}-{never}" in own.where.split(", ")
+    assert 2 <= own.missed < own.lines
+    assert 1 <= own.missed_branches < own.branches
+    assert [file.file for file in verdict.reached[1:]] == ["__init__.py", "unused.py"]
+    assert verdict.reached[2].missed == verdict.reached[2].lines == 2
+
+
+def test_the_headline_and_the_report_say_so(verdict: Verdict) -> None:
+    own = verdict.reached[0]
+    assert f"not verified: {own.missed} of {own.lines} lines and " in summary(verdict)
+    assert f"not verified  modeling_llama.py: {own.missed} of {own.lines} lines" in render(verdict)
+    assert "unused.py: 2 of 2: 1-2" in render(verdict, verbose=True)
+    assert all(len(line) <= 80 for line in render(verdict, verbose=True).splitlines())
+    assert verdict.to_json()["reached"][0]["where"] == own.where
+
+
+def test_a_quick_verdict_counts_nothing(package: Path) -> None:
+    quick = verify(upstream("llama"), package, replace(STRUCTURE, quick=True))
+    assert quick.reached == ()
+    assert "not verified" not in summary(quick)
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: None)
+    yield
+    sys.settrace(before)
+
+
+def test_another_tracer_is_left_alone(package: Path, traced: None) -> None:
+    tracer = sys.gettrace()
+    verdict = verify(upstream("llama"), package, STRUCTURE)
+    assert sys.gettrace() is tracer
+    assert verdict.reached == ()
+    assert "not counted" in render(verdict)
