@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from rewrite.analysis.effects.bound import bound_by
 from rewrite.analysis.effects.effect import Effect
-from rewrite.analysis.effects.scope import Scope, bound_by
+from rewrite.analysis.effects.scope import Scope
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Run
 from rewrite.analysis.terms.spelling import Term
 

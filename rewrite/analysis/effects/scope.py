@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 
 from rewrite.analysis.effects.attributes import attribute
+from rewrite.analysis.effects.bound import bound, locals_of, targets
 from rewrite.analysis.effects.calls import called, is_parameter, makes_new_tensor
 from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
 from rewrite.analysis.effects.known import NO_TENSOR, OF_TENSORS
 from rewrite.analysis.effects.names import is_self
 from rewrite.analysis.effects.summary import own_parameters
-from rewrite.analysis.syntax.module import ClassInfo, imported_names, kept, parts, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, parts, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
 if TYPE_CHECKING:
     from rewrite.analysis.effects.analysis import Effects
 
-_BINDS = (cst.AssignTarget, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.Del)
 _OWN = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
 
 
@@ -52,7 +52,7 @@ class Scope:
     @cached_property
     def locals(self) -> frozenset[str]:
         """Every name that the function binds, parameters included."""
-        return _locals(self.function)
+        return locals_of(self.function)
 
     @cached_property
     def single(self) -> dict[str, cst.BaseExpression]:
@@ -77,7 +77,7 @@ class Scope:
         return [
             (target, value)
             for target, value in found
-            if isinstance(target, cst.Tuple) and all(times[name] == 1 or name == "_" for name in _targets(target))
+            if isinstance(target, cst.Tuple) and all(times[name] == 1 or name == "_" for name in targets(target))
         ]
 
     def assigned(self, name: str) -> list[cst.BaseExpression]:
@@ -90,7 +90,7 @@ class Scope:
         for node in walk(self.function.body):
             if type(node) is cst.Assign:
                 for target in node.targets:
-                    for name in _targets(target.target):
+                    for name in targets(target.target):
                         found.setdefault(name, []).append(node.value)
         return found
 
@@ -127,7 +127,7 @@ class Scope:
         """Why nothing can be said about the function, `""` if something can."""
         if self.function.asynchronous is not None:
             return "it is asynchronous"
-        if "self" in _bound(self.function.body):
+        if "self" in bound(self.function.body):
             return "it binds `self` anew"
         declared = [node for node in walk(self.function.body) if isinstance(node, (cst.Nonlocal, cst.Global))]
         if declared:
@@ -414,13 +414,13 @@ class Scope:
     @cached_property
     def times(self) -> Counter[str]:
         """How often the function's statements bind each local."""
-        return Counter(_bound(self.function.body, False))
+        return Counter(bound(self.function.body, False))
 
     @cached_property
     def _added(self) -> Counter[str]:
         """How often `x += …` and the like bind each local, which leave a tensor a tensor."""
         lines = (node for node in walk(self.function.body) if isinstance(node, cst.AugAssign))
-        return Counter(name for line in lines for name in _targets(line.target))
+        return Counter(name for line in lines for name in targets(line.target))
 
     def _named(self, node: cst.Name) -> Value:
         if node.value in self.locals:
@@ -455,58 +455,6 @@ def _expressions(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
             continue
         elif not isinstance(part, cst.BaseParenthesizableWhitespace):
             yield from _expressions(part)
-
-
-def bound_by(node: cst.CSTNode) -> frozenset[str]:
-    """Return the names that a statement binds, those of functions and comprehensions inside it left out."""
-    return frozenset(_bound(node, comprehensions=False, top=True))
-
-
-_OF_NAMES = frozenset(
-    {*_BINDS, cst.FunctionDef, cst.ClassDef, cst.CompFor, cst.AsName, cst.MatchAs, cst.MatchStar, cst.Import}
-    | {cst.ImportFrom}
-)
-_WITHOUT_NAMES = frozenset({cst.Lambda, cst.Name, cst.SimpleWhitespace, cst.ParenthesizedWhitespace, cst.EmptyLine})
-
-
-@kept
-def _locals(function: cst.FunctionDef) -> frozenset[str]:
-    """Return every name that a function binds, parameters included."""
-    return frozenset(parameters(function)) | frozenset(_bound(function.body))
-
-
-def _bound(node: cst.CSTNode, comprehensions: bool = True, top: bool = False) -> Iterator[str]:
-    """Yield the names that a function's statements bind, those of functions inside it left out."""
-    if top and isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-        yield node.name.value
-        return
-    own = top and isinstance(node, (*_BINDS, cst.Import, cst.ImportFrom))
-    for part in (node, *parts(node)) if own else parts(node):
-        if type(part) not in _OF_NAMES:
-            if part is not node and type(part) not in _WITHOUT_NAMES:
-                yield from _bound(part, comprehensions)
-            continue
-        if isinstance(part, (cst.FunctionDef, cst.ClassDef)):
-            yield part.name.value
-            continue
-        if (isinstance(part, cst.CompFor) and comprehensions) or isinstance(part, _BINDS):
-            yield from _targets(part.target)
-        elif isinstance(part, (cst.AsName, cst.MatchAs, cst.MatchStar)) and part.name is not None:
-            yield from _targets(part.name)
-        elif isinstance(part, (cst.Import, cst.ImportFrom)):
-            yield from (name for name, _ in imported_names(part))
-        if part is not node and not isinstance(part, (cst.Lambda, cst.BaseParenthesizableWhitespace)):
-            yield from _bound(part, comprehensions)
-
-
-def _targets(target: cst.CSTNode) -> Iterator[str]:
-    if isinstance(target, cst.Name):
-        yield target.value
-    elif isinstance(target, (cst.Tuple, cst.List)):
-        for element in target.elements:
-            yield from _targets(element.value)
-    elif isinstance(target, cst.StarredElement):
-        yield from _targets(target.value)
 
 
 _STATEMENTS: dict[type[cst.CSTNode], Callable[[Scope, Any], Effect]] = {
