@@ -196,6 +196,8 @@ def _unchanged(reads: Reads, repeated: Repeated, held: Effect) -> None:
     past = replace(past, leaves=frozenset())  # where the block is left, nobody misses what was not computed
     if why := why_not_move(scope, held | scope.of(repeated.times), past):
         raise NotAnExpansion("values_change", why)
+    if scope.memory(past.writes) & scope.memory(own.reads):  # also where it has a name of its own, which was a copy's
+        raise NotAnExpansion("values_change", "it is written in place before a product reads it")
     later = union(scope.of(statement) for statement in _behind(block[last], scope))
     if later.anything or scope.memory(later.writes) & scope.memory(own.reads):
         why = later.anything or "it is written in place afterwards"
