@@ -56,6 +56,9 @@ DTYPES = {
 TOLD = ("raise", "assert", "logger", "warnings", "__all__")
 """What begins code that says something and computes nothing."""
 
+SYMMETRIC = ("transpose", "swapaxes", "swapdims", "maximum", "minimum", "max", "min", "equal", "allclose")
+"""Functions whose first two arguments may be swapped."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -177,7 +180,9 @@ class Mutator(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if ast.unparse(node.func).split(".")[0] in TOLD or ast.unparse(node.func).endswith("Error"):
             return
-        if len(node.args) > 1 and not any(isinstance(argument, ast.Starred) for argument in node.args[:2]):
+        symmetric = ast.unparse(node.func).rpartition(".")[2] in SYMMETRIC
+        starred = any(isinstance(argument, ast.Starred) for argument in node.args[:2])
+        if len(node.args) > 1 and not symmetric and not starred:
             first, second = (self._source(argument) for argument in node.args[:2])
             if first != second:
                 start, end = self._place(node.args[0])[0], self._place(node.args[1])[1]
