@@ -254,6 +254,8 @@ def mutants(package: Path, kernels: bool) -> list[Mutant]:
     found: list[Mutant] = []
     for file in sorted(package.rglob("*.py")):
         name, text = file.relative_to(package).as_posix(), file.read_text("utf-8")
+        if name.startswith("."):
+            continue
         mutator = Mutator(name, text, kernels)
         mutator.visit(ast.parse(text))
         tree = ast.dump(ast.parse(text))

@@ -38,7 +38,7 @@ class Reach:
         """
         if not wanted or sys.gettrace() is not None or (source.package and source.package.name == "transformers"):
             return cls(())
-        files = tuple(sorted(source.package.rglob("*.py"))) if source.package else (source.path,)
+        files = tuple(sorted(_imported(source.package))) if source.package else (source.path,)
         try:
             from coverage import Coverage
         except ImportError as error:
@@ -70,6 +70,13 @@ class Reach:
         first = sorted(self.files, key=lambda file: (file != source.path, file))
         top = source.package or source.path.parent
         return tuple(_reached(file.relative_to(top), found[file]) for file in first if file in found)
+
+
+def _imported(package: Path) -> Iterator[Path]:
+    """Yield the files of a package that Python can import; what stands in hidden folders is kept for upgrades."""
+    for file in package.rglob("*.py"):
+        if not any(part.startswith(".") for part in file.relative_to(package).parts):
+            yield file
 
 
 def _reached(file: Path, counts: Mapping[str, Any]) -> Reached:

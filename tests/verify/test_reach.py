@@ -28,6 +28,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = planted(text, place, place + NEVER)
     folder = write_package(tmp_path_factory.mktemp("packages") / "llama_never", "llama", text)
     (folder / "unused.py").write_text("def unused():\n    return 1\n")
+    (folder / ".kept").mkdir()
+    (folder / ".kept" / "original.py").write_text("KEPT = 1\n")
     return folder
 
 
