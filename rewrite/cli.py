@@ -125,7 +125,7 @@ class DefaultGroup(click.Group):
 def cli() -> None:
     """Rewrite a transformers modeling file into fast source code that you keep, and prove that it computes the same.
 
-    MODEL is a model type (llama), a path of a modeling file, a dotted module, or a checkpoint folder.
+    MODEL is a model type (llama), a class, a path of a modeling file, a dotted module, or a checkpoint folder.
     """
 
 

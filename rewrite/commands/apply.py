@@ -76,8 +76,8 @@ class Job:
 def apply(**given: Any) -> int:
     """Rewrite the modeling file of MODEL and write the result, verified, to a folder.
 
-    MODEL is a model type of the installed transformers (llama, qwen3), a path of a modeling file, a dotted module, or
-    a local checkpoint folder.
+    MODEL is a model type of the installed transformers (llama, qwen3), a class (LlamaForCausalLM), a path of a
+    modeling file, a dotted module, or a local checkpoint folder.
     """
     from rewrite.show.console import Screen
 

@@ -43,6 +43,22 @@ class Installed:
         # gpt-sw3 is GPT-2 with another tokenizer: the same configuration class means the same model
         return {name: replace(model, path=_path_of(model, by_config)) for name, model in own.items()}
 
+    def spelled(self, word: str) -> str | None:
+        """Return the model type that a word is but for case, hyphens and underscores, or whose configuration it is."""
+        plain = _plain(word)
+        found = [name for name, model in self.model_types.items() if _plain(name) == plain or model.config == word]
+        return found[0] if found else None
+
+    def defining(self, word: str) -> Path | None:
+        """Return the one modeling file that a word names (`modeling_llama`), or that defines a class of that name."""
+        files = sorted((self.root / "models").glob("*/modeling_*.py"))
+        stem = _plain(word.removeprefix("modeling_"))
+        named = [path for path in files if _plain(path.stem.removeprefix("modeling_")) == stem]
+        if not named and word.isidentifier():
+            line = re.compile(rf"^class {word}\b", re.MULTILINE)
+            named = [path for path in files if line.search(path.read_text(encoding="utf-8"))]
+        return named[0] if len(named) == 1 else None
+
     def module_name(self, path: Path) -> str | None:
         """Return the dotted name of a file of this package, None for a file outside it."""
         resolved, root = path.resolve(), self.root.resolve()
@@ -102,6 +118,10 @@ def copy_at(root: Path) -> Installed | None:
         return None
     version = _VERSION.search(init.read_text(encoding="utf-8"))
     return Installed(root, version.group(1)) if version else None
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[-_ ]", "", word.lower())
 
 
 def _path_of(model: ModelType, by_config: dict[str, ModelType]) -> Path | None:

@@ -58,10 +58,11 @@ class Source:
 def resolve(target: str, trust_remote_code: bool = False) -> Source:
     """Find and read the modeling file that `target` names.
 
-    A bare word is a model type first, then a path, then a module; `./word` is always a path.
+    A bare word is a model type first, then a path, then a module, then a model type in another spelling
+    (`XLM-RoBERTa`), a modeling file by its name and a class of one; `./word` is always a path.
 
     Args:
-        target: model type, path of a modeling file, checkpoint folder, or dotted module name.
+        target: model type, class, path of a modeling file, checkpoint folder, or dotted module name.
         trust_remote_code: take a checkpoint's own modeling file even where transformers has its model type.
 
     Raises:
@@ -84,6 +85,11 @@ def resolve(target: str, trust_remote_code: bool = False) -> Source:
         return _read(target, found, installed)
     if installed is None and _is_word(target):
         raise MissingLibrary("transformers", f"the model type '{target}'")
+    if installed is not None and _is_word(target):
+        if (name := installed.spelled(target)) is not None:
+            return _of_model_type(target, name, installed)
+        if (defining := installed.defining(target)) is not None:
+            return _read(target, defining, installed)
     raise UnknownModel(target, list(installed.model_types) if installed else [])
 
 

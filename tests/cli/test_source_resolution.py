@@ -115,6 +115,28 @@ def test_unknown_names_get_the_nearest(here: Path) -> None:
         resolve("no.such.module")
 
 
+@pytest.mark.parametrize(
+    ("word", "file"),
+    [
+        ("XLM-RoBERTa", "xlm_roberta/modeling_xlm_roberta.py"),
+        ("xlm_roberta", "xlm_roberta/modeling_xlm_roberta.py"),
+        ("data2vec_text", "data2vec/modeling_data2vec_text.py"),
+        ("modernbert_decoder", "modernbert_decoder/modeling_modernbert_decoder.py"),
+        ("Qwen3MoE", "qwen3_moe/modeling_qwen3_moe.py"),
+        ("LLAMA", "llama/modeling_llama.py"),
+        ("LlamaConfig", "llama/modeling_llama.py"),
+        ("LlamaForCausalLM", "llama/modeling_llama.py"),
+        ("modeling_llama", "llama/modeling_llama.py"),
+    ],
+)
+def test_other_names_of_a_model(here: Path, word: str, file: str) -> None:
+    source = resolve(word)
+    assert source.path.as_posix().endswith(f"/models/{file}")
+    assert source.model_type is not None
+    assert source.target == word
+    assert source.module == "transformers.models." + file.removesuffix(".py").replace("/", ".")
+
+
 def test_a_model_type_without_a_file_says_so() -> None:
     with pytest.raises(NoModelingFile, match="layoutxlm"):
         resolve("layoutxlm")
