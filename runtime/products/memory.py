@@ -135,6 +135,8 @@ def _immovable(tensors: Sequence[Tensor]) -> str | None:
         return "watched"
     if first.device.type not in DEVICES:
         return "device"
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return "strided"
     if not all(_fills_its_storage(tensor) for tensor in tensors):
         return "shared_storage"
     if len({tensor.data_ptr() for tensor in tensors}) < len(tensors):

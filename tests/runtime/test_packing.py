@@ -496,3 +496,14 @@ def test_a_torch_that_does_not_count_users_moves_no_weight(monkeypatch):
     module = Attention()
     run(module, torch.randn(3, 32))
     assert backend.fallbacks() == {("packed_linear", "shared_storage"): 1}
+
+
+def test_a_weight_that_lies_column_by_column_stays_as_it_is():
+    module = Attention(dtype=torch.float64)
+    module.q.weight.data = module.q.weight.data.t().contiguous().t()
+    x = torch.randn(2, 32, dtype=torch.float64)
+    ours, original = run(module, x)
+    torch.testing.assert_close(ours, original, rtol=1e-12, atol=1e-12)
+    assert not packed(module)
+    assert module.q.weight.stride() == (1, 48)
+    assert backend.fallbacks()["packed_linear", "strided"] == 1
