@@ -45,7 +45,7 @@ REASONS = {
     "autocast": "autocast chooses the dtype of each product",
     "not_a_plain_parameter": "a weight is a distributed or otherwise special tensor",
     "different_weights": "the weights differ in dtype, device or input size, or one is empty",
-    "strided": "a weight does not lie row by row, and what fills it in the order of its memory would fill it otherwise",
+    "strided": "a weight does not lie row by row, and what fills it in the order of its memory would notice",
     "device": "torch cannot give parts of this device's memory a storage of their own",
     "shared_storage": "something else uses a weight's memory (a state dict, `.data`, a larger tensor, a process)",
     "shared_weight": "a weight stands twice among the projections, or other projections have packed it",
