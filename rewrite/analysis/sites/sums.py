@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from rewrite.analysis.effects.bound import targets
 from rewrite.analysis.effects.names import dotted_end
 from rewrite.analysis.syntax.module import Module, walk
 
@@ -154,19 +155,9 @@ def rebound(node: cst.CSTNode) -> set[str]:
     found: set[str] = set()
     for inner in walk(node):
         if isinstance(inner, _BINDING):
-            found |= set(_names(inner.target))
+            found |= set(targets(inner.target))
         elif isinstance(inner, (cst.AsName, cst.MatchAs, cst.MatchStar)) and inner.name is not None:
-            found |= set(_names(inner.name))
+            found |= set(targets(inner.name))
         elif isinstance(inner, (cst.FunctionDef, cst.ClassDef)):
             found.add(inner.name.value)
     return found
-
-
-def _names(target: cst.CSTNode) -> Iterator[str]:
-    if isinstance(target, cst.Name):
-        yield target.value
-    elif isinstance(target, (cst.Tuple, cst.List)):
-        for element in target.elements:
-            yield from _names(element.value)
-    elif isinstance(target, cst.StarredElement):
-        yield from _names(target.value)
