@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,8 +44,10 @@ class Reach:
             from coverage import Coverage
         except ImportError as error:
             raise MissingLibrary("coverage", "counting the lines that a verification runs") from error
-        names = [str(file) for file in files]
-        return cls(files, Coverage(data_file=None, branch=True, include=names, config_file=False, messages=False))
+        names = [re.sub(r"[][*?]", "?", str(file)) for file in files]  # patterns, which know no other escape
+        counter = Coverage(data_file=None, branch=True, include=names, config_file=False, messages=False)
+        counter.set_option("run:disable_warnings", ["no-data-collected"])  # the verdict says so
+        return cls(files, counter)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -59,12 +62,12 @@ class Reach:
             self.counter.stop()
 
     def reached(self, source: Source) -> tuple[Reached, ...]:
-        """Return what ran of each file, the modeling file first; nothing if nothing was counted."""
-        if self.counter is None:
+        """Return what ran of each file that is Python, the modeling file first; nothing if nothing was counted."""
+        if self.counter is None or not self.counter.get_data().measured_files():
             return ()
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "reached.json"
-            self.counter.json_report(morfs=[str(file) for file in self.files], outfile=str(report))
+            self.counter.json_report(morfs=[str(file) for file in self.files], outfile=str(report), ignore_errors=True)
             counts = json.loads(report.read_text("utf-8"))["files"]
         found = {Path(name).resolve(): count for name, count in counts.items()}
         first = sorted(self.files, key=lambda file: (file != source.path, file))

@@ -82,7 +82,7 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
         lines += _divergence(verdict.divergence)
     lines += _reached(verdict.reached, verbose)
     if not verdict.reached and verdict.options.reach and not verdict.options.quick:
-        lines.append("not counted   which lines ran: a debugger or another counter is at work")
+        lines.append("not counted   which lines ran: none did, or a debugger or another counter is at work")
     if verdict.reason and not verdict.passed:
         lines += _wrap(f"failed: {verdict.reason}", "")
     approximate = ", approximate" if _approximate(verdict) else ""

@@ -66,6 +66,21 @@ def test_a_quick_verdict_counts_nothing(package: Path) -> None:
     assert "not verified" not in summary(quick)
 
 
+def test_a_file_that_is_no_python_is_a_failed_verdict(tmp_path: Path) -> None:
+    broken = write_package(tmp_path / "odd [1]" / "llama_broken", "llama", "def broken(:\n")
+    verdict = verify(upstream("llama"), broken, STRUCTURE)
+    assert not verdict.passed
+    assert verdict.failed_gate is not None
+    assert "modeling_llama.py" not in [file.file for file in verdict.reached]
+
+
+def test_a_folder_may_have_the_letters_of_a_pattern(tmp_path: Path) -> None:
+    folder = write_package(tmp_path / "odd [1] *" / "llama_odd", "llama", source_of("llama"))
+    verdict = verify(upstream("llama"), folder, STRUCTURE)
+    assert verdict.passed, verdict.reason
+    assert 0 < verdict.reached[0].missed < verdict.reached[0].lines
+
+
 @pytest.fixture
 def traced() -> Iterator[None]:
     before = sys.gettrace()
