@@ -10,6 +10,7 @@ from .model_inputs import TEXT, make, tensors
 from .unrounded import unrounded
 from .verdict import Figure
 from .workbench import Workbench, on_original
+from .yardstick import compare
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,40 @@ def _in_dtype(bench: Workbench, implementation: str, dtype: str) -> dict[str, Fi
             return on_original(observe, pair.original, bench, dtype)
 
     return near_exact(original, rewritten, unrounded=truth)
+
+
+def low_precision_forward(bench: Workbench) -> dict[str, Figure]:
+    """Compare the outputs in 16 bits, which is what kernels compute in, by the original's own error against fp64.
+
+    Only floating-point outputs: what a model chose (codes, indices) is another with any rounding.
+
+    Raises:
+        Mismatch: an output is further off than the yardstick allows.
+    """
+    import torch
+
+    dtype = bench.options.dtype
+    found: list[Observations] = []
+    try:
+        for precision in ("float64", dtype):
+            pair = on_original(bench.fresh, bench.base, bench.implementations()[0], precision)
+            found.append(_floating(on_original(observe, pair.original, bench, precision)))
+    except NotRun as reason:
+        return {dtype: f"not run: {reason}"}
+    truth, own = found
+    if truth.keys() != own.keys() or any(truth[name].shape != own[name].shape for name in truth):
+        return {dtype: "not run: the original's outputs have other shapes than in fp64"}
+    if not (finite(truth) and finite(own)):
+        return {dtype: "not run: the original's outputs are not finite"}
+    figures = compare(
+        truth, own, _floating(observe(pair.rewritten, bench, dtype)), torch.finfo(getattr(torch, dtype)).eps,
+        bench.base.routed,
+    )  # fmt: skip
+    return {f"{dtype} {name}": value for name, value in figures.items()}
+
+
+def _floating(outputs: Observations) -> Observations:
+    return {name: tensor for name, tensor in outputs.items() if tensor.is_floating_point()}
 
 
 def observe(model: Any, bench: Workbench, dtype: str) -> Observations:
