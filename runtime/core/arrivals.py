@@ -14,8 +14,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import backend
+
 COUNT = 8192
 """Counters that streams and graphs start with."""
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def publish(WAIT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Let an atomic operation that comes next, `acq_rel` and of the whole GPU, release what all waves have stored.
+
+        `WAIT` is `launch.wait_for_stores`.
+        """
+        if WAIT != "":  # in every wave, behind its stores: memory is clobbered
+            tl.inline_asm_elementwise(WAIT, "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
 
 
 class _Graph(threading.local):
