@@ -11,8 +11,9 @@ import libcst.matchers as m
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
 from rewrite.analysis.loops.loop_inputs import only_recomputes
+from rewrite.analysis.step.terms import CACHE
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.nodes import expression, parameters, replace_nodes
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -65,7 +66,7 @@ class StaticCache(Transform):
     stage = Stage.GRAPH
     reasons: ClassVar[Mapping[str, str]] = {
         "encoder_decoder": "the model has an encoder, whose keys and values are a second cache",
-        "no_kv_cache": "`forward` takes no `past_key_values`",
+        "no_kv_cache": "`forward` takes no `past_key_values`, nor hands it on among its keywords",
         "other_state": "the file keeps other states than keys and values in its cache",
         "own_cache": "the file makes a cache of a class of its own",
         "window_without_mask": "the cache keeps a sliding window, and no mask of the file has one: a buffer keeps all",
@@ -131,12 +132,45 @@ def _mixin(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
     return next((base for base in bases if module.qualified(base).endswith(".GenerationMixin")), None)
 
 
-def _skip(info: ClassInfo, module: Module) -> Skip | None:
+def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> list[str]:
+    """Return what `forward` takes by name; where no cache is among it, also what it hands on with its keywords.
+
+    `before` are the classes that this one is a part of.
+    """
     forward = module.method(info, "forward")
     names = parameters(forward) if forward is not None else []
+    if forward is None or CACHE in names or not isinstance(forward.params.star_kwarg, cst.Param):
+        return names
+    keywords = forward.params.star_kwarg.name.value
+    calls = [call for call in calls_in(forward.body) if any(_hands_on(argument, keywords) for argument in call.args)]
+    read = [node for node in walk(forward.body) if type(node) is cst.Name and node.value == keywords]
+    if len(read) != len(calls):
+        return names  # something may be taken out of them, or put in
+    for call in calls:
+        given = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+        for part in _made(called_attribute(call), info, module):
+            if part.name not in (info.name, *before):
+                names += [name for name in _inputs(part, module, (info.name, *before)) if name not in given]
+    return names
+
+
+def _made(attribute: str | None, info: ClassInfo, module: Module) -> Iterable[ClassInfo]:
+    """Yield the classes of this file that `self.<attribute>` is made from."""
+    for value in module.assignments(info, attribute) if attribute is not None else ():
+        name = module.qualified(value.func) if isinstance(value, cst.Call) else ""
+        if name in module.classes:
+            yield module.classes[name]
+
+
+def _hands_on(argument: cst.Arg, keywords: str) -> bool:
+    return argument.star == "**" and isinstance(argument.value, cst.Name) and argument.value.value == keywords
+
+
+def _skip(info: ClassInfo, module: Module) -> Skip | None:
+    names = _inputs(info, module)
     if any(name in ("decoder_input_ids", "encoder_outputs") for name in names):
         return Skip("encoder_decoder")
-    if "past_key_values" not in names:
+    if CACHE not in names:
         return Skip("no_kv_cache")
     other = next((name for name in names if any(part in name for part in _OTHER_INPUTS)), None)
     if other is not None:
