@@ -18,7 +18,9 @@ from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _OWN_LOOP = ("generate", "_sample", "_prefill", "_prepare_cache_for_generation", "_update_model_kwargs_for_generation")
-_OTHER_INPUTS = ("pixel", "image", "video", "audio", "speech", "input_features", "input_values", "codec", "codes")
+_OTHER_INPUTS = (
+    "pixel", "image", "video", "audio", "speech", "input_features", "input_values", "codec", "codes", "_input_ids",
+)  # fmt: skip
 _OTHER_STATES = (
     "update_conv_state", "update_recurrent_state", "get_linear_cache", "set_linear_cache", "update_indexer",
     "has_previous_state", "get_conv_state", "key_cache", "recurrent_states",
@@ -64,6 +66,7 @@ class StaticCache(Transform):
     summary = "Generation keeps keys and values in buffers of fixed size and replays a captured step."
     numerics = Numerics.EXACT
     stage = Stage.GRAPH
+    in_decode_loop = True
     reasons: ClassVar[Mapping[str, str]] = {
         "encoder_decoder": "the model has an encoder, whose keys and values are a second cache",
         "no_kv_cache": "`forward` takes no `past_key_values`, nor hands it on among its keywords",
@@ -71,7 +74,7 @@ class StaticCache(Transform):
         "own_cache": "the file makes a cache of a class of its own",
         "window_without_mask": "the cache keeps a sliding window, and no mask of the file has one: a buffer keeps all",
         "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
-        "other_inputs": "`forward` takes images or sound beside tokens",
+        "other_inputs": "`forward` takes images, sound or other tokens beside its tokens",
         "own_loop": "the class has a part of the generation loop of its own",
         "other_dtype": "the range has a dtype of its own, in which sums may round",
         "other_range": "the length of the range or slice depends on the cache, or it has a step",
@@ -79,6 +82,18 @@ class StaticCache(Transform):
         "host_test": "a branch depends on the number of cached tokens",
         "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
         "name_taken": "the file has a name `GraphGeneration` or `key_length` of its own",
+    }
+    needs: ClassVar[Mapping[str, str]] = {
+        "encoder_decoder": "a cache that also holds the encoder's keys and values",
+        "no_kv_cache": "a cache among what `forward` takes",
+        "other_state": "fixed buffers for these states too",
+        "own_cache": "fixed buffers for what that cache holds",
+        "window_without_mask": "a mask that has the window",
+        "mask_by_length": "a mask cut at the position of the token",
+        "other_inputs": "a prompt read with them, and then steps with tokens alone",
+        "own_loop": "a step that does what this part does",
+        "name_taken": "another name in the file",
+        "loses_comment": "the comment in another place",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
