@@ -116,7 +116,7 @@ class Rewritten:
     runtime: tuple[str, ...] = field(default=())
     """What the text imports of the runtime, as `room.function`."""
     decode_loops: Mapping[str, str] = field(default_factory=dict)
-    """Of every class that generates whether it does so in a decode loop: `yes`, or `no`, why, and what it would take."""
+    """Of every class that generates whether it has a decode loop: `yes`, or `no`, why, and what it would take."""
 
     @property
     def sites(self) -> int:

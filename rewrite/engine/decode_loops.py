@@ -47,6 +47,9 @@ def _said(name: str, file: _File, refused: Mapping[str, str]) -> str:
     """Return what to say of a class, nothing of one that does not generate."""
     for owner in file.lineage(name):
         bases = file.bases(owner)
+        elsewhere = [base for base in bases if base.endswith(_MIXIN) and base not in (_MIXIN, *file.classes)]
+        if elsewhere:
+            return f"no: its loop is in another file ({elsewhere[0]}); it would take that one rewritten along"
         if "generate" in file.methods(owner) and _MIXIN not in bases:
             return _OWN
         if any(base.endswith(LOOP) for base in bases):
