@@ -11,7 +11,7 @@ model of each chip, agent scope):
     s_waitcnt vmcnt(0)
 
 and on every way from the atomic operation to a load: its result, the stale lines thrown away, and the barrier that the
-other waves wait at. A wave that a branch leads around one of these has not done it.
+other waves wait at. A wave that a branch leads around one of these has not done it; a workgroup of one wave has no barrier.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ def of_amd(text: str) -> Arrivals:
     code = _Code(text)
     atomics = [number for number, line in enumerate(code.lines) if _ATOMIC.match(line)]
     loads = [number for number, line in enumerate(code.lines) if _LOAD.match(line)]
-    stored = code.progress(_STORE, code.chosen(_published(text)))
-    counted = code.progress(_ATOMIC, code.chosen((_WAIT, _INVALIDATE, _BARRIER)))
+    own = (_WAIT,) if _has_one_cache(text) else (_WRITE_BACK, _WAIT)
+    others = (_WAIT, _BARRIER) if _has_one_cache(text) else (_WAIT, _BARRIER, *own)
+    stored = code.progress(_STORE, own if code.one_wave else others)
+    counted = code.progress(_ATOMIC, (_WAIT, _INVALIDATE) if code.one_wave else (_WAIT, _INVALIDATE, _BARRIER))
     return Arrivals(
         count=len(atomics),
         early=sum(not stored(number) for number in atomics),
@@ -60,9 +62,8 @@ def of_amd(text: str) -> Arrivals:
     )
 
 
-def _published(text: str) -> Sequence[Step]:
-    one_cache = re.search(r'amdgcn_target ".*-gfx90a\b', text) is not None
-    return (_WAIT, _BARRIER) if one_cache else (_WAIT, _BARRIER, _WRITE_BACK, _WAIT)
+def _has_one_cache(text: str) -> bool:
+    return re.search(r'amdgcn_target ".*-gfx90a\b', text) is not None
 
 
 class _Code:
@@ -89,10 +90,6 @@ class _Code:
         branch = _BRANCH.match(line)
         target = [labels[branch[1]]] if branch else []
         return target if line.startswith("s_branch") else [*target, number + 1]
-
-    def chosen(self, steps: Sequence[Step]) -> Sequence[Step]:
-        """The steps that this kernel needs: a single wave has nobody to wait for, and no `s_barrier`."""
-        return [step for step in steps if not (self.one_wave and step is _BARRIER)]
 
     def progress(self, start: Step, steps: Sequence[Step]) -> Callable[[int], bool]:
         """Return whether, before an instruction and on every way to it, all steps came since the last `start`."""
