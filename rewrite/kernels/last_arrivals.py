@@ -11,7 +11,8 @@ model of each chip, agent scope):
     s_waitcnt vmcnt(0)
 
 and on every way from the atomic operation to a load: its result, the stale lines thrown away, and the barrier that the
-other waves wait at. A wave that a branch leads around one of these has not done it; a workgroup of one wave has no barrier.
+other waves wait at. A wave that a branch leads around one of these has not done it. A workgroup of one wave has no
+barrier.
 """
 
 from __future__ import annotations
