@@ -188,7 +188,10 @@ def test_explain_without_a_lock_asks_the_class(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(place, "PACKAGE", "package")
     body = {"__module__": "package.modeling_x", "generate": lambda self: self}
     plain = types.new_class("Plain", (nn.Module,), exec_body=lambda space: space.update(body))
-    assert FAST not in str(explain.explain(plain()))
+    for text in (None, "<<<<<<< ours", "[]", '{"decode_loops": []}'):
+        if text is not None:
+            (tmp_path / "rewrite.lock").write_text(text)
+        assert FAST not in str(explain.explain(plain()))
     mixin = types.new_class(
         "GraphGeneration", (), exec_body=lambda space: space.update(__module__="package.runtime.x")
     )

@@ -64,12 +64,14 @@ def explain(model: nn.Module | None = None) -> Explanation:
 
 
 def decode_loops() -> dict[str, str]:
-    """Return what the lock of this package says of every class that generates; nothing where there is no lock."""
+    """Return what the lock of this package says of every class that generates; nothing where none can be read."""
     path = place.FOLDER / "rewrite.lock"
-    if not path.is_file():
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:  # conflict markers: then the class is asked
         return {}
-    said = json.loads(path.read_text(encoding="utf-8")).get("decode_loops", {})
-    return {str(name): str(text) for name, text in said.items()}
+    said = data.get("decode_loops") if isinstance(data, dict) else None
+    return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}
 
 
 def _of_model(model: nn.Module, loops: dict[str, str]) -> dict[str, str]:
