@@ -73,6 +73,10 @@ class Transform(ABC):
     """Names of the transforms whose output this one reads."""
     on_request: ClassVar[bool] = False
     stage: ClassVar[Stage] = Stage.OPERATOR
+    in_decode_loop: ClassVar[bool] = False
+    """Whether what it writes does something in the decode loop alone."""
+    needs: ClassVar[Mapping[str, str]] = {}
+    """Of the transform that gives classes a decode loop: what it would take where it skips one, by reason."""
 
     @abstractmethod
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -99,6 +103,8 @@ class TransformReport:
     name: str
     rewritten: tuple[str, ...] = ()
     skipped: tuple[SkippedSite, ...] = ()
+    unreached: tuple[str, ...] = ()
+    """Of the rewritten ones, those that do something in a decode loop alone, and no class with one reaches them."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ class Rewritten:
     transforms: tuple[TransformReport, ...]
     runtime: tuple[str, ...] = field(default=())
     """What the text imports of the runtime, as `room.function`."""
+    decode_loops: Mapping[str, str] = field(default_factory=dict)
+    """Of every class that generates whether it has a decode loop: `yes`, or `no`, why, and what it would take."""
 
     @property
     def sites(self) -> int:

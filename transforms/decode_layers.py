@@ -45,6 +45,7 @@ class DecodeLayers(Transform):
     summary = "Decoder layers get a method for one new token, with norms and residuals inside the products."
     numerics = Numerics.REORDERED
     stage = Stage.STEP
+    in_decode_loop = True
     after = (
         "fuse_add_norm", "fuse_experts", "fuse_gate_up", "fuse_gated_activation", "fuse_layer_norm", "fuse_qkv",
         "fuse_rms_norm", "fuse_rope", "native_gqa",

@@ -57,6 +57,7 @@ class DecodeMasks(Transform):
     summary = "No attention mask is made in steps and captured prompts whose layers need none."
     numerics = Numerics.EXACT
     stage = Stage.STEP
+    in_decode_loop = True
     after = ("decode_layers",)
     reasons: ClassVar[Mapping[str, str]] = {
         "layer_without_decode": "a layer that takes the mask has no method for one new token",

@@ -11,13 +11,16 @@ import libcst.matchers as m
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
 from rewrite.analysis.loops.loop_inputs import only_recomputes
+from rewrite.analysis.step.terms import CACHE
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.nodes import expression, parameters, replace_nodes
+from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _OWN_LOOP = ("generate", "_sample", "_prefill", "_prepare_cache_for_generation", "_update_model_kwargs_for_generation")
-_OTHER_INPUTS = ("pixel", "image", "video", "audio", "speech", "input_features", "input_values", "codec", "codes")
+_OTHER_INPUTS = (
+    "pixel", "image", "video", "audio", "speech", "input_features", "input_values", "codec", "codes", "_input_ids",
+)  # fmt: skip
 _OTHER_STATES = (
     "update_conv_state", "update_recurrent_state", "get_linear_cache", "set_linear_cache", "update_indexer",
     "has_previous_state", "get_conv_state", "key_cache", "recurrent_states",
@@ -63,14 +66,15 @@ class StaticCache(Transform):
     summary = "Generation keeps keys and values in buffers of fixed size and replays a captured step."
     numerics = Numerics.EXACT
     stage = Stage.GRAPH
+    in_decode_loop = True
     reasons: ClassVar[Mapping[str, str]] = {
         "encoder_decoder": "the model has an encoder, whose keys and values are a second cache",
-        "no_kv_cache": "`forward` takes no `past_key_values`",
+        "no_kv_cache": "`forward` takes no `past_key_values`, nor hands it on among its keywords",
         "other_state": "the file keeps other states than keys and values in its cache",
         "own_cache": "the file makes a cache of a class of its own",
         "window_without_mask": "the cache keeps a sliding window, and no mask of the file has one: a buffer keeps all",
         "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
-        "other_inputs": "`forward` takes images or sound beside tokens",
+        "other_inputs": "`forward` takes images, sound or other tokens beside its tokens",
         "own_loop": "the class has a part of the generation loop of its own",
         "other_dtype": "the range has a dtype of its own, in which sums may round",
         "other_range": "the length of the range or slice depends on the cache, or it has a step",
@@ -78,6 +82,18 @@ class StaticCache(Transform):
         "host_test": "a branch depends on the number of cached tokens",
         "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
         "name_taken": "the file has a name `GraphGeneration` or `key_length` of its own",
+    }
+    needs: ClassVar[Mapping[str, str]] = {
+        "encoder_decoder": "a cache that also holds the encoder's keys and values",
+        "no_kv_cache": "a cache among what `forward` takes",
+        "other_state": "fixed buffers for these states too",
+        "own_cache": "fixed buffers for what that cache holds",
+        "window_without_mask": "a mask that has the window",
+        "mask_by_length": "a mask cut at the position of the token",
+        "other_inputs": "a prompt read with them, and then steps with tokens alone",
+        "own_loop": "a step that does what this part does",
+        "name_taken": "another name in the file",
+        "loses_comment": "the comment in another place",
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
@@ -131,12 +147,45 @@ def _mixin(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
     return next((base for base in bases if module.qualified(base).endswith(".GenerationMixin")), None)
 
 
-def _skip(info: ClassInfo, module: Module) -> Skip | None:
+def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> list[str]:
+    """Return what `forward` takes by name; where no cache is among it, also what it hands on with its keywords.
+
+    `before` are the classes that this one is a part of.
+    """
     forward = module.method(info, "forward")
     names = parameters(forward) if forward is not None else []
+    if forward is None or CACHE in names or not isinstance(forward.params.star_kwarg, cst.Param):
+        return names
+    keywords = forward.params.star_kwarg.name.value
+    calls = [call for call in calls_in(forward.body) if any(_hands_on(argument, keywords) for argument in call.args)]
+    read = [node for node in walk(forward.body) if type(node) is cst.Name and node.value == keywords]
+    if len(read) != len(calls):
+        return names  # something may be taken out of them, or put in
+    for call in calls:
+        given = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+        for part in _made(called_attribute(call), info, module):
+            if part.name not in (info.name, *before):
+                names += [name for name in _inputs(part, module, (info.name, *before)) if name not in given]
+    return names
+
+
+def _made(attribute: str | None, info: ClassInfo, module: Module) -> Iterable[ClassInfo]:
+    """Yield the classes of this file that `self.<attribute>` is made from."""
+    for value in module.assignments(info, attribute) if attribute is not None else ():
+        name = module.qualified(value.func) if isinstance(value, cst.Call) else ""
+        if name in module.classes:
+            yield module.classes[name]
+
+
+def _hands_on(argument: cst.Arg, keywords: str) -> bool:
+    return argument.star == "**" and isinstance(argument.value, cst.Name) and argument.value.value == keywords
+
+
+def _skip(info: ClassInfo, module: Module) -> Skip | None:
+    names = _inputs(info, module)
     if any(name in ("decoder_input_ids", "encoder_outputs") for name in names):
         return Skip("encoder_decoder")
-    if "past_key_values" not in names:
+    if CACHE not in names:
         return Skip("no_kv_cache")
     other = next((name for name in names if any(part in name for part in _OTHER_INPUTS)), None)
     if other is not None:

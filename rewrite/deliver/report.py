@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import rewrite
 from rewrite.deliver import verification
+from rewrite.engine.decode_loops import YES
 from rewrite.errors import OutputNotWritable
 
 if TYPE_CHECKING:
@@ -27,12 +28,18 @@ def show_build(screen: Screen, build: Build) -> None:
     """Say what was read and what the transforms did, each reason for a skip once with its count."""
     screen.line("source", describe(build.source))
     rewritten = build.rewritten
-    applied = sum(1 for report in rewritten.transforms if report.rewritten)
+    applied = sum(1 for report in rewritten.transforms if len(report.rewritten) > len(report.unreached))
+    unreached = sum(len(report.unreached) for report in rewritten.transforms)
     skips = sum(len(report.skipped) for report in rewritten.transforms)
     text = f"{applied} applied at {_sites(rewritten.sites)}"
+    if unreached:
+        nowhere = "none here comes there" if YES in rewritten.decode_loops.values() else "no class here has one"
+        text += f" ({unreached} of them for a decode loop: {nowhere})"
     screen.line("transforms", f"{text}, {_sites(skips)} skipped:" if skips else text)
     for (name, reason), sites in _skips(rewritten).items():
         screen.line("", f"{name}: {reason} × {len(sites)} ({sites[0]}{', …' if len(sites) > 1 else ''})", "dim")
+    for number, (name, said) in enumerate(rewritten.decode_loops.items()):
+        screen.line("" if number else "generate", f"{name}: decode loop: {said}")
 
 
 def show_written(screen: Screen, place: Output, package: Package, verdict: Verdict | None, note: str) -> None:
@@ -82,6 +89,7 @@ def of_build(build: Build) -> dict[str, Any]:
         "transforms": {report.name: asdict(report) for report in build.rewritten.transforms},
         "runtime": list(build.rewritten.runtime),
         "sites": build.rewritten.sites,
+        "decode_loops": dict(build.rewritten.decode_loops),
     }
 
 

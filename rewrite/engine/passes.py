@@ -15,6 +15,7 @@ import libcst as cst
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import replace_nodes
 from rewrite.engine import imports, leftovers
+from rewrite.engine.decode_loops import with_loops
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.transform import Candidate, Edit, Found, Rewritten, Skip, SkippedSite, Transform, TransformReport, order
 
@@ -77,7 +78,7 @@ def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Seque
     tree = imports.with_runtime(tree, sorted(uses))
     rewritten = tree.code
     compile(rewritten, "<rewritten>", "exec", dont_inherit=True)
-    return Rewritten(rewritten, tuple(reports), tuple(sorted(uses)))
+    return with_loops(Rewritten(rewritten, tuple(reports), tuple(sorted(uses))), transforms)
 
 
 def _converge(transform: Transform, module: Module) -> tuple[Module, TransformReport, set[str], set[str]]:

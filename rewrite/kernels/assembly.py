@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import last_arrivals
+
 Widths = dict[int, int]
 """How many instructions move so many bits a thread."""
 
@@ -44,11 +46,16 @@ class Figures:
     """Whether matrix instructions multiply."""
     overlaps: bool
     """Whether it waits for the kernel before it, as a programmatic dependent launch does."""
+    arrivals: int = 0
+    """Atomic operations by which its programs count themselves, where a barrier does not order stores (AMD)."""
+    early: int = 0
+    """Of these and of the loads after them, those that `last_arrivals` finds too early."""
 
 
 def of_amd(text: str) -> Figures:
     """Read AMD's assembly, with the metadata at its end."""
     spills, scratch = _number(".vgpr_spill_count", text), _number(".private_segment_fixed_size", text)
+    counted = last_arrivals.of_amd(text)
     pairs = [(2 if twice else 1, int(kind[1:])) for twice, kind in _AMD_SHARED.findall(text)]
     return Figures(
         registers=_number(".vgpr_count", text),
@@ -61,6 +68,8 @@ def of_amd(text: str) -> Figures:
         shared_loads=_counted(width for count, width in pairs for _ in range(count)),
         matrix="v_mfma_" in text,
         overlaps=False,
+        arrivals=counted.count,
+        early=counted.early + counted.early_reads,
     )
 
 

@@ -132,6 +132,7 @@ def assemble(
         options=options,
         rules=rule_hashes(transforms),
         transforms=build.rewritten.transforms,
+        decode_loops=build.rewritten.decode_loops,
         upstream={origin.path: build.source.sha256},
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},

@@ -69,6 +69,8 @@ class Lock:
     """sha256 of every generated file, by its path in the package."""
     engine: str = ""
     """sha256 of what decides the text besides the rules, the formatter too; empty in a lock of schema 1."""
+    decode_loops: Mapping[str, str] = field(default_factory=dict)
+    """Of every class that generates whether it does so in a decode loop, and why not; older versions did not say."""
     intact: bool = True
     """Whether the file is as this tool wrote it; not part of the file."""
 
@@ -90,6 +92,7 @@ class Lock:
             "source": asdict(self.source),
             "options": _options(self.options),
             "rules": dict(self.rules),
+            "decode_loops": dict(self.decode_loops),
             "transforms": {report.name: _report(report) for report in self.transforms},
             "upstream": dict(self.upstream),
             "files": dict(self.files),
@@ -148,7 +151,8 @@ def _options(options: Options) -> dict[str, Any]:
 
 
 def _report(report: TransformReport) -> dict[str, Any]:
-    return {"rewritten": list(report.rewritten), "skipped": [asdict(site) for site in report.skipped]}
+    unreached = {"unreached": list(report.unreached)} if report.unreached else {}
+    return {"rewritten": list(report.rewritten), "skipped": [asdict(site) for site in report.skipped], **unreached}
 
 
 def _parse(data: lock_text.Table) -> Lock:
@@ -178,6 +182,7 @@ def _parse(data: lock_text.Table) -> Lock:
         upstream=data.table("upstream").all_text(),
         files={name: files.text(name) for name in names},
         engine=tool.optional("engine") or "",
+        decode_loops=data.table("decode_loops").all_text() if "decode_loops" in data.names() else {},
         intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),
     )
 
@@ -187,4 +192,5 @@ def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:
     skipped = [
         SkippedSite(s.text("site"), s.text("reason"), s.optional("detail") or "") for s in entry.tables("skipped")
     ]
-    return TransformReport(name, entry.texts("rewritten"), tuple(skipped))
+    unreached = entry.texts("unreached") if "unreached" in entry.names() else ()
+    return TransformReport(name, entry.texts("rewritten"), tuple(skipped), unreached)

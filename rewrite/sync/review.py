@@ -28,7 +28,8 @@ def markdown(folder: Path, lock: Lock, before: str, after: str) -> str:
         before: text of the original.
         after: text of the modeling file as it is.
     """
-    head = "\n".join([*_summary(folder, lock), "", *_rules(lock), "", *_verdict(folder, lock), ""])
+    said = [*_summary(folder, lock), "", *_rules(lock), "", *_loops(lock), *_verdict(folder, lock), ""]
+    head = "\n".join(said)
     parts, left_out = [], []
     room = MOST_CHARACTERS - len(head)
     for name, changes in _by_class(diff.statistics(before, after)).items():
@@ -66,7 +67,17 @@ def _rules(lock: Lock) -> Iterator[str]:
         if report.rewritten or report.skipped:
             reasons = Counter(site.reason for site in report.skipped)
             said = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
-            yield f"| `{report.name}` | {len(report.rewritten)} | {said or '0'} |"
+            idle = f", {len(report.unreached)} of them out of a decode loop's reach" if report.unreached else ""
+            yield f"| `{report.name}` | {len(report.rewritten)}{idle} | {said or '0'} |"
+
+
+def _loops(lock: Lock) -> Iterator[str]:
+    if lock.decode_loops:
+        yield "| class | decode loop |"
+        yield "|---|---|"
+        for name, said in lock.decode_loops.items():
+            yield f"| `{name}` | {said.replace('|', chr(92) + '|')} |"
+        yield ""
 
 
 def _verdict(folder: Path, lock: Lock) -> Iterator[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
-from ..core.launch import Kernel, overlaps
+from ..core.launch import Kernel, overlaps, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import attention_key, entry
 
@@ -51,6 +51,8 @@ case("Gemma 9B, all forms", attend, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tenso
 if backend.triton_installed():
     import triton
     import triton.language as tl
+
+    from ..core.arrivals import publish
 
     @triton.jit
     def _tile(ptr, slot, keep, column, D: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -122,6 +124,7 @@ if backend.triton_installed():
         SOFTCAP: tl.constexpr,
         SINKS: tl.constexpr,
         OVERLAP: tl.constexpr,
+        WAIT: tl.constexpr,
         HEADS: tl.constexpr,
         HEADS_HELD: tl.constexpr,
         BLOCK_HEADS: tl.constexpr,
@@ -203,7 +206,7 @@ if backend.triton_installed():
         tl.store(top_ptr + at, top, mask=live)
         tl.store(sum_ptr + at, total, mask=live)
         tl.store(part_ptr + at[:, None] * DV + value_column, mixed, mask=live[:, None] & (value_column < DV))
-        tl.debug_barrier()
+        publish(WAIT)
         arrived = arrived_ptr + row * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") != active - 1:
             return
@@ -268,6 +271,7 @@ class _Constants(NamedTuple):
     SOFTCAP: bool
     SINKS: bool
     OVERLAP: bool
+    WAIT: str
     HEADS: int
     HEADS_HELD: int
     BLOCK_HEADS: int
@@ -401,6 +405,7 @@ def launch(
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
         OVERLAP=overlap,
+        WAIT=wait_for_stores(query),
         HEADS=split.heads,
         HEADS_HELD=heads_held,
         BLOCK_HEADS=max(16, heads_held) if split.dot else heads_held,

@@ -3,6 +3,12 @@
 A kernel finds zeros in its counters and leaves zeros. Kernels of one stream follow each other and may share them;
 kernels of two streams may not, and a graph runs on whichever stream replays it. So a graph of ours brings counters of
 its own, every stream has some, and a graph that somebody else captures clears new ones before each kernel.
+
+What a program has stored belongs to the last arrival only where all of it can be read there. On NVIDIA's chips the
+barrier orders it: an atomic operation of one thread releases what its whole program stored before (PTX ISA, "Memory
+Consistency Model", causality order). On AMD's the wave that counts waits for its own stores only, and no other wave
+waits for its own before the barrier (LLVM's pull request 161638 describes it for gfx10). So there every wave waits
+itself, by `launch.wait_for_stores`. That every kernel does is read from its assembly (docs/amd.md).
 """
 
 from __future__ import annotations
@@ -14,8 +20,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import backend
+
 COUNT = 8192
 """Counters that streams and graphs start with."""
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def publish(WAIT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Let an atomic operation that comes next, `acq_rel` and of the whole GPU, release what all waves have stored.
+
+        `WAIT` is `launch.wait_for_stores`.
+        """
+        if WAIT != "":  # in every wave, behind its stores: memory is clobbered
+            tl.inline_asm_elementwise(WAIT, "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
 
 
 class _Graph(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import defaultdict
@@ -26,13 +27,17 @@ class Explanation:
     not packed, the first of them stands for all; the model itself has the name `""`."""
     graphs: list[str] = field(default_factory=list)
     """What is kept for the model: the decode graphs of `generate()`, copies in 8 bits, who multiplies."""
+    decode_loops: dict[str, str] = field(default_factory=dict)
+    """Whether `generate()` of the model's class, or of every class, can take the decode loop, and why not."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
         lines += [f"{count:>8} × {what}" for what, count in sorted(self.fallbacks.items())]
         lines += _alike(self.modules)
+        lines += [f"{name}: decode loop: {said}" for name, said in self.decode_loops.items()]
         lines += self.graphs
-        if not self.fallbacks and not self.modules:
+        slow = any(said != "yes" for said in self.decode_loops.values())
+        if not self.fallbacks and not self.modules and not slow:
             lines.append("every operator took its fast form")
         return "\n".join(lines)
 
@@ -51,10 +56,34 @@ def _alike(modules: dict[str, str]) -> list[str]:
 def explain(model: nn.Module | None = None) -> Explanation:
     """Return every fallback of this package's operators, and the modules of `model` that they happened at."""
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
+    loops = decode_loops()
     if model is None:
-        return Explanation(backend.get_backend(), counts)
+        return Explanation(backend.get_backend(), counts, decode_loops=loops)
     graphs = [line for describe in _describers() for line in describe(model)]
-    return Explanation(backend.get_backend(), counts, backend.last_reasons(model), graphs)
+    return Explanation(backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model, loops))
+
+
+def decode_loops() -> dict[str, str]:
+    """Return what the lock of this package says of every class that generates; nothing where none can be read."""
+    path = place.FOLDER / "rewrite.lock"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:  # conflict markers: then the class is asked
+        return {}
+    said = data.get("decode_loops") if isinstance(data, dict) else None
+    return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}
+
+
+def _of_model(model: nn.Module, loops: dict[str, str]) -> dict[str, str]:
+    """Return it of the first class of this package in a model, which something may be wrapped around."""
+    for module in model.modules():
+        lineage = [kind for kind in type(module).__mro__ if kind.__module__.startswith(place.PACKAGE + ".")]
+        if (name := next((kind.__name__ for kind in lineage if kind.__name__ in loops), None)) is not None:
+            return {name: loops[name]}
+        if lineage and hasattr(module, "generate"):
+            has_one = any(kind.__name__.endswith("GraphGeneration") for kind in lineage)
+            return {type(module).__name__: "yes" if has_one else "no: the class generates as transformers does"}
+    return {}
 
 
 def _describers() -> Iterator[Callable[[nn.Module], list[str]]]:

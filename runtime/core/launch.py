@@ -180,6 +180,16 @@ def rehearsing() -> Iterator[None]:
         _THREAD.rehearses = before
 
 
+def wait_for_stores(tensor: torch.Tensor) -> str:
+    """Return the instruction by which a wave waits until its stores are done; none where a barrier orders them."""
+    chip = chip_of(tensor)
+    if chip is None or chip.backend != "hip":
+        return ""
+    if chip.arch.startswith("gfx12"):
+        return "s_wait_storecnt 0"
+    return "s_waitcnt_vscnt null, 0" if chip.arch.startswith(("gfx10", "gfx11")) else "s_waitcnt vmcnt(0)"
+
+
 def overlaps(tensor: torch.Tensor) -> bool:
     """Return whether a kernel may start before the one before it has ended (programmatic dependent launch).
 

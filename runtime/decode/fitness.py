@@ -37,6 +37,8 @@ REASONS = {
     "own_loop": "the model has its own way from one step's inputs to the next",
     "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
+    "beams": "the call searches with beams",
+    "drafted": "another model, or the text itself, drafts tokens for this one",
     "assistant": "the model drafts for another one",
     "synced_gpus": "several processes have to take the same number of steps",
     "compile_config": "the call asks for torch.compile",

@@ -89,6 +89,16 @@ class GraphGeneration(GenerationMixin):
             **model_kwargs,
         )
 
+    def _beam_search(self, *arguments: Any, **keywords: Any) -> Any:
+        """Search with beams, as transformers does: there is no loop of ours for it."""
+        backend.count_fallback("generate", "beams", self)
+        return super()._beam_search(*arguments, **keywords)
+
+    def _assisted_decoding(self, *arguments: Any, **keywords: Any) -> Any:
+        """Check drafted tokens, as transformers does: there is no loop of ours for it."""
+        backend.count_fallback("generate", "drafted", self)
+        return super()._assisted_decoding(*arguments, **keywords)
+
 
 class _Generation:
     """One call that takes the graph's loop."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.arrivals import arrivals
-from ..core.launch import Kernel, overlaps
+from ..core.launch import Kernel, overlaps, wait_for_stores
 from ..core.tiles import STAGES
 from .prologue import Prologue, norm_arguments
 
@@ -34,6 +34,8 @@ HEIGHTS = (16, 32)
 if backend.triton_installed():
     import triton
     import triton.language as tl
+
+    from ..core.arrivals import publish
 
     @triton.jit
     def _weight(  # type: ignore[no-untyped-def]
@@ -102,6 +104,7 @@ if backend.triton_installed():
         BIAS: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
+        WAIT: tl.constexpr,
         M: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
@@ -146,7 +149,7 @@ if backend.triton_installed():
             if NORM:
                 square_row = square_ptr + tile * SPLITS * M + rows
                 tl.store(square_row + split * M, squares, mask=rows < count)
-            tl.debug_barrier()
+            publish(WAIT)
             if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
                 return
             tl.store(arrived_ptr + tile, 0)
@@ -236,7 +239,7 @@ def launch_skinny_linear(
             (eps, offset),
             (
                 cols, rows, prologue is not None, has_weight, bias is not None, residual is not None, overlap,
-                height, block_rows, block_cols, splits, stages,
+                wait_for_stores(input) if splits > 1 else "", height, block_rows, block_cols, splits, stages,
             ),
             overlap=overlap,
         )  # fmt: skip

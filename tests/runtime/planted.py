@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from rewrite.kernels.cases import Case, tensor
-from rewrite.runtime.core.launch import HIP, WAVE, Kernel
+from rewrite.runtime.core.arrivals import publish
+from rewrite.runtime.core.launch import HIP, WAVE, Kernel, wait_for_stores
 
 
 @triton.jit
@@ -44,6 +45,24 @@ def _fine_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untype
     tl.store(out_ptr + at, tl.load(x_ptr + at))
 
 
+@triton.jit
+def _last_arrival_kernel(counts_ptr, out_ptr, WAIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + tl.program_id(0) * BLOCK + at, at)
+    publish(WAIT)
+    if tl.atomic_add(counts_ptr, 1, sem="acq_rel", scope="gpu") == 1:
+        tl.store(counts_ptr + BLOCK + at, tl.load(out_ptr + at, cache_modifier=".cg"))
+
+
+@triton.jit
+def _relaxed_kernel(counts_ptr, out_ptr, WAIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + tl.program_id(0) * BLOCK + at, at)
+    publish(WAIT)
+    if tl.atomic_add(counts_ptr, 1, sem="relaxed", scope="gpu") == 1:
+        tl.store(counts_ptr + BLOCK + at, tl.load(out_ptr + at, cache_modifier=".cg"))
+
+
 class _Fatal:
     """Stands for a kernel that a compiler dies of."""
 
@@ -56,12 +75,13 @@ class _Fatal:
 def cases() -> list[Case]:
     """A case for each, and one with nothing wrong; a process has to be started anew after the one that is fatal."""
 
-    def launching(function: object, num_warps: int, dtype: torch.dtype, *constants: int) -> Callable[[], object]:
+    def launching(function: object, num_warps: int, dtype: torch.dtype, *constants: object) -> Callable[[], object]:
         kernel = Kernel(function, dot=function is _shared_memory_kernel)
         count = 3 if kernel.dot else 2
         tensors = tuple(tensor(1 << 20, dtype=dtype) for _ in range(count))
         return lambda: kernel.launch((1, 1, 1), num_warps, tensors, (), (), (), constants)
 
+    wait = wait_for_stores(tensor(1))
     fatal = [Case("planted", launching(_Fatal(), 4, torch.float32))] if HIP else []
     return [
         *fatal,
@@ -69,5 +89,8 @@ def cases() -> list[Case]:
         Case("planted", launching(_scalar_loads_kernel, 4, torch.bfloat16, 1024)),
         Case("planted", launching(_shared_memory_kernel, 8, torch.bfloat16, 8, 128)),
         Case("planted, many threads", launching(_fine_kernel, 32, torch.bfloat16, 16384)),
+        Case("planted, no wait", launching(_last_arrival_kernel, 4, torch.int32, "", 1024)),
+        Case("planted, nothing", launching(_last_arrival_kernel, 4, torch.int32, wait, 1024)),
+        Case("planted", launching(_relaxed_kernel, 4, torch.int32, wait, 1024)),
         Case("planted, nothing", launching(_fine_kernel, 4, torch.bfloat16, 2048)),
     ]

@@ -48,6 +48,8 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
     assert {row.kernel for row in rows} == set(run.known_kernels()), "the catalogue has no case of these kernels"
     if whole:
         assert findings.unused_exemptions(rows) == []
+    counting = {row.kernel for row in rows if row.figures is not None and row.figures.arrivals}
+    assert counting == ({"decode_attention", "skinny_linear"} if CHIPS[arch].backend == "hip" else set())
     for row in rows:
         assert row.figures is not None
         assert row.figures.overlaps == ("launch_pdl" in row.options), row.name
@@ -63,10 +65,15 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
 @compiles
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
 def test_what_is_wrong_with_a_kernel_is_found(arch: str) -> None:
-    found = {
-        (finding.row.kernel, finding.kind) for finding in findings.judge(run.compile_all([arch], module="planted"))
+    judged = findings.judge(run.compile_all([arch], module="planted"))
+    assert not [str(finding) for finding in judged if "nothing" in finding.row.shape]
+    found = {(finding.row.kernel, finding.kind) for finding in judged}
+    of_amd = {
+        ("fatal", "does not compile"),
+        ("fine", "threads"),  # 32 warps of 32 are 1,024
+        ("last_arrival", "last arrivals"),
+        ("relaxed", "last arrivals"),
     }
-    of_amd = {("fatal", "does not compile"), ("fine", "threads")}  # 32 warps of 32 are 1,024
     assert found == (of_amd if arch == "gfx942" else set()) | {
         ("spills", "spills"),
         ("scalar_loads", "scalar loads"),
@@ -79,6 +86,17 @@ def test_every_product_says_how_precise_it_is() -> None:
     for path in RUNTIME.rglob("*.py"):
         for call in re.findall(r"tl\.dot\(.*", path.read_text(encoding="utf-8")):
             assert "input_precision=" in call, f"{path.name}: {call}"
+
+
+def test_who_counts_itself_publishes_first() -> None:
+    """Whichever variant of a kernel the catalogue has: what is stored before a count is stored for everybody."""
+    for path in RUNTIME.rglob("*.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if "tl.atomic_" in line:
+                assert any("publish(WAIT)" in before for before in lines[number - 2 : number]), f"{path.name}: {line}"
+                assert 'sem="acq_rel", scope="gpu"' in line
+        assert not any("debug_barrier" in line for line in lines) or path.stem == "arrivals", path.name
 
 
 class Recorder:

@@ -498,6 +498,7 @@ OTHER_LOOP = {
     "stopping_criteria": {"stopping_criteria": StoppingCriteriaList([Never()])},
     "outputs": {"output_hidden_states": True},
     "no_cache": {"use_cache": False},
+    "beams": {"num_beams": 2},
     "one_token": {"max_new_tokens": 1},
     "cache_implementation": {"cache_implementation": "static", "disable_compile": True},
 }
@@ -510,6 +511,14 @@ def test_what_does_not_fit_takes_the_original_loop(what):
     mine, theirs = (run(m, prompt(), **copy.deepcopy(arguments))[0] for m in (model, original))
     assert torch.equal(mine.sequences, theirs.sequences)
     assert loops(model) == [what.split("-")[0]]
+
+
+def test_drafted_tokens_are_checked_in_the_original_loop():
+    model, original = pair()
+    arguments = {"do_sample": False, "prompt_lookup_num_tokens": 2}
+    mine, theirs = (run(m, prompt(batch=1), **arguments)[0] for m in (model, original))
+    assert torch.equal(mine.sequences, theirs.sequences)
+    assert loops(model) == ["drafted"]
 
 
 def test_reasons_of_the_model_and_its_inputs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from rewrite.verify import Check, Gate, Options, Verdict, render, summary, verify
+from rewrite.verify import Check, Gate, Options, Verdict, clean_import, render, summary, verify
 from rewrite.verify.__main__ import main
 from rewrite.verify.compare import Mismatch, NotRun, near_exact
 from rewrite.verify.configs import small_variants
@@ -45,6 +46,21 @@ def test_a_copy_passes_every_gate(full: Verdict) -> None:
     assert [gate.name for gate in full.gates] == ["structure", "parity", "generation", "latency"]
     left_out = [check.name for gate in full.gates for check in gate.checks if check.status == "not run"]
     assert left_out == ["sites equal the lock"]
+
+
+def test_a_loose_file_may_be_the_first_to_import_what_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "modeling_x.py"
+    path.write_text("from transformers.generation import GenerationMixin\n")
+    patching = tmp_path / "modeling_y.py"
+    patching.write_text("from transformers import modeling_utils\n\nmodeling_utils.PreTrainedModel.eval = print\n")
+    changed = []
+    for file in (path, patching):
+        command = [sys.executable, clean_import.__file__, str(file), "transformers.modeling_utils"]
+        changed.append(
+            json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["changed"]
+        )
+    assert changed[0] == []
+    assert changed[1] != []
 
 
 def test_the_verdict_is_json_and_fits_80_columns(full: Verdict) -> None:

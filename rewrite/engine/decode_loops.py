@@ -1,0 +1,121 @@
+"""Which classes of a rewritten file generate in a decode loop, and which of its sites such a loop reaches.
+
+What a rule writes for the loop alone does nothing where no loop comes: it is rewritten, and not applied.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from rewrite.transform import Rewritten, Transform, TransformReport
+
+YES = "yes"
+LOOP = "GraphGeneration"
+"""Ends the name of the mixins that have the loop."""
+_MIXIN = "GenerationMixin"
+_OWN = "no: it has a `generate` of its own; it would take a step of that which can be captured"
+
+
+def with_loops(rewritten: Rewritten, transforms: Sequence[Transform]) -> Rewritten:
+    """Return a result that says which classes have a loop, and which sites wait for one in vain."""
+    file = _File(ast.parse(rewritten.text))
+    rule = next((transform for transform in transforms if transform.needs), None)
+    refused = _refusals(rule, rewritten.transforms)
+    loops = {name: said for name in file.classes if (said := _said(name, file, refused))}
+    reached = file.reached(name for name, said in loops.items() if said == YES)
+    inside = {transform.name for transform in transforms if transform.in_decode_loop}
+    reports = tuple(_marked(report, reached) if report.name in inside else report for report in rewritten.transforms)
+    return replace(rewritten, transforms=reports, decode_loops=loops)
+
+
+def _refusals(rule: Transform | None, reports: Iterable[TransformReport]) -> Mapping[str, str]:
+    """Return why the rule that gives classes a loop gave one none, and what it would take, by site."""
+    if rule is None:
+        return {}
+    found = {}
+    for skip in next(report for report in reports if report.name == rule.name).skipped:
+        reason = rule.reasons.get(skip.reason, skip.reason)
+        need = rule.needs.get(skip.reason)
+        detail = f" ({skip.detail})" if skip.detail else ""
+        found[skip.site] = f"no: {reason}{detail}" + (f"; it would take {need}" if need else "")
+    return found
+
+
+def _said(name: str, file: _File, refused: Mapping[str, str]) -> str:
+    """Return what to say of a class, nothing of one that does not generate."""
+    for owner in file.lineage(name):
+        bases = file.bases(owner)
+        elsewhere = [base for base in bases if base.endswith(_MIXIN) and base not in (_MIXIN, *file.classes)]
+        if elsewhere:
+            return f"no: its loop is in another file ({elsewhere[0]}); it would take that one rewritten along"
+        if "generate" in file.methods(owner) and _MIXIN not in bases:
+            return _OWN
+        if any(base.endswith(LOOP) for base in bases):
+            return YES
+        if _MIXIN in bases:
+            return refused.get(owner, "no: the transform that gives classes one was left out; it would take that")
+    return ""
+
+
+def _marked(report: TransformReport, reached: set[str]) -> TransformReport:
+    owners = {site: site.split(":")[0].split(".")[0] for site in report.rewritten}
+    return replace(report, unreached=tuple(site for site in report.rewritten if owners[site] not in reached))
+
+
+class _File:
+    """The names that a file defines, and which of them the code of each needs."""
+
+    def __init__(self, tree: ast.Module):
+        self.defined: dict[str, ast.stmt] = {}
+        for statement in tree.body:
+            if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
+                self.defined[statement.name] = statement
+            elif isinstance(statement, ast.Assign):
+                names = (target.id for target in statement.targets if isinstance(target, ast.Name))
+                self.defined.update(dict.fromkeys(names, statement))
+        self.classes = {name: node for name, node in self.defined.items() if isinstance(node, ast.ClassDef)}
+
+    def bases(self, name: str) -> list[str]:
+        """Return the bases of a class, each by the last part of its name."""
+        return [ast.unparse(base).rpartition(".")[2] for base in self.classes[name].bases]
+
+    def methods(self, name: str) -> dict[str, ast.FunctionDef]:
+        """Return the methods of a class."""
+        return {node.name: node for node in self.classes[name].body if isinstance(node, ast.FunctionDef)}
+
+    def lineage(self, name: str, below: tuple[str, ...] = ()) -> Iterator[str]:
+        """Yield a class and its bases in this file, nearest first."""
+        yield name
+        for base in self.bases(name):
+            if base in self.classes and base not in (name, *below):
+                yield from self.lineage(base, (name, *below))
+
+    def reached(self, names: Iterable[str]) -> set[str]:
+        """Return what code of these names may run, and what that may."""
+        waiting, found = list(names), set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name in self.defined and name not in found:
+                found.add(name)
+                waiting += self._needed(name)
+        return found
+
+    def _needed(self, name: str) -> Iterator[str]:
+        """Yield the names in the bodies of functions, and bases: what a class declares of itself runs nothing."""
+        node = self.defined[name]
+        if isinstance(node, ast.ClassDef):
+            yield from self.bases(name)
+            bodies = [statement for method in self.methods(name).values() for statement in method.body]
+        else:
+            bodies = node.body if isinstance(node, ast.FunctionDef) else [node]
+        waiting: list[ast.AST] = [*bodies]
+        while waiting:
+            inner = waiting.pop()
+            if isinstance(inner, ast.Name):
+                yield inner.id
+            elif not (
+                isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "isinstance"
+            ):
+                waiting += ast.iter_child_nodes(inner)

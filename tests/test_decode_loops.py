@@ -1,0 +1,199 @@
+"""Who is said to generate in a decode loop, and what such a loop reaches."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from rewrite.engine.decode_loops import with_loops
+from rewrite.engine.passes import rewrite_text
+from rewrite.package.lock import Lock, Options, Origin, read_lock
+from rewrite.runtime.core import explain, place
+from rewrite.sync import review
+from rewrite.transform import Rewritten, SkippedSite, TransformReport
+from rewrite.transforms import all_transforms
+
+TRANSFORMS = {transform.name: transform for transform in all_transforms()}
+FILE = """
+from transformers.generation import GenerationMixin
+from transformers.modeling_utils import PreTrainedModel
+
+from .runtime.decode import GraphGeneration
+from .generation_other import OtherGenerationMixin
+
+
+class Layer:
+    def forward(self, x):
+        return helper(x)
+
+
+class VisionLayer:
+    def forward(self, x):
+        return x
+
+
+LAYERS = {"text": Layer}
+
+
+def helper(x):
+    return x
+
+
+class Base(PreTrainedModel):
+    _can_record_outputs = {"hidden_states": VisionLayer}
+
+    def _init_weights(self, module):
+        if isinstance(module, VisionLayer):
+            module.reset()
+
+
+class TextModel(Base):
+    def __init__(self, config):
+        self.layers = [LAYERS[kind](config) for kind in config.kinds]
+
+
+class Text(Base, GraphGeneration):
+    def __init__(self, config):
+        self.model = TextModel(config)
+
+
+class MoreText(Text):
+    pass
+
+
+class WithImages(Base, GenerationMixin):
+    def __init__(self, config):
+        self.model = TextModel(config)
+        self.vision = VisionLayer()
+
+
+class Elsewhere(Base, OtherGenerationMixin):
+    pass
+
+
+class Own(Base):
+    def generate(self):
+        return self
+
+
+class Circle(Circle):
+    pass
+"""
+SITES = ("Layer", "VisionLayer", "WithImages.forward: torch.arange(past, past + 1)", "helper", "TextModel.forward")
+REPORTS = (
+    TransformReport("decode_layers", SITES),
+    TransformReport("fuse_qkv", ("VisionLayer.forward: q, k, v",)),
+    TransformReport("static_cache", ("Text",), (SkippedSite("WithImages", "other_inputs", "pixel_values"),)),
+)
+
+
+def judged(text: str = FILE, leave_out: str = "") -> Rewritten:
+    names = [report.name for report in REPORTS if report.name != leave_out]
+    reports = tuple(report for report in REPORTS if report.name != leave_out)
+    return with_loops(Rewritten(text, reports), [TRANSFORMS[name] for name in names])
+
+
+def test_every_class_that_generates_is_named() -> None:
+    said = judged().decode_loops
+    assert said.keys() == {"Text", "MoreText", "WithImages", "Elsewhere", "Own"}
+    assert said["Text"] == said["MoreText"] == "yes"
+    rule = TRANSFORMS["static_cache"]
+    assert said["WithImages"] == (
+        f"no: {rule.reasons['other_inputs']} (pixel_values); it would take {rule.needs['other_inputs']}"
+    )
+    assert "OtherGenerationMixin" in said["Elsewhere"]
+    assert "`generate` of its own" in said["Own"]
+
+
+def test_what_no_loop_reaches_is_not_applied() -> None:
+    layers, qkv, cache = judged().transforms
+    assert layers.unreached == ("VisionLayer", "WithImages.forward: torch.arange(past, past + 1)")
+    assert qkv.unreached == cache.unreached == (), "a fused product needs no loop"
+    nobody = judged(FILE.replace("GraphGeneration", "GenerationMixin"))
+    assert nobody.transforms[0].unreached == SITES
+    assert "yes" not in nobody.decode_loops.values()
+
+
+def test_without_the_rule_no_class_has_a_loop() -> None:
+    said = judged(FILE.replace("GraphGeneration", "GenerationMixin"), leave_out="static_cache").decode_loops
+    assert "left out" in said["Text"]
+
+
+def test_every_reason_against_a_loop_says_what_it_would_take() -> None:
+    for transform in TRANSFORMS.values():
+        sites = {"other_dtype", "other_range", "other_subscript", "host_test", "no_cache"}  # of code, not of classes
+        assert not transform.needs or transform.reasons.keys() - sites <= transform.needs.keys()
+        assert transform.needs.keys() <= transform.reasons.keys() | {"loses_comment"}
+
+
+def test_of_a_whole_file() -> None:
+    path = Path(__file__).parents[1] / "fixtures" / "models" / "modeling_tiny_llama.py"
+    rewritten = rewrite_text(path.read_text(encoding="utf-8"), list(TRANSFORMS.values()))
+    assert dict(rewritten.decode_loops) == {"TinyLlamaForCausalLM": "yes"}
+    assert not any(report.unreached for report in rewritten.transforms)
+
+
+def lock() -> Lock:
+    found = judged()
+    files = {"modeling_x.py": "0" * 64}
+    origin = Origin("x.py", "x.py", "0" * 64, None, None, None)
+    return Lock("0", origin, Options(), {}, found.transforms, {}, files, decode_loops=found.decode_loops)
+
+
+def test_the_lock_keeps_it_and_an_older_one_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "rewrite.lock"
+    path.write_text(lock().to_json(), encoding="utf-8")
+    read = read_lock(tmp_path)
+    assert read.intact
+    assert (read.decode_loops, read.transforms) == (lock().decode_loops, lock().transforms)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    del data["decode_loops"], data["transforms"]["decode_layers"]["unreached"]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert read_lock(tmp_path).decode_loops == {}
+    assert read_lock(tmp_path).transforms[0].unreached == ()
+
+
+def test_the_review_has_a_line_for_each_class(tmp_path: Path) -> None:
+    text = review.markdown(tmp_path, lock(), "", "")
+    assert "| `Text` | yes |" in text
+    assert "| `decode_layers` | 5, 2 of them out of a decode loop's reach | 0 |" in text
+    assert "| `WithImages` | no: " in text
+
+
+FAST = "every operator took its fast form"
+
+
+def test_explain_says_it_of_a_model_and_what_it_is_wrapped_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewrite.lock").write_text(lock().to_json(), encoding="utf-8")
+    monkeypatch.setattr(place, "FOLDER", tmp_path)
+    monkeypatch.setattr(place, "PACKAGE", "package")
+    named = {"__module__": "package.modeling_x"}
+    with_images = types.new_class("WithImages", (nn.Module,), exec_body=lambda space: space.update(named))
+    text = types.new_class("Text", (nn.Module,), exec_body=lambda space: space.update(named))
+    said = str(explain.explain(nn.Sequential(with_images())))
+    assert "WithImages: decode loop: no: " in said
+    assert FAST not in said
+    said = str(explain.Explanation("auto", decode_loops=explain.explain(text()).decode_loops))
+    assert said.splitlines()[1:] == ["Text: decode loop: yes", FAST]
+    assert FAST not in str(explain.Explanation("auto", decode_loops=explain.explain().decode_loops))
+    assert explain.explain(nn.Linear(1, 1)).decode_loops == {}
+
+
+def test_explain_without_a_lock_asks_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "FOLDER", tmp_path)
+    monkeypatch.setattr(place, "PACKAGE", "package")
+    body = {"__module__": "package.modeling_x", "generate": lambda self: self}
+    plain = types.new_class("Plain", (nn.Module,), exec_body=lambda space: space.update(body))
+    for text in (None, "<<<<<<< ours", "[]", '{"decode_loops": []}'):
+        if text is not None:
+            (tmp_path / "rewrite.lock").write_text(text)
+        assert FAST not in str(explain.explain(plain()))
+    mixin = types.new_class(
+        "GraphGeneration", (), exec_body=lambda space: space.update(__module__="package.runtime.x")
+    )
+    looped = types.new_class("Looped", (nn.Module, mixin), exec_body=lambda space: space.update(body))
+    assert explain.explain(looped()).decode_loops == {"Looped": "yes"}
