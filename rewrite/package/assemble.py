@@ -17,7 +17,7 @@ from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import runtime_files
+from rewrite.package import runtime_files, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
 from rewrite.package.runtime_files import runtime_file
 from rewrite.runtime.origin import definitions
@@ -135,6 +135,7 @@ def assemble(
         upstream={origin.path: build.source.sha256},
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
+        syntax=syntax.digests(files),
     )
     return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)
 

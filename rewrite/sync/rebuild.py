@@ -13,6 +13,7 @@ from rewrite.package import original
 from rewrite.package.assemble import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.runtime_files import shipped
+from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
 from rewrite.transform import Transform
 from rewrite.transforms import select
@@ -105,9 +106,10 @@ def own_runtime(lock: Lock) -> dict[str, str]:
 def kept_original(folder: Path, lock: Lock) -> str | None:
     """Return the text of the original that a package was made from, None if it was not kept or is another."""
     path = folder / KEPT / f"{lock.modeling}{ORIGINAL}"
-    if not path.is_file() or sha256(data := path.read_bytes()) != lock.source.sha256:
+    if not path.is_file():
         return None
-    return data.decode("utf-8-sig")
+    versions = (data := path.read_bytes(), unix_newlines(data))
+    return next((text.decode("utf-8-sig") for text in versions if sha256(text) == lock.source.sha256), None)
 
 
 def differences(lock: Lock, package: Package) -> list[str]:
@@ -123,6 +125,7 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
         passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
+        said = dict(verdict["rewritten"].get("syntax", {}))
         quick_passed = verdict.get("quick", {}).get("passed", True)
         made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -136,7 +139,7 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
     for name in sorted({*files, *_importable(lock)}):
         if name not in files or not (folder / name).is_file():
             return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"
-        if sha256((folder / name).read_bytes()) != files[name]:
+        if not unchanged(folder / name, files[name], said.get(name)):
             return f"{name} has changed since it was verified: rewrite verify {folder}"
     return None
 

@@ -10,7 +10,7 @@ from rewrite.engine.relocate import HEADER_LOCK
 from rewrite.errors import NotRestorable
 from rewrite.package import output, swap
 from rewrite.package.assemble import INIT, KEPT, VERDICT_NAME, Package, command_for, command_to_make, quoted
-from rewrite.package.lock import Lock, read_lock, sha256
+from rewrite.package.lock import Lock, read_lock
 from rewrite.package.runtime_files import shipped
 from rewrite.sync import rebuild
 from rewrite.sync.edits import merged_names
@@ -29,7 +29,7 @@ def undo(folder: Path) -> list[str]:
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
-    edited = [name for name in lock.files if not _is(folder / name, lock.files[name])]
+    edited = [name for name in lock.files if not lock.as_generated(folder, name)]
     if not edited:
         return []
     texts = {name: _generated(folder, lock, name) for name in edited}
@@ -79,11 +79,10 @@ def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:
 
 def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
     """Return the generated text of a file: the kept one, or this version's own where it is the same."""
-    path = folder / KEPT / name
-    if name in merged_names(lock) and _is(path, lock.files[name]):
-        return path.read_bytes()
-    inner = name.removeprefix(f"{KEPT}/")
-    if inner != name and inner in lock.files and _is(folder / inner, lock.files[name]):
+    kept, inner = f"{KEPT}/{name}", name.removeprefix(f"{KEPT}/")
+    if name in merged_names(lock) and lock.as_generated(folder, kept):
+        return (folder / kept).read_bytes()
+    if inner != name and inner in lock.files and lock.as_generated(folder, inner):
         return (folder / inner).read_bytes()
     if rebuild.own_runtime(lock).get(name) == lock.files[name]:
         return shipped(name)
@@ -92,7 +91,3 @@ def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
 
 def _is_users(folder: Path, name: str) -> bool:
     return not name.startswith(f"{KEPT}/") and (folder / name).is_file()
-
-
-def _is(path: Path, digest: str) -> bool:
-    return path.is_file() and sha256(path.read_bytes()) == digest
