@@ -135,7 +135,7 @@ def _kept(path: Path) -> dict[str, Any] | None:
 
 
 def _same_files(full: Mapping[str, Any], quick: Mapping[str, Any]) -> bool:
-    """Return whether two verdicts are on files that say the same; a verdict of an earlier version knows bytes alone."""
+    """Return whether two verdicts are on files that say the same; one of an earlier version knows bytes alone."""
     one, other = full.get("rewritten"), quick["rewritten"]
     return isinstance(one, dict) and any(one.get(known) == other[known] for known in ("files", "syntax"))
 

@@ -150,9 +150,7 @@ def _merged(base: str, yours: str, generated: str, style: Style) -> merge.Merged
     return merge.Merged(marks.put(laid_out if same else merged.text))
 
 
-def _in_your_layout(
-    folder: Path, lock: Lock, files: Mapping[str, bytes], style: Style
-) -> Iterator[tuple[str, bytes]]:
+def _in_your_layout(folder: Path, lock: Lock, files: Mapping[str, bytes], style: Style) -> Iterator[tuple[str, bytes]]:
     """Yield the other files that have another layout than they were generated in, in that layout."""
     for name in sorted(lock.files.keys() & files.keys() - {*merged_names(lock)}):
         if not lock.as_generated(folder, name) or sha256(old := (folder / name).read_bytes()) == lock.files[name]:

@@ -69,19 +69,22 @@ def style_of(base: str, yours: str, path: Path, as_generated: bool = True) -> St
         base: the text that was generated, in any layout.
         yours: the user's file.
         path: where that file is: the settings of the project that it lies in are tried.
-        as_generated: whether `base` is in the layout in which texts are generated; such texts then may stay in it.
+        as_generated: whether `base` is in the layout in which texts are generated. Where it is not, every style lays
+            out anew, so that it brings texts of any layout to the same.
     """
     styles = _Closest(base, Counter(yours.split("\n")))
+    sorts = (("--stdin-filename", str(path)), ("--isolated",))
+    orders = [("check", *_QUIET, "--fix-only", "--select", "I", *settings) for settings in sorts]
     if as_generated:
         styles.try_all([Style()])
-    if not as_generated or GENERATED.of(yours) != yours:
+    else:  # it would be as generated if GENERATED were all that was done to it
+        styles.try_all(Style((order, *GENERATED.commands)) for order in orders)
+    if GENERATED.of(yours) != yours:
         styles.try_all(Style((("format", *_QUIET, *settings),)) for settings in _settings(path))
     for settings in _REFINED if styles.best.commands else ():
-        layout = styles.best.commands[0]
-        styles.try_all(Style(((*layout, "--config", setting),)) for setting in settings)
-    sorts = [("--stdin-filename", str(path)), ("--isolated",)]
-    ordered = [("check", *_QUIET, "--fix-only", "--select", "I", *settings) for settings in sorts]
-    styles.try_all([Style((order, *styles.best.commands)) for order in ordered])
+        *before, layout = styles.best.commands
+        styles.try_all(Style((*before, (*layout, "--config", setting))) for setting in settings)
+    styles.try_all([Style((order, *styles.best.commands)) for order in orders])
     return styles.best
 
 
