@@ -38,7 +38,7 @@ COMMANDS = {
     "check": "Say whether packages are up to date; for CI and pre-commit.",
     "completion": "Print the completion script of a shell.",
     "diff": "Show what a package changed against its original.",
-    "eject": "Drop the lock and leave plain files.",
+    "eject": "Drop the lock and the guard, and leave plain files.",
     "explain": "Explain a transform.",
     "export": "Write a package in the form that loads from the Hub.",
     "kernels": "Compile the kernels for chips that need not be there.",

@@ -45,10 +45,12 @@ IMPORTED = {imported}
 its code, and the methods that are used."""
 '''
 
+INIT_LOCK = "This folder is yours: rewrite.lock says what was changed."
+
 _INIT = '''\
 """{title}.
 
-This folder is yours: rewrite.lock says what was changed.
+{lock}
 """
 
 from .runtime import upstream
@@ -151,11 +153,6 @@ def command_for(folder: Path) -> str:
     return f"rewrite sync {_argument(folder.name)}"
 
 
-def command_to_make(target: str, folder: Path) -> str:
-    """Return the command that makes a package of `target` without regard to what is in the folder."""
-    return f"rewrite {_argument(target)} --out {_argument(folder.name)} --force"
-
-
 def public_names(text: str) -> list[str]:
     """Return what `from module import *` would bind of the module's own: `__all__`, else its public definitions."""
     tree = ast.parse(text)
@@ -173,6 +170,7 @@ def _init(build: Build, modeling: str, folder: Path) -> str:
     names = public_names(build.rewritten.text)
     exported = sorted([*names, "explain", "register", "selftest"], key=isort_key)
     return _INIT.format(
+        lock=INIT_LOCK,
         title=f"{modeling.removeprefix('modeling_')}, rewritten from {made_of} by hf-rewrite {rewrite.__version__}",
         module=f'"{source.module}"' if source.module else None,
         version=source.transformers_version or "",

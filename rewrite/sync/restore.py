@@ -9,11 +9,12 @@ from rewrite.deliver import precheck
 from rewrite.engine.relocate import HEADER_LOCK
 from rewrite.errors import NotRestorable
 from rewrite.package import output, swap
-from rewrite.package.assemble import INIT, KEPT, VERDICT_NAME, Package, command_for, command_to_make, quoted
+from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
 from rewrite.package.runtime_files import shipped
 from rewrite.sync import rebuild
 from rewrite.sync.edits import merged_names
+from rewrite.sync.unguarded import unguarded
 from rewrite.upstream.source import LOCK_NAME
 
 UNDONE = ".undone"
@@ -48,25 +49,27 @@ def undo(folder: Path) -> list[str]:
 
 
 def eject(folder: Path) -> list[str]:
-    """Take from a package what only this tool reads, and return the names of what is gone: the files stay as they are.
+    """Take from a package what only this tool reads, and the guard, and return the names of what is gone.
 
-    What the texts say about this tool's files goes too; edits stay.
+    What the texts say about this tool's files goes too; the other files stay as they are, and edits stay.
+
+    Raises:
+        SourceDoesNotParse: if the `__init__.py`, which imports the guard, is not valid Python.
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
     kept = [name for name in lock.files if not name.startswith(f"{KEPT}/") and (folder / name).is_file()]
     files = {name: (folder / name).read_bytes() for name in kept}
-    origin = lock.source
-    made = command_to_make(origin.model_type or origin.module or origin.target, folder.resolve())
     changes = {
-        INIT: (quoted(command_for(folder.resolve())), quoted(made)),
+        INIT: (INIT_LOCK, "This folder is yours."),
         lock.modeling: (HEADER_LOCK, "# This file is yours: review it, edit it, ship it."),
     }
     for name, (old, new) in changes.items():
         if name in files:
             files[name] = files[name].replace(old.encode("utf-8"), new.encode("utf-8"))
-    _replace(folder, lock, files)
-    return [LOCK_NAME, f"{KEPT}/"]
+    left = unguarded(files, folder)
+    _replace(folder, lock, left)
+    return [LOCK_NAME, f"{KEPT}/", *sorted(files.keys() - left.keys())]
 
 
 def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:

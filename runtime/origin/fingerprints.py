@@ -115,6 +115,7 @@ def _is_class(text: str) -> bool:
 
 def _elsewhere(root: Path, files: Files, name: str) -> str | None:
     """Return a definition that moved to another file."""
+    definitions.forget()  # what was read of another release
     place = definitions.defining(root, name)
     definitions.forget()
     return files.definition(place[0].relative_to(root).as_posix(), place[1]) if place is not None else None
