@@ -33,6 +33,7 @@ _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 # Name → short help. A command's module is imported when it is called, so that --help imports none of them but one.
 COMMANDS = {
+    "accept": "Record that an edit is meant to change the numbers.",
     "apply": "Rewrite a model into a folder (the default command).",
     "bench": "Measure a package against its original.",
     "check": "Say whether packages are up to date; for CI and pre-commit.",

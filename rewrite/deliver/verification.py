@@ -33,6 +33,8 @@ class Request:
     gates: tuple[str, ...] = ()
     seed: int | None = None
     quick: bool = False
+    keep_going: bool = False
+    """Run the later gates after a failure too: what was accepted is compared with all of it."""
 
 
 def require_libraries(needed_for: str) -> None:
@@ -72,6 +74,7 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         "gates": request.gates,
         "seed": request.seed,
         "quick": request.quick,
+        "keep_going": request.keep_going,
     }
     options = Options(**{name: value for name, value in chosen.items() if value})
     return verify(original, rewritten, options, progress)

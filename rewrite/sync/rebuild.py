@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
-from rewrite.errors import RuleGone, UnknownTransform
+from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform
 from rewrite.package import original
 from rewrite.package.assemble import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
@@ -120,7 +121,11 @@ def differences(lock: Lock, package: Package) -> list[str]:
 def stale_verdict(folder: Path, lock: Lock) -> str | None:
     """Return what is wrong with the verdict that is kept in a package: it failed, or files changed since."""
     path = folder / VERDICT_NAME
-    if not path.is_file():
+    try:
+        accepted = acceptance.read(folder)
+    except AcceptanceNotReadable as error:
+        return str(error)
+    if not path.is_file() or (accepted is not None and accepted.covers(folder, lock)):
         return None
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
@@ -130,8 +135,10 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
+    if not passed and accepted is not None:
+        return f"the package is not as it was when `{accepted.reason}` was accepted: rewrite verify {folder}"
     if not passed:
-        return f"{VERDICT_NAME} says that the verification failed"
+        return f"{VERDICT_NAME} says that the verification failed: mend it, or rewrite accept {folder} --reason TEXT"
     if not quick_passed:
         return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
     if made_from != lock.source.sha256:
@@ -142,6 +149,11 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         if not unchanged(folder / name, files[name], said.get(name)):
             return f"{name} has changed since it was verified: rewrite verify {folder}"
     return None
+
+
+def is_verified(folder: Path) -> bool:
+    """Return whether a package was verified at all, or what it changes accepted."""
+    return (folder / VERDICT_NAME).is_file() or (folder / acceptance.NAME).is_file()
 
 
 def _importable(lock: Lock) -> list[str]:
