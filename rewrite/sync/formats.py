@@ -66,7 +66,7 @@ def _green(folder: str) -> str:
     """Return what is said of a package that is as it would be made now: nobody may read of it that it was verified."""
     if rebuild.is_verified(Path(folder)):
         return f"up to date  {folder}"
-    return f"unverified  {folder}: as it would be made now, and never verified (rewrite verify {folder})"
+    return f"unverified  {folder}: never verified (rewrite verify {folder})"
 
 
 def _result(finding: Finding) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def _parts(text: str, methods: Sequence[str]) -> tuple[str, str]:
     code = definitions.of_nodes([node])[:_DIGITS] if node is not None else "" if is_class else _digest(text)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return _digest(_signature(node)), code
-    fields = [line.target.id for line in node.body if _is_field(line)] if isinstance(node, ast.ClassDef) else []
+    annotated = [line.target for line in getattr(node, "body", ()) if isinstance(line, ast.AnnAssign)]
+    fields = [target.id for target in annotated if isinstance(target, ast.Name)]
     return _digest("\n".join([*(_method(text, name) for name in methods), *fields])), code
 
 
@@ -151,10 +152,6 @@ def _method(text: str, name: str) -> str:
         if isinstance(head, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return _signature(head)
     return ""
-
-
-def _is_field(line: ast.stmt) -> bool:
-    return isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
