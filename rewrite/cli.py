@@ -33,12 +33,13 @@ _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 # Name → short help. A command's module is imported when it is called, so that --help imports none of them but one.
 COMMANDS = {
+    "accept": "Record that an edit is meant to change the numbers.",
     "apply": "Rewrite a model into a folder (the default command).",
     "bench": "Measure a package against its original.",
     "check": "Say whether packages are up to date; for CI and pre-commit.",
     "completion": "Print the completion script of a shell.",
     "diff": "Show what a package changed against its original.",
-    "eject": "Drop the lock and leave plain files.",
+    "eject": "Drop the lock and the guard, and leave plain files.",
     "explain": "Explain a transform.",
     "export": "Write a package in the form that loads from the Hub.",
     "kernels": "Compile the kernels for chips that need not be there.",

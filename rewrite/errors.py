@@ -450,6 +450,15 @@ class SourceDoesNotImport(RewriteError):
         super().__init__(f"{path} itself cannot be imported here: {why}")
 
 
+class AcceptanceNotReadable(RewriteError):
+    """The record of accepted changes was edited or merged badly."""
+
+    def __init__(self, path: object):
+        super().__init__(
+            f"{shortened(path)} is not as `rewrite accept` wrote it: take it from version control, or accept again."
+        )
+
+
 class VerificationError(RewriteError):
     """A verification could not be carried out (a failed verification is a verdict, not an error)."""
 

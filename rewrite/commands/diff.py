@@ -35,10 +35,9 @@ def diff(folder: Path, diff_style: str, given: Path | None, generated: bool, mar
     `rewrite sync DIR --dry-run --show upstream` and `--show rewritten` show the other differences of an upgrade.
     """
     from rewrite.package import original
-    from rewrite.package.assemble import KEPT
     from rewrite.package.lock import read_lock
     from rewrite.show.console import Screen
-    from rewrite.sync import rebuild, review
+    from rewrite.sync import edits, rebuild, review
 
     lock = read_lock(folder)
     after = original.text_of(folder / lock.modeling)
@@ -49,7 +48,7 @@ def diff(folder: Path, diff_style: str, given: Path | None, generated: bool, mar
         return 0
     screen = Screen(quiet_output=True)
     if generated:
-        before, path = original.text_of(folder / KEPT / lock.modeling), lock.modeling
+        before, path = edits.generated_like_yours(folder, lock, lock.modeling), lock.modeling
     else:
         source = original.find(folder, lock, given)
         before, path = original.text_of(source.path), original.patch_path(source)

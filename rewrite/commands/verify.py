@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def verify(
 def _package(
     screen: Screen, folder: Path, given: Path | None, request: Request, trusted: bool, json_path: Path | None
 ) -> int:
-    from rewrite.deliver import report, verification
+    from rewrite.deliver import acceptance, report, verification
     from rewrite.package import original, output
     from rewrite.package.assemble import VERDICT_NAME
     from rewrite.package.lock import read_lock
@@ -66,6 +67,8 @@ def _package(
     verification.require_trust(source, trusted)
     if request.weights is not None:
         weights_fit(source, request.weights)
+    accepted = acceptance.read(folder)
+    request = replace(request, keep_going=accepted is not None)
     with screen.working("verifying") as progress:
         verdict = verification.judge(source.path, folder, request, progress)
     screen.said.print(verification.rendered(verdict), markup=False, soft_wrap=True)
@@ -74,7 +77,15 @@ def _package(
     if record.note:
         screen.line("kept", record.note)
     report.write(json_path, verdict.to_json())
-    return 0 if verdict.passed else 1
+    if accepted is None or verdict.passed:
+        return verdict.exit_code
+    if worse := accepted.refused(verdict):
+        screen.line("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}", "red")
+        return verdict.exit_code
+    again = acceptance.renewed(accepted, folder, lock, verdict)
+    output.write_beside(folder / acceptance.NAME, again.to_json().encode("utf-8"))
+    screen.line("accepted", f"what fails was accepted: {accepted.reason}")
+    return 0
 
 
 def _side(side: str, trust_remote_code: bool) -> str | Path:

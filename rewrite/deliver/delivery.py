@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rewrite.deliver import precheck, report, verification
+from rewrite.deliver import acceptance, precheck, report, verification
 from rewrite.engine.build import Build
 from rewrite.package import output
 from rewrite.package.assemble import VERDICT_NAME, Package
@@ -42,7 +42,7 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
         precheck.check_text(staged.folder, package.lock.files)
         verdict, note = _verified(delivery, screen, built, staged)
         data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
-        if verdict is not None and not verdict.passed:
+        if verdict is not None and not verdict.passed and not _accepted(delivery, screen, built, staged, verdict):
             report.show_rejected(screen, verdict, staged.reject(), place)
             report.write(delivery.json_path, {**data, "written": False})
             return verdict.exit_code
@@ -61,11 +61,34 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
     if delivery.request.quick:  # otherwise a gate of the verifier
         with screen.working("importing the package"):
             precheck.check_import(staged.folder, built.source.path)
+    request = replace(delivery.request, keep_going=(staged.folder / acceptance.NAME).is_file())
     with screen.working("verifying") as progress:
-        verdict = verification.judge(built.source.path, staged.folder, delivery.request, progress)
+        verdict = verification.judge(built.source.path, staged.folder, request, progress)
     before = staged.output.folder / VERDICT_NAME
     record = verification.record(verdict, staged.package.lock, staged.folder, before)
     staged.add(VERDICT_NAME, record.text)
     if record.note:
         screen.line("kept", record.note)
     return verdict, ""
+
+
+def _accepted(delivery: Delivery, screen: Screen, built: Build, staged: Staged, verdict: Verdict) -> bool:
+    """Return whether all that fails was accepted, and renew what was accepted for the files that are staged.
+
+    The generated text has to pass without the edits: what was accepted hides no fault of ours.
+    """
+    accepted = acceptance.read(staged.folder)
+    if accepted is None:
+        return False
+    if worse := accepted.refused(verdict):
+        screen.line("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}", "red")
+        return False
+    with acceptance.generated(staged.folder, staged.package.lock) as copy, screen.working("verifying") as progress:
+        plain = verification.judge(built.source.path, copy, delivery.request, progress)
+    if not plain.passed:
+        screen.line("refused", f"without your edits it fails too: {verification.summary(plain)}", "red")
+        return False
+    again = acceptance.renewed(accepted, staged.folder, staged.package.lock, verdict)
+    staged.add(acceptance.NAME, again.to_json())
+    screen.line("accepted", f"what fails was accepted: {accepted.reason}")
+    return True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.deliver import precheck
 from rewrite.errors import MissingLibrary, NotTrusted
+from rewrite.package import syntax
 from rewrite.package.lock import Lock, sha256
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Request:
     gates: tuple[str, ...] = ()
     seed: int | None = None
     quick: bool = False
+    keep_going: bool = False
+    """Run the later gates after a failure too: what was accepted is compared with all of it."""
 
 
 def require_libraries(needed_for: str) -> None:
@@ -71,6 +74,7 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         "gates": request.gates,
         "seed": request.seed,
         "quick": request.quick,
+        "keep_going": request.keep_going,
     }
     options = Options(**{name: value for name, value in chosen.items() if value})
     return verify(original, rewritten, options, progress)
@@ -106,12 +110,18 @@ def record(verdict: Verdict, lock: Lock, folder: Path, before: Path) -> Record:
     """
     data = verdict.to_json()
     names = sorted(name for name in lock.files if not name.startswith("."))
-    files = {name: sha256((folder / name).read_bytes()) for name in names if (folder / name).is_file()}
+    texts = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    files = {name: sha256(text) for name, text in texts.items()}
     data["original"] = {"name": lock.source.module or lock.source.path, "sha256": lock.source.sha256}
-    data["rewritten"] = {"name": lock.modeling, "sha256": files.get(lock.modeling), "files": files}
+    data["rewritten"] = {
+        "name": lock.modeling,
+        "sha256": files.get(lock.modeling),
+        "files": files,
+        "syntax": syntax.digests(texts),
+    }
     data["options"].pop("weights", None)
     full = _kept(before) if verdict.options.quick else None
-    if full is None or any(full.get(side) != data[side] for side in ("original", "rewritten")):
+    if full is None or full.get("original") != data["original"] or not _same_files(full, data):
         return Record(_text(data))
     state = "passed" if full.get("passed") is True else "did not pass"
     note = f"{before.name} keeps the full verification of these files, which {state}; this quick one is beside it"
@@ -125,6 +135,12 @@ def _kept(path: Path) -> dict[str, Any] | None:
         return data if data["options"]["quick"] is False else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _same_files(full: Mapping[str, Any], quick: Mapping[str, Any]) -> bool:
+    """Return whether two verdicts are on files that say the same; one of an earlier version knows bytes alone."""
+    one, other = full.get("rewritten"), quick["rewritten"]
+    return isinstance(one, dict) and any(one.get(known) == other[known] for known in ("files", "syntax"))
 
 
 def _text(data: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
@@ -25,8 +26,8 @@ def laid_out(text: str, original: str) -> str:
         MissingLibrary: if ruff is not installed.
     """
     for arguments in (_SORT, _FORMAT):
-        if _ruff(arguments, original) == original:
-            result = _ruff(arguments, text)
+        if ruff(arguments, original) == original:
+            result = ruff(arguments, text)
             assert result is not None, "ruff cannot read what was generated"
             text = result
     return text
@@ -44,8 +45,12 @@ def formatter() -> str:
         raise MissingLibrary("ruff", "laying out what is generated") from error
 
 
-def _ruff(arguments: tuple[str, ...], text: str) -> str | None:
-    """Return what ruff makes of `text`, None where it cannot read it."""
+def ruff(arguments: Sequence[str], text: str) -> str | None:
+    """Return what ruff makes of `text`, None where it cannot read it.
+
+    Raises:
+        MissingLibrary: if it is not installed.
+    """
     done = subprocess.run([_program(), *arguments, "-"], input=text.encode("utf-8"), capture_output=True)
     return done.stdout.decode("utf-8") if done.returncode == 0 else None
 

@@ -17,10 +17,10 @@ from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import runtime_files
+from rewrite.package import runtime_files, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
 from rewrite.package.runtime_files import runtime_file
-from rewrite.runtime.origin import definitions
+from rewrite.runtime.origin import definitions, fingerprints
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
@@ -31,6 +31,8 @@ ORIGINAL = ".original"
 INIT = "__init__.py"
 UPSTREAM = "runtime/upstream.py"
 VERDICT_NAME = "verify.json"
+_METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
+"""A method that is called or defined."""
 
 _UPSTREAM = '''\
 """What this package takes from transformers, as it was when the package was made. Generated: the guard reads it."""
@@ -38,14 +40,17 @@ _UPSTREAM = '''\
 CALLED = {called}
 """The functions that the modeling file calls, with the keywords that it gives."""
 
-REPLACED = {replaced}
-"""Digest of each function whose work this folder does itself."""
+IMPORTED = {imported}
+"""Each function and class that this folder imports: its file and name there, digests of its text, its parameters and
+its code, and the methods that are used."""
 '''
+
+INIT_LOCK = "This folder is yours: rewrite.lock says what was changed."
 
 _INIT = '''\
 """{title}.
 
-This folder is yours: rewrite.lock says what was changed.
+{lock}
 """
 
 from .runtime import upstream
@@ -53,13 +58,10 @@ from .runtime.origin import guard
 
 with guard.made_from(
     package=__name__,
-    module={module},
-    sha256="{sha256}",
-    code="{code}",
     version="{version}",
     command={command},
     called=upstream.CALLED,
-    replaced=upstream.REPLACED,
+    imported=upstream.IMPORTED,
 ):
     from . import {modeling}
     from .{modeling} import (
@@ -136,6 +138,7 @@ def assemble(
         upstream={origin.path: build.source.sha256},
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
+        syntax=syntax.digests(files),
     )
     return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)
 
@@ -149,11 +152,6 @@ def modeling_name(source: Source) -> str:
 def command_for(folder: Path) -> str:
     """Return the command that makes the package anew and keeps the user's edits; paths in it are relative."""
     return f"rewrite sync {_argument(folder.name)}"
-
-
-def command_to_make(target: str, folder: Path) -> str:
-    """Return the command that makes a package of `target` without regard to what is in the folder."""
-    return f"rewrite {_argument(target)} --out {_argument(folder.name)} --force"
 
 
 def public_names(text: str) -> list[str]:
@@ -173,12 +171,11 @@ def _init(build: Build, modeling: str, folder: Path) -> str:
     names = public_names(build.rewritten.text)
     exported = sorted([*names, "explain", "register", "selftest"], key=isort_key)
     return _INIT.format(
+        lock=INIT_LOCK,
         title=f"{modeling.removeprefix('modeling_')}, rewritten from {made_of} by hf-rewrite {rewrite.__version__}",
         module=f'"{source.module}"' if source.module else None,
-        sha256=source.sha256,
         version=source.transformers_version or "",
         command=quoted(command_for(folder)),
-        code=definitions.of_module(source.text),
         modeling=modeling,
         imported=textwrap.indent("\n".join(f"{name}," for name in names), " " * 8),
         exported=textwrap.indent("\n".join(f'"{name}",' for name in exported), " " * 4),
@@ -189,22 +186,27 @@ def _upstream(build: Build, runtime: Sequence[str]) -> str:
     """Return the text of the file that tells the guard what to look at."""
     root = build.source.transformers_root
     called: dict[str, list[str]] = {}
-    replaced: dict[str, str] = {}
+    imported: dict[str, str] = {}
     if root is not None:
-        given = {name: keywords for name, keywords in definitions.calls(build.rewritten.text).items() if keywords}
-        called = {name: given[name] for name in definitions.of_functions(root, given)}
-        imported = [definitions.imported_names(runtime_file(file).decode("utf-8")) for file in runtime]
-        replaced = definitions.of_functions(root, {name for names in imported for name in names.values()})
-    return _UPSTREAM.format(called=_table(called), replaced=_table(replaced))
+        texts = [build.rewritten.text, *(runtime_file(file).decode("utf-8") for file in runtime)]
+        names = {name for text in texts for name in definitions.imported_names(text).values()}
+        imported = fingerprints.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
+        given = definitions.calls(build.rewritten.text)
+        called = {name: given[name] for name in definitions.of_functions(root, given) if given[name]}
+    return _UPSTREAM.format(called=_table(called), imported=_table(imported))
 
 
 def _table(values: Mapping[str, object]) -> str:
-    """Return a dict as a formatter would write it, one line an entry; a list that is too long one line an item."""
+    """Return a dict as a formatter would write it, one line an entry; one too long a line an item."""
     lines = []
     for name, value in values.items():
         line = f"    {quoted(name)}: {json.dumps(value)},"
         if len(line) > LINE_LENGTH and isinstance(value, list):
             line = "\n".join([f"    {quoted(name)}: [", *(f"        {quoted(item)}," for item in value), "    ],"])
+        elif len(line) > LINE_LENGTH:
+            words = textwrap.wrap(str(value), LINE_LENGTH - 12)
+            pieces = [f"        {quoted(text)}" for text in (words[0], *(f" {text}" for text in words[1:]))]
+            line = "\n".join([f"    {quoted(name)}: (", *pieces, "    ),"])
         lines.append(line)
     return "\n".join(["{", *lines, "}"]) if lines else "{}"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.engine.layout import formatter
 from rewrite.errors import NotAPackage
-from rewrite.package import lock_text
+from rewrite.package import lock_text, syntax
 from rewrite.package.lock_text import sha256
 from rewrite.transform import SkippedSite, Transform, TransformReport
 from rewrite.upstream.source import LOCK_NAME
@@ -67,6 +67,8 @@ class Lock:
     """sha256 of every file of transformers that was read."""
     files: Mapping[str, str] = field(default_factory=dict)
     """sha256 of every generated file, by its path in the package."""
+    syntax: Mapping[str, str] = field(default_factory=dict)
+    """What every generated file says, apart from its layout; empty in a lock of a version that did not write it."""
     engine: str = ""
     """sha256 of what decides the text besides the rules, the formatter too; empty in a lock of schema 1."""
     decode_loops: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +80,12 @@ class Lock:
     def modeling(self) -> str:
         """Name of the modeling file."""
         return next(name for name in self.files if name.startswith("modeling_"))
+
+    def as_generated(self, folder: Path, name: str) -> bool:
+        """Return whether a file in `folder` is as it was generated, in whatever layout; not where it is missing."""
+        path = folder / name
+        listed = name in self.files and path.is_file()
+        return listed and syntax.unchanged(path, self.files[name], self.syntax.get(name))
 
     @property
     def rewritten(self) -> dict[str, tuple[str, ...]]:
@@ -96,6 +104,7 @@ class Lock:
             "transforms": {report.name: _report(report) for report in self.transforms},
             "upstream": dict(self.upstream),
             "files": dict(self.files),
+            "syntax": dict(self.syntax),
         }
         return lock_text.dumps({**data, "digest": lock_text.digest(data)})
 
@@ -181,6 +190,7 @@ def _parse(data: lock_text.Table) -> Lock:
         transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
         upstream=data.table("upstream").all_text(),
         files={name: files.text(name) for name in names},
+        syntax=data.table("syntax").all_text() if "syntax" in data.names() else {},
         engine=tool.optional("engine") or "",
         decode_loops=data.table("decode_loops").all_text() if "decode_loops" in data.names() else {},
         intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),

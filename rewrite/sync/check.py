@@ -13,7 +13,7 @@ from pathlib import Path
 from rewrite.errors import NotAPackage, NothingToRewrite, RewriteError, SourceNotReadable, TransformError
 from rewrite.package import original
 from rewrite.package.assemble import KEPT, VERDICT_NAME
-from rewrite.package.lock import Lock, read_lock, sha256
+from rewrite.package.lock import Lock, read_lock
 from rewrite.package.runtime_files import shipped
 from rewrite.sync import edits, lines, merge, rebuild
 from rewrite.sync.changes import RuleChange
@@ -129,7 +129,7 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
             yield _finding("not-reproducible", f"{name} is a link", folder / LOCK_NAME)
         elif not path.is_file():
             yield _finding("not-reproducible", f"{name} is missing", folder / LOCK_NAME)
-        elif name not in edits.merged_names(lock) and sha256(path.read_bytes()) != digest:
+        elif name not in edits.merged_names(lock) and not lock.as_generated(folder, name):
             if name.startswith(f"{KEPT}/"):
                 yield _finding("not-reproducible", f"{name} was edited: it is the text as it was generated", path)
             else:

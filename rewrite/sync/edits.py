@@ -13,8 +13,10 @@ from rewrite.errors import BaseLost, SourceDoesNotParse, StillInConflict
 from rewrite.package import original
 from rewrite.package.assemble import INIT, KEPT, Package
 from rewrite.package.lock import Lock, sha256
+from rewrite.package.syntax import digest
 from rewrite.runtime.origin import definitions
 from rewrite.sync import merge
+from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
 
 MODELING = "modeling"
 _IMPLICIT = {"__name__", "__file__", "__doc__", "__package__", "__spec__", "__class__", "__path__", "__qualname__"}
@@ -49,18 +51,33 @@ def with_edits(folder: Path, lock: Lock, package: Package, resolved: Mapping[str
         SourceDoesNotParse: if the user's file is not valid Python.
     """
     files, conflicts = dict(package.files), {}
+    style = Style()
     for name in merged_names(lock):
         if (given := resolved.get(INIT if name == INIT else MODELING)) is not None:
             files[name] = _checked(given).encode("utf-8")
             continue
         base = _base(folder, lock, name, package)
         yours = _checked(folder / name)
-        merged = merge.three_way(base, yours, files[name].decode("utf-8"))
+        found = style_of(base, plain(yours), folder / name, sha256(base.encode("utf-8")) == lock.files[name])
+        merged = _merged(base, yours, files[name].decode("utf-8"), found)
+        style = found if name == lock.modeling else style
         if merged.conflicts:
             conflicts[name] = merged.text
         else:
             files[name] = merged.text.encode("utf-8")
+    files |= dict(_in_your_layout(folder, lock, files, style))
     return WithEdits(replace(package, files=files), conflicts)
+
+
+def generated_like_yours(folder: Path, lock: Lock, name: str) -> str:
+    """Return the text of a merged file as it was generated last, in the layout that the user's file has.
+
+    Raises:
+        SourceNotReadable: if a file is missing.
+    """
+    base, yours = (original.text_of(path) for path in (folder / KEPT / name, folder / name))
+    base, marks = plain(base), Marks.of(yours)
+    return marks.put(style_of(base, plain(yours), folder / name).of(base))
 
 
 def problems(folder: Path, package: Package, root: Path | None) -> dict[str, list[str]]:
@@ -106,12 +123,43 @@ def _base(folder: Path, lock: Lock, name: str, package: Package) -> str:
     Raises:
         BaseLost: if it is nowhere.
     """
-    digest = lock.files[name]
     candidates = [path.read_bytes() for path in (folder / KEPT / name, folder / name) if path.is_file()]
-    for data in (*candidates, package.files.get(f"{KEPT}/{name}", b"")):
-        if sha256(data) == digest:
+    candidates.append(package.files.get(f"{KEPT}/{name}", b""))
+    for data in candidates:
+        if sha256(data) == lock.files[name]:
             return data.decode("utf-8")
+    for data in candidates:  # formatted since
+        if digest(name, data) == lock.syntax.get(name):
+            return plain(data.decode("utf-8"))
     raise BaseLost(folder, f"{KEPT}/{name}")
+
+
+def _merged(base: str, yours: str, generated: str, style: Style) -> merge.Merged:
+    """Merge three texts that are laid out alike, and give the result the user's layout where the text is theirs."""
+    marks, texts = Marks.of(yours), [plain(text) for text in (base, yours, generated)]
+    before, mine, now = (style.of(text) for text in texts)
+    merged = merge.three_way(before, mine, now)
+    if merged.conflicts and not style.commands:
+        before, mine, now = (GENERATED.of(text) for text in texts)
+        formatted = merge.three_way(before, mine, now)
+        merged = formatted if formatted.conflicts < merged.conflicts else merged
+    if merged.conflicts:
+        return replace(merged, text=marks.put(merged.text))
+    laid_out = merge.three_way(mine, texts[1], merged.text, "--theirs").text
+    same = digest(INIT, laid_out.encode("utf-8")) == digest(INIT, merged.text.encode("utf-8"))
+    return merge.Merged(marks.put(laid_out if same else merged.text))
+
+
+def _in_your_layout(folder: Path, lock: Lock, files: Mapping[str, bytes], style: Style) -> Iterator[tuple[str, bytes]]:
+    """Yield the other files that have another layout than they were generated in, in that layout."""
+    for name in sorted(lock.files.keys() & files.keys() - {*merged_names(lock)}):
+        if not lock.as_generated(folder, name) or sha256(old := (folder / name).read_bytes()) == lock.files[name]:
+            continue
+        likely = (old, files.get(name.removeprefix(f"{KEPT}/"), b""))  # of a kept text: the file that it is kept of
+        if (same := next((d for d in likely if digest(name, d) == digest(name, files[name])), None)) is not None:
+            yield name, same
+        elif name.endswith(".py"):
+            yield name, style.of(files[name].decode("utf-8")).encode("utf-8")
 
 
 def _checked(path: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import rewrite
+from rewrite.sync import rebuild
 from rewrite.sync.check import KINDS, Finding, Place
 
 Found = Mapping[str, Sequence[Finding]]
@@ -19,7 +20,7 @@ HINT = "`rewrite sync DIR` makes a package anew and keeps your edits"
 def as_text(found: Found) -> str:
     """Return one line a package."""
     lines = [
-        f"out of date {folder}: {'; '.join(f.message for f in several)}" if several else f"up to date  {folder}"
+        f"out of date {folder}: {'; '.join(f.message for f in several)}" if several else _green(folder)
         for folder, several in found.items()
     ]
     return "\n".join([*lines, *([HINT] if any(found.values()) else [])]) + "\n"
@@ -28,7 +29,10 @@ def as_text(found: Found) -> str:
 def as_json(found: Found) -> str:
     """Return every finding with its places."""
     data = {folder: [asdict(finding) for finding in several] for folder, several in found.items()}
-    return json.dumps({"packages": data}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    unverified = [folder for folder in found if not rebuild.is_verified(Path(folder))]
+    return (
+        json.dumps({"packages": data, "unverified": unverified}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    )
 
 
 def as_sarif(found: Found) -> str:
@@ -56,6 +60,13 @@ FORMATS: Mapping[str, Callable[[Found], str]] = {
     "sarif": as_sarif,
     "github": as_github,
 }
+
+
+def _green(folder: str) -> str:
+    """Return what is said of a package that is as it would be made now: nobody may read of it that it was verified."""
+    if rebuild.is_verified(Path(folder)):
+        return f"up to date  {folder}"
+    return f"unverified  {folder}: never verified (rewrite verify {folder})"
 
 
 def _result(finding: Finding) -> dict[str, Any]:

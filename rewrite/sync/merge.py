@@ -32,8 +32,10 @@ def marked_line(text: str) -> int | None:
     return next((number for number, line in enumerate(text.split("\n"), 1) if line.startswith(MARKERS)), None)
 
 
-def three_way(base: str, yours: str, generated: str) -> Merged:
+def three_way(base: str, yours: str, generated: str, *options: str) -> Merged:
     """Merge what changed from `base` to `yours` with what changed from `base` to `generated`.
+
+    With an option of git, as `--theirs`, lines that both changed are merged as it says.
 
     Raises:
         MissingProgram: if both changed and git, which merges them, is not installed.
@@ -50,7 +52,7 @@ def three_way(base: str, yours: str, generated: str) -> Merged:
                 path.write_bytes(text.encode("utf-8"))
         except OSError as error:
             raise OutputNotWritable(folder, error.strerror or str(error)) from error
-        merged = _merge_file(paths)
+        merged = _merge_file(paths, *options)
         # git's plain form finds fewer conflicts; the one that shows the common ancestor is easier to resolve
         return Merged(_merge_file(paths, "--diff3").text, merged.conflicts) if merged.conflicts else merged
 

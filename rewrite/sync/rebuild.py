@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
-from rewrite.errors import RuleGone, UnknownTransform
+from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform
 from rewrite.package import original
 from rewrite.package.assemble import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.runtime_files import shipped
+from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
 from rewrite.transform import Transform
 from rewrite.transforms import select
@@ -105,9 +107,10 @@ def own_runtime(lock: Lock) -> dict[str, str]:
 def kept_original(folder: Path, lock: Lock) -> str | None:
     """Return the text of the original that a package was made from, None if it was not kept or is another."""
     path = folder / KEPT / f"{lock.modeling}{ORIGINAL}"
-    if not path.is_file() or sha256(data := path.read_bytes()) != lock.source.sha256:
+    if not path.is_file():
         return None
-    return data.decode("utf-8-sig")
+    versions = (data := path.read_bytes(), unix_newlines(data))
+    return next((text.decode("utf-8-sig") for text in versions if sha256(text) == lock.source.sha256), None)
 
 
 def differences(lock: Lock, package: Package) -> list[str]:
@@ -118,17 +121,24 @@ def differences(lock: Lock, package: Package) -> list[str]:
 def stale_verdict(folder: Path, lock: Lock) -> str | None:
     """Return what is wrong with the verdict that is kept in a package: it failed, or files changed since."""
     path = folder / VERDICT_NAME
-    if not path.is_file():
+    try:
+        accepted = acceptance.read(folder)
+    except AcceptanceNotReadable as error:
+        return str(error)
+    if not path.is_file() or (accepted is not None and accepted.covers(folder, lock)):
         return None
     try:
         verdict = json.loads(path.read_text(encoding="utf-8"))
         passed, files = verdict["passed"], dict(verdict["rewritten"]["files"])
+        said = dict(verdict["rewritten"].get("syntax", {}))
         quick_passed = verdict.get("quick", {}).get("passed", True)
         made_from = verdict.get("original", {}).get("sha256", lock.source.sha256)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{VERDICT_NAME} cannot be read: rewrite verify {folder}"
+    if not passed and accepted is not None:
+        return f"the package is not as it was when `{accepted.reason}` was accepted: rewrite verify {folder}"
     if not passed:
-        return f"{VERDICT_NAME} says that the verification failed"
+        return f"{VERDICT_NAME} says that the verification failed: mend it, or rewrite accept {folder} --reason TEXT"
     if not quick_passed:
         return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
     if made_from != lock.source.sha256:
@@ -136,9 +146,14 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
     for name in sorted({*files, *_importable(lock)}):
         if name not in files or not (folder / name).is_file():
             return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"
-        if sha256((folder / name).read_bytes()) != files[name]:
+        if not unchanged(folder / name, files[name], said.get(name)):
             return f"{name} has changed since it was verified: rewrite verify {folder}"
     return None
+
+
+def is_verified(folder: Path) -> bool:
+    """Return whether a package was verified at all, or what it changes accepted."""
+    return (folder / VERDICT_NAME).is_file() or (folder / acceptance.NAME).is_file()
 
 
 def _importable(lock: Lock) -> list[str]:

@@ -9,11 +9,12 @@ from rewrite.deliver import precheck
 from rewrite.engine.relocate import HEADER_LOCK
 from rewrite.errors import NotRestorable
 from rewrite.package import output, swap
-from rewrite.package.assemble import INIT, KEPT, VERDICT_NAME, Package, command_for, command_to_make, quoted
-from rewrite.package.lock import Lock, read_lock, sha256
+from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, Package
+from rewrite.package.lock import Lock, read_lock
 from rewrite.package.runtime_files import shipped
 from rewrite.sync import rebuild
 from rewrite.sync.edits import merged_names
+from rewrite.sync.unguarded import unguarded
 from rewrite.upstream.source import LOCK_NAME
 
 UNDONE = ".undone"
@@ -29,7 +30,7 @@ def undo(folder: Path) -> list[str]:
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
-    edited = [name for name in lock.files if not _is(folder / name, lock.files[name])]
+    edited = [name for name in lock.files if not lock.as_generated(folder, name)]
     if not edited:
         return []
     texts = {name: _generated(folder, lock, name) for name in edited}
@@ -48,25 +49,27 @@ def undo(folder: Path) -> list[str]:
 
 
 def eject(folder: Path) -> list[str]:
-    """Take from a package what only this tool reads, and return the names of what is gone: the files stay as they are.
+    """Take from a package what only this tool reads, and the guard, and return the names of what is gone.
 
-    What the texts say about this tool's files goes too; edits stay.
+    What the texts say about this tool's files goes too; the other files stay as they are, and edits stay.
+
+    Raises:
+        SourceDoesNotParse: if the `__init__.py`, which imports the guard, is not valid Python.
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
     kept = [name for name in lock.files if not name.startswith(f"{KEPT}/") and (folder / name).is_file()]
     files = {name: (folder / name).read_bytes() for name in kept}
-    origin = lock.source
-    made = command_to_make(origin.model_type or origin.module or origin.target, folder.resolve())
     changes = {
-        INIT: (quoted(command_for(folder.resolve())), quoted(made)),
+        INIT: (INIT_LOCK, "This folder is yours."),
         lock.modeling: (HEADER_LOCK, "# This file is yours: review it, edit it, ship it."),
     }
     for name, (old, new) in changes.items():
         if name in files:
             files[name] = files[name].replace(old.encode("utf-8"), new.encode("utf-8"))
-    _replace(folder, lock, files)
-    return [LOCK_NAME, f"{KEPT}/"]
+    left = unguarded(files, folder)
+    _replace(folder, lock, left)
+    return [LOCK_NAME, f"{KEPT}/", *sorted(files.keys() - left.keys())]
 
 
 def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:
@@ -79,11 +82,10 @@ def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:
 
 def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
     """Return the generated text of a file: the kept one, or this version's own where it is the same."""
-    path = folder / KEPT / name
-    if name in merged_names(lock) and _is(path, lock.files[name]):
-        return path.read_bytes()
-    inner = name.removeprefix(f"{KEPT}/")
-    if inner != name and inner in lock.files and _is(folder / inner, lock.files[name]):
+    kept, inner = f"{KEPT}/{name}", name.removeprefix(f"{KEPT}/")
+    if name in merged_names(lock) and lock.as_generated(folder, kept):
+        return (folder / kept).read_bytes()
+    if inner != name and inner in lock.files and lock.as_generated(folder, inner):
         return (folder / inner).read_bytes()
     if rebuild.own_runtime(lock).get(name) == lock.files[name]:
         return shipped(name)
@@ -92,7 +94,3 @@ def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
 
 def _is_users(folder: Path, name: str) -> bool:
     return not name.startswith(f"{KEPT}/") and (folder / name).is_file()
-
-
-def _is(path: Path, digest: str) -> bool:
-    return path.is_file() and sha256(path.read_bytes()) == digest

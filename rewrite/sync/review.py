@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rewrite.deliver import acceptance
+from rewrite.errors import AcceptanceNotReadable
 from rewrite.package import output
 from rewrite.package.assemble import VERDICT_NAME
 from rewrite.package.lock import Lock
@@ -86,6 +88,7 @@ def _verdict(folder: Path, lock: Lock) -> Iterator[str]:
         yield "**Verdict**: not verified (`rewrite verify` has not run on this package)."
         return
     stale = rebuild.stale_verdict(folder, lock)
+    accepted = _accepted(folder, lock)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         environment = data.get("environment", {})
@@ -97,13 +100,36 @@ def _verdict(folder: Path, lock: Lock) -> Iterator[str]:
         f"{name} {environment[name]}" for name in ("device", "torch", "transformers") if name in environment
     )
     word = "passed" if passed and not stale else "passed, but out of date" if passed else "**failed**"
+    word = "differs from the original, as accepted" if accepted and not passed and not stale else word
     yield f"**Verdict**: {word}{f' ({where})' if where else ''}."
     if stale:
         yield f"{stale}."
     if data.get("reason"):
         yield f"{data['reason']}."
     yield ""
+    yield from accepted
     yield from _gates(data)
+
+
+def _accepted(folder: Path, lock: Lock) -> list[str]:
+    """Return what was accepted, as a table; nothing where nothing was, or where it cannot be read."""
+    try:
+        accepted = acceptance.read(folder)
+    except AcceptanceNotReadable:
+        return []  # the verdict says it
+    if accepted is None:
+        return []
+    state = "" if accepted.covers(folder, lock) else " (of other files than these)"
+    reason = " ".join(accepted.reason.split()).replace("|", "\\|")
+    return [
+        f"**Accepted**{state}: {reason}",
+        "",
+        "| against | what differs |",
+        "|---|---|",
+        f"| the original | {acceptance.worst(accepted.against_original)} |",
+        f"| the generated text | {acceptance.worst(accepted.against_generated)} |",
+        "",
+    ]
 
 
 def _gates(data: Mapping[str, Any]) -> Iterator[str]:

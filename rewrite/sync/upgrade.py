@@ -182,7 +182,9 @@ def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish
         elif view == "rewritten":
             screen.show_diff(original.text_of(last), now, name, style)
         else:
-            screen.show_diff(original.text_of(last), original.text_of(folder / name), name, style)
+            screen.show_diff(
+                edits.generated_like_yours(folder, lock, name), original.text_of(folder / name), name, style
+            )
 
 
 def _line(site: str) -> str:

@@ -25,7 +25,7 @@ def of_module(text: str) -> str:
     Raises:
         SyntaxError: if it does not parse.
     """
-    return _digest([ast.parse(text)])
+    return of_nodes([ast.parse(text)])
 
 
 def of_functions(root: Path, names: Iterable[str]) -> dict[str, str]:
@@ -37,10 +37,10 @@ def of_functions(root: Path, names: Iterable[str]) -> dict[str, str]:
     """
     found = {}
     for name in sorted(names):
-        place = _defining(root, name)
+        place = defining(root, name)
         definitions = _definitions(place[0])[place[1]] if place is not None else []
         if any(isinstance(definition, ast.FunctionDef) for definition in definitions):
-            found[name] = _digest(definitions)
+            found[name] = of_nodes(definitions)
     return found
 
 
@@ -88,7 +88,7 @@ def missing(root: Path, text: str) -> list[str]:
         file = places[0].with_suffix(".py") if module else root / "__init__.py"
         if not module:
             continue  # the lazy top of the package binds names as strings
-        found = _defining(root, name) is not None or (places[0] / f"{symbol}.py").is_file()
+        found = defining(root, name) is not None or (places[0] / f"{symbol}.py").is_file()
         if not found and not (places[0] / symbol).is_dir() and _binds_all(file, places[0]):
             gone.append(name.replace(":", "."))
     return sorted({*gone, *misfits(root, calls(text))})
@@ -104,7 +104,7 @@ def _binds_all(file: Path, folder: Path) -> bool:
 
 
 def _misfit(root: Path, name: str, given: Sequence[str]) -> str | None:
-    place = _defining(root, name)
+    place = defining(root, name)
     if place is None:
         return None  # the import itself fails, or it is a module
     definition = _definitions(place[0])[place[1]][-1]
@@ -148,7 +148,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
         yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def _defining(root: Path, named: str) -> tuple[Path, str] | None:
+def defining(root: Path, named: str) -> tuple[Path, str] | None:
     """Return the file that defines what is `named`, and its name there, by following imports that only pass it on."""
     dotted, _, name = named.partition(":")
     module = tuple(dotted.split(".")) if dotted else ()
@@ -170,18 +170,6 @@ def _defining(root: Path, named: str) -> tuple[Path, str] | None:
     return None
 
 
-def _parts(node: ast.AST) -> Iterator[tuple[str, object]]:
-    """Yield the fields of a node that decide what it does."""
-    for field, value in ast.iter_fields(node):
-        if field in _LOOKS or value is None or value == []:
-            continue
-        if isinstance(node, ast.Raise) and isinstance(value, ast.Call):
-            value = value.func
-        if field == "body" and isinstance(value, list):
-            value = [line for line in value if not _says_only(line)]
-        yield field, value
-
-
 def _says_only(statement: ast.AST) -> bool:
     """Return whether a statement is a docstring, an ellipsis, or talks to a log."""
     if not isinstance(statement, ast.Expr):
@@ -193,26 +181,34 @@ def _says_only(statement: ast.AST) -> bool:
     return isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in _SAID
 
 
-def _digest(nodes: Iterable[ast.AST]) -> str:
-    digest = hashlib.sha256()
+def of_nodes(nodes: Iterable[ast.AST]) -> str:
+    """Return the digest of syntax trees."""
+    pieces: list[str] = []
     for node in nodes:
-        for piece in _pieces(node):
-            digest.update(piece.encode("utf-8", "surrogatepass"))
-            digest.update(b"\0")
-    return digest.hexdigest()[:LENGTH]
+        _add(node, pieces)
+    text = "".join(f"{piece}\0" for piece in pieces)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:LENGTH]
 
 
-def _pieces(value: object) -> Iterator[str]:
+def _add(value: object, pieces: list[str]) -> None:
+    """Append what decides what a syntax tree does."""
     if isinstance(value, ast.AST):
-        yield f"({type(value).__name__}"
-        for field, inner in _parts(value):
-            yield field
-            yield from _pieces(inner)
-        yield ")"
+        pieces.append(f"({type(value).__name__}")
+        for field in value._fields:
+            inner = getattr(value, field, None)
+            if field in _LOOKS or inner is None or inner == []:
+                continue
+            if isinstance(value, ast.Raise) and isinstance(inner, ast.Call):
+                inner = inner.func
+            if field == "body" and isinstance(inner, list):
+                inner = [line for line in inner if not _says_only(line)]
+            pieces.append(field)
+            _add(inner, pieces)
+        pieces.append(")")
     elif isinstance(value, list):
-        yield "["
+        pieces.append("[")
         for item in value:
-            yield from _pieces(item)
-        yield "]"
+            _add(item, pieces)
+        pieces.append("]")
     else:
-        yield repr(value)
+        pieces.append(repr(value))

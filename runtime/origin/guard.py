@@ -1,120 +1,110 @@
-"""Refuses to import a rewritten package under a transformers that it was not made from.
+"""Compares what a rewritten package takes from transformers with the installed transformers, when it is imported.
 
-A stale copy of a modeling file may still run and compute something else: upstream fixes bugs, and the helpers that a
-file calls move with it. What only looks different (comments, docstrings, annotations) is no difference.
+A package keeps working when upstream edits a modeling file that it no longer uses. What can break it is what it
+imports: that is fingerprinted. A change is said once; what cannot work raises, with the way out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import transformers
 
-from . import definitions
+from . import fingerprints
 
-ENVIRONMENT_VARIABLE = "REWRITE_IGNORE_TRANSFORMERS_VERSION"
+ENVIRONMENT_VARIABLE = "REWRITE_GUARD"
+WARN, STRICT, OFF = "warn", "strict", "off"
+"""What the variable may say: warn of a change (the default), raise, or look at nothing."""
+_MOST_NAMES = 5
 
 
 class TransformersMoved(ImportError):
-    """The installed transformers is not the one that the package was made from."""
+    """The installed transformers is not one that the package works with."""
 
-    def __init__(self, package: str, what: str, command: str):
+    def __init__(self, package: str, version: str, what: str, command: str):
+        made = f" (it was made from {version})" if version else ""
+        pinned = f", or pip install transformers=={version}" if version else ""
         super().__init__(
-            f"{package} does not fit the installed transformers {transformers.__version__}: {what}. "
-            f"Make it anew: {command}   (or set {ENVIRONMENT_VARIABLE}=1 to import it as it is)"
+            f"{package} does not fit the installed transformers {transformers.__version__}{made}: {what}. "
+            f"Make it anew: {command}{pinned}"
         )
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What a package was made from."""
-
-    package: str
-    module: str | None
-    sha256: str
-    version: str
-    command: str
-    code: str = ""
-    called: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    replaced: Mapping[str, str] = field(default_factory=dict)
-
-    def moved(self, what: str) -> TransformersMoved:
-        """Return the error."""
-        return TransformersMoved(self.package, what, self.command)
+class TransformersChanged(UserWarning):
+    """What the package takes from transformers is not as it was when the package was made."""
 
 
 @contextlib.contextmanager
 def made_from(
     *,
     package: str,
-    module: str | None,
-    sha256: str,
     version: str,
     command: str,
-    code: str = "",
     called: Mapping[str, Sequence[str]] | None = None,
-    replaced: Mapping[str, str] | None = None,
+    imported: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """Check the installed transformers, then turn a failing import inside the block into one clear error.
+    """Turn a failing import inside the block into one clear error, then compare what is imported with what it was.
 
     Args:
         package: name of the rewritten package.
-        module: dotted name of the original modeling file inside transformers; None for a file from elsewhere.
-        sha256: of the bytes of that file when the package was made.
-        version: of transformers at that time.
+        version: of transformers when the package was made.
         command: makes the package anew.
-        code: digest of that file's code (`definitions.of_module`).
-        called: functions of transformers that the file calls, with the keywords that it gives.
-        replaced: digests of the functions of transformers whose work the package does itself.
+        called: functions of transformers that the package calls, with the keywords that it gives.
+        imported: fingerprints of what it imports from transformers (`fingerprints.of_names`).
 
     Raises:
-        TransformersMoved: if that file is gone or computes something else, a function no longer takes what it is
-            given, or a name imported in the block is gone.
+        TransformersMoved: if a name imported in the block is gone, or a function no longer takes what it is given;
+            with `REWRITE_GUARD=strict` also for any other change.
+        ValueError: if `REWRITE_GUARD` is nothing that it may be.
     """
-    made = _Made(package, module, sha256, version, command, code, called or {}, replaced or {})
-    if os.environ.get(ENVIRONMENT_VARIABLE) != "1":
-        _check(made)
+    mode = _mode()
     try:
         yield
     except ImportError as error:
         if not (error.name or "").startswith("transformers"):
             raise
-        raise made.moved(str(error)) from error
-
-
-def _check(made: _Made) -> None:
-    root = Path(transformers.__file__).parent
-    if made.module is not None:
-        _check_original(made, made.module, root)
-    if transformers.__version__ == made.version or not made.version:
+        raise TransformersMoved(package, version, str(error), command) from error
+    if mode == OFF or not _may_differ(version):
         return
-    try:
-        for problem in definitions.misfits(root, made.called):
-            raise made.moved(problem)
-        now = definitions.of_functions(root, made.replaced)
-    finally:
-        definitions.forget()
-    other = sorted(name.replace(":", ".") for name, digest in made.replaced.items() if now.get(name) != digest)
-    if other:
+    root = Path(transformers.__file__).parent
+    for problem in fingerprints.misfits(root, imported or {}, called or {}):
+        raise TransformersMoved(package, version, problem, command)
+    if changed := fingerprints.changes(root, imported or {}):
+        what = _said(changed)
+        if mode == STRICT:
+            raise TransformersMoved(package, version, what, command)
         warnings.warn(
-            f"{made.package} was made from transformers {made.version} and does the work of {', '.join(other)} "
-            f"itself, which transformers {transformers.__version__} does differently. To be sure: {made.command}",
-            stacklevel=5,
+            f"{package} was made from transformers {version}, and what it imports has changed in the installed "
+            f"{transformers.__version__}: {what}. To compare it with the original: {package}.selftest(). To make it "
+            f"anew: {command}. ({ENVIRONMENT_VARIABLE}={STRICT} makes this an error, {OFF} says nothing.)",
+            TransformersChanged,
+            stacklevel=4,  # the line that imports the package
         )
 
 
-def _check_original(made: _Made, module: str, root: Path) -> None:
-    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    if not path.is_file():
-        raise made.moved(f"it has no {module}, which the package was made from")
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() == made.sha256:
-        return
-    if definitions.of_module(data.decode("utf-8", "replace")) != made.code:
-        raise made.moved(f"its {module} is not the one of {made.version} that the package was made from")
+def _mode() -> str:
+    mode = os.environ.get(ENVIRONMENT_VARIABLE) or WARN
+    if mode not in (WARN, STRICT, OFF):
+        raise ValueError(f"{ENVIRONMENT_VARIABLE} is {mode!r}: it may be {WARN}, {STRICT} or {OFF}")
+    return mode
+
+
+def _may_differ(version: str) -> bool:
+    """Return whether the installed transformers may have other code than the one of that version."""
+    return transformers.__version__ != version or "dev" in version
+
+
+def _said(changed: Mapping[str, str]) -> str:
+    """Return changes in words, those of one kind together."""
+    by_kind: dict[str, list[str]] = {}
+    for name, kind in changed.items():
+        by_kind.setdefault(kind, []).append(name.partition(":")[2])
+    parts = []
+    for kind, names in sorted(by_kind.items()):
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        parts.append(f"{kind} {', '.join(names[:_MOST_NAMES])}{more}")
+    return "; ".join(parts)

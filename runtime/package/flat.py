@@ -126,7 +126,8 @@ def _guard(init: Path) -> list[str]:
             if ast.unparse(call.func).endswith("made_from"):
                 given = {k.arg: ast.unparse(k.value) for k in call.keywords}
                 given["command"] = f"{given['command']} + ', and export it again'"
-                given |= {"called": "_upstream.CALLED", "replaced": "_upstream.REPLACED"}
+                tables = {"called", "replaced", "imported"} & given.keys()
+                given |= {name: f"_upstream.{name.upper()}" for name in sorted(tables)}
                 return [f"{name}={value}," for name, value in given.items()]
     return []
 

@@ -101,7 +101,7 @@ def test_transformers_finds_every_file_in_the_modeling_file(package: Path, here:
 def test_the_whole_runtime_has_a_flat_form(tmp_path: Path) -> None:
     names = [path.relative_to(ROOT / "runtime").with_suffix("").as_posix() for path in ROOT.glob("runtime/*/[!_]*.py")]
     files = runtime_files.files(names)
-    for name, data in {**files, "runtime/upstream.py": b"CALLED = REPLACED = {}\n"}.items():
+    for name, data in {**files, "runtime/upstream.py": b"CALLED = IMPORTED = {}\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
     imports = [f"from .runtime.{name.replace('/', '.')} import __doc__" for name in names]

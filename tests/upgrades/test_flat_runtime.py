@@ -50,3 +50,6 @@ def test_eject_leaves_plain_files(rewrite, package: Path) -> None:
     assert rewrite("eject", package).code == 0
     assert not (package / "rewrite.lock").exists()
     assert (package / "runtime" / "rms_norm.py").is_file()
+    assert not (package / "runtime" / "guard.py").exists()
+    assert "guard" not in (package / "__init__.py").read_text()
+    assert "    PebbleMix,\n" in (package / "__init__.py").read_text()

@@ -167,7 +167,7 @@ def test_several_packages_go_on_after_an_error(package: Path, releases: Releases
     assert "attention_dropout = 0.1" in (package / "modeling_tiny.py").read_text()
     checked = rewrite("check", "--transformers", moved)
     assert checked.out.splitlines()[0].startswith("out of date a/other: ")
-    assert checked.out.splitlines()[1] == "up to date  out"
+    assert checked.out.splitlines()[1] == "unverified  out: never verified (rewrite verify out)"
 
 
 def test_the_transformers_of_the_project(

@@ -55,18 +55,27 @@ def test_undo_says_what_it_cannot_restore(package: Path, rewrite: CommandLine) -
     assert contents(package) == before
 
 
+def single_quotes(text: str) -> str:
+    return text.replace('"""', "<>").replace('"', "'").replace("<>", '"""')
+
+
 def test_eject_leaves_plain_files_that_still_import(here: Path, rewrite: CommandLine) -> None:
     assert rewrite("llama", "--out", "mine", "--no-verify", "--diff", "none", "--only", "fuse_qkv").code == 0
     edit(here / "mine" / "modeling_llama.py", "class LlamaMLP", "# mine\nclass LlamaMLP")
-    assert rewrite("eject", "mine").code == 0
-    assert not (here / "mine" / "rewrite.lock").exists()
-    assert not (here / "mine" / ".rewrite").exists()
-    assert "# mine\n" in (here / "mine" / "modeling_llama.py").read_text()
-    assert "rewrite.lock" not in (here / "mine" / "modeling_llama.py").read_text()
-    assert 'command="rewrite llama --out mine --force"' in (here / "mine" / "__init__.py").read_text()
-    done = subprocess.run([sys.executable, "-c", "import mine"], cwd=here, capture_output=True, text=True)
+    (here / "mine").rename(here / "another")
+    (here / "another" / "__init__.py").write_text(single_quotes((here / "another" / "__init__.py").read_text()))
+    assert rewrite("eject", "another").code == 0
+    assert not (here / "another" / "rewrite.lock").exists()
+    assert not (here / "another" / ".rewrite").exists()
+    assert "# mine\n" in (here / "another" / "modeling_llama.py").read_text()
+    assert "rewrite.lock" not in (here / "another" / "modeling_llama.py").read_text()
+    init = (here / "another" / "__init__.py").read_text()
+    assert ("guard" in init, "upstream" in init, "rewrite sync" in init) == (False, False, False)
+    assert "from .modeling_llama import (\n    LlamaForCausalLM," in init
+    assert not list((here / "another" / "runtime").glob("origin/*"))
+    done = subprocess.run([sys.executable, "-c", "import another"], cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    refused = rewrite("sync", "mine")
+    refused = rewrite("sync", "another")
     assert (refused.code, "has no rewrite.lock" in refused.err) == (2, True)
 
 

@@ -1,0 +1,72 @@
+"""`rewrite accept DIR --reason TEXT`: a change of numbers or structure that is meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rewrite.commands.options import FOLDER, verification_options
+
+if TYPE_CHECKING:
+    from rewrite.deliver.verification import Request
+    from rewrite.package.lock import Lock
+    from rewrite.show.console import Screen
+    from rewrite.upstream.source import Source
+
+
+@click.command(short_help="Record that an edit is meant to change the numbers.")
+@click.argument("folder", type=FOLDER)
+@click.option("--reason", required=True, metavar="TEXT", help="Why; it is shown in the pull request.")
+@verification_options
+@click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
+def accept(
+    folder: Path, reason: str, given: Path | None, trust_remote_code: bool, weights: Path | None, **options: Any
+) -> int:
+    """Verify the package in FOLDER, and record what fails as an intended change of numbers or structure.
+
+    The package is compared with its original and with its text as it was generated; the figures of both, and the
+    reason, go to accepted.json. `rewrite check` is green again for these files, the pull request's comment shows it,
+    and a later sync or verification fails if anything else differs, or an error more than doubles.
+    """
+    from rewrite.deliver import verification
+    from rewrite.package import original
+    from rewrite.package.lock import read_lock
+    from rewrite.show.console import Screen
+
+    if not reason.strip():
+        raise click.UsageError("--reason is empty: say why the change is meant")
+    verification.require_libraries("verification")
+    lock = read_lock(folder)
+    source = original.find(folder, lock, given)
+    verification.require_trust(source, trust_remote_code)
+    request = replace(verification.Request(weights=weights, **options), keep_going=True)
+    return _accept(Screen(), folder, lock, source, reason.strip(), request)
+
+
+def _accept(screen: Screen, folder: Path, lock: Lock, source: Source, reason: str, request: Request) -> int:
+    from rewrite.deliver import acceptance, verification
+    from rewrite.package import output
+    from rewrite.package.assemble import VERDICT_NAME
+
+    with screen.working("verifying against the original") as progress:
+        verdict = verification.judge(source.path, folder, request, progress)
+    record = verification.record(verdict, lock, folder, folder / VERDICT_NAME)
+    if verdict.passed:
+        output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
+        screen.line("accepted", "nothing: the package passed its verification, so there is nothing to accept")
+        return 0
+    with (
+        acceptance.generated(folder, lock) as copy,
+        screen.working("verifying against the generated text") as progress,
+    ):
+        second = verification.judge(copy, folder, request, progress)
+    accepted = acceptance.of(reason, folder, lock, verdict, second)
+    output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
+    output.write_beside(folder / acceptance.NAME, accepted.to_json().encode("utf-8"))
+    screen.line("original", acceptance.worst(accepted.against_original))
+    screen.line("generated", acceptance.worst(accepted.against_generated))
+    screen.line("accepted", f"{folder / acceptance.NAME}: commit it with the edit")
+    return 0

@@ -1,0 +1,148 @@
+"""Changes of numbers or structure that a user means: recorded once, with the verifier's figures, and held to later.
+
+`accepted.json` lies in the package and goes through review like everything in it. It holds for the files as they were
+when it was written; of a package that is made anew it allows what failed before to fail again, no worse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rewrite.errors import AcceptanceNotReadable
+from rewrite.package import syntax
+from rewrite.package.assemble import KEPT
+from rewrite.package.lock import Lock
+
+if TYPE_CHECKING:
+    from rewrite.verify import Verdict
+
+NAME = "accepted.json"
+MOST_GROWTH = 2.0
+"""By how much an accepted error may grow: another upstream and other roundings change it by tenths, a second change of
+the model that hides behind the first is not of the same size."""
+_ERRORS = ("max", "rms", "max ratio", "rms ratio")
+"""The figures of a check that are errors: the larger, the worse."""
+Failed = Mapping[str, Mapping[str, Any]]
+"""Figures of the checks that failed, by gate and name."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was accepted, and why."""
+
+    reason: str
+    files: Mapping[str, str]
+    """What each file of the package said (`rewrite.package.syntax`)."""
+    original: str
+    """sha256 of the original that it was compared with."""
+    against_original: Failed
+    against_generated: Failed
+
+    def covers(self, folder: Path, lock: Lock) -> bool:
+        """Return whether the files of a package are those that were accepted."""
+        return self.original == lock.source.sha256 and dict(self.files) == _digests(folder, lock)
+
+    def refused(self, verdict: Verdict) -> list[str]:
+        """Return in words what fails in a verdict and was not accepted, or is worse than what was."""
+        return [said for name, figures in failed(verdict).items() if (said := self._refused(name, figures))]
+
+    def _refused(self, name: str, figures: Mapping[str, Any]) -> str | None:
+        if name not in self.against_original:
+            return f"{name} was not accepted"
+        known = self.against_original[name]
+        for figure in _ERRORS:
+            now, then = _number(figures.get(figure)), _number(known.get(figure))
+            if now > then * MOST_GROWTH:
+                return f"{name}: {figure} {now:.3g}, accepted were {then:.3g}"
+        return None
+
+    def to_json(self) -> str:
+        """Return the text of the file: sorted, one trailing newline."""
+        data = {
+            "reason": self.reason,
+            "files": dict(self.files),
+            "original": {"sha256": self.original, "failed": dict(self.against_original)},
+            "generated": {"failed": dict(self.against_generated)},
+        }
+        return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def of(reason: str, folder: Path, lock: Lock, original: Verdict, generated: Verdict) -> Acceptance:
+    """Return the record of a package that was compared with its original and with its generated text."""
+    return Acceptance(reason, _digests(folder, lock), lock.source.sha256, failed(original), failed(generated))
+
+
+def renewed(kept: Acceptance, folder: Path, lock: Lock, verdict: Verdict) -> Acceptance:
+    """Return what was accepted for the files as they are now; the figures stay, so that they do not creep."""
+    now = {name: figures for name, figures in kept.against_original.items() if name in failed(verdict)}
+    return Acceptance(kept.reason, _digests(folder, lock), lock.source.sha256, now, kept.against_generated)
+
+
+def read(folder: Path) -> Acceptance | None:
+    """Return what was accepted of the package in `folder`, None if nothing was.
+
+    Raises:
+        AcceptanceNotReadable: if the file is not one that this tool wrote.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        original, generated = data["original"], data["generated"]
+        tables = [dict(original["failed"]), dict(generated["failed"])]
+        if not all(isinstance(figures, dict) for table in tables for figures in table.values()):
+            raise TypeError("figures")
+        return Acceptance(str(data["reason"]), dict(data["files"]), str(original["sha256"]), tables[0], tables[1])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise AcceptanceNotReadable(path) from error
+
+
+def failed(verdict: Verdict) -> dict[str, dict[str, Any]]:
+    """Return the figures of the checks that failed, as they are written."""
+    written = verdict.to_json()["gates"]
+    checks = [(gate["name"], check) for gate in written for check in gate["checks"]]
+    return {f"{gate}: {check['name']}": check["figures"] for gate, check in checks if check["status"] == "failed"}
+
+
+def worst(found: Failed) -> str:
+    """Return failed checks in one line: how many, and the one with the largest error."""
+    if not found:
+        return "nothing differs"
+    count = f"{len(found)} {'check' if len(found) == 1 else 'checks'} differ{'s' if len(found) == 1 else ''}"
+    measured = {name: figures for name, figures in found.items() if "max" in figures}
+    if not measured:
+        return f"{count}: {min(found)}"
+    name = max(measured, key=lambda each: (_number(measured[each]["max"]), each))
+    return f"{count}, the most {name}: {_number(measured[name]['max']):.3g}"
+
+
+@contextmanager
+def generated(folder: Path, lock: Lock) -> Iterator[Path]:
+    """Give a copy of a package in which its modeling file and `__init__.py` are as they were generated."""
+    with tempfile.TemporaryDirectory(prefix="rewrite-") as place:
+        copy = Path(place) / folder.resolve().name
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (copy / KEPT).glob("*.py"):
+            shutil.copyfile(path, copy / path.name)
+        yield copy
+
+
+def _digests(folder: Path, lock: Lock) -> dict[str, str]:
+    names = [name for name in lock.files if not name.startswith(".") and (folder / name).is_file()]
+    return syntax.digests({name: (folder / name).read_bytes() for name in names})
+
+
+def _number(value: object) -> float:
+    """Return a figure as a number; the verifier writes infinities and NaN as text, and both are the worst."""
+    if isinstance(value, str):
+        return math.inf
+    return float(value) if isinstance(value, (int, float)) else 0.0

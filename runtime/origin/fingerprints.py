@@ -1,0 +1,170 @@
+"""Fingerprints of what a file takes from transformers: cheap enough to be compared at every import.
+
+A definition is found in the text of its file and read alone: parsing the files whole would take seconds. Of a function
+count its parameters and its code; of a class the parameters of the methods that are used, its fields, and its code
+where that is short. What only looks different (`definitions`) is no difference.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from . import definitions
+
+SHORT = 150
+"""Lines up to which the code of a class counts: large ones change with every release, mostly in what is not used."""
+OTHER_PARAMETERS, OTHER_CODE, GONE = "other parameters of", "other code in", "there is no"
+_DIGITS = 8
+_NO_CODE = "-"
+_END = re.compile(r"\n[^\s#)\]}]")
+"""Where the next statement begins."""
+_METHOD = re.compile(r"^ +(?:async )?def (\w+)", re.MULTILINE)
+_CLASS = re.compile(r"^class ", re.MULTILINE)
+
+
+class Files:
+    """The texts of transformers' files, each read once."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._texts: dict[str, str] = {}
+
+    def definition(self, file: str, name: str) -> str | None:
+        """Return the text of a function or class at the top of a file, decorators included; None if there is none."""
+        if file not in self._texts:
+            path = self._root / file
+            self._texts[file] = path.read_text("utf-8", "replace") if path.is_file() else ""
+        text = self._texts[file]
+        starts = [text.find(f"\n{kind} {name}{mark}") + 1 for kind in ("class", "def") for mark in "(:"]
+        if not (start := max(starts)):
+            return None
+        end = _END.search(text, start)
+        body = text[start : end.start() if end else len(text)].rstrip()
+        return "\n".join([*reversed(list(_decorators(text[max(0, start - 4000) : start]))), body])
+
+
+def _decorators(before: str) -> Iterator[str]:
+    """Yield the lines that stand right above a definition, the last first."""
+    for line in reversed(before.split("\n")[:-1]):
+        if not line.strip() or not (line.startswith(("@", " ", ")"))):
+            return
+        yield line
+
+
+def of_names(root: Path, names: Collection[str], used: Collection[str]) -> dict[str, str]:
+    """Return the fingerprint of each of `names` that is a function or a class, sorted by name.
+
+    It is: file, name there, digests of the text, of the parameters and of the code, and the methods that count.
+
+    Args:
+        root: the package folder of transformers.
+        names: module below `root` and name in it, `masking_utils:create_causal_mask`.
+        used: names of methods that may be called: of a class the others do not count.
+    """
+    files, found = Files(root), {}
+    for name in sorted(names):
+        place = definitions.defining(root, name)
+        if place is None:
+            continue
+        file, inner = place[0].relative_to(root).as_posix(), place[1]
+        text = files.definition(file, inner)
+        if text is not None:
+            methods = sorted({"__init__", *used} & {*_METHOD.findall(text)}) if _is_class(text) else []
+            parameters, code = _parts(text, methods)
+            found[name] = " ".join([file, inner, _digest(text), parameters, code or _NO_CODE, *methods])
+    return found
+
+
+def changes(root: Path, taken: Mapping[str, str]) -> dict[str, str]:
+    """Return what became of each of `taken` (as `of_names` returns it) that is not as it was, in words."""
+    files, found = Files(root), {}
+    for name, fingerprint in taken.items():
+        file, inner, whole, parameters, code, *methods = fingerprint.split()
+        text = files.definition(file, inner) or _elsewhere(root, files, name)
+        if text is None:
+            found[name] = GONE
+        elif _digest(text) != whole:
+            now = _parts(text, methods)
+            if now != (parameters, code if code != _NO_CODE else ""):
+                found[name] = OTHER_PARAMETERS if now[0] != parameters else OTHER_CODE
+    return found
+
+
+def misfits(root: Path, taken: Mapping[str, str], called: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return in words which of the functions `called` take no such keyword any more."""
+    files, found = Files(root), []
+    for name, given in called.items():
+        file, inner = taken[name].split()[:2] if name in taken else ("", "")
+        text = files.definition(file, inner) if file else None
+        node = _parsed(text) if text is not None else None
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.args.kwarg is not None:
+            continue  # gone, or what it takes is not written here
+        missing = sorted({*given} - {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)})
+        if missing:
+            found.append(f"{name.replace(':', '.')} takes no {', '.join(missing)}")
+    return found
+
+
+def _is_class(text: str) -> bool:
+    return _CLASS.search(text) is not None
+
+
+def _elsewhere(root: Path, files: Files, name: str) -> str | None:
+    """Return a definition that moved to another file."""
+    definitions.forget()  # what was read of another release
+    place = definitions.defining(root, name)
+    definitions.forget()
+    return files.definition(place[0].relative_to(root).as_posix(), place[1]) if place is not None else None
+
+
+def _parsed(text: str) -> ast.stmt | None:
+    try:
+        return ast.parse(text).body[0]
+    except (SyntaxError, IndexError):
+        return None  # a text that was not cut where the definition ends
+
+
+def _parts(text: str, methods: Sequence[str]) -> tuple[str, str]:
+    """Return the digests of the parameters and of the code of a definition; a long class is not parsed."""
+    is_class = _is_class(text)
+    short = not is_class or text.count("\n") < SHORT
+    node = _parsed(text) if short else None
+    code = definitions.of_nodes([node])[:_DIGITS] if node is not None else "" if is_class else _digest(text)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return _digest(_signature(node)), code
+    annotated = [line.target for line in getattr(node, "body", ()) if isinstance(line, ast.AnnAssign)]
+    fields = [target.id for target in annotated if isinstance(target, ast.Name)]
+    return _digest("\n".join([*(_method(text, name) for name in methods), *fields])), code
+
+
+def _method(text: str, name: str) -> str:
+    """Return the signature of a method, read off its head; empty where the class has no such method."""
+    start = max(text.find(f"\n    {kind} {name}(") for kind in ("def", "async def")) + 1
+    lines: list[str] = []
+    for line in text[start : start + 4000].split("\n") if start else ():
+        lines.append(line)
+        ends = line.partition("#")[0].rstrip().endswith(":")
+        head = _parsed("\n".join([*lines[:-1], f"{line.partition('#')[0]} pass"]).strip()) if ends else None
+        if isinstance(head, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return _signature(head)
+    return ""
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return the parameters of a function, without annotations, each default as `=`."""
+    given = node.args
+    positional = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    first = len(positional) - len(given.defaults)
+    parts = [f"{name}=" if number >= first else name for number, name in enumerate(positional)]
+    parts += [f"*{given.vararg.arg}" if given.vararg else "*"]
+    keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    parts += [argument.arg if default is None else f"{argument.arg}=" for argument, default in keywords]
+    return f"{node.name}({', '.join([*parts, *([f'**{given.kwarg.arg}'] if given.kwarg else [])])})"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
