@@ -1,0 +1,310 @@
+"""Gate 2: each field of the configuration that the model reads, away from what it is in the small configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .checks import CheckRun
+from .compare import Mismatch, NotRun, equal, finite, near_exact
+from .config_reader import fields_read
+from .config_values import Choices, Variation, changed, choices
+from .configs import Variant
+from .model_inputs import TEXT, make, tensors
+from .unrounded import unrounded
+from .verdict import ConfigField, Figure
+from .workbench import Workbench, build, on_original, randomise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Outputs = dict[str, "Tensor"]
+UNSEEN = "no output, gradient or initial weight of the original depends on it here"
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the original computes with one configuration: the initial weights, the outputs, the gradients."""
+
+    variations: tuple[Variation, ...]
+    weights: Mapping[str, Any]
+    initial: Outputs
+    outputs: Outputs
+    gradients: Outputs
+
+    def differs(self, other: Observed) -> bool:
+        """Whether anything is not bit-equal."""
+        pairs = ((self.initial, other.initial), (self.outputs, other.outputs), (self.gradients, other.gradients))
+        return any(one.keys() != two.keys() or not equal(one, two) for one, two in pairs)
+
+
+@dataclass
+class Configurations:
+    """Runs the original with one field changed after another, and compares where that shows."""
+
+    bench: Workbench
+    dtype: str = "float64"
+    _bases: dict[bool, Observed] = field(default_factory=dict)
+
+    def checks(self) -> Iterator[CheckRun]:
+        """Yield a check for every value that shows in the original; what was not varied goes to the workbench."""
+        try:
+            self._settle()
+        except NotRun as reason:
+            self.bench.fields += [_unvaried(one, [str(reason)]) for one in self._choices()]
+            return
+        if self.bench.options.quick:
+            yield from self._together(list(self._choices()))
+            return
+        alone: list[Variation] = []
+        hidden: list[tuple[Choices, list[str]]] = []
+        for one in self._choices():
+            shown: list[Variation] = []
+            problems: list[str] = []
+            for variation, observed in self._shown(one, (), problems):
+                shown.append(variation)
+                yield self._check(observed)
+            if shown:
+                self.bench.fields.append(ConfigField(one.field, tuple(v.text for v in shown)))
+                alone.append(shown[0])
+            else:
+                hidden.append((one, problems))
+        yield from self._with_others(hidden, alone)
+
+    def _choices(self) -> Iterator[Choices]:
+        config = self.bench.base.config
+        token = int(self._arguments(config).get("input_ids", _nothing()).flatten()[0])
+        yield from choices(config, fields_read(self.bench.subject.original), token, _parts(config, self.bench.base))
+
+    def _settle(self) -> None:
+        """Find the precision in which the original runs and is finite."""
+        for self.dtype in ("float64", "float32"):
+            try:
+                base = self._base(False)
+            except NotRun as error:
+                reason = str(error)
+                continue
+            if finite(base.outputs):
+                return
+            reason = "the original's outputs are not finite"
+            self._bases.clear()
+        raise NotRun(reason)
+
+    def _base(self, trains: bool) -> Observed:
+        if trains not in self._bases:
+            plain = Variation("", "", {}, trains)
+            self._bases[trains] = self._original((plain,), self._bases[False].weights if trains else None)
+        return self._bases[trains]
+
+    def _shown(
+        self, one: Choices, others: tuple[Variation, ...], problems: list[str]
+    ) -> Iterator[tuple[Variation, Observed]]:
+        """Yield the variations that show in the original, beside the `others` that both have, and what it computes."""
+        for variation in one.variations:
+            try:
+                base = self._combined(others, variation.trains) if others else self._base(variation.trains)
+                observed = self._original((*others, variation), base.weights)
+            except NotRun as reason:
+                problems.append(f"{variation.text}: {reason}")
+                continue
+            if not observed.differs(base):
+                problems.append(UNSEEN)
+                continue
+            yield variation, observed
+            if not one.every:
+                return
+
+    def _with_others(self, hidden: Sequence[tuple[Choices, list[str]]], alone: list[Variation]) -> Iterator[CheckRun]:
+        """What shows beside other fields that are away from neutral: a coefficient of a loss that is off."""
+        together = self._together_with((), alone)
+        if len(together) > 1:
+            yield self._check(self._combined(together, False))
+        for one, problems in hidden:
+            shown = list(self._shown(one, together, list(problems))) if together and UNSEEN in problems else []
+            for _, observed in shown:
+                yield self._check(observed, f"configuration: {one.field} = {shown[0][0].text}, with others")
+            if shown:
+                self.bench.fields.append(ConfigField(one.field, tuple(variation.text for variation, _ in shown)))
+            else:
+                self.bench.fields.append(_unvaried(one, problems))
+
+    def _together(self, found: list[Choices]) -> Iterator[CheckRun]:
+        """All fields at once, those left out with which the original does not run."""
+        together = self._together_with((), [one.variations[0] for one in found if one.variations])
+        used = {variation.field: variation.text for variation in together}
+        for one in found:
+            if one.field in used:
+                self.bench.fields.append(ConfigField(one.field, (used[one.field],)))
+            else:
+                self.bench.fields.append(_unvaried(one, ["the original does not run with it beside the others"]))
+        if together:
+            yield self._check(self._combined(together, False))
+
+    def _together_with(self, before: tuple[Variation, ...], added: Sequence[Variation]) -> tuple[Variation, ...]:
+        """As many of `added` as go together, halved until what is left out is found."""
+        if not added:
+            return before
+        try:
+            self._combined((*before, *added), False)
+            return (*before, *added)
+        except NotRun:
+            if len(added) == 1:
+                return before
+        half = len(added) // 2
+        return self._together_with(self._together_with(before, added[:half]), added[half:])
+
+    def _combined(self, variations: tuple[Variation, ...], trains: bool) -> Observed:
+        if trains:
+            variations = (*variations, Variation("", "", {}, True))
+        return self._original(variations, None)
+
+    def _original(self, variations: tuple[Variation, ...], weights: Mapping[str, Any] | None) -> Observed:
+        return on_original(self._observed, self.bench.subject.original, variations, weights)
+
+    def _observed(
+        self, model_class: Any, variations: tuple[Variation, ...], weights: Mapping[str, Any] | None
+    ) -> Observed:
+        """Build, load and run a model; where the weights do not fit, it is filled with fresh ones."""
+        import torch
+
+        variant = Variant("configuration", changed(self.bench.base.config, variations), self.bench.base.inputs)
+        device = self.bench.options.device
+        torch.manual_seed(self.bench.seed_for("configuration"))
+        model = build(model_class, variant, self.bench.implementations()[0], self.dtype, device)
+        initial = {f"initial {name}": value.clone() for name, value in _floating(model.state_dict()).items()}
+        if weights is None or not _fits(weights, model.state_dict()):
+            randomise(model, self.bench.seed_for("weights", "configuration"))
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(weights)
+        outputs = self._outputs(model)
+        if self.bench.implementations()[0] != "eager":
+            model = build(model_class, variant, "eager", self.dtype, device)
+            model.load_state_dict(weights)
+        trains = any(variation.trains for variation in variations)
+        gradients = self._gradients(model, trains) if self.dtype == "float64" else {}
+        return Observed(variations, weights, initial, outputs, gradients)
+
+    def _arguments(self, config: Any) -> dict[str, Any]:
+        import torch
+
+        bench = self.bench
+        text = bench.base.inputs == TEXT
+        padding = "right" if text and bench.subject.accepts("attention_mask") else "none"
+        found: dict[str, Any] = make(
+            bench.base.inputs, config, 2, bench.seed_for("prompt"), getattr(torch, self.dtype), padding
+        )
+        if text and bench.subject.causal and bench.subject.accepts("labels"):
+            mask = found.get("attention_mask")
+            found["labels"] = found["input_ids"] if mask is None else found["input_ids"].masked_fill(mask == 0, -100)
+        return {name: value.to(bench.options.device) for name, value in found.items()}
+
+    def _run(self, model: Any) -> Outputs:
+        """Every output of a pass, without the rows of padding, and whether there is a cache."""
+        import torch
+
+        arguments = self._arguments(model.config)
+        mask = arguments.get("attention_mask")
+        result = model(**arguments)
+        found = {
+            name: value[mask.bool()] if mask is not None and value.shape[:2] == mask.shape else value
+            for name, value in tensors(result).items()
+        }
+        cached = getattr(result, "past_key_values", None) is not None
+        return found | {"whether there is a cache": torch.tensor([float(cached)])}
+
+    def _outputs(self, model: Any) -> Outputs:
+        import torch
+
+        with torch.no_grad():
+            return self._run(model)
+
+    def _gradients(self, model: Any, trains: bool) -> Outputs:
+        """The gradient of every parameter for a random projection of all outputs, and the outputs."""
+        import torch
+
+        model.train(trains)
+        torch.manual_seed(self.bench.seed_for("training"))
+        outputs = self._run(model)
+        generator = torch.Generator().manual_seed(self.bench.seed_for("direction"))
+        total: Any = 0.0
+        for value in outputs.values():
+            if value.requires_grad:
+                direction = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+                total = total + (value * direction).sum()
+        if isinstance(total, float):
+            return {}
+        total.backward()
+        found = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return significant(found) | {f"with gradients: {name}": value.detach() for name, value in outputs.items()}
+
+    def _check(self, expected: Observed, name: str | None = None) -> CheckRun:
+        plain = [variation.name for variation in expected.variations if variation.field]
+        said = plain[0] if len(plain) == 1 else f"{len(plain)} fields at once"
+        return CheckRun(name or f"configuration: {said}", partial(self._compare, expected))
+
+    def _compare(self, expected: Observed) -> Mapping[str, Figure]:
+        found = self._observed(self.bench.subject.rewritten, expected.variations, expected.weights)
+        maximum = "fp64 max" if self.dtype == "float64" else "fp32 max"
+        try:
+            near_exact(expected.initial, found.initial, maximum)
+            figures = near_exact(expected.outputs, found.outputs, maximum, self._without_roundings(expected))
+            if expected.gradients:
+                figures |= {
+                    f"gradients {name}": value
+                    for name, value in near_exact(expected.gradients, found.gradients, "gradient max").items()
+                }
+        except Mismatch:
+            if expected.differs(self._original(expected.variations, expected.weights)):
+                raise NotRun("the original computes something else each time") from None
+            raise
+        return figures
+
+    def _without_roundings(self, expected: Observed) -> Callable[[], Outputs]:
+        def run() -> Outputs:
+            with unrounded():
+                return self._original(expected.variations, expected.weights).outputs
+
+        return run
+
+
+def configuration_checks(bench: Workbench) -> Iterator[CheckRun]:
+    """Yield a check per value of a field of the configuration; `bench.fields` says what was varied, and what not."""
+    if bench.options.configuration and bench.rounding is None:
+        yield from Configurations(bench).checks()
+
+
+def significant(gradients: Outputs) -> Outputs:
+    """Gradients without those that are zero in exact arithmetic."""
+    from .tolerances import bound
+
+    sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in gradients.items()}
+    smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
+    return {name: value for name, value in gradients.items() if not sizes[name] <= smallest}
+
+
+def _unvaried(one: Choices, problems: Sequence[str]) -> ConfigField:
+    return ConfigField(one.field, (), one.reason or "; ".join(dict.fromkeys(problems)))
+
+
+def _floating(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if value.is_floating_point()}
+
+
+def _fits(weights: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    return weights.keys() == state.keys() and all(weights[name].shape == state[name].shape for name in state)
+
+
+def _parts(config: Any, variant: Variant) -> tuple[str, ...]:
+    """The parts of a model of models that its inputs reach: of text, that of the language model."""
+    names = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
+    if variant.inputs == TEXT:
+        names = [name for name in names if getattr(config, name) is config.get_text_config()]
+    return tuple(names)
+
+
+def _nothing() -> Any:
+    import torch
+
+    return torch.tensor([5])
