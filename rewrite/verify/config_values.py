@@ -48,6 +48,9 @@ class Variation:
     trains: bool = False
     """Whether it shows in training mode only."""
 
+    always: bool = False
+    """Whether it is tried although another value of the field shows."""
+
     @property
     def name(self) -> str:
         return f"{self.field} = {self.text}"
@@ -55,11 +58,10 @@ class Variation:
 
 @dataclass(frozen=True)
 class Choices:
-    """The variations of one field: each is tried, or one after another until one shows."""
+    """The variations of one field: one after another until one shows, and those that are tried always."""
 
     field: str
     variations: tuple[Variation, ...] = ()
-    every: bool = False
     reason: str = ""
     """Why there is none."""
 
@@ -92,17 +94,17 @@ class _Chooser:
 
     def _choices(self, name: str, value: Any) -> Choices:
         every = name in KV_HEADS or name in HEADS or _is_activation(name, value)
-        found = [self._variation(name, other) for other in self._others(name, value)]
+        found = [self._variation(name, other, every or other is None) for other in self._others(name, value)]
         if name in KV_HEADS:
             found += self._more_heads(name)
         reason = "" if found else f"no other value is known for {value!r}"
-        return Choices(self.prefix + name, tuple(found), every, reason)
+        return Choices(self.prefix + name, tuple(found), reason)
 
-    def _variation(self, name: str, value: Any) -> Variation:
+    def _variation(self, name: str, value: Any, always: bool) -> Variation:
         trains = any(part in name for part in RANDOM) and isinstance(value, float)
         changes = {name: value} | (self._longer(name, value) if name in LAYERS else {})
         changes = {self.prefix + way: changed for way, changed in changes.items()}
-        return Variation(self.prefix + name, _shown(value), changes, trains)
+        return Variation(self.prefix + name, _shown(value), changes, trains, always)
 
     def _longer(self, name: str, count: int) -> dict[str, Any]:
         """The lists with an entry per layer, as long as there are layers."""
@@ -119,7 +121,8 @@ class _Chooser:
         if heads is not None:
             changes = {heads: 2 * self.values[heads], name: self.values[heads]}
             changes = {self.prefix + way: value for way, value in changes.items()}
-            yield Variation(self.prefix + name, f"{self.values[heads]} of {2 * self.values[heads]}", changes)
+            text = f"{self.values[heads]} of {2 * self.values[heads]}"
+            yield Variation(self.prefix + name, text, changes, always=True)
 
     def _others(self, name: str, value: Any) -> Iterator[Any]:
         if isinstance(value, bool):
@@ -148,7 +151,7 @@ class _Chooser:
         elif name in HEADS:
             yield from (2 * value, value // 2)
         elif value >= 8:
-            yield from (value + value // 2, value // 2, 2 * value, value + 1)
+            yield from (value // 2, value + value // 2, value + 1)
         else:
             yield from (other for other in (value + 1, 2 * value, value - 1, 0) if other not in (value, -1))
         if "theta" in name:
@@ -197,11 +200,11 @@ class _Chooser:
                 value = 500.0 if key == "rope_theta" else 0.5 if parameters.get(key) != 0.5 else 1.0
                 yield Choices(f"{way}.{key}", (Variation(f"{way}.{key}", _shown(value), {f"{way}.{key}": value}),))
         types = tuple(
-            Variation(f"{way}.rope_type", kind, self._rope_changes(way, kind, needed, parameters))
+            Variation(f"{way}.rope_type", kind, self._rope_changes(way, kind, needed, parameters), always=True)
             for kind, needed in ROPE_TYPES.items()
             if kind != parameters.get("rope_type", "default")
         )
-        yield Choices(f"{way}.rope_type", types, every=True)
+        yield Choices(f"{way}.rope_type", types)
 
     def _rope_changes(
         self, way: str, kind: str, needed: Mapping[str, Any], parameters: Mapping[str, Any]

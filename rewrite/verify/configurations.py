@@ -102,7 +102,10 @@ class Configurations:
         self, one: Choices, others: tuple[Variation, ...], problems: list[str]
     ) -> Iterator[tuple[Variation, Observed]]:
         """Yield the variations that show in the original, beside the `others` that both have, and what it computes."""
+        seen = False
         for variation in one.variations:
+            if seen and not variation.always:
+                continue
             try:
                 base = self._combined(others, variation.trains) if others else self._base(variation.trains)
                 observed = self._original((*others, variation), base.weights)
@@ -112,9 +115,8 @@ class Configurations:
             if not observed.differs(base):
                 problems.append(UNSEEN)
                 continue
+            seen = True
             yield variation, observed
-            if not one.every:
-                return
 
     def _with_others(self, hidden: Sequence[tuple[Choices, list[str]]], alone: list[Variation]) -> Iterator[CheckRun]:
         """What shows beside other fields that are away from neutral: a coefficient of a loss that is off."""
