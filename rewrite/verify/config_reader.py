@@ -37,15 +37,15 @@ class FieldsRead:
             self.strings[name] |= strings
 
 
-def fields_read(model_class: Any) -> FieldsRead:
-    """Return what the file of a model class reads, itself and through what it imports."""
+def fields_read(model_class: Any, model: Any = None) -> FieldsRead:
+    """Return what a model class reads, itself and through what it uses; of a `model` of it, what its modules read."""
     module = sys.modules[model_class.__module__]
     found = FieldsRead()
     tree = _tree(module)
     found.constants = {
         node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    for definition in _reached(module):
+    for definition in _reached(module, model_class, model):
         found.update(read_in(definition))
     found.names |= set(inspect.signature(model_class.forward).parameters)  # their defaults stand in the configuration
     for config_class in _config_classes(model_class.config_class):
@@ -126,13 +126,16 @@ def _text(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-def _reached(module: ModuleType) -> Iterator[ast.AST]:
-    """Yield the definitions of a model's module and those that it imports by name, with what they use beside them."""
+def _reached(module: ModuleType, model_class: Any, model: Any) -> Iterator[ast.AST]:
+    """Yield the definitions that a class uses, also those that it imports by name; of a model, no class it lacks."""
+    parts = {type(part) for part in model.modules()} if model is not None else {model_class}
+    built = {cls for part in parts for cls in part.__mro__}
+    waiting = [(sys.modules[cls.__module__], cls.__name__) for cls in built if cls.__module__.startswith(MODELS)]
+    waiting.append((module, model_class.__name__))
     done: set[tuple[str, str]] = set()
-    waiting = [(module, name) for name in _definitions(module)]
     while waiting:
         where, name = waiting.pop()
-        if (where.__name__, name) in done:
+        if (where.__name__, name) in done or (model is not None and _is_absent(getattr(where, name, None), built)):
             continue
         done.add((where.__name__, name))
         definition = _definitions(where).get(name)
@@ -143,6 +146,11 @@ def _reached(module: ModuleType) -> Iterator[ast.AST]:
             source = _imports(where).get(name)
             if source is not None and not source[0].startswith(GENERATION) and source[0] in sys.modules:
                 waiting.append((sys.modules[source[0]], source[1]))
+
+
+def _is_absent(value: Any, built: set[type]) -> bool:
+    """Whether this is a part that a model could have and has not."""
+    return hasattr(value, "register_forward_hook") and isinstance(value, type) and value not in built
 
 
 def _names(tree: ast.AST) -> set[str]:
@@ -177,7 +185,8 @@ def _imports(module: ModuleType) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for node in ast.walk(_tree(module)):
         if isinstance(node, ast.ImportFrom):
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__ or "")
+            package = module.__package__ or module.__name__.rpartition(".")[0]
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             if source.partition(".")[0] in ("transformers", module.__name__.partition(".")[0]):
                 found |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
     return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,9 @@ NAMES = frozenset({
 """What says which model it is, how its classes are called and where its texts begin and end, not what it computes."""
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+NEEDED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""What a kind of layers needs, where it is not there."""
+
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 RANDOM = ("drop", "jitter", "noise")
 """Parts of the names of what acts in training mode only."""
@@ -95,16 +100,21 @@ class _Chooser:
     def _choices(self, name: str, value: Any) -> Choices:
         every = name in KV_HEADS or name in HEADS or _is_activation(name, value)
         found = [self._variation(name, other, every or other is None) for other in self._others(name, value)]
-        if name in KV_HEADS:
-            found += self._more_heads(name)
+        found += self._with_others(name)
         reason = "" if found else f"no other value is known for {value!r}"
         return Choices(self.prefix + name, tuple(found), reason)
 
     def _variation(self, name: str, value: Any, always: bool) -> Variation:
         trains = any(part in name for part in RANDOM) and isinstance(value, float)
         changes = {name: value} | (self._longer(name, value) if name in LAYERS else {})
-        changes = {self.prefix + way: changed for way, changed in changes.items()}
-        return Variation(self.prefix + name, _shown(value), changes, trains, always)
+        if name.endswith("layer_types"):
+            changes |= {other: 5 for kind, other in NEEDED.items() if kind in value and self.values.get(other) is None}
+        return self._of(name, _shown(value), changes, trains=trains, always=always)
+
+    def _of(self, name: str, text: str, changes: Mapping[str, Any], **more: bool) -> Variation:
+        return Variation(
+            self.prefix + name, text, {self.prefix + way: value for way, value in changes.items()}, **more
+        )
 
     def _longer(self, name: str, count: int) -> dict[str, Any]:
         """The lists with an entry per layer, as long as there are layers."""
@@ -115,21 +125,42 @@ class _Chooser:
             if isinstance(value, (list, tuple)) and len(value) == before > 0
         }
 
-    def _more_heads(self, name: str) -> Iterator[Variation]:
-        """Twice as many heads, and half of them for keys and values: neither one, nor two, nor all."""
-        heads = next((other for other in HEADS if isinstance(self.values.get(other), int)), None)
-        if heads is not None:
-            changes = {heads: 2 * self.values[heads], name: self.values[heads]}
-            changes = {self.prefix + way: value for way, value in changes.items()}
-            text = f"{self.values[heads]} of {2 * self.values[heads]}"
-            yield Variation(self.prefix + name, text, changes, always=True)
+    def _with_others(self, name: str) -> Iterator[Variation]:
+        """Values that several fields have together: heads with those for keys and values, or with their size."""
+        heads, shared = self._first(HEADS), self._first(KV_HEADS)
+        if name.endswith("dim") and len(alike := self._alike(name)) > 1:
+            half = self.values[name] // 2
+            yield self._of(name, f"{half}, as {' and '.join(alike[1:])}", dict.fromkeys(alike, half))
+        if heads is None:
+            return
+        count = self.values[heads]
+        if name in KV_HEADS:  # half of the heads: neither one, nor two, nor all
+            yield self._of(name, f"{count} of {2 * count}", {heads: 2 * count, name: count}, always=True)
+        if name == heads and shared is not None:
+            yield self._of(name, f"{2 * count} of {2 * count}", {heads: 2 * count, shared: 2 * count})
+        if name in (heads, "head_dim") and self._first(("head_dim",)) is not None:
+            size = self.values["head_dim"] // 2
+            yield self._of(name, f"{2 * count} heads of {size}", {heads: 2 * count, "head_dim": size})
+        if name == "hidden_size":
+            width = 2 * self.values[name]
+            yield self._of(name, f"{width}, {2 * count} heads", {name: width, heads: 2 * count})
+
+    def _alike(self, name: str) -> list[str]:
+        """A field and the others for a size that have its value."""
+        value = self.values[name]
+        others = [other for other in self.values if other.endswith("dim") and other != name]
+        return [name, *(other for other in others if self.values[other] == value)] if isinstance(value, int) else []
+
+    def _first(self, names: Sequence[str]) -> str | None:
+        """The name that the configuration has for a number of heads."""
+        return next((name for name in names if isinstance(self.values.get(name), int)), None)
 
     def _others(self, name: str, value: Any) -> Iterator[Any]:
         if isinstance(value, bool):
             yield not value
         elif name in KV_HEADS:
-            heads = next((self.values[other] for other in HEADS if isinstance(self.values.get(other), int)), 4)
-            yield from (count for count in (1, heads) if count != value)
+            heads = self._first(HEADS)
+            yield from (count for count in (1, self.values[heads] if heads else 4) if count != value)
         elif isinstance(value, int):
             yield from self._integers(name, value)
         elif isinstance(value, float):
@@ -139,7 +170,7 @@ class _Chooser:
         elif isinstance(value, (list, tuple)):
             yield from self._lists(name, list(value))
         elif value is None:
-            yield from _instead_of_none(name, self.token)
+            yield from _instead_of_none(name, self.token, self._declared(name))
         if isinstance(value, (int, float)) and not isinstance(value, bool) and self._may_be_none(name):
             yield None
 
@@ -169,6 +200,8 @@ class _Chooser:
             yield from (other for other in (turned, *([kind] * len(value) for kind in kinds)) if other != value)
         elif all(isinstance(item, int) and item in (0, 1) for item in value) and "layers" in name:
             yield [1 - item for item in value] if len(value) > 1 else [] if value else [0]
+        elif value and all(isinstance(item, float) for item in value):
+            yield [item + 0.1 if math.isfinite(item) else 0.4 for item in value]
         elif value:
             yield value[::-1]
         else:
@@ -181,8 +214,12 @@ class _Chooser:
         return self.read.constants & set(ALLOWED_LAYER_TYPES)
 
     def _may_be_none(self, name: str) -> bool:
+        return "None" in self._declared(name)
+
+    def _declared(self, name: str) -> str:
+        """The type of a field as its class declares it."""
         declared = getattr(type(self.config), "__dataclass_fields__", {}).get(name)
-        return declared is not None and "None" in str(declared.type)
+        return str(declared.type) if declared is not None else ""
 
     def _rope(self, parameters: Any) -> Iterator[Choices]:
         """Frequencies, rotated share and type of a rotary embedding, of each kind of layer that has its own."""
@@ -195,9 +232,9 @@ class _Chooser:
             yield from self._one_rope(way, inner)
 
     def _one_rope(self, way: str, parameters: Mapping[str, Any]) -> Iterator[Choices]:
-        for key in ("rope_theta", "partial_rotary_factor"):
+        share = 0.5 if parameters.get("partial_rotary_factor") != 0.5 else 1.0
+        for key, value in {"rope_theta": 500.0, "partial_rotary_factor": share}.items():
             if key in parameters or f"rope_parameters.{key}" in self.read.names:
-                value = 500.0 if key == "rope_theta" else 0.5 if parameters.get(key) != 0.5 else 1.0
                 yield Choices(f"{way}.{key}", (Variation(f"{way}.{key}", _shown(value), {f"{way}.{key}": value}),))
         types = tuple(
             Variation(f"{way}.rope_type", kind, self._rope_changes(way, kind, needed, parameters), always=True)
@@ -223,11 +260,11 @@ class _Chooser:
 
     def _rotated(self, parameters: Mapping[str, Any]) -> int:
         """How many values of a head are rotated."""
-        heads = next((self.values[name] for name in HEADS if self.values.get(name)), 1)
+        heads = self._first(HEADS)
         size = (
             self.values.get("qk_rope_head_dim")
             or self.values.get("head_dim")
-            or self.values.get("hidden_size", 0) // heads
+            or self.values.get("hidden_size", 0) // (self.values[heads] if heads else 1)
         )
         return int(size * (parameters.get("partial_rotary_factor") or 1.0))
 
@@ -281,7 +318,7 @@ def _floats(name: str, value: float) -> Iterator[float]:
         yield from (value * 0.6, value * 2.5) if value else (0.3, 2.0)
 
 
-def _instead_of_none(name: str, token: int) -> Iterator[Any]:
+def _instead_of_none(name: str, token: int, declared: str) -> Iterator[Any]:
     if name.endswith("token_id"):
         yield token
     elif "window" in name or "chunk" in name:
@@ -291,7 +328,9 @@ def _instead_of_none(name: str, token: int) -> Iterator[Any]:
     elif any(part in name for part in ("scal", "multiplier", "factor", "eps", "dropout", "coef")):
         yield 0.7
     else:
-        yield from (0.7, 5, True, [0])
+        known = {"float": 0.7, "int": 5, "bool": True, "list[int]": [0]}
+        found = [value for kind, value in known.items() if re.search(rf"(?<!\[)\b{re.escape(kind)}", declared)]
+        yield from found if declared else known.values()
 
 
 def _shown(value: Any) -> str:

@@ -11,8 +11,9 @@ from .checks import CheckRun
 from .compare import Mismatch, NotRun, equal, finite, near_exact
 from .config_reader import fields_read
 from .config_values import Choices, Variation, changed, choices
-from .configs import Variant
+from .configs import Variant, small_variants
 from .model_inputs import TEXT, make, tensors
+from .subjects import Subject
 from .unrounded import unrounded
 from .verdict import ConfigField, Figure
 from .workbench import Workbench, build, on_original, randomise
@@ -45,38 +46,51 @@ class Configurations:
     """Runs the original with one field changed after another, and compares where that shows."""
 
     bench: Workbench
+    known: frozenset[str] = frozenset()
+    """Fields that another class of the file was judged by."""
+
     dtype: str = "float64"
+    found: list[ConfigField] = field(default_factory=list)
     _bases: dict[bool, Observed] = field(default_factory=dict)
+    _changed: dict[str, list[str]] = field(default_factory=dict)
 
     def checks(self) -> Iterator[CheckRun]:
-        """Yield a check for every value that shows in the original; what was not varied goes to the workbench."""
+        """Yield a check for every value that shows in the original; `found` gets the fields, varied or not."""
+        choices = self._choices()
         try:
-            self._settle()
+            if choices:
+                self._settle()
         except NotRun as reason:
-            self.bench.fields += [_unvaried(one, [str(reason)]) for one in self._choices()]
+            self.found += [_unvaried(one, [str(reason)]) for one in choices]
             return
         if self.bench.options.quick:
-            yield from self._together(list(self._choices()))
+            yield from self._together(choices)
             return
         alone: list[Variation] = []
         hidden: list[tuple[Choices, list[str]]] = []
-        for one in self._choices():
+        for one in choices:
             shown: list[Variation] = []
             problems: list[str] = []
             for variation, observed in self._shown(one, (), problems):
                 shown.append(variation)
                 yield self._check(observed)
             if shown:
-                self.bench.fields.append(ConfigField(one.field, tuple(v.text for v in shown)))
+                self.found.append(ConfigField(one.field, tuple(variation.text for variation in shown)))
                 alone.append(shown[0])
             else:
                 hidden.append((one, problems))
         yield from self._with_others(hidden, alone)
 
-    def _choices(self) -> Iterator[Choices]:
-        config = self.bench.base.config
-        token = int(self._arguments(config).get("input_ids", _nothing()).flatten()[0])
-        yield from choices(config, fields_read(self.bench.subject.original), token, _parts(config, self.bench.base))
+    def _choices(self) -> list[Choices]:
+        """The choices for each field that a model of this class reads and no other class was judged by."""
+        base, original = self.bench.base, self.bench.subject.original
+        token = int(self._arguments(base.config).get("input_ids", _nothing()).flatten()[0])
+        try:
+            model = on_original(build, original, base, "eager", "float32", "cpu")
+        except NotRun:
+            model = None
+        found = choices(base.config, fields_read(original, model), token, _parts(base.config, base))
+        return [one for one in found if one.field not in self.known]
 
     def _settle(self) -> None:
         """Find the precision in which the original runs and is finite."""
@@ -115,7 +129,12 @@ class Configurations:
             if not observed.differs(base):
                 problems.append(UNSEEN)
                 continue
+            if not finite(observed.outputs):
+                problems.append(f"{variation.text}: the original's outputs are not finite")
+                continue
             seen = True
+            for way in variation.changes:
+                self._changed.setdefault(way, []).append(variation.name)
             yield variation, observed
 
     def _with_others(self, hidden: Sequence[tuple[Choices, list[str]]], alone: list[Variation]) -> Iterator[CheckRun]:
@@ -125,12 +144,14 @@ class Configurations:
             yield self._check(self._combined(together, False))
         for one, problems in hidden:
             shown = list(self._shown(one, together, list(problems))) if together and UNSEEN in problems else []
-            for _, observed in shown:
-                yield self._check(observed, f"configuration: {one.field} = {shown[0][0].text}, with others")
+            for variation, observed in shown:
+                yield self._check(observed, f"{variation.name}, with others")
             if shown:
-                self.bench.fields.append(ConfigField(one.field, tuple(variation.text for variation, _ in shown)))
+                self.found.append(ConfigField(one.field, tuple(variation.text for variation, _ in shown)))
+            elif one.field in self._changed:
+                self.found.append(ConfigField(one.field, tuple(f"with {name}" for name in self._changed[one.field])))
             else:
-                self.bench.fields.append(_unvaried(one, problems))
+                self.found.append(_unvaried(one, problems))
 
     def _together(self, found: list[Choices]) -> Iterator[CheckRun]:
         """All fields at once, those left out with which the original does not run."""
@@ -138,9 +159,9 @@ class Configurations:
         used = {variation.field: variation.text for variation in together}
         for one in found:
             if one.field in used:
-                self.bench.fields.append(ConfigField(one.field, (used[one.field],)))
+                self.found.append(ConfigField(one.field, (used[one.field],)))
             else:
-                self.bench.fields.append(_unvaried(one, ["the original does not run with it beside the others"]))
+                self.found.append(_unvaried(one, ["the original does not run with it beside the others"]))
         if together:
             yield self._check(self._combined(together, False))
 
@@ -241,10 +262,11 @@ class Configurations:
         found = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
         return significant(found) | {f"with gradients: {name}": value.detach() for name, value in outputs.items()}
 
-    def _check(self, expected: Observed, name: str | None = None) -> CheckRun:
+    def _check(self, expected: Observed, said: str = "") -> CheckRun:
         plain = [variation.name for variation in expected.variations if variation.field]
-        said = plain[0] if len(plain) == 1 else f"{len(plain)} fields at once"
-        return CheckRun(name or f"configuration: {said}", partial(self._compare, expected))
+        said = said or (plain[0] if len(plain) == 1 else f"{len(plain)} fields at once")
+        kind = f"configuration, {self.bench.subject.name}" if self.known else "configuration"
+        return CheckRun(f"{kind}: {said}", partial(self._compare, expected))
 
     def _compare(self, expected: Observed) -> Mapping[str, Figure]:
         found = self._observed(self.bench.subject.rewritten, expected.variations, expected.weights)
@@ -271,10 +293,39 @@ class Configurations:
         return run
 
 
-def configuration_checks(bench: Workbench) -> Iterator[CheckRun]:
-    """Yield a check per value of a field of the configuration; `bench.fields` says what was varied, and what not."""
-    if bench.options.configuration and bench.rounding is None:
-        yield from Configurations(bench).checks()
+def configuration_checks(bench: Workbench, others: Sequence[Subject] = ()) -> Iterator[CheckRun]:
+    """Yield a check per value of a field of the configuration; `bench.fields` says what was varied, and what not.
+
+    Of the `others`, the classes beside the main one, each is asked for the fields that no class before it reads.
+    """
+    if not bench.options.configuration or bench.rounding is not None:
+        return
+    main = Configurations(bench)
+    try:
+        yield from main.checks()
+    finally:
+        bench.fields += main.found
+    for other in others if not bench.options.quick else ():
+        if other.config_class is bench.subject.config_class:
+            yield from _elsewhere(bench, other)
+
+
+def _elsewhere(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:
+    """The checks on the fields that only a class beside the main one reads."""
+    known = frozenset(one.name for one in bench.fields)
+    config = bench.base.config
+    read = choices(config, fields_read(subject.original), 0, _parts(config, bench.base))
+    left = [one for one in read if one.field not in known]
+    if not left:
+        return
+    try:
+        variants = on_original(small_variants, subject.original, False, bench.options.config)
+    except NotRun as reason:
+        bench.fields += [_unvaried(one, [f"{subject.name}: {reason}"]) for one in left]
+        return
+    found = Configurations(Workbench(subject, variants[:1], bench.options), known)
+    yield from found.checks()
+    bench.fields += found.found
 
 
 def significant(gradients: Outputs) -> Outputs:

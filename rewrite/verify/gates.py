@@ -46,7 +46,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     """Gate 2; a model that is fed more than text is compared as a whole."""
     if bench.base.inputs != TEXT:
         yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
-        yield from configuration_checks(bench)
+        yield from configuration_checks(bench, subjects.others)
         for other in subjects.others if bench.options.others else ():
             yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
         return
@@ -54,7 +54,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
         yield from exact_checks(bench, variant)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
-    yield from configuration_checks(bench)
+    yield from configuration_checks(bench, subjects.others)
     for other in subjects.others if bench.options.others else ():
         yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
     yield from low_precision_checks(bench, bench.base)
