@@ -185,11 +185,16 @@ def _imports(module: ModuleType) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for node in ast.walk(_tree(module)):
         if isinstance(node, ast.ImportFrom):
-            package = module.__package__ or module.__name__.rpartition(".")[0]
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), _package(module))
             if source.partition(".")[0] in ("transformers", module.__name__.partition(".")[0]):
                 found |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
     return found
+
+
+def _package(module: ModuleType) -> str:
+    """The package that a relative import of a module starts from; lazy modules do not say it."""
+    own = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    return module.__package__ or own
 
 
 def _config_classes(config_class: Any) -> Iterator[Any]:

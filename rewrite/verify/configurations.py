@@ -12,7 +12,7 @@ from .compare import Mismatch, NotRun, equal, finite, near_exact
 from .config_reader import fields_read
 from .config_values import Choices, Variation, changed, choices
 from .configs import Variant, small_variants
-from .model_inputs import TEXT, make, tensors
+from .model_inputs import TEXT, kinds_of, make, tensors
 from .subjects import Subject
 from .unrounded import unrounded
 from .verdict import ConfigField, Figure
@@ -296,7 +296,8 @@ class Configurations:
 def configuration_checks(bench: Workbench, others: Sequence[Subject] = ()) -> Iterator[CheckRun]:
     """Yield a check per value of a field of the configuration; `bench.fields` says what was varied, and what not.
 
-    Of the `others`, the classes beside the main one, each is asked for the fields that no class before it reads.
+    Of the `others`, the classes beside the main one, each is asked for the fields that no class before it reads, and
+    one that is fed something else also for those that showed nothing.
     """
     if not bench.options.configuration or bench.rounding is not None:
         return
@@ -312,20 +313,25 @@ def configuration_checks(bench: Workbench, others: Sequence[Subject] = ()) -> It
 
 def _elsewhere(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:
     """The checks on the fields that only a class beside the main one reads."""
-    known = frozenset(one.name for one in bench.fields)
-    config = bench.base.config
-    read = choices(config, fields_read(subject.original), 0, _parts(config, bench.base))
+    known = {one.name for one in bench.fields}
+    if kinds_of(subject.original)[:1] != kinds_of(bench.subject.original)[:1]:
+        known = {one.name for one in bench.fields if one.values}
+    read = choices(bench.base.config, fields_read(subject.original), 0, _parts(bench.base.config, bench.base))
     left = [one for one in read if one.field not in known]
     if not left:
         return
     try:
         variants = on_original(small_variants, subject.original, False, bench.options.config)
     except NotRun as reason:
-        bench.fields += [_unvaried(one, [f"{subject.name}: {reason}"]) for one in left]
-        return
-    found = Configurations(Workbench(subject, variants[:1], bench.options), known)
-    yield from found.checks()
-    bench.fields += found.found
+        found = [_unvaried(one, [f"{subject.name}: {reason}"]) for one in left]
+    else:
+        there = Configurations(Workbench(subject, variants[:1], bench.options), frozenset(known))
+        yield from there.checks()
+        found = there.found
+    before = {one.name for one in bench.fields}
+    varied = {one.name for one in found if one.values}
+    bench.fields[:] = [one for one in bench.fields if one.name not in varied]
+    bench.fields += [one for one in found if one.values or one.name not in before]
 
 
 def significant(gradients: Outputs) -> Outputs:
