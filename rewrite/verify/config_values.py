@@ -39,6 +39,7 @@ NEEDED = {"sliding_attention": "sliding_window", "chunked_attention": "attention
 """What a kind of layers needs, where it is not there."""
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+EPS = ("eps", "epsilon")
 RANDOM = ("drop", "jitter", "noise")
 """Parts of the names of what acts in training mode only."""
 
@@ -98,7 +99,7 @@ class _Chooser:
         return self.read.names | {names[name] for name in self.read.names if name in names}
 
     def _choices(self, name: str, value: Any) -> Choices:
-        every = name in KV_HEADS or name in HEADS or _is_activation(name, value)
+        every = name in KV_HEADS or name in HEADS or _is_activation(name, value) or name.endswith(EPS)
         found = [self._variation(name, other, every or other is None) for other in self._others(name, value)]
         found += self._with_others(name)
         reason = "" if found else f"no other value is known for {value!r}"
@@ -308,8 +309,8 @@ def _is_activation(name: str, value: Any) -> bool:
 def _floats(name: str, value: float) -> Iterator[float]:
     if any(part in name for part in RANDOM):
         yield 0.25 if value != 0.25 else 0.4
-    elif name.endswith(("eps", "epsilon")):
-        yield 1e-2
+    elif name.endswith(EPS):
+        yield from (1e-2, 1e-6)
     elif "theta" in name:
         yield 500.0
     elif "range" in name or name.endswith("std"):

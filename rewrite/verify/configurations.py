@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,6 +143,7 @@ class Configurations:
         together = self._together_with((), alone)
         if len(together) > 1:
             yield self._check(self._combined(together, False))
+        self._hand_on(together)
         for one, problems in hidden:
             shown = list(self._shown(one, together, list(problems))) if together and UNSEEN in problems else []
             for variation, observed in shown:
@@ -164,6 +166,13 @@ class Configurations:
                 self.found.append(_unvaried(one, ["the original does not run with it beside the others"]))
         if together:
             yield self._check(self._combined(together, False))
+        self._hand_on(together)
+
+    def _hand_on(self, together: tuple[Variation, ...]) -> None:
+        """Leave the fields that go together to the gate of generation, without those that say what is returned."""
+        kept = tuple(one for one in together if not one.field.startswith(("output_", "return_", "use_cache")))
+        if kept:
+            self.bench.varied = Variant("fields varied", changed(self.bench.base.config, kept), self.bench.base.inputs)
 
     def _together_with(self, before: tuple[Variation, ...], added: Sequence[Variation]) -> tuple[Variation, ...]:
         """As many of `added` as go together, halved until what is left out is found."""
@@ -187,26 +196,35 @@ class Configurations:
         return on_original(self._observed, self.bench.subject.original, variations, weights)
 
     def _observed(
-        self, model_class: Any, variations: tuple[Variation, ...], weights: Mapping[str, Any] | None
+        self,
+        model_class: Any,
+        variations: tuple[Variation, ...],
+        weights: Mapping[str, Any] | None,
+        expected: Observed | None = None,
     ) -> Observed:
         """Build, load and run a model; where the weights do not fit, it is filled with fresh ones."""
         import torch
 
         variant = Variant("configuration", changed(self.bench.base.config, variations), self.bench.base.inputs)
-        device = self.bench.options.device
-        torch.manual_seed(self.bench.seed_for("configuration"))
-        model = build(model_class, variant, self.bench.implementations()[0], self.dtype, device)
-        initial = {f"initial {name}": value.clone() for name, value in _floating(model.state_dict()).items()}
-        if weights is None or not _fits(weights, model.state_dict()):
-            randomise(model, self.bench.seed_for("weights", "configuration"))
-            weights = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(weights)
-        outputs = self._outputs(model)
-        if self.bench.implementations()[0] != "eager":
-            model = build(model_class, variant, "eager", self.dtype, device)
-            model.load_state_dict(weights)
         trains = any(variation.trains for variation in variations)
-        gradients = self._gradients(model, trains) if self.dtype == "float64" else {}
+        initial: Outputs = {}
+        outputs: Outputs = {}
+        gradients: Outputs = {}
+        for implementation in self.bench.implementations():
+            torch.manual_seed(self.bench.seed_for("configuration"))
+            model = build(model_class, variant, implementation, self.dtype, self.bench.options.device)
+            if not outputs:
+                initial = {f"initial {name}": value.clone() for name, value in _floating(model.state_dict()).items()}
+                if weights is None or not _fits(weights, model.state_dict()):
+                    randomise(model, self.bench.seed_for("weights", "configuration"))
+                    weights = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(weights)
+            if not outputs:
+                outputs = self._outputs(model, expected)
+            if self.dtype == "float64":
+                found = self._gradients(model, trains)
+                gradients |= {f"{implementation}: {name}": value for name, value in found.items()}
+        assert weights is not None
         return Observed(variations, weights, initial, outputs, gradients)
 
     def _arguments(self, config: Any) -> dict[str, Any]:
@@ -237,11 +255,31 @@ class Configurations:
         cached = getattr(result, "past_key_values", None) is not None
         return found | {"whether there is a cache": torch.tensor([float(cached)])}
 
-    def _outputs(self, model: Any) -> Outputs:
+    def _outputs(self, model: Any, expected: Observed | None) -> Outputs:
+        """Every output of a pass, and where the original continues a text, of a token that follows."""
         import torch
 
         with torch.no_grad():
-            return self._run(model)
+            found = self._run(model)
+            if expected is not None:
+                steps = any(name.startswith("step.") for name in expected.outputs)
+                return found | (self._step(model) if steps else {})
+            if self.bench.base.inputs == TEXT and self.bench.subject.causal:
+                with contextlib.suppress(NotRun):  # a loss of the routing, say, takes no token beside a longer mask
+                    found |= on_original(self._step, model)
+        return found
+
+    def _step(self, model: Any) -> Outputs:
+        import torch
+
+        arguments = {name: value for name, value in self._arguments(model.config).items() if name != "labels"}
+        result = model(**arguments)
+        if (cache := getattr(result, "past_key_values", None)) is None:
+            return {}
+        if (mask := arguments.get("attention_mask")) is not None:
+            arguments["attention_mask"] = torch.cat([mask, mask[:, :1]], 1)
+        arguments["input_ids"] = arguments["input_ids"][:, :1]
+        return tensors(model(**arguments, past_key_values=cache), "step")
 
     def _gradients(self, model: Any, trains: bool) -> Outputs:
         """The gradient of every parameter for a random projection of all outputs, and the outputs."""
@@ -269,7 +307,7 @@ class Configurations:
         return CheckRun(f"{kind}: {said}", partial(self._compare, expected))
 
     def _compare(self, expected: Observed) -> Mapping[str, Figure]:
-        found = self._observed(self.bench.subject.rewritten, expected.variations, expected.weights)
+        found = self._observed(self.bench.subject.rewritten, expected.variations, expected.weights, expected)
         maximum = "fp64 max" if self.dtype == "float64" else "fp32 max"
         try:
             near_exact(expected.initial, found.initial, maximum)

@@ -37,6 +37,8 @@ class Workbench:
     """What the rewritten side rounds on request, and the original here with it."""
     fields: list[ConfigField] = field(default_factory=list)
     """The fields of the configuration, as far as they were varied: filled by the checks on them."""
+    varied: Variant | None = None
+    """As many of these fields at once as go together."""
     _weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pairs: dict[tuple[str, str, str], Pair] = field(default_factory=dict)
 
