@@ -59,6 +59,7 @@ class Variation:
 
     @property
     def name(self) -> str:
+        """The field and its value."""
         return f"{self.field} = {self.text}"
 
 

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .checks import CheckRun
-from .compare import Mismatch, NotRun, equal, finite, near_exact
+from .compare import Mismatch, NotRun, finite, near_exact
 from .config_reader import fields_read
+from .config_runs import Observed, Outputs, Runs
 from .config_values import Choices, Variation, changed, choices
 from .configs import Variant, small_variants
-from .model_inputs import TEXT, kinds_of, make, tensors
+from .model_inputs import TEXT, kinds_of
 from .subjects import Subject
 from .unrounded import unrounded
 from .verdict import ConfigField, Figure
-from .workbench import Workbench, build, on_original, randomise
+from .workbench import Workbench, build, on_original
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Outputs = dict[str, "Tensor"]
 UNSEEN = "no output, gradient or initial weight of the original depends on it here"
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What the original computes with one configuration: the initial weights, the outputs, the gradients."""
-
-    variations: tuple[Variation, ...]
-    weights: Mapping[str, Any]
-    initial: Outputs
-    outputs: Outputs
-    gradients: Outputs
-
-    def differs(self, other: Observed) -> bool:
-        """Whether anything is not bit-equal."""
-        pairs = ((self.initial, other.initial), (self.outputs, other.outputs), (self.gradients, other.gradients))
-        return any(one.keys() != two.keys() or not equal(one, two) for one, two in pairs)
 
 
 @dataclass
@@ -50,10 +30,13 @@ class Configurations:
     known: frozenset[str] = frozenset()
     """Fields that another class of the file was judged by."""
 
-    dtype: str = "float64"
     found: list[ConfigField] = field(default_factory=list)
+    _runs: Runs = field(init=False)
     _bases: dict[bool, Observed] = field(default_factory=dict)
     _changed: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._runs = Runs(self.bench)
 
     def checks(self) -> Iterator[CheckRun]:
         """Yield a check for every value that shows in the original; `found` gets the fields, varied or not."""
@@ -85,17 +68,16 @@ class Configurations:
     def _choices(self) -> list[Choices]:
         """The choices for each field that a model of this class reads and no other class was judged by."""
         base, original = self.bench.base, self.bench.subject.original
-        token = int(self._arguments(base.config).get("input_ids", _nothing()).flatten()[0])
         try:
             model = on_original(build, original, base, "eager", "float32", "cpu")
         except NotRun:
             model = None
-        found = choices(base.config, fields_read(original, model), token, _parts(base.config, base))
+        found = choices(base.config, fields_read(original, model), self._runs.token(), _parts(base.config, base))
         return [one for one in found if one.field not in self.known]
 
     def _settle(self) -> None:
         """Find the precision in which the original runs and is finite."""
-        for self.dtype in ("float64", "float32"):
+        for self._runs.dtype in ("float64", "float32"):
             try:
                 base = self._base(False)
             except NotRun as error:
@@ -110,7 +92,7 @@ class Configurations:
     def _base(self, trains: bool) -> Observed:
         if trains not in self._bases:
             plain = Variation("", "", {}, trains)
-            self._bases[trains] = self._original((plain,), self._bases[False].weights if trains else None)
+            self._bases[trains] = self._runs.original((plain,), self._bases[False].weights if trains else None)
         return self._bases[trains]
 
     def _shown(
@@ -123,7 +105,7 @@ class Configurations:
                 continue
             try:
                 base = self._combined(others, variation.trains) if others else self._base(variation.trains)
-                observed = self._original((*others, variation), base.weights)
+                observed = self._runs.original((*others, variation), base.weights)
             except NotRun as reason:
                 problems.append(f"{variation.text}: {reason}")
                 continue
@@ -190,115 +172,7 @@ class Configurations:
     def _combined(self, variations: tuple[Variation, ...], trains: bool) -> Observed:
         if trains:
             variations = (*variations, Variation("", "", {}, True))
-        return self._original(variations, None)
-
-    def _original(self, variations: tuple[Variation, ...], weights: Mapping[str, Any] | None) -> Observed:
-        return on_original(self._observed, self.bench.subject.original, variations, weights)
-
-    def _observed(
-        self,
-        model_class: Any,
-        variations: tuple[Variation, ...],
-        weights: Mapping[str, Any] | None,
-        expected: Observed | None = None,
-    ) -> Observed:
-        """Build, load and run a model; where the weights do not fit, it is filled with fresh ones."""
-        import torch
-
-        variant = Variant("configuration", changed(self.bench.base.config, variations), self.bench.base.inputs)
-        trains = any(variation.trains for variation in variations)
-        initial: Outputs = {}
-        outputs: Outputs = {}
-        gradients: Outputs = {}
-        for implementation in self.bench.implementations():
-            torch.manual_seed(self.bench.seed_for("configuration"))
-            model = build(model_class, variant, implementation, self.dtype, self.bench.options.device)
-            if not outputs:
-                initial = {f"initial {name}": value.clone() for name, value in _floating(model.state_dict()).items()}
-                if weights is None or not _fits(weights, model.state_dict()):
-                    randomise(model, self.bench.seed_for("weights", "configuration"))
-                    weights = {name: value.clone() for name, value in model.state_dict().items()}
-            model.load_state_dict(weights)
-            if not outputs:
-                outputs = self._outputs(model, expected)
-            if self.dtype == "float64":
-                found = self._gradients(model, trains)
-                gradients |= {f"{implementation}: {name}": value for name, value in found.items()}
-        assert weights is not None
-        return Observed(variations, weights, initial, outputs, gradients)
-
-    def _arguments(self, config: Any) -> dict[str, Any]:
-        import torch
-
-        bench = self.bench
-        text = bench.base.inputs == TEXT
-        padding = "right" if text and bench.subject.accepts("attention_mask") else "none"
-        found: dict[str, Any] = make(
-            bench.base.inputs, config, 2, bench.seed_for("prompt"), getattr(torch, self.dtype), padding
-        )
-        if text and bench.subject.causal and bench.subject.accepts("labels"):
-            mask = found.get("attention_mask")
-            found["labels"] = found["input_ids"] if mask is None else found["input_ids"].masked_fill(mask == 0, -100)
-        return {name: value.to(bench.options.device) for name, value in found.items()}
-
-    def _run(self, model: Any) -> Outputs:
-        """Every output of a pass, without the rows of padding, and whether there is a cache."""
-        import torch
-
-        arguments = self._arguments(model.config)
-        mask = arguments.get("attention_mask")
-        result = model(**arguments)
-        found = {
-            name: value[mask.bool()] if mask is not None and value.shape[:2] == mask.shape else value
-            for name, value in tensors(result).items()
-        }
-        cached = getattr(result, "past_key_values", None) is not None
-        return found | {"whether there is a cache": torch.tensor([float(cached)])}
-
-    def _outputs(self, model: Any, expected: Observed | None) -> Outputs:
-        """Every output of a pass, and where the original continues a text, of a token that follows."""
-        import torch
-
-        with torch.no_grad():
-            found = self._run(model)
-            if expected is not None:
-                steps = any(name.startswith("step.") for name in expected.outputs)
-                return found | (self._step(model) if steps else {})
-            if self.bench.base.inputs == TEXT and self.bench.subject.causal:
-                with contextlib.suppress(NotRun):  # a loss of the routing, say, takes no token beside a longer mask
-                    found |= on_original(self._step, model)
-        return found
-
-    def _step(self, model: Any) -> Outputs:
-        import torch
-
-        arguments = {name: value for name, value in self._arguments(model.config).items() if name != "labels"}
-        result = model(**arguments)
-        if (cache := getattr(result, "past_key_values", None)) is None:
-            return {}
-        if (mask := arguments.get("attention_mask")) is not None:
-            arguments["attention_mask"] = torch.cat([mask, mask[:, :1]], 1)
-        arguments["input_ids"] = arguments["input_ids"][:, :1]
-        return tensors(model(**arguments, past_key_values=cache), "step")
-
-    def _gradients(self, model: Any, trains: bool) -> Outputs:
-        """The gradient of every parameter for a random projection of all outputs, and the outputs."""
-        import torch
-
-        model.train(trains)
-        torch.manual_seed(self.bench.seed_for("training"))
-        outputs = self._run(model)
-        generator = torch.Generator().manual_seed(self.bench.seed_for("direction"))
-        total: Any = 0.0
-        for value in outputs.values():
-            if value.requires_grad:
-                direction = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-                total = total + (value * direction).sum()
-        if isinstance(total, float):
-            return {}
-        total.backward()
-        found = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return significant(found) | {f"with gradients: {name}": value.detach() for name, value in outputs.items()}
+        return self._runs.original(variations, None)
 
     def _check(self, expected: Observed, said: str = "") -> CheckRun:
         plain = [variation.name for variation in expected.variations if variation.field]
@@ -307,8 +181,8 @@ class Configurations:
         return CheckRun(f"{kind}: {said}", partial(self._compare, expected))
 
     def _compare(self, expected: Observed) -> Mapping[str, Figure]:
-        found = self._observed(self.bench.subject.rewritten, expected.variations, expected.weights, expected)
-        maximum = "fp64 max" if self.dtype == "float64" else "fp32 max"
+        found = self._runs.observed(self.bench.subject.rewritten, expected.variations, expected.weights, expected)
+        maximum = "fp64 max" if self._runs.dtype == "float64" else "fp32 max"
         try:
             near_exact(expected.initial, found.initial, maximum)
             figures = near_exact(expected.outputs, found.outputs, maximum, self._without_roundings(expected))
@@ -318,7 +192,7 @@ class Configurations:
                     for name, value in near_exact(expected.gradients, found.gradients, "gradient max").items()
                 }
         except Mismatch:
-            if expected.differs(self._original(expected.variations, expected.weights)):
+            if expected.differs(self._runs.original(expected.variations, expected.weights)):
                 raise NotRun("the original computes something else each time") from None
             raise
         return figures
@@ -326,7 +200,7 @@ class Configurations:
     def _without_roundings(self, expected: Observed) -> Callable[[], Outputs]:
         def run() -> Outputs:
             with unrounded():
-                return self._original(expected.variations, expected.weights).outputs
+                return self._runs.original(expected.variations, expected.weights).outputs
 
         return run
 
@@ -372,25 +246,8 @@ def _elsewhere(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:
     bench.fields += [one for one in found if one.values or one.name not in before]
 
 
-def significant(gradients: Outputs) -> Outputs:
-    """Gradients without those that are zero in exact arithmetic."""
-    from .tolerances import bound
-
-    sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in gradients.items()}
-    smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
-    return {name: value for name, value in gradients.items() if not sizes[name] <= smallest}
-
-
 def _unvaried(one: Choices, problems: Sequence[str]) -> ConfigField:
     return ConfigField(one.field, (), one.reason or "; ".join(dict.fromkeys(problems)))
-
-
-def _floating(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if value.is_floating_point()}
-
-
-def _fits(weights: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    return weights.keys() == state.keys() and all(weights[name].shape == state[name].shape for name in state)
 
 
 def _parts(config: Any, variant: Variant) -> tuple[str, ...]:
@@ -399,9 +256,3 @@ def _parts(config: Any, variant: Variant) -> tuple[str, ...]:
     if variant.inputs == TEXT:
         names = [name for name in names if getattr(config, name) is config.get_text_config()]
     return tuple(names)
-
-
-def _nothing() -> Any:
-    import torch
-
-    return torch.tensor([5])

@@ -29,7 +29,7 @@ def summary(verdict: Verdict) -> str:
 
 
 def _not_verified(reached: Sequence[Reached], fields: Sequence[ConfigField]) -> list[str]:
-    """How many lines of the modeling file, and of the runtime that it brings, no check ran; which fields kept theirs."""
+    """How many lines of the file and of the runtime that it brings no check ran; how many fields kept their values."""
     own, brought = reached[:1], reached[1:]
     counts = [(sum(file.missed for file in files), sum(file.lines for file in files)) for files in (own, brought)]
     said = [f"{missed} of {lines} lines" for missed, lines in counts[:1] if lines]

@@ -25,7 +25,6 @@ DROPOUT = "dropout=0.0 if not self.training else self.attention_dropout"
 GROUPS = "config.num_attention_heads // config.num_key_value_heads"
 RMS_NORM = "rms_norm(hidden_states, self.weight, self.variance_epsilon)"
 EMBEDDING = "nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)"
-PACKED_BIAS = 'biases = [projection._parameters["bias"] for projection in projections]'
 
 CONFIGURED = (
     Bug("llama", "theta hard-coded", THETA, "base = 10000.0"),
@@ -34,8 +33,15 @@ CONFIGURED = (
     Bug("llama", "scale of the rotation dropped", "emb.cos() * self.attention_scaling", "emb.cos()"),
     Bug("llama", "frequencies never updated", "@dynamic_rope_update", "@(lambda forward: forward)"),
     Bug("llama", "eps hard-coded", RMS_NORM, "rms_norm(hidden_states, self.weight, 1e-3)"),
-    Bug("llama", "eps at least 1e-3", RMS_NORM, "rms_norm(hidden_states, self.weight, max(self.variance_epsilon, 1e-3))"),
-    Bug("llama", "eps at most 1e-3", RMS_NORM, "rms_norm(hidden_states, self.weight, min(self.variance_epsilon, 1e-3))"),
+    Bug(
+        "llama",
+        "eps at least 1e-3",
+        RMS_NORM,
+        "rms_norm(hidden_states, self.weight, max(self.variance_epsilon, 1e-3))",
+    ),
+    Bug(
+        "llama", "eps at most 1e-3", RMS_NORM, "rms_norm(hidden_states, self.weight, min(self.variance_epsilon, 1e-3))"
+    ),
     Bug("llama", "activation hard-coded", ACT_FN, 'ACT2FN["silu"]'),
     Bug("llama", "tanh form of gelu dropped", ACT_FN, 'ACT2FN[config.hidden_act.removesuffix("_pytorch_tanh")]'),
     Bug("llama", "dropout dropped", DROPOUT, "dropout=0.0"),
@@ -49,9 +55,11 @@ CONFIGURED = (
     Bug("llama", "activation of the decode step", "self.up_proj), self.act_fn", 'self.up_proj), ACT2FN["silu"]'),
     Bug(
         "llama",
-        "gradient of packed biases dropped",
-        PACKED_BIAS,
-        PACKED_BIAS + "\n    biases = [bias if bias is None else bias.detach() for bias in biases]",
+        "gradient of biases dropped",
+        "return tuple(projection(input) for projection in projections)",
+        "return tuple(\n        projection(input) if getattr(projection, 'bias', None) is None\n"
+        "        else F.linear(input, projection.weight, projection.bias.detach())\n"
+        "        for projection in projections\n    )",
         file="runtime/products/packing.py",
     ),
     Bug(
@@ -71,8 +79,18 @@ CONFIGURED = (
     Bug("qwen3_moe", "theta hard-coded", THETA, "base = 10000.0"),
     Bug("qwen3_moe", "sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),
     Bug("qwen3_moe", "dense layers ignored", "(layer_idx not in config.mlp_only_layers)", "True"),
-    Bug("qwen3_moe", "loss coefficient", "router_aux_loss_coef = config.router_aux_loss_coef", "router_aux_loss_coef = 1e-3"),
-    Bug("qwen3_moe", "experts of the loss", "num_experts_per_tok = config.num_experts_per_tok", "num_experts_per_tok = 2"),
+    Bug(
+        "qwen3_moe",
+        "loss coefficient",
+        "router_aux_loss_coef = config.router_aux_loss_coef",
+        "router_aux_loss_coef = 1e-3",
+    ),
+    Bug(
+        "qwen3_moe",
+        "experts of the loss",
+        "num_experts_per_tok = config.num_experts_per_tok",
+        "num_experts_per_tok = 2",
+    ),
     Bug("qwen3_moe", "logits of the router never given", "else self.config.output_router_logits", "else False"),
     Bug("qwen3_moe", "window ignored", "self.config.sliding_window is None", "True"),
     Bug(
@@ -105,16 +123,28 @@ CONFIGURED = (
     Bug("gemma2", "dropout dropped", "dropout=self.attention_dropout if self.training else 0.0", "dropout=0.0"),
     Bug("gemma2", "theta hard-coded", THETA, "base = 10000.0"),
     Bug("bert", "activation hard-coded", ACT_FN, 'ACT2FN["gelu"]', count=2),
-    Bug("bert", "attention dropout of one tenth", "nn.Dropout(config.attention_probs_dropout_prob)", "nn.Dropout(0.1)"),
+    Bug(
+        "bert", "attention dropout of one tenth", "nn.Dropout(config.attention_probs_dropout_prob)", "nn.Dropout(0.1)"
+    ),
     Bug("bert", "hidden dropout of one tenth", "nn.Dropout(config.hidden_dropout_prob)", "nn.Dropout(0.1)"),
     Bug("bert", "eps hard-coded", "eps=config.layer_norm_eps", "eps=1e-3"),
     Bug("bert", "always causal", "is_causal=config.is_decoder", "is_causal=True"),
     Bug("bert", "first token is padding", "padding_idx=config.pad_token_id", "padding_idx=0"),
     Bug("bert", "two types of tokens", "nn.Embedding(config.type_vocab_size", "nn.Embedding(2"),
-    Bug("bert", "no cross-attention", "self.add_cross_attention = config.add_cross_attention", "self.add_cross_attention = False"),
+    Bug(
+        "bert",
+        "no cross-attention",
+        "self.add_cross_attention = config.add_cross_attention",
+        "self.add_cross_attention = False",
+    ),
     Bug("t5", "eps hard-coded", "variance + self.variance_epsilon", "variance + 1e-3"),
     Bug("t5", "never gated", "if config.is_gated_act:", "if False:"),
-    Bug("t5", "gate of relu", "gated_activation(wi_0, hidden_linear, self.act)", "nn.functional.relu(wi_0) * hidden_linear"),
+    Bug(
+        "t5",
+        "gate of relu",
+        "gated_activation(wi_0, hidden_linear, self.act)",
+        "nn.functional.relu(wi_0) * hidden_linear",
+    ),
     Bug("t5", "activation hard-coded", "ACT2FN[config.dense_act_fn]", 'ACT2FN["relu"]', count=2),
     Bug("t5", "distance hard-coded", "= config.relative_attention_max_distance", "= 128"),
     Bug("t5", "buckets hard-coded", "num_buckets=self.relative_attention_num_buckets", "num_buckets=32"),
@@ -122,13 +152,33 @@ CONFIGURED = (
     Bug("t5", "factor of the initial weights", "factor = self.config.initializer_factor", "factor = 1.0"),
     Bug("t5", "scale of the decoder", "if self.config.scale_decoder_outputs:", "if True:"),
     Bug("qwen3_next", "rotated share hard-coded", '.get("partial_rotary_factor", 1.0)', '.get("a share", 0.25)'),
-    Bug("qwen3_next", "activation of the convolution", "self.activation = config.hidden_act", 'self.activation = "silu"'),
-    Bug("qwen3_next", "eps of the gated norm", "self.layer_norm_epsilon = config.rms_norm_eps", "self.layer_norm_epsilon = 1e-3"),
+    Bug(
+        "qwen3_next",
+        "activation of the convolution",
+        "self.activation = config.hidden_act",
+        'self.activation = "silu"',
+    ),
+    Bug(
+        "qwen3_next",
+        "eps of the gated norm",
+        "self.layer_norm_epsilon = config.rms_norm_eps",
+        "self.layer_norm_epsilon = 1e-3",
+    ),
     Bug("qwen3_next", "sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),
     Bug("qwen3_next", "dense layers ignored", "(layer_idx not in config.mlp_only_layers)", "True"),
-    Bug("qwen3_next", "range of the initial experts", "init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)", "init.normal_(module.down_proj, mean=0.0, std=0.02)"),
-    Bug("qwen3_next", "linear layers first", "self.block_type = config.layer_types[layer_idx]", 'self.block_type = ("linear_attention", "full_attention")[layer_idx % 2]'),
-)  # fmt: skip
+    Bug(
+        "qwen3_next",
+        "range of the initial experts",
+        "init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)",
+        "init.normal_(module.down_proj, mean=0.0, std=0.02)",
+    ),
+    Bug(
+        "qwen3_next",
+        "linear layers first",
+        "self.block_type = config.layer_types[layer_idx]",
+        'self.block_type = ("linear_attention", "full_attention")[layer_idx % 2]',
+    ),
+)
 QUICK = Options(quick=True)
 FULL = Options()
 
