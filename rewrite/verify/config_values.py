@@ -101,7 +101,8 @@ class _Chooser:
 
     def _choices(self, name: str, value: Any) -> Choices:
         every = name in KV_HEADS or name in HEADS or _is_activation(name, value) or name.endswith(EPS)
-        found = [self._variation(name, other, every or other is None) for other in self._others(name, value)]
+        others = [other for other in self._others(name, value) if other != value or type(other) is not type(value)]
+        found = [self._variation(name, other, every or other is None) for other in others]
         found += self._with_others(name)
         reason = "" if found else f"no other value is known for {value!r}"
         return Choices(self.prefix + name, tuple(found), reason)

@@ -19,6 +19,9 @@ from .unrounded import unrounded
 from .verdict import ConfigField, Figure
 from .workbench import Workbench, build, on_original
 
+APART = ("output_", "return_", "use_cache", "bidirectional", "causal", "is_decoder")
+"""Parts of the names of what says what is returned, and of what lets a token see those after it."""
+
 UNSEEN = "no output, gradient or initial weight of the original depends on it here"
 
 
@@ -40,19 +43,19 @@ class Configurations:
 
     def checks(self) -> Iterator[CheckRun]:
         """Yield a check for every value that shows in the original; `found` gets the fields, varied or not."""
-        choices = self._choices()
+        wanted = self.choices()
         try:
-            if choices:
+            if wanted:
                 self._settle()
         except NotRun as reason:
-            self.found += [_unvaried(one, [str(reason)]) for one in choices]
+            self.found += [_unvaried(one, [str(reason)]) for one in wanted]
             return
         if self.bench.options.quick:
-            yield from self._together(choices)
+            yield from self._together(wanted)
             return
         alone: list[Variation] = []
         hidden: list[tuple[Choices, list[str]]] = []
-        for one in choices:
+        for one in wanted:
             shown: list[Variation] = []
             problems: list[str] = []
             for variation, observed in self._shown(one, (), problems):
@@ -65,7 +68,7 @@ class Configurations:
                 hidden.append((one, problems))
         yield from self._with_others(hidden, alone)
 
-    def _choices(self) -> list[Choices]:
+    def choices(self) -> list[Choices]:
         """The choices for each field that a model of this class reads and no other class was judged by."""
         base, original = self.bench.base, self.bench.subject.original
         try:
@@ -151,8 +154,8 @@ class Configurations:
         self._hand_on(together)
 
     def _hand_on(self, together: tuple[Variation, ...]) -> None:
-        """Leave the fields that go together to the gate of generation, without those that say what is returned."""
-        kept = tuple(one for one in together if not one.field.startswith(("output_", "return_", "use_cache")))
+        """Leave the fields that go together to the gate of generation, without those that `APART` speaks of."""
+        kept = tuple(one for one in together if not any(part in one.field for part in APART))
         if kept:
             self.bench.varied = Variant("fields varied", changed(self.bench.base.config, kept), self.bench.base.inputs)
 

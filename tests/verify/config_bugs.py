@@ -8,7 +8,7 @@ from pathlib import Path
 from rewrite.verify import Options, sides
 from rewrite.verify.checks import CheckRun, run_check
 from rewrite.verify.configs import small_variants
-from rewrite.verify.configurations import configuration_checks
+from rewrite.verify.configurations import Configurations, configuration_checks
 from rewrite.verify.loop import loop_checks
 from rewrite.verify.runner import settled
 from rewrite.verify.subjects import find_subjects
@@ -179,8 +179,6 @@ CONFIGURED = (
         'self.block_type = ("linear_attention", "full_attention")[layer_idx % 2]',
     ),
 )
-QUICK = Options(quick=True)
-FULL = Options()
 
 
 def spoiled(bug: Bug, folder: Path) -> None:
@@ -189,18 +187,23 @@ def spoiled(bug: Bug, folder: Path) -> None:
     file.write_text(planted(file.read_text(), bug.old, bug.new, bug.count))
 
 
-def first_failure(model: str, package: Path, options: Options = FULL) -> Check | None:
-    """Run the checks on configurations alone, until one fails."""
+def first_failure(model: str, package: Path, options: Options, field: str = "") -> Check | None:
+    """Run the checks on configurations alone, until one fails; with a `field`, those on that one."""
     with settled(options):
-        for check in _checks(model, package, options):
+        for check in _checks(model, package, options, field):
             if (result := run_check(check)).status == "failed":
                 return result
     return None
 
 
-def _checks(model: str, package: Path, options: Options) -> Iterator[CheckRun]:
+def _checks(model: str, package: Path, options: Options, field: str) -> Iterator[CheckRun]:
     subjects = find_subjects(*(sides.load(sides.locate(side)) for side in (upstream(model), package)))
     main = subjects.main
-    bench = Workbench(main, small_variants(main.original, main.causal, {}), options)
+    bench = Workbench(main, small_variants(main.original, main.causal, {})[:1], options)
+    if field:
+        fields = frozenset(one.field for one in Configurations(bench).choices())
+        assert field in fields, f"{main.name} reads {sorted(fields)}"
+        yield from Configurations(bench, fields - {field}).checks()
+        return
     yield from configuration_checks(bench, subjects.others)
-    yield from (check for check in loop_checks(bench, bench.variants[:1]) if "fields varied" in check.name)
+    yield from (check for check in loop_checks(bench, bench.variants) if "fields varied" in check.name)
