@@ -29,6 +29,7 @@ OPTIONS = Options(
     gates=("structure", "parity", "generation"),
     keep_going=True,
     others=False,
+    configuration=False,
 )
 OUTCOMES: dict[str, Outcome] = {"passed": "pass", "failed": "fail", "not run": "not run"}
 

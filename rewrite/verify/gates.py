@@ -10,6 +10,7 @@ from .checkpoints import round_trip
 from .checks import CheckRun
 from .compiled import compile_checks
 from .configs import small_variants
+from .configurations import configuration_checks
 from .forward import forward_parity
 from .generation import generation_checks
 from .loop import loop_checks
@@ -45,6 +46,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     """Gate 2; a model that is fed more than text is compared as a whole."""
     if bench.base.inputs != TEXT:
         yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
+        yield from configuration_checks(bench, subjects.others)
         for other in subjects.others if bench.options.others else ():
             yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
         return
@@ -52,6 +54,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
         yield from exact_checks(bench, variant)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
+    yield from configuration_checks(bench, subjects.others)
     for other in subjects.others if bench.options.others else ():
         yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
     yield from low_precision_checks(bench, bench.base)

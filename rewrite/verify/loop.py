@@ -46,6 +46,8 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
         yield CheckRun(
             f"decode loop, step by step, unused slots poisoned, {variant.name}", partial(_stepwise, bench, variant)
         )
+    if bench.varied is not None:
+        yield CheckRun("decode loop, step by step, fields varied", partial(_stepwise, bench, bench.varied))
     for name, run in (
         ("sampling with a fixed seed", _sampled),
         ("an end token, and a streamer", _ended),

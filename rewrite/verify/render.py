@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from .verdict import Check, Divergence, Figure, Gate, Reached, Verdict
+from .verdict import Check, ConfigField, Divergence, Figure, Gate, Reached, Verdict
 
 WIDTH = 80
 APPROXIMATE = "approximate, "
@@ -22,19 +22,24 @@ def summary(verdict: Verdict) -> str:
     timed = [check for check in checks if "outcome" in check.figures]
     parts += [_speed(check) for check in timed if not str(check.figures["outcome"]).startswith("not claimed")]
     parts += [f"{share:.0%} of the memory limit" for share in _figures(checks, "rewritten share")]
-    parts += _not_verified(verdict.reached)
+    parts += _not_verified(verdict.reached, verdict.config_fields)
     parts.append(f"{verdict.seconds:.0f} s" if verdict.passed else _short(verdict.reason))
     outcome = f"pass{_approximate(verdict)}" if verdict.passed else "FAIL"
     return f"parity: {outcome}{_low_precision(checks)} · {' · '.join(parts)}"
 
 
-def _not_verified(reached: Sequence[Reached]) -> list[str]:
-    """How many lines of the modeling file, and of the runtime that it brings, no check ran."""
+def _not_verified(reached: Sequence[Reached], fields: Sequence[ConfigField]) -> list[str]:
+    """How many lines of the file and of the runtime that it brings no check ran; how many fields kept their values."""
     own, brought = reached[:1], reached[1:]
     counts = [(sum(file.missed for file in files), sum(file.lines for file in files)) for files in (own, brought)]
     said = [f"{missed} of {lines} lines" for missed, lines in counts[:1] if lines]
     said += [f"{missed / lines:.0%} of the runtime" for missed, lines in counts[1:] if lines]
-    return [f"not verified: {' and '.join(said)}"] if said else []
+    said += [f"{sum(not one.values for one in fields)} of {len(fields)} config fields"] if fields else []
+    return [f"not verified: {_listed(said)}"] if said else []
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join([*([", ".join(parts[:-1])] if parts[:-1] else []), *parts[-1:]])
 
 
 def _approximate(verdict: Verdict) -> str:
@@ -83,6 +88,7 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
     lines += _reached(verdict.reached, verbose)
     if not verdict.reached and verdict.options.reach and not verdict.options.quick:
         lines.append("not counted   which lines ran: none did, or a debugger or another counter is at work")
+    lines += _config_fields(verdict.config_fields, verbose)
     if verdict.reason and not verdict.passed:
         lines += _wrap(f"failed: {verdict.reason}", "")
     approximate = ", approximate" if _approximate(verdict) else ""
@@ -156,6 +162,18 @@ def _reached(reached: Sequence[Reached], verbose: bool) -> Iterator[str]:
     for file in brought if verbose else ():
         if file.missed:
             yield from _wrap(f"{indent}{file.file}: {file.missed} of {file.lines}: {file.where}", indent + "  ")
+
+
+def _config_fields(fields: Sequence[ConfigField], verbose: bool) -> Iterator[str]:
+    """The fields of the configuration that kept their values, with the reason; all fields if verbose."""
+    kept = [one for one in fields if not one.values]
+    if fields:
+        yield f"not varied    {len(kept)} of {len(fields)} fields of the configuration that the model reads"
+    for one in kept:
+        yield from _wrap(f"{' ' * 14}{one.name}: {one.reason}", " " * 16)
+    for one in fields if verbose else ():
+        if one.values:
+            yield from _wrap(f"  varied      {one.name}: {', '.join(one.values)}", " " * 16)
 
 
 def _figure(value: Figure) -> str:

@@ -74,6 +74,7 @@ class _Run:
             options=self.options,
             seconds=time.perf_counter() - started,
             reached=reach.reached(self.rewritten),
+            config_fields=tuple(self.bench.fields) if self.bench else (),
         )
 
     def _reason(self, failed: Gate | None) -> str:

@@ -20,7 +20,7 @@ class Options:
     `expected_sites` are rewritten sites per transform, compared with the lock; `seeds` are independent inputs a check.
     `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure;
     without `others` the main class alone is compared. `reach` counts which lines of the rewritten side ran, unless
-    it is `quick`.
+    it is `quick`; `configuration` varies the fields that the model reads, one after another, or if `quick` at once.
     """
 
     device: str = "cpu"
@@ -37,6 +37,7 @@ class Options:
     fail_fast: bool = False
     others: bool = True
     reach: bool = True
+    configuration: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
     expected_sites: Mapping[str, int] | None = None
 
@@ -101,6 +102,15 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class ConfigField:
+    """A field of the configuration that the model reads: the values it was given, or why it kept its own."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Identity:
     """Which file one side was, by content."""
 
@@ -124,6 +134,7 @@ class Verdict:
     options: Options
     seconds: float
     reached: tuple[Reached, ...] = ()
+    config_fields: tuple[ConfigField, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -12,7 +12,7 @@ from .compare import NotRun
 from .configs import Variant
 from .rounding import Rounding
 from .subjects import Subject
-from .verdict import Options
+from .verdict import ConfigField, Options
 
 Result = TypeVar("Result")
 KEPT_NAMES = ("A_log", "dt_bias", "inv_freq", "position_ids")
@@ -35,6 +35,10 @@ class Workbench:
     options: Options
     rounding: Rounding | None = None
     """What the rewritten side rounds on request, and the original here with it."""
+    fields: list[ConfigField] = field(default_factory=list)
+    """The fields of the configuration, as far as they were varied: filled by the checks on them."""
+    varied: Variant | None = None
+    """As many of these fields at once as go together."""
     _weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pairs: dict[tuple[str, str, str], Pair] = field(default_factory=dict)
 
