@@ -10,6 +10,7 @@ from typing import Literal
 from rewrite.errors import VerificationError
 
 from . import sides
+from .asking import asked_alone
 from .checkpoints import round_trip
 from .checks import CheckRun, describe, run_check
 from .compare import NotRun
@@ -82,4 +83,4 @@ def _alone(subject: Subject) -> Mapping[str, Figure]:
     except VerificationError as error:
         raise NotRun(str(error)) from error
     bench = Workbench(subject, variants[:1], OPTIONS)
-    return {**forward_parity(bench), **round_trip(bench, bench.base)}
+    return {**forward_parity(bench), **asked_alone(bench), **round_trip(bench, bench.base)}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from .approximate import approximation_checks
+from .asking import argument_checks, asked_alone
 from .checkpoints import round_trip
 from .checks import CheckRun
 from .compiled import compile_checks
@@ -45,11 +46,13 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     """Gate 2; a model that is fed more than text is compared as a whole."""
     if bench.base.inputs != TEXT:
         yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
+        yield from argument_checks(bench, bench.base)
         for other in subjects.others if bench.options.others else ():
             yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
         return
     for variant in bench.variants:
         yield from exact_checks(bench, variant)
+    yield from argument_checks(bench, bench.base)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
     for other in subjects.others if bench.options.others else ():
@@ -62,7 +65,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
 
 
 def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:
-    """A class beside the main one: a forward pass and a checkpoint round trip."""
+    """A class beside the main one: a forward pass, each of its arguments and a checkpoint round trip."""
     variants = on_original(small_variants, subject.original, False, bench.options.config)
-    other = Workbench(subject, variants[:1], bench.options, bench.rounding)
-    return {**forward_parity(other), **round_trip(other, other.base)}
+    other = Workbench(subject, variants[:1], bench.options, bench.rounding, bench.record)
+    return {**forward_parity(other), **asked_alone(other), **round_trip(other, other.base)}

@@ -74,6 +74,7 @@ class _Run:
             options=self.options,
             seconds=time.perf_counter() - started,
             reached=reach.reached(self.rewritten),
+            asked=self.bench.record.asked() if self.bench else (),
         )
 
     def _reason(self, failed: Gate | None) -> str:

@@ -101,6 +101,19 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """How many `names` of a kind (the arguments of `forward`, the outputs) a class has, and those that `missed`.
+
+    An argument is missed that no check gave a value, an output that no check compared.
+    """
+
+    model_class: str
+    kind: str
+    names: int
+    missed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Identity:
     """Which file one side was, by content."""
 
@@ -124,6 +137,7 @@ class Verdict:
     options: Options
     seconds: float
     reached: tuple[Reached, ...] = ()
+    asked: tuple[Asked, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from .compare import NotRun
 from .configs import Variant
+from .record import Record
 from .rounding import Rounding
 from .subjects import Subject
 from .verdict import Options
@@ -35,6 +36,8 @@ class Workbench:
     options: Options
     rounding: Rounding | None = None
     """What the rewritten side rounds on request, and the original here with it."""
+    record: Record = field(default_factory=Record)
+    """Which arguments were given and which outputs compared, of all classes together."""
     _weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pairs: dict[tuple[str, str, str], Pair] = field(default_factory=dict)
 
