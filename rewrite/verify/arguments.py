@@ -84,7 +84,8 @@ def _found(name: ast.expr, function: Callable[..., Any], owner: Any) -> tuple[Ca
         return value.__func__, value.__self__
     if inspect.isfunction(value):
         return value, parent
-    return (type(value).forward, value) if hasattr(type(value), "forward") else (None, None)
+    forward = getattr(type(value), "forward", None)
+    return (forward, value) if forward is not None else (None, None)
 
 
 def _left_to_others(call: ast.Call, callee: Callable[..., Any], taken: dict[str, None]) -> dict[str, None]:

@@ -16,6 +16,8 @@ from .generation import generation_checks
 from .loop import loop_checks
 from .model_inputs import TEXT
 from .parity import exact_checks, low_precision_checks
+from .precision import precision_checks
+from .registered import registered_checks
 from .shapes import wide_variant
 from .subjects import Subject, Subjects
 from .training import changing_checks, hook_checks
@@ -55,9 +57,11 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     yield from argument_checks(bench, bench.base)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
+    yield from registered_checks(bench, bench.base)
     for other in subjects.others if bench.options.others else ():
         yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
     yield from low_precision_checks(bench, bench.base)
+    yield from precision_checks(bench, bench.base)
     if bench.options.device != "cpu" and not bench.options.quick:
         yield from low_precision_checks(bench, wide_variant(bench))
     yield from compile_checks(bench, bench.base)
