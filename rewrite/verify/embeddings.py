@@ -1,4 +1,4 @@
-"""Gate 1: the embeddings and the head that a model names are its own, can be replaced, and grow as the original's do."""
+"""Gate 1: the embeddings and the head that a model names can be asked for and replaced, and grow as the original's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _set_input(model: Any, setting: Setting) -> None:
     import torch
 
     old = model.get_input_embeddings().weight
-    new = torch.nn.Embedding(*old.shape, dtype=old.dtype)
+    new = torch.nn.Embedding(old.shape[0], old.shape[1], dtype=old.dtype)
     model.set_input_embeddings(new)
     if model.get_input_embeddings() is not new:
         raise Mismatch("get_input_embeddings() is not what set_input_embeddings() was given")

@@ -1,4 +1,4 @@
-"""Gate 1: with the same seed both sides begin with the same weights, byte for byte, and leave the same random state."""
+"""Gate 1: with the same seed both sides begin with the same weights, byte for byte, and the same random numbers."""
 
 from __future__ import annotations
 

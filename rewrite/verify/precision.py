@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from .checks import CheckRun
 from .compare import Mismatch, NotRun, finite, same_names
 from .configs import Variant
-from .model_inputs import TEXT
 from .observed import everything
 from .scenarios import Outputs, Scenario, Setting, call, main_output, real
 from .verdict import Figure
@@ -140,7 +139,10 @@ def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str
 
 
 def inputs_of(model: Any, bench: Workbench, variant: Variant) -> dict[str, tuple[Any, Any]]:
-    """What each module of the modeling file is called with on a long prompt, by its name; of several calls the first."""
+    """What the modules of the modeling file are called with on a long prompt, by name.
+
+    Of modules that differ in their weights alone there is one, and of several calls the first.
+    """
     import torch
 
     found: dict[str, tuple[Any, Any]] = {}
@@ -181,13 +183,11 @@ def _kind(module: Any) -> tuple[Any, ...]:
     """What tells modules apart but their weights and their number."""
     plain = (bool, int, float, str, type(None))
     return tuple(
-        (name, type(part), *(item for item in sorted(vars(part).items(), key=str) if _tells(*item, plain)))
-        for name, part in module.named_modules()
+        (path, type(part), name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, plain) and not name.endswith("layer_idx")
     )
-
-
-def _tells(name: str, value: Any, plain: tuple[type, ...]) -> bool:
-    return isinstance(value, plain) and not name.endswith("layer_idx")
 
 
 def _routes(module: Any, variant: Variant) -> bool:

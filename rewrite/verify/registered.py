@@ -80,8 +80,6 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     weights = 1 / (1 + (query @ key.transpose(2, 3)).square())
-    if mask is None:
-        weights = weights.tril(key.shape[2] - query.shape[2])
-    else:
-        weights = weights.masked_fill(~mask, 0)
+    earlier = key.shape[2] - query.shape[2]
+    weights = weights.tril(earlier) if mask is None else weights.masked_fill(~mask, 0)
     return (weights @ value).transpose(1, 2).contiguous()
