@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import given
+from .compare import NotRun
 from .given import DECODER_IDS, IDS, Arguments, Call, Value
 
 
@@ -51,6 +52,15 @@ def _mask(heads: bool, boolean: bool = False, rows: int | None = None) -> Value:
     return make
 
 
+def _kinds(call: Call) -> Arguments:
+    """A dict of masks, which models with several kinds of layers take."""
+    kinds = getattr(call.model.config.get_text_config(), "layer_types", None)
+    if not kinds or len(set(kinds)) < 2:
+        raise NotRun("the model has one kind of layers")
+    masks = {kind: call.seen() if "linear" not in kind else None for kind in kinds}
+    return {**call.plain, "attention_mask": masks}
+
+
 def _embeds(ids: str) -> Callable[[Call], Arguments]:
     return lambda call: given.without(call.plain, [ids]) | {given.EMBEDDED[ids]: call.embedded(ids)}
 
@@ -76,8 +86,13 @@ def _another_ignored(call: Call) -> Arguments:
     return {**call.plain, "labels": found.masked_fill(found < 0, ignored), "ignore_index": ignored}
 
 
+def _regression(call: Call) -> Arguments:
+    call.model.config.problem_type = "regression"
+    return {**call.plain, "labels": given.several_labels(call)}
+
+
 def _shifted(call: Call) -> Any:
-    return given.labels(call).roll(1, -1)
+    return given.labels(call).flip(-1)
 
 
 def _next_sentence(call: Call) -> Arguments:
@@ -183,6 +198,7 @@ CASES: tuple[Case, ...] = (
     Case("4-D mask of booleans", ("attention_mask",), _beside(attention_mask=_mask(False, True))),
     Case("4-D mask of one row for all", ("attention_mask",), _beside(attention_mask=_mask(False, rows=1))),
     Case("4-D mask of each head, one row", ("attention_mask",), _beside(attention_mask=_mask(True)), rows=1),
+    Case("a mask of each kind of layer", ("attention_mask",), _kinds),
     Case("left padding, many tokens", ("attention_mask",), _padded("left"), padded="left", length=LONG),
     Case("4-D mask of each head, many tokens", ("attention_mask",), _beside(attention_mask=_mask(True)), length=LONG),
     Case("positions with gaps", ("position_ids",), _beside(
@@ -217,6 +233,7 @@ CASES: tuple[Case, ...] = (
     Case("labels", ("labels",), _beside(labels=given.labels)),
     Case("labels alone", ("labels", DECODER_IDS), _unlabelled),
     Case("labels, a share of each class", ("labels",), _beside(labels=given.several_labels)),
+    Case("labels to regress to", ("labels",), _regression),
     Case("labels, right padding", ("labels", "attention_mask"), _beside(
         labels=given.labels, attention_mask=lambda call: call.padded("right")), padded="right"),
     Case("num_items_in_batch", ("labels", "num_items_in_batch"), _with_labels("num_items_in_batch", _always(7))),

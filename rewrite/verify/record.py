@@ -29,6 +29,10 @@ class Record:
         known |= {argument: True for argument in arguments if argument in known}
         seen |= {output: found or seen.get(output, False) for output, found in fields.items()}
 
+    def given(self) -> set[str]:
+        """The arguments that any class was given."""
+        return {name for known in self.arguments.values() for name, done in known.items() if done}
+
     def asked(self) -> tuple[Asked, ...]:
         """What was given and compared, class by class."""
         kinds = (("arguments", self.arguments), ("outputs", self.outputs))
