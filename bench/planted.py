@@ -2,8 +2,8 @@
 
     python bench/planted.py [MODEL ...] [--bugs argument_bugs] [--name PART] [--full] [--device cpu] [--seed 0]
 
-The bugs are data: every tuple of `Bug` in tests/verify/<bugs>.py. Each model is rewritten once; each bug is planted into
-a copy of that package and verified in a process of its own, until its first failed check.
+The bugs are data: every tuple of `Bug` in tests/verify/<bugs>.py. Each model is rewritten once; each bug is planted
+into a copy of that package and verified in a process of its own, until its first failed check.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .observed import everything, fields_of
 from .scenarios import Outputs, Scenario, Setting
 from .subjects import Subject
 from .verdict import Figure
-from .workbench import Workbench, on_original
+from .workbench import Workbench
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +34,7 @@ ALWAYS = ("the plain arguments", "labels", "labels, a share of each class")
 def argument_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     """One check per case and attention implementation, and some of a configuration that the case needs."""
     for implementation in bench.implementations()[: 1 if bench.options.quick else None]:
-        model = on_original(bench.pair, variant, implementation, "float64").original
-        taken = arguments_of(model)
+        taken = arguments_of(bench.plain_original(variant, implementation, "float64"))
         bench.record.expect(bench.subject.name, taken)
         for varied, case in _asked_for(bench, variant, taken):
             if case.eager and implementation != bench.implementations()[-1]:
@@ -156,7 +155,7 @@ def asked_alone(bench: Workbench) -> dict[str, Figure]:
         Mismatch: a case differs.
     """
     implementation = bench.implementations()[0]
-    taken = arguments_of(on_original(bench.pair, bench.base, implementation, "float64").original)
+    taken = arguments_of(bench.plain_original(bench.base, implementation, "float64"))
     bench.record.expect(bench.subject.name, taken)
     short = Workbench(bench.subject, bench.variants, replace(bench.options, quick=True), bench.rounding, bench.record)
     done, known = 0, bench.record.given() if bench.options.quick else set()

@@ -10,12 +10,10 @@ from typing import Literal
 from rewrite.errors import VerificationError
 
 from . import sides
-from .asking import asked_alone
-from .checkpoints import round_trip
+from .alone import class_alone
 from .checks import CheckRun, describe, run_check
 from .compare import NotRun
 from .configs import small_variants
-from .forward import forward_parity
 from .runner import settled, verify
 from .subjects import Subject, model_classes, paired
 from .verdict import Check, Figure, Options
@@ -83,4 +81,4 @@ def _alone(subject: Subject) -> Mapping[str, Figure]:
     except VerificationError as error:
         raise NotRun(str(error)) from error
     bench = Workbench(subject, variants[:1], OPTIONS)
-    return {**forward_parity(bench), **asked_alone(bench), **round_trip(bench, bench.base)}
+    return class_alone(bench)

@@ -14,7 +14,7 @@ from .compare import Mismatch
 from .structure import same_state
 from .subjects import Subjects
 from .verdict import Figure
-from .workbench import Workbench, on_original
+from .workbench import Workbench
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -25,7 +25,7 @@ def declared_checks(
     """What classes declare, and what a built model has."""
     yield CheckRun("what model classes declare", lambda: _classes(subjects))
     yield CheckRun("signatures of every module's forward", lambda: _signatures(*modules))
-    yield CheckRun("what a built model declares", partial(_built, bench))
+    yield CheckRun("what a built model declares", partial(built_alike, bench))
 
 
 def comparable(value: Any) -> Any:
@@ -91,11 +91,11 @@ def _spelled(parameters: list[tuple[str, int, str]]) -> str:
     return ", ".join(f"{name}={default}" if "_empty" not in default else name for name, _, default in parameters)
 
 
-def _built(bench: Workbench) -> Mapping[str, Figure]:
+def built_alike(bench: Workbench) -> Mapping[str, Figure]:
     """Numbers, names and plans of every module, and the buffers, also those that no checkpoint holds."""
     import torch
 
-    pair = on_original(bench.pair, bench.base, bench.implementations()[0], "float32")
+    pair = bench.pair(bench.base, bench.implementations()[0], "float32")
     common = set(vars(torch.nn.Module()))
     new = dict(pair.rewritten.named_modules())
     count = 0

@@ -33,7 +33,7 @@ def forward_parity(bench: Workbench) -> dict[str, Figure]:
 
 
 def _in_dtype(bench: Workbench, implementation: str, dtype: str) -> dict[str, Figure]:
-    pair = on_original(bench.fresh, bench.base, implementation, dtype)
+    pair = bench.fresh(bench.base, implementation, dtype)
     original = on_original(observe, pair.original, bench, dtype)
     if not finite(original):
         raise NotRun(f"the original's output is not finite in {dtype}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from .alone import class_alone
 from .approximate import approximation_checks
-from .asking import argument_checks, asked_alone
-from .checkpoints import round_trip
+from .asking import argument_checks
 from .checks import CheckRun
 from .compiled import compile_checks
 from .configs import small_variants
@@ -72,4 +72,4 @@ def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:
     """A class beside the main one: a forward pass, each of its arguments and a checkpoint round trip."""
     variants = on_original(small_variants, subject.original, False, bench.options.config)
     other = Workbench(subject, variants[:1], bench.options, bench.rounding, bench.record)
-    return {**forward_parity(other), **asked_alone(other), **round_trip(other, other.base)}
+    return class_alone(other)

@@ -18,10 +18,11 @@ RANGES = {"initializer_range": 0.05, "init_std": 0.05, "initializer_factor": 1.3
 
 def initial_checks(bench: Workbench) -> Iterator[CheckRun]:
     """Weights as a class makes them, and as `_init_weights` makes them of anything."""
-    yield CheckRun("initial weights", lambda: _initial(bench))
+    yield CheckRun("initial weights", lambda: initial_alike(bench))
 
 
-def _initial(bench: Workbench) -> Mapping[str, Figure]:
+def initial_alike(bench: Workbench) -> Mapping[str, Figure]:
+    """Compare the weights that both sides begin with, and those that `_init_weights` gives to filled modules."""
     import torch
 
     original, first = on_original(_made, bench.subject.original, bench)

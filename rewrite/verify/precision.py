@@ -30,6 +30,9 @@ TOKENS, ROWS, STEPS, LARGE, EXPERTS = 450, 2, 3, 8.0, 32
 ENOUGH = 50_000
 """Of a module's larger outputs so many values are compared, in rows spread evenly: the error of more is the same."""
 
+FEW = 500
+"""A module's output of fewer values is compared together with its others."""
+
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -44,8 +47,11 @@ def precision_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     for dtype in dtypes:
         yield CheckRun(f"{dtype}, {variant.name}: module by module", partial(modules_alone, bench, variant, dtype))
     many = many_experts(variant)
-    for dtype in dtypes if many else ():
-        assert many is not None
+    if many is None:
+        return
+    first = bench.implementations()[0]
+    yield CheckRun(f"fp64 {first}, {many.name}: a prompt of {TOKENS} tokens", partial(_exact, bench, many, first))
+    for dtype in dtypes:
         yield CheckRun(f"{dtype}, {many.name}: module by module", partial(modules_alone, bench, many, dtype))
 
 
@@ -111,8 +117,8 @@ def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str
     """
     import torch
 
-    low = on_original(bench.pair, variant, "eager", dtype)
-    exact = on_original(bench.pair, variant, "eager", "float64").original
+    low = bench.pair(variant, "eager", dtype)
+    exact = bench.pair(variant, "eager", "float64").original
     eps = torch.finfo(getattr(torch, dtype)).eps
     worst, done = 0.0, 0
     for name, (arguments, keywords) in on_original(inputs_of, low.original, bench, variant).items():
@@ -129,10 +135,14 @@ def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str
             if not finite(truth):
                 continue
             try:
-                figures = compare(truth, own, new, eps, _routes(exact.get_submodule(name), variant))
+                same_names(own, new)
+                for names in _by_themselves(own):
+                    runs = [{one: run[one] for one in names} for run in (truth, own, new)]
+                    figures = compare(runs[0], runs[1], runs[2], eps, _routes(exact.get_submodule(name), variant))
+                    worst = max(worst, float(figures.get("rms ratio", 0.0)))
             except Mismatch as error:
                 raise Mismatch(f"{name}, inputs × {scale:g}: {error}", error.figures) from error
-            worst, done = max(worst, float(figures.get("rms ratio", 0.0))), done + 1
+            done += 1
     if not done:
         raise NotRun("no module of the original runs by itself")
     return {"modules": done, "rms ratio": worst}
@@ -172,6 +182,12 @@ def _run(module: Any, arguments: Any, keywords: Any) -> Outputs:
     with torch.no_grad():
         found = everything(module(*arguments, **keywords))
     return {name: _thinned(value) for name, value in found.items() if value.is_floating_point()}
+
+
+def _by_themselves(outputs: Outputs) -> list[list[str]]:
+    """The outputs of a module one by one, where they are large enough to have an RMS, and the small ones together."""
+    small = [name for name, value in outputs.items() if value.numel() < FEW]
+    return [[name] for name in outputs if name not in small] + ([small] if small else [])
 
 
 def _thinned(value: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Workbench:
 
             with torch.random.fork_rng():
                 torch.manual_seed(self.seed_for("init", variant.name))
-                model = build(self.subject.original, variant, "eager", "float32", "cpu")
+                model = on_original(build, self.subject.original, variant, "eager", "float32", "cpu")
                 randomise(model, self.seed_for("weights", variant.name))
             self._weights[variant.name] = {name: value.clone() for name, value in model.state_dict().items()}
         return self._weights[variant.name]

@@ -90,12 +90,6 @@ LLAMA = (
     Bug("llama", "positions in the model's dtype", ANGLES, "position_ids[..., None].to(x.dtype).float()"),
     Bug(
         "llama",
-        "softmax in low precision over many keys",
-        "dim=-1, dtype=torch.float32)",
-        "dim=-1, dtype=torch.float32 if attn_weights.shape[-1] < 128 else None)",
-    ),
-    Bug(
-        "llama",
         "packed weights remembered by the first",
         "    whole = memory.joined(tensors)\n",
         "    kept = _as_one.__dict__.setdefault('kept', {})\n"
