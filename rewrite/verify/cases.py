@@ -100,7 +100,8 @@ def _next_sentence(call: Call) -> Arguments:
 
 
 def _span(call: Call) -> Arguments:
-    starts, ends = (call.integers(call.length + 3, call.rows, salt=salt) for salt in (9, 10))  # some lie outside
+    starts, ends = (call.integers(call.length, call.rows, salt=salt) for salt in (9, 10))
+    starts[-1], ends[0] = call.length + 2, call.length - 1  # one lies outside, one is the last token
     return {**call.plain, "start_positions": starts, "end_positions": ends}
 
 
@@ -209,8 +210,8 @@ CASES: tuple[Case, ...] = (
     Case("inputs_embeds", ("inputs_embeds",), _embeds(IDS)),
     Case("decoder_inputs_embeds", ("decoder_inputs_embeds",), _embeds(DECODER_IDS)),
     Case("token types", ("token_type_ids",), _beside(token_type_ids=_types)),
-    Case("decoder's mask", ("decoder_attention_mask",), _beside(
-        decoder_attention_mask=lambda call: call.padded("right")), padded="right"),
+    Case("decoder's mask, left padding", ("decoder_attention_mask",), _beside(
+        decoder_attention_mask=lambda call: call.padded("left")), padded="left"),
     Case("encoder_outputs", ("encoder_outputs",), _encoded),
     Case("encoder states", ("encoder_hidden_states",), _beside(encoder_hidden_states=_heard)),
     Case("encoder states with a mask", ("encoder_hidden_states", "encoder_attention_mask"), _beside(

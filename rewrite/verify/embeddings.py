@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from .checks import CheckRun
-from .compare import Mismatch, NotRun, near_exact
+from .compare import Mismatch, NotRun, Observations, near_exact
 from .given import IDS, Call
 from .scenarios import Outputs, Setting, main_output
 from .structure import same_state, same_tying
+from .unrounded import unrounded
 from .verdict import Figure
 from .workbench import Workbench, on_original
 
@@ -38,7 +39,7 @@ def embeddings_alone(bench: Workbench) -> Mapping[str, Figure]:
 def _changed(bench: Workbench, change: Callable[[Any, Setting], None]) -> Mapping[str, Figure]:
     if IDS not in bench.base.inputs:
         raise NotRun(f"{bench.subject.name} reads no text")
-    pair = bench.fresh(bench.base, "eager", "float64")
+    pair, again = bench.fresh(bench.base, "eager", "float64"), bench.plain_original(bench.base, "eager", "float64")
     setting = Setting(bench.subject, bench.base.vocab_size, "cpu", bench.seed_for("embeddings"))
     expected = on_original(_after, pair.original, bench, setting, change)
     found = _after(pair.rewritten, bench, setting, change)
@@ -48,7 +49,12 @@ def _changed(bench: Workbench, change: Callable[[Any, Setting], None]) -> Mappin
         wanted, given = on_original(_place, pair.original, get), _place(pair.rewritten, get)
         if wanted != given:
             raise Mismatch(f"{get}() is {given or 'no module of the model'}, expected {wanted or 'none'}")
-    return near_exact(expected, found)
+
+    def truth() -> Observations:
+        with unrounded():
+            return on_original(_after, again, bench, setting, change)
+
+    return near_exact(expected, found, unrounded=truth)
 
 
 def _place(model: Any, get: str) -> str:

@@ -44,8 +44,9 @@ def precision_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
         yield CheckRun(f"fp64 {name}", partial(_exact, bench, variant, implementation))
         for dtype in dtypes:
             yield CheckRun(f"{dtype} {name}", partial(_long, bench, variant, implementation, dtype))
-    for dtype in dtypes:
-        yield CheckRun(f"{dtype}, {variant.name}: module by module", partial(modules_alone, bench, variant, dtype))
+    for other in [variant, *(one for one in bench.variants if one is not variant)]:
+        for dtype in dtypes:
+            yield CheckRun(f"{dtype}, {other.name}: module by module", partial(modules_alone, bench, other, dtype))
     many = many_experts(variant)
     if many is None:
         return

@@ -8,11 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .checks import CheckRun
-from .compare import NotRun, near_exact
+from .compare import NotRun, Observations, near_exact
 from .configs import Variant
 from .inputs import Padding
 from .observed import everything
 from .scenarios import Outputs, Setting, call
+from .unrounded import unrounded
 from .verdict import Figure
 from .workbench import Workbench, on_original
 
@@ -34,7 +35,12 @@ def _registered(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     expected = on_original(calls_of, pair.original, setting)
     if not any(name.startswith("call 0") for name in expected):
         raise NotRun("the original calls no registered attention function")
-    return near_exact(expected, calls_of(pair.rewritten, setting))
+
+    def truth() -> Observations:
+        with unrounded():
+            return on_original(calls_of, pair.original, setting)
+
+    return near_exact(expected, calls_of(pair.rewritten, setting), unrounded=truth)
 
 
 def calls_of(model: Any, setting: Setting) -> Outputs:
