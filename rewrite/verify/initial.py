@@ -22,7 +22,7 @@ def initial_checks(bench: Workbench) -> Iterator[CheckRun]:
 
 
 def initial_alike(bench: Workbench) -> Mapping[str, Figure]:
-    """Compare the weights that both sides begin with, and those that `_init_weights` gives to filled modules."""
+    """Compare the weights that both sides begin with, and those that initialising makes of others."""
     import torch
 
     original, first = on_original(_made, bench.subject.original, bench)
@@ -49,7 +49,7 @@ def _made(model_class: Any, bench: Workbench) -> tuple[Any, Any]:
 
 
 def _again(model: Any, bench: Workbench) -> None:
-    """Fill every parameter with one number, and have each module initialised: what a missing weight goes through."""
+    """Fill every parameter with one number, and have all initialised: what a missing weight goes through."""
     import torch
 
     with torch.no_grad():
@@ -58,4 +58,5 @@ def _again(model: Any, bench: Workbench) -> None:
             parameter._is_hf_initialized = False
         torch.manual_seed(bench.seed_for("again"))
         for module in model.modules():
-            model._init_weights(module)
+            module._is_hf_initialized = False
+        model.initialize_weights()  # parts that are models have their own way
