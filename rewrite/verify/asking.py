@@ -157,7 +157,9 @@ def asked_alone(bench: Workbench) -> dict[str, Figure]:
     implementation = bench.implementations()[0]
     taken = arguments_of(bench.plain_original(bench.base, implementation, "float64"))
     bench.record.expect(bench.subject.name, taken)
-    short = Workbench(bench.subject, bench.variants, replace(bench.options, quick=True), bench.rounding, bench.record)
+    short = Workbench(
+        bench.subject, bench.variants, replace(bench.options, quick=True), bench.rounding, record=bench.record
+    )
     done, known = 0, bench.record.given() if bench.options.quick else set()
     for variant, case in _asked_for(bench, bench.base, taken):
         if case.length != LENGTH or (known.issuperset(case.gives) and case.name not in ALWAYS):

@@ -71,5 +71,5 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
 def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:
     """A class beside the main one: a forward pass, each of its arguments and a checkpoint round trip."""
     variants = on_original(small_variants, subject.original, False, bench.options.config)
-    other = Workbench(subject, variants[:1], bench.options, bench.rounding, bench.record)
+    other = Workbench(subject, variants[:1], bench.options, bench.rounding, record=bench.record)
     return class_alone(other)
