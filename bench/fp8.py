@@ -100,7 +100,7 @@ class Models:
         """The original with its projections rounded to 8 bits and back, and their inputs where those are quantised."""
         import torch
 
-        form = self.runtime["fp8_format"]
+        form = self.runtime["fp8.format"]
         model = self._with_the_same_weights(model_class)
         dtype = form.dtype_for(self.plain.lm_head.weight)
 
@@ -118,15 +118,15 @@ class Models:
 
 
 RUNTIME = (
-    "fp8_format",
-    "fp8_weights",
-    "fp8_step",
-    "fp8_product",
-    "fp8_rows",
-    "explain",
-    "backend",
-    "launch",
-    "graph_store",
+    "fp8.format",
+    "fp8.weights",
+    "fp8.step",
+    "fp8.product",
+    "fp8.rows",
+    "core.explain",
+    "core.backend",
+    "core.launch",
+    "decode.graph_store",
 )
 
 
@@ -240,7 +240,7 @@ def prompts(models: Models, tokens: int, rounds: int) -> dict[str, float]:
     ids = torch.randint(1, models.config.vocab_size, (1, tokens), device=models.device)
     sides = {"bf16": models.plain, "fp8": models.fp8}
     samples: dict[str, list[float]] = {name: [] for name in sides}
-    product = models.runtime["fp8_product"]
+    product = models.runtime["fp8.product"]
 
     def read(model: Any) -> None:
         with torch.no_grad():
@@ -274,10 +274,10 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
     """Microseconds a call and GB/s of each tile of each product of a step, over the weights of all layers."""
     import torch
 
-    step, launch, runtime = models.runtime["fp8_step"], models.runtime["launch"], models.runtime
+    step, launch, runtime = models.runtime["fp8.step"], models.runtime["core.launch"], models.runtime
     layers = models.fp8.model.layers
     norm = layers[0].input_layernorm.prologue()
-    copies = runtime["fp8_weights"]._copies
+    copies = runtime["fp8.weights"]._copies
     found: dict[str, Any] = {}
     groups = {
         "qkv": ([copies[layer.self_attn.q_proj].weight for layer in layers], "linear", norm, False),
@@ -299,11 +299,11 @@ def tiles(models: Models, rows: int, stop: float) -> dict[str, Any]:
         def run(tile: Any, kind=kind, weights=weights, prologue=prologue, x=x, out=out, residual=residual) -> None:
             for weight in weights:
                 if kind == "gated":
-                    step.launch_gated(x, weight, None, "silu", prologue, out, tile)
+                    step.launch_gated(x, step.read(weight), None, "silu", prologue, out, tile)
                 elif kind == "linear":
-                    step.launch_linear(x, weight, None, prologue, residual, out, tile)
+                    step.launch_linear(x, step.read(weight), None, prologue, residual, out, tile)
                 else:
-                    step.launch_skinny(x, weight, None, prologue, residual, out, tile)
+                    step.launch_skinny(x, step.read(weight), None, prologue, residual, out, tile)
 
         candidates = [step.tile_for(kind, weights[0], normed=prologue is not None), *TILES[kind]]
         candidates = [t for t in dict.fromkeys(candidates) if inputs % t[1] == 0 and outputs % t[0] == 0]
@@ -376,12 +376,12 @@ def measure(packages: Path, shape: str, out: Path | None, seconds_left: float, w
         torch.cuda.empty_cache()
         note("read_gb_s", read_speed)
         note("allocated_gb", lambda: torch.cuda.memory_allocated() / 1e9)
-        note("copies_gb", lambda: models.runtime["fp8_weights"].nbytes(models.fp8) / 1e9)
+        note("copies_gb", lambda: models.runtime["fp8.weights"].nbytes(models.fp8) / 1e9)
     for batch in (1, 8):
         note(f"decode, batch {batch}", lambda batch=batch: decoding(models, batch, ROUNDS))
     for tokens in (512, 2048):
         note(f"prompt of {tokens}, ms", lambda tokens=tokens: prompts(models, tokens, ROUNDS))
-    note("explain", lambda: str(models.runtime["explain"].explain(models.fp8)).splitlines())
+    note("explain", lambda: str(models.runtime["core.explain"].explain(models.fp8)).splitlines())
     if with_tiles and device == "cuda":
         for rows in (1, 8):
             note(f"tiles, {rows} rows", lambda rows=rows: tiles(models, rows, stop))

@@ -136,7 +136,7 @@ def skinny_of(form: Form) -> Contender:
 def vector_of(tile: tuple[int, int, int]) -> Contender:
     return Contender(
         "linear " + shown(tile),
-        lambda x, weight, out: linear.launch_linear(x, weight, None, None, None, out, tile),
+        lambda x, weight, out: linear.launch_linear(x, linear.Weight(weight), None, None, None, out, tile),
         tile,
     )
 

@@ -72,7 +72,7 @@ class DecodeMasks(Transform):
             forward = info.methods.get("forward")
             if forward is None or not _stacked(info, module):
                 continue
-            known = CACHE in parameters(forward) and bool(_masked(info, module))
+            known = CACHE in parameters(forward) and any(map(_takes_cache, _stacked(info, module)))
             for number, call in enumerate(_mask_calls(forward, module)):
                 if not known and not _makes_causal(call, forward, module):
                     continue

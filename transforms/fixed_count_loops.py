@@ -11,7 +11,7 @@ import libcst.matchers as m
 from rewrite.analysis.loops.integration_loop import NotBounded, turns
 from rewrite.analysis.moe.expert_loop import ExpertLoop, NotALoop, expert_loop
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
-from rewrite.analysis.syntax.nodes import calls_in, replace_nodes, single_assignments
+from rewrite.analysis.syntax.nodes import calls_in, given_names, replace_nodes, single_assignments
 from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
@@ -96,11 +96,18 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo
 def _hits(iterated: cst.BaseExpression, function: cst.FunctionDef) -> bool:
     """Whether a loop runs over what `nonzero` or `unique` found, by name or not: its length is data on the device."""
     values, lines = [iterated], [node for node in walk(function.body) if isinstance(node, cst.Assign)]
-    for value in values:  # grows: what a name holds may be a name
-        if isinstance(value, cst.Name):
-            given = [line.value for line in lines for t in line.targets if m.matches(t.target, m.Name(value.value))]
+    for value in values:  # grows: what a name holds may be made of a name
+        if isinstance(name := _receiver(value), cst.Name):
+            given = [found[name.value] for line in lines if name.value in (found := given_names(line))]
             values += [node for node in given if not any(node is known for known in values)]
     return any(called in _FINDS for value in values for called in _called(value))
+
+
+def _receiver(value: cst.BaseExpression) -> cst.BaseExpression:
+    """Return what stands first in a chain of methods and subscripts: `x` of `x.nonzero()[0].squeeze(-1)`."""
+    while isinstance(value, (cst.Attribute, cst.Subscript, cst.Call)):
+        value = value.func if isinstance(value, cst.Call) else value.value
+    return value
 
 
 def _called(node: cst.CSTNode) -> Iterator[str]:

@@ -27,6 +27,10 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--sample", type=click.IntRange(1), metavar="N", help="Only N files, spread evenly.")
 @click.option("--changed", is_flag=True,
               help="Only files whose rewriting differs from --against; the other rows are as there.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True,
+              help="Where classes run; `cuda` spreads the processes over all cards and runs the kernels.")  # fmt: skip
+@click.option("--beside", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="OTHER.json",
+              help="The table of another device, to stand as a column in --markdown.")  # fmt: skip
 @click.option("--no-verify", is_flag=True, help="Only rewrite; runs nothing.")
 def sweep(
     models: tuple[str, ...],
@@ -38,6 +42,8 @@ def sweep(
     against: Path | None,
     sample: int | None,
     changed: bool,
+    device: str,
+    beside: Path | None,
     no_verify: bool,
 ) -> int:
     """Rewrite every modeling file of the installed transformers, verify every class that can be built small.
@@ -50,9 +56,11 @@ def sweep(
     from rewrite.show.console import Screen
     from rewrite.sweep import plan, pool, table
     from rewrite.sweep.against import previous, regressions
+    from rewrite.verify.device import Devices, every
 
     if changed and against is None:
         raise click.UsageError("--changed needs --against: what was rewritten before")
+    devices = Devices() if no_verify else every(device)
     screen = Screen(quiet_output=str(json_path) == "-")
     installed = plan.library(root)
     before = previous(against) if against is not None else {}
@@ -60,14 +68,14 @@ def sweep(
     with tempfile.TemporaryDirectory() as scratch:
         kept = rows or Path(scratch)
         depth: Depth = "rewritten" if no_verify else "verified"
-        tasks = [pool.Task(file, name, kept / f"{name.replace('/', '.')}.json", depth) for name, file in chosen]
+        tasks = plan.tasks(chosen, kept, depth, devices.names)
         if sample is not None or changed:
             wanted = plan.sampled(tasks, sample or 0) | (plan.changed(tasks, before, jobs) if changed else set())
             tasks = [task for task in tasks if task.name in wanted]
         done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining")}
     kept_as_before = {name: before[name] for name, _ in chosen if name in before} if changed else {}
     found = sorted({**kept_as_before, **done}.values(), key=lambda row: row.file)
-    report = table.Report(installed.version, tuple(found))
+    report = table.Report(installed.version, tuple(found), devices.card, table.read(beside) if beside else None)
     if json_path is not None:
         json_path.write_text(report.json_text(), "utf-8")
     if markdown_path is not None:

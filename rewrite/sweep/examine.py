@@ -28,8 +28,11 @@ Depth = Literal["text", "rewritten", "verified"]
 """How far to go: only the text that comes out, with what is promised of it, or with the verifier's answer."""
 
 
-def examine(file: Path, name: str, depth: Depth) -> Row:
-    """Return the row of a modeling file. Whatever the file or a rule does wrong ends in the row."""
+def examine(file: Path, name: str, depth: Depth, device: str = "cpu") -> Row:
+    """Return the row of a modeling file, whose classes run on `device`.
+
+    Whatever the file or a rule does wrong ends in the row.
+    """
     started = time.perf_counter()
     row = Row(name)
     try:
@@ -37,7 +40,7 @@ def examine(file: Path, name: str, depth: Depth) -> Row:
         built = _rewritten(row, source, depth)
         if depth == "verified":
             with tempfile.TemporaryDirectory() as folder:
-                _verified(row, built, Path(folder) / f"swept_{file.stem.removeprefix('modeling_')}")
+                _verified(row, built, Path(folder) / f"swept_{file.stem.removeprefix('modeling_')}", device)
     except RewriteError as error:
         row.error = f"{type(error).__name__}: {error}"
     except Exception as error:  # the sweep goes on, and the row says why this file did not
@@ -69,7 +72,7 @@ def _rewritten(row: Row, source: Source, depth: Depth) -> Build:
     return build
 
 
-def _verified(row: Row, built: Build, folder: Path) -> None:
+def _verified(row: Row, built: Build, folder: Path, device: str) -> None:
     """Write the package, import it, and verify its classes."""
     from rewrite.verify.breadth import class_outcomes
 
@@ -85,6 +88,6 @@ def _verified(row: Row, built: Build, folder: Path) -> None:
     sys.path.insert(0, str(folder.parent))  # the process ends with this row
     importlib.import_module(folder.name)
     row.imported = True
-    gates, classes = class_outcomes(built.source.path, folder)
+    gates, classes = class_outcomes(built.source.path, folder, device)
     row.gates = gates
     row.classes = [ClassRow(*found) for found in classes]

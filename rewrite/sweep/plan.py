@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rewrite.errors import MissingLibrary, NotATransformers
 from rewrite.sweep import pool
 from rewrite.sweep.row import Row
 from rewrite.upstream.installed import Installed, copy_at, find_transformers
+
+if TYPE_CHECKING:
+    from rewrite.sweep.examine import Depth
 
 
 def library(root: Path | None) -> Installed:
@@ -42,6 +47,16 @@ def files(installed: Installed, folders: Sequence[str]) -> list[tuple[str, Path]
     found = sorted(models.glob("*/modeling_*.py"))
     wanted = [path for path in found if path.parent.name != "auto" and (not folders or path.parent.name in folders)]
     return [(path.relative_to(models).as_posix(), path) for path in wanted]
+
+
+def tasks(chosen: Sequence[tuple[str, Path]], rows: Path, depth: Depth, devices: Sequence[str]) -> list[pool.Task]:
+    """A task for each file, the devices in turn; rows of the same file on other kinds of devices lie beside it."""
+    kind = devices[0].partition(":")[0]
+    suffix = ".json" if kind == "cpu" else f".{kind}.json"
+    turns = itertools.cycle(devices)
+    return [
+        pool.Task(file, name, rows / (name.replace("/", ".") + suffix), depth, next(turns)) for name, file in chosen
+    ]
 
 
 def sampled(tasks: Sequence[pool.Task], count: int) -> set[str]:

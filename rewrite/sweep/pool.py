@@ -31,6 +31,8 @@ class Task:
     name: str
     result: Path
     depth: Depth
+    device: str = "cpu"
+    """Where its classes run: a device as torch names it."""
 
 
 def run(tasks: Sequence[Task], jobs: int) -> Iterator[Row]:
@@ -74,7 +76,7 @@ def _examine(task: Task) -> None:
     from rewrite.sweep.examine import examine
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        row = examine(task.file, task.name, task.depth)
+        row = examine(task.file, task.name, task.depth, task.device)
     _write(task, row)
 
 

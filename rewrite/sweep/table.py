@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rewrite.sweep.row import ClassRow, Row
@@ -18,17 +19,21 @@ class Report:
     version: str
     """Of transformers."""
     rows: tuple[Row, ...]
+    device: str = "a CPU"
+    beside: Report | None = None
+    """The same files on another device."""
 
     def to_json(self) -> dict[str, Any]:
         """The table as plain JSON values; times are left out, so that the same run gives the same file."""
         rows = [{name: value for name, value in row.to_json().items() if name != "seconds"} for row in self.rows]
-        return {"transformers": self.version, "rows": rows}
+        return {"transformers": self.version, "device": self.device, "rows": rows}
 
     def json_text(self) -> str:
         """The same as text, a row a line, so that a change of one file is a change of one line."""
         data = self.to_json()
         rows = ",\n".join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in data["rows"])
-        return f'{{"transformers": {json.dumps(data["transformers"])}, "rows": [\n{rows}\n]}}\n'
+        head = ", ".join(f"{json.dumps(name)}: {json.dumps(data[name])}" for name in ("transformers", "device"))
+        return f'{{{head}, "rows": [\n{rows}\n]}}\n'
 
     def summary(self) -> list[str]:
         """The totals, a line each."""
@@ -48,13 +53,16 @@ class Report:
 
     def markdown(self) -> str:
         """The table as Markdown."""
+        column = f" on {self.beside.device} |" if self.beside is not None else ""
+        others = {row.file: row for row in self.beside.rows} if self.beside is not None else {}
         lines = [
             "# Coverage",
             "",
-            f"Made by `rewrite sweep --markdown docs/coverage.md` with transformers {self.version}, on a CPU, with",
-            "small random models. A class passes if its outputs in fp64 are the original's (fp32 where it has",
+            f"Made by `rewrite sweep --markdown docs/coverage.md` with transformers {self.version}, on {self.device},",
+            "with small random models. A class passes if its outputs in fp64 are the original's (fp32 where it has",
             "no fp64 run) and its checkpoints too, byte for byte. The first causal LM of a file passes the verifier's",
             "quick gates.",
+            *self._other_device(),
             "",
             *(f"- {line}" for line in self.summary()),
             "",
@@ -63,11 +71,20 @@ class Report:
             *self._not_run(),
             "## Files",
             "",
-            "| file | sites | skipped | imported | classes that pass | not run | gates of the causal LM |",
-            "|---|---|---|---|---|---|---|",
-            *map(_line, self.rows),
+            f"| file | sites | skipped | imported | classes that pass | not run | gates of the causal LM |{column}",
+            f"|---|---|---|---|---|---|---|{'---|' if column else ''}",
+            *(_line(row) + (_elsewhere(others.get(row.file)) if column else "") for row in self.rows),
         ]
         return "\n".join(lines) + "\n"
+
+    def _other_device(self) -> Iterator[str]:
+        if self.beside is None:
+            return
+        classes = [found for row in self.beside.rows for found in row.classes]
+        yield ""
+        yield f"On {self.beside.device}, with transformers {self.beside.version}, in 16 bits too, by the verifier's"
+        yield "yardstick, with the kernels and the captured loop of the main class:"
+        yield f"{_tally(classes)}."
 
     def _failures(self) -> Iterator[str]:
         failed = [row for row in self.rows if row.outcome == "fail"]
@@ -106,6 +123,12 @@ class Report:
         yield ""
 
 
+def read(path: Path) -> Report:
+    """The table that `json_text` wrote."""
+    data = json.loads(path.read_text("utf-8"))
+    return Report(data["transformers"], tuple(map(Row.from_json, data["rows"])), data.get("device", "a CPU"))
+
+
 def why(row: Row) -> str:
     """Why a row fails."""
     if row.error:
@@ -127,6 +150,16 @@ def _line(row: Row) -> str:
     passed = f"{counts['pass']} of {len(row.classes)}"
     imported = "yes" if row.imported else "no"
     return f"| {row.file} | {sites} | {skips} | {imported} | {passed} | {counts['not run']} | {gates} |"
+
+
+def _elsewhere(row: Row | None) -> str:
+    """The classes of a file that pass on the other device."""
+    if row is None:
+        return " – |"
+    counts = Counter(found.outcome for found in row.classes)
+    gates = f", gates {', '.join(sorted(set(row.gates.values())))}" if row.gates else ""
+    failed = f", **{counts['fail']} fail**" if counts["fail"] else ""
+    return f" {counts['pass']} of {len(row.classes)}{failed}{gates} |"
 
 
 def _cell(text: str) -> str:

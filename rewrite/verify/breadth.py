@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from .alone import class_alone
 from .checks import CheckRun, describe, run_check
 from .compare import NotRun
 from .configs import small_variants
+from .forward import low_precision_forward
 from .runner import settled, verify
 from .subjects import Subject, model_classes, paired
 from .verdict import Check, Figure, Options
@@ -31,11 +33,15 @@ OPTIONS = Options(
 OUTCOMES: dict[str, Outcome] = {"passed": "pass", "failed": "fail", "not run": "not run"}
 
 
-def class_outcomes(original: Path, folder: Path) -> tuple[dict[str, Outcome], list[tuple[str, Outcome, str, bool]]]:
-    """Verify a package. Returns the gates of the main class, and name, outcome, detail and causality of every class.
+def class_outcomes(
+    original: Path, folder: Path, device: str = "cpu"
+) -> tuple[dict[str, Outcome], list[tuple[str, Outcome, str, bool]]]:
+    """Verify a package on a device.
 
-    The main class is the first causal language model, or base, that can be built small.
+    Returns the gates of the main class, and name, outcome, detail and causality of every class. The main class is the
+    first causal language model, or base, that can be built small.
     """
+    options = replace(OPTIONS, device=device)
     left, right = sides.load(sides.locate(original)), sides.load(sides.locate(folder))
     subjects = paired(left, right)
     missing = [cls.__name__ for cls in model_classes(left) if not hasattr(right, cls.__name__)]
@@ -44,14 +50,14 @@ def class_outcomes(original: Path, folder: Path) -> tuple[dict[str, Outcome], li
         (name, "fail", "the rewritten file lacks it", False) for name in missing
     ]
     main = next((subject for subject in subjects if subject.causal), None)
-    with settled(OPTIONS):
+    with settled(options):
         for subject in subjects:
             if subject is main:
                 continue
-            check = run_check(CheckRun(subject.name, partial(_alone, subject)))
+            check = run_check(CheckRun(subject.name, partial(_alone, subject, options)))
             rows.append((subject.name, OUTCOMES[check.status], brief(check.detail), subject.causal))
     if main is not None:
-        gates, row = _main(original, folder, main)
+        gates, row = _main(original, folder, main, options)
         rows.append(row)
     return gates, sorted(rows)
 
@@ -61,9 +67,11 @@ def brief(text: str) -> str:
     return " ".join(text.split()).partition(", so there is nothing to verify with")[0][:300]
 
 
-def _main(original: Path, folder: Path, main: Subject) -> tuple[dict[str, Outcome], tuple[str, Outcome, str, bool]]:
+def _main(
+    original: Path, folder: Path, main: Subject, options: Options
+) -> tuple[dict[str, Outcome], tuple[str, Outcome, str, bool]]:
     try:
-        verdict = verify(original, folder, OPTIONS)
+        verdict = verify(original, folder, options)
     except VerificationError as error:
         return {}, (main.name, "not run", brief(str(error)), main.causal)
     except Exception as error:  # foreign model code raises what it likes, outside any check too
@@ -75,10 +83,12 @@ def _main(original: Path, folder: Path, main: Subject) -> tuple[dict[str, Outcom
     return outcomes, (main.name, outcome, detail, main.causal)
 
 
-def _alone(subject: Subject) -> Mapping[str, Figure]:
+def _alone(subject: Subject, options: Options) -> Mapping[str, Figure]:
+    """What is cheap in fp64, in which no kernel takes part; on a GPU a forward pass in 16 bits too."""
     try:
         variants = small_variants(subject.original, subject.causal, {})
     except VerificationError as error:
         raise NotRun(str(error)) from error
-    bench = Workbench(subject, variants[:1], OPTIONS)
-    return class_alone(bench)
+    bench = Workbench(subject, variants[:1], options)
+    figures = class_alone(bench)
+    return figures if options.device == "cpu" else {**figures, **low_precision_forward(bench)}

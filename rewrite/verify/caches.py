@@ -13,7 +13,8 @@ from .scenarios import Outputs, Scenario, Setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-CAPACITY = 40
+CAPACITY = 64
+"""More than is fed: some models put tokens of their own before a prompt (CPM-Ant: 32)."""
 POISON = 1e4
 
 

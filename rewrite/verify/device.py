@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rewrite.errors import DeviceNotUsable
@@ -26,6 +27,30 @@ def usable_device(name: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DeviceNotUsable(name, str(error).splitlines()[0]) from error
     return name
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of one kind, as torch names them, and the card they are."""
+
+    names: tuple[str, ...] = ("cpu",)
+    card: str = "a CPU"
+
+
+def every(device: str) -> Devices:
+    """`cpu`, one device, or with `cuda` all cards.
+
+    Raises:
+        DeviceNotUsable: torch cannot use it.
+    """
+    if device == "cpu":
+        return Devices()
+    import torch
+
+    card = torch.cuda.get_device_name(usable_device(device))
+    if device != "cuda":
+        return Devices((device,), card)
+    return Devices(tuple(f"cuda:{index}" for index in range(torch.cuda.device_count())), card)
 
 
 def synchronise(device: str) -> None:

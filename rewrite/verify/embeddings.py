@@ -40,7 +40,7 @@ def _changed(bench: Workbench, change: Callable[[Any, Setting], None]) -> Mappin
     if IDS not in bench.base.inputs:
         raise NotRun(f"{bench.subject.name} reads no text")
     pair, again = bench.fresh(bench.base, "eager", "float64"), bench.plain_original(bench.base, "eager", "float64")
-    setting = Setting(bench.subject, bench.base.vocab_size, "cpu", bench.seed_for("embeddings"))
+    setting = Setting(bench.subject, bench.base.vocab_size, bench.options.device, bench.seed_for("embeddings"))
     expected = on_original(_after, pair.original, bench, setting, change)
     found = _after(pair.rewritten, bench, setting, change)
     same_state(pair.original.state_dict(), pair.rewritten.state_dict())
@@ -84,7 +84,7 @@ def _set_input(model: Any, setting: Setting) -> None:
     import torch
 
     old = model.get_input_embeddings().weight
-    new = torch.nn.Embedding(old.shape[0], old.shape[1], dtype=old.dtype)
+    new = torch.nn.Embedding(old.shape[0], old.shape[1], dtype=old.dtype).to(old.device)
     model.set_input_embeddings(new)
     if model.get_input_embeddings() is not new:
         raise Mismatch("get_input_embeddings() is not what set_input_embeddings() was given")
@@ -96,8 +96,8 @@ def _set_output(model: Any, setting: Setting) -> None:
     old = model.get_output_embeddings()
     if old is None:
         raise NotRun("the model has no output embeddings")
-    bias = old.bias is not None
-    model.set_output_embeddings(torch.nn.Linear(old.in_features, old.out_features, bias=bias, dtype=old.weight.dtype))
+    new = torch.nn.Linear(old.in_features, old.out_features, bias=old.bias is not None, dtype=old.weight.dtype)
+    model.set_output_embeddings(new.to(old.weight.device))
 
 
 def _grown(model: Any, setting: Setting) -> None:

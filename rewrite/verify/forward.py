@@ -10,9 +10,14 @@ from .model_inputs import TEXT, make, tensors
 from .unrounded import unrounded
 from .verdict import Figure
 from .workbench import Workbench, on_original
+from .yardstick import compare
 
 if TYPE_CHECKING:
     import torch
+
+
+TURNS, ENOUGH = 16, 512
+"""Inputs are drawn until there are enough numbers for the RMS of their errors to mean something."""
 
 
 def forward_parity(bench: Workbench) -> dict[str, Figure]:
@@ -51,7 +56,47 @@ def _in_dtype(bench: Workbench, implementation: str, dtype: str) -> dict[str, Fi
     return near_exact(original, rewritten, unrounded=truth)
 
 
-def observe(model: Any, bench: Workbench, dtype: str) -> Observations:
+def low_precision_forward(bench: Workbench) -> dict[str, Figure]:
+    """Compare the outputs in 16 bits, which is what kernels compute in, by the original's own error against fp64.
+
+    Only floating-point outputs: what a model chose (codes, indices) is another with any rounding.
+
+    Raises:
+        Mismatch: an output is further off than the yardstick allows.
+    """
+    try:
+        return _rounded(bench, bench.options.dtype)
+    except NotRun as reason:
+        return {bench.options.dtype: f"not run: {reason}"}
+
+
+def _rounded(bench: Workbench, dtype: str) -> dict[str, Figure]:
+    import torch
+
+    pairs = [bench.fresh(bench.base, bench.implementations()[0], name) for name in ("float64", dtype)]
+    truth: dict[str, torch.Tensor] = {}
+    own, new = dict(truth), dict(truth)
+    for turn in range(TURNS):
+        exact = _floating(on_original(observe, pairs[0].original, bench, "float64", turn), turn)
+        rounded = _floating(on_original(observe, pairs[1].original, bench, dtype, turn), turn)
+        if {name: value.shape for name, value in exact.items()} != {name: v.shape for name, v in rounded.items()}:
+            raise NotRun("the original's outputs have other shapes than in fp64")
+        if not (exact and finite(exact) and finite(rounded)):
+            raise NotRun("the original has no finite outputs")
+        truth, own = truth | exact, own | rounded
+        new |= _floating(observe(pairs[1].rewritten, bench, dtype, turn), turn)
+        if sum(value.numel() for value in truth.values()) >= ENOUGH:
+            break
+    figures = compare(truth, own, new, torch.finfo(getattr(torch, dtype)).eps, bench.base.routed)
+    return {f"{dtype} {name}": value for name, value in figures.items()}
+
+
+def _floating(outputs: Observations, turn: int) -> dict[str, torch.Tensor]:
+    found = {name: tensor for name, tensor in outputs.items() if tensor.is_floating_point() and tensor.numel()}
+    return {f"{name}, inputs {turn}": tensor for name, tensor in found.items()}
+
+
+def observe(model: Any, bench: Workbench, dtype: str, turn: int = 0) -> Observations:
     """The outputs of a plain pass, and where the class reads text alone, of a padded one; padding itself left out."""
     import torch
 
@@ -61,7 +106,7 @@ def observe(model: Any, bench: Workbench, dtype: str) -> Observations:
     )
     runs = []
     for padding in paddings:
-        seed = bench.seed_for(bench.subject.name, padding)
+        seed = bench.seed_for(bench.subject.name, padding, *([turn] if turn else []))
         arguments = make(kind, model.config, 2, seed, getattr(torch, dtype), padding)
         arguments = {name: value.to(bench.options.device) for name, value in arguments.items()}
         keep = {name: value.clone() for name, value in arguments.items()}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SWITCH = "_step_without_graph"
 LOOP = ".decode.generation"
 """Where the loop is in a package's runtime."""
-PARTS = ("core.backend", "decode.graph", "decode.graph_store")
+PARTS = ("core.backend", "decode.graph", "decode.graph_store", "core.capture")
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
 NEW, LONGER = 16, 40
 FINITE_POISON = 1e3
@@ -64,6 +64,7 @@ class Package:
     backend: Any
     graph: Any
     store: Any
+    capture: Any
 
     @classmethod
     def of(cls, model_class: Any) -> Package:
@@ -160,7 +161,7 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
                 found.append(graph.step(feed[:, step]).clone())
     except (package.graph.UnknownCache, package.graph.CacheFull) as error:
         raise NotRun(str(error)) from error
-    except (package.graph.StepDiffers, package.graph.StepFails) as error:
+    except (package.graph.StepDiffers, package.graph.StepFails, package.capture.CaptureFailed) as error:
         if fused(pair.rewritten):
             raise Mismatch(str(error)) from error
         raise NotRun(str(error)) from error

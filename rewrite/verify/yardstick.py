@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """Errors of one tensor against the fp64 run, in units of the expected tensor's RMS."""
+    """Errors of one tensor `[tokens, width]` against the fp64 run, in units of the expected tensor's RMS."""
 
     name: str
     original: Tensor
@@ -46,23 +46,21 @@ def compare(
 
     same_names(original, rewritten)
     require_same_dtypes(original, rewritten)
-    samples = [_sample(name, truth[name], original[name], rewritten[name], routed) for name in original]
+    samples = [_sample(name, truth[name], original[name], rewritten[name]) for name in original]
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.kind, []).append(sample)
     figures: dict[str, Figure] = {}
     for kind, members in groups.items():
-        pooled = _pooled(kind, members, eps)
+        pooled = _pooled(kind, members, eps, routed)
         if kind == "logits" or not figures:
             figures |= pooled
     equal = all(torch.equal(original[name].cpu(), rewritten[name].cpu()) for name in original)
     return figures | {"bit-equal": equal}
 
 
-def _pooled(kind: str, samples: list[Sample], eps: float) -> dict[str, Figure]:
-    import torch
-
-    own, new = torch.cat([s.original for s in samples]), torch.cat([s.rewritten for s in samples])
+def _pooled(kind: str, samples: list[Sample], eps: float, routed: bool) -> dict[str, Figure]:
+    own, new = _joined([s.original for s in samples], routed), _joined([s.rewritten for s in samples], routed)
     own_rms, new_rms = float(own.square().mean().sqrt()), float(new.square().mean().sqrt())
     own_max, new_max = float(own.abs().max()), float(new.abs().max())
     figures: dict[str, Figure] = {
@@ -88,14 +86,12 @@ def _ratio(new: float, own: float) -> float:
     return new / own if own else 1.0 if new == 0 else float("inf")
 
 
-def _sample(name: str, truth: Tensor, original: Tensor, rewritten: Tensor, routed: bool) -> Sample:
+def _sample(name: str, truth: Tensor, original: Tensor, rewritten: Tensor) -> Sample:
     error = measure(name, truth, rewritten)
     measure(name, original, rewritten)
-    own, new = _errors(truth, original), _errors(truth, rewritten)
-    if routed:
-        own, new = _without_outliers(own), _without_outliers(new)
     scale = max(error.scale_rms, 1e-30)
-    return Sample(name, own.flatten() / scale, new.flatten() / scale, error.scale / scale, error.where)
+    own, new = (_rows(_errors(truth, found)) / scale for found in (original, rewritten))
+    return Sample(name, own, new, error.scale / scale, error.where)
 
 
 def _errors(truth: Tensor, found: Tensor) -> Tensor:
@@ -106,8 +102,21 @@ def _errors(truth: Tensor, found: Tensor) -> Tensor:
     return torch.where(same, torch.zeros_like(expected), result - expected).nan_to_num(nan=float("inf"))
 
 
-def _without_outliers(errors: Tensor) -> Tensor:
-    """The errors without the tokens (all axes but the last) that are furthest off."""
-    rows = errors.reshape(-1, errors.shape[-1]) if errors.dim() > 1 else errors.reshape(-1, 1)
-    keep = rows.shape[0] - round(bound("routed tokens") * rows.shape[0])
-    return rows[rows.abs().amax(-1).argsort()[: max(keep, 1)]]
+def _rows(errors: Tensor) -> Tensor:
+    """Errors with all axes but the last as one, the tokens."""
+    return errors.reshape(-1, errors.shape[-1]) if errors.dim() > 1 else errors.reshape(-1, 1)
+
+
+def _joined(tensors: list[Tensor], routed: bool) -> Tensor:
+    """The errors of tensors as one; where tokens are routed to experts, without those that are furthest off.
+
+    They are chosen among all: of a single token, the last one of a prompt, a tenth is none.
+    """
+    import torch
+
+    if not routed:
+        return torch.cat([rows.flatten() for rows in tensors])
+    worst = torch.cat([rows.abs().amax(-1) for rows in tensors])
+    keep = max(len(worst) - round(bound("routed tokens") * len(worst)), 1)
+    limit = worst.sort().values[keep - 1]
+    return torch.cat([rows[rows.abs().amax(-1) <= limit].flatten() for rows in tensors])

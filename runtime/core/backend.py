@@ -164,10 +164,18 @@ def observed(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or _wrapped(module)
         or "parametrizations" in module._modules
         or _has_any_global_hook()
     )
+
+
+def _wrapped(module: nn.Module) -> bool:
+    """Return whether the instance has a `forward` that is not its class's own (which accelerate leaves behind)."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return False
+    return getattr(forward, "__func__", None) is not type(module).forward or forward.__self__ is not module
 
 
 def device_guard(tensor: torch.Tensor) -> AbstractContextManager[object]:

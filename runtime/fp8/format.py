@@ -57,15 +57,6 @@ if backend.triton_installed():
             sign = tl.where(code == 0, 0, sign)
         return (code | sign).to(tl.uint8)
 
-    @triton.jit
-    def widened(code, DECODE: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return what was loaded, e4m3 or with DECODE its bytes, in fp32."""
-        if DECODE:
-            wide = code.to(tl.int16)
-            half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-            return half.to(tl.float16, bitcast=True).to(tl.float32) * (128.0 if FNUZ else 256.0)
-        return code.to(tl.float32)
-
 
 class Quantized(NamedTuple):
     """Rows in 8 bits: `values` `[..., I]` in e4m3 and `scale` `[...]` in fp32."""

@@ -5,8 +5,9 @@ I in_features, O out_features, M rows, W[o] = s[o] q[o] as in `fp8_format`:
     linear   y = s * (x' qᵀ) + b (+ residual)                               x' = norm(x), or x
     gated    y = activation(s_g * (x' q_gᵀ) + b_g) * (s_u * (x' q_uᵀ) + b_u)
 
-These are the kernels of `linear` and `skinny`, with a scale for each output row: the input stays in its 16 bits, sums
-are fp32, the norm is computed inside, and inside a graph the first weights are loaded before the input is there.
+One row has the kernels of `linear`, with a scale for each output row: the input stays in its 16 bits, sums are fp32,
+the norm is computed inside, and inside a graph the first weights are loaded before the input is there. Several rows
+have a kernel of their own, in which the weight is the right side.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..core import backend
 from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile, entry, key
-from ..products.linear import is_one_row
+from ..products.linear import Weight, is_one_row, launch_gated, launch_linear
 from ..products.prologue import Prologue, norm_arguments
 from .format import Quantized, as_read
 
@@ -49,116 +50,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.gated_activation import _activate
-    from ..products.linear import scaled
-    from .format import widened
-
-    @triton.jit
-    def _fp8_linear_kernel(  # type: ignore[no-untyped-def]
-        x_ptr,
-        norm_ptr,
-        code_ptr,
-        scale_ptr,
-        bias_ptr,
-        residual_ptr,
-        out_ptr,
-        eps,
-        offset,
-        I: tl.constexpr,  # noqa: E741
-        O: tl.constexpr,  # noqa: E741
-        DECODE: tl.constexpr,
-        FNUZ: tl.constexpr,
-        NORM: tl.constexpr,
-        NORM_WEIGHT: tl.constexpr,
-        BIAS: tl.constexpr,
-        RESIDUAL: tl.constexpr,
-        OVERLAP: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_COLS: tl.constexpr,
-    ):
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
-        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        live = row < O
-        code_row = code_ptr + row[:, None] * I
-        col = tl.arange(0, BLOCK_COLS)
-        code = tl.load(code_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-        total = widened(code, DECODE, FNUZ) * x
-        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
-            col = start + tl.arange(0, BLOCK_COLS)
-            code = tl.load(code_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-            square += more
-            total += widened(code, DECODE, FNUZ) * x
-        y = tl.sum(total, 1) * scale
-        if NORM:
-            y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
-        if BIAS:
-            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
-        if RESIDUAL:
-            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
-
-    @triton.jit
-    def _fp8_gated_kernel(  # type: ignore[no-untyped-def]
-        x_ptr,
-        norm_ptr,
-        code_ptr,
-        scale_ptr,
-        bias_ptr,
-        out_ptr,
-        eps,
-        offset,
-        I: tl.constexpr,  # noqa: E741
-        O: tl.constexpr,  # noqa: E741
-        DECODE: tl.constexpr,
-        FNUZ: tl.constexpr,
-        NORM: tl.constexpr,
-        NORM_WEIGHT: tl.constexpr,
-        BIAS: tl.constexpr,
-        ACTIVATION: tl.constexpr,
-        OVERLAP: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_COLS: tl.constexpr,
-    ):
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
-        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        live = row < O
-        gate_row = code_ptr + row[:, None] * I
-        up_row = gate_row + O * I
-        col = tl.arange(0, BLOCK_COLS)
-        gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-        up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-        gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-        up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-        gates = widened(gate, DECODE, FNUZ) * x
-        ups = widened(up, DECODE, FNUZ) * x
-        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
-            col = start + tl.arange(0, BLOCK_COLS)
-            gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-            square += more
-            gates += widened(gate, DECODE, FNUZ) * x
-            ups += widened(up, DECODE, FNUZ) * x
-        g = tl.sum(gates, 1) * gate_scale
-        u = tl.sum(ups, 1) * up_scale
-        if NORM:
-            inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
-            g *= inverse
-            u *= inverse
-        if BIAS:
-            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
-            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
+    from ..products.linear import widened
 
     @triton.jit(do_not_specialize=["count"])
     def _fp8_skinny_kernel(  # type: ignore[no-untyped-def]
@@ -226,8 +118,6 @@ if backend.triton_installed():
             y += tl.load(residual_ptr + at, mask=written, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=written)
 
-    fp8_linear_kernel = Kernel(_fp8_linear_kernel)
-    fp8_gated_kernel = Kernel(_fp8_gated_kernel)
     fp8_skinny_kernel = Kernel(_fp8_skinny_kernel, dot=True)
 
 
@@ -241,87 +131,22 @@ def few_rows(
     """Return `norm(input) Wᵀ + bias + residual` `[M, O]` by a kernel."""
     one_row = is_one_row(input)
     out = input.new_empty((*input.shape[:-1], weight.values.shape[0]))
-    launch = launch_linear if one_row else launch_skinny
     tile = tile_for("linear" if one_row else "skinny_linear", weight, normed=prologue is not None)
-    launch(input, weight, bias, prologue, residual, out, tile)
+    launch = launch_linear if one_row else launch_skinny
+    launch(input, read(weight), bias, prologue, residual, out, tile)
     return out
 
 
 def gated(input: Tensor, weight: Quantized, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor:
     """Return the gated product of one row, `[1, O]`, of a weight `[2 O, I]` whose first half is the gate."""
     out = input.new_empty((*input.shape[:-1], weight.values.shape[0] // 2))
-    launch_gated(input, weight, bias, kind, prologue, out, tile_for("gated", weight))
+    launch_gated(input, read(weight), bias, kind, prologue, out, tile_for("gated", weight))
     return out
-
-
-def launch_linear(
-    input: Tensor,
-    weight: Quantized,
-    bias: Tensor | None,
-    prologue: Prologue | None,
-    residual: Tensor | None,
-    out: Tensor,
-    shape: Tile,
-) -> None:
-    """Run the kernel of one row with a tile."""
-    block_rows, block_cols, num_warps = shape
-    rows, cols = weight.values.shape
-    norm, eps, offset, has_weight = norm_arguments(prologue, input)
-    codes, decode, fnuz = read(weight)
-    overlap = overlaps(input)
-    with backend.device_guard(input):
-        fp8_linear_kernel.launch(
-            (-(-rows // block_rows), 1, 1),
-            num_warps,
-            (
-                input.contiguous(), norm, codes, weight.scale, input if bias is None else bias,
-                input if residual is None else residual.contiguous(), out,
-            ),
-            (),
-            (),
-            (eps, offset),
-            (
-                cols, rows, decode, fnuz, prologue is not None, has_weight, bias is not None, residual is not None,
-                overlap, block_rows, block_cols,
-            ),
-            overlap=overlap,
-        )  # fmt: skip
-
-
-def launch_gated(
-    input: Tensor,
-    weight: Quantized,
-    bias: Tensor | None,
-    kind: str,
-    prologue: Prologue | None,
-    out: Tensor,
-    shape: Tile,
-) -> None:
-    """Run the kernel of both halves of one row with a tile."""
-    block_rows, block_cols, num_warps = shape
-    rows, cols = weight.values.shape[0] // 2, weight.values.shape[1]
-    norm, eps, offset, has_weight = norm_arguments(prologue, input)
-    codes, decode, fnuz = read(weight)
-    overlap = overlaps(input)
-    with backend.device_guard(input):
-        fp8_gated_kernel.launch(
-            (-(-rows // block_rows), 1, 1),
-            num_warps,
-            (input.contiguous(), norm, codes, weight.scale, input if bias is None else bias, out),
-            (),
-            (),
-            (eps, offset),
-            (
-                cols, rows, decode, fnuz, prologue is not None, has_weight, bias is not None, kind, overlap,
-                block_rows, block_cols,
-            ),
-            overlap=overlap,
-        )  # fmt: skip
 
 
 def launch_skinny(
     input: Tensor,
-    weight: Quantized,
+    weight: Weight,
     bias: Tensor | None,
     prologue: Prologue | None,
     residual: Tensor | None,
@@ -330,16 +155,16 @@ def launch_skinny(
 ) -> None:
     """Run the kernel of 2 to 16 rows with a tile."""
     block_rows, block_cols, num_warps = shape
-    rows, cols = weight.values.shape
+    codes, scale, decode, fnuz = weight
+    rows, cols = codes.shape
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
-    codes, decode, fnuz = read(weight)
     overlap = overlaps(input)
     with backend.device_guard(input):
         fp8_skinny_kernel.launch(
             (-(-rows // block_rows), 1, 1),
             num_warps,
             (
-                input.contiguous(), norm, codes, weight.scale, input if bias is None else bias,
+                input.contiguous(), norm, codes, input if scale is None else scale, input if bias is None else bias,
                 input if residual is None else residual.contiguous(), out,
             ),
             (out.numel() // rows,),
@@ -353,10 +178,10 @@ def launch_skinny(
         )  # fmt: skip
 
 
-def read(weight: Quantized) -> tuple[Tensor, bool, bool]:
-    """Return the values as kernels read them, whether those decode bytes, and whether they are fnuz."""
+def read(weight: Quantized) -> Weight:
+    """Return a weight as kernels read it."""
     codes = as_read(weight.values)
-    return codes, codes.dtype == torch.uint8, weight.values.dtype == torch.float8_e4m3fnuz
+    return Weight(codes, weight.scale, codes.dtype == torch.uint8, weight.values.dtype == torch.float8_e4m3fnuz)
 
 
 def tile_for(kind: str, weight: Quantized, *, normed: bool = False) -> Tile:

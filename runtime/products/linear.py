@@ -9,12 +9,14 @@ For one row the time is that of reading the weight, and every launch beside it c
 kernel holds the RMSNorm (each program sums the squares of the whole row, which is in the L2 cache), the product, the
 activation and the residual, in fp32 throughout. Inside a graph it starts before the kernel before it has ended, loads
 its first weights, and only then waits for its input. 2 to 16 rows have kernels of their own (`skinny`); for more, and
-where `tiles` says that torch's own product is faster, the parts run one after the other.
+where `tiles` says that torch's own product is faster, the parts run one after the other. A weight in 8 bits is read by
+the same kernels, with a scale for each of its rows (`fp8.step`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,15 @@ if backend.triton_installed():
     from .gated_activation import _activate
 
     @triton.jit
+    def widened(loaded, DECODE: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return what was loaded of a weight in fp32; with DECODE the bytes of e4m3, or of e4m3fnuz."""
+        if DECODE:
+            wide = loaded.to(tl.int16)
+            half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+            return half.to(tl.float16, bitcast=True).to(tl.float32) * (128.0 if FNUZ else 256.0)
+        return loaded.to(tl.float32)
+
+    @triton.jit
     def scaled(x_ptr, norm_ptr, col, mask, offset, NORM: tl.constexpr, WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
         """Load columns of the input, times the norm's weight where there is one, and their squares; all fp32."""
         x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
@@ -81,6 +92,7 @@ if backend.triton_installed():
         x_ptr,
         norm_ptr,
         weight_ptr,
+        scale_ptr,
         bias_ptr,
         residual_ptr,
         out_ptr,
@@ -88,6 +100,9 @@ if backend.triton_installed():
         offset,
         I: tl.constexpr,  # noqa: E741
         O: tl.constexpr,  # noqa: E741
+        SCALED: tl.constexpr,
+        DECODE: tl.constexpr,
+        FNUZ: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
         BIAS: tl.constexpr,
@@ -103,17 +118,21 @@ if backend.triton_installed():
         weight_row = weight_ptr + row[:, None] * I
         col = tl.arange(0, BLOCK_COLS)
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        if SCALED:
+            scale = tl.load(scale_ptr + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-        total = weight.to(tl.float32) * x
+        total = widened(weight, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
             weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
             x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
             square += more
-            total += weight.to(tl.float32) * x
+            total += widened(weight, DECODE, FNUZ) * x
         y = tl.sum(total, 1)
+        if SCALED:
+            y *= scale
         if NORM:
             y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
         if BIAS:
@@ -127,12 +146,16 @@ if backend.triton_installed():
         x_ptr,
         norm_ptr,
         weight_ptr,
+        scale_ptr,
         bias_ptr,
         out_ptr,
         eps,
         offset,
         I: tl.constexpr,  # noqa: E741
         O: tl.constexpr,  # noqa: E741
+        SCALED: tl.constexpr,
+        DECODE: tl.constexpr,
+        FNUZ: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
         BIAS: tl.constexpr,
@@ -150,21 +173,27 @@ if backend.triton_installed():
         col = tl.arange(0, BLOCK_COLS)
         gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
+        if SCALED:
+            gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+            up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-        gates = gate.to(tl.float32) * x
-        ups = up.to(tl.float32) * x
+        gates = widened(gate, DECODE, FNUZ) * x
+        ups = widened(up, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
             gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
             up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
             x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
             square += more
-            gates += gate.to(tl.float32) * x
-            ups += up.to(tl.float32) * x
+            gates += widened(gate, DECODE, FNUZ) * x
+            ups += widened(up, DECODE, FNUZ) * x
         g = tl.sum(gates, 1)
         u = tl.sum(ups, 1)
+        if SCALED:
+            g *= gate_scale
+            u *= up_scale
         if NORM:
             inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
             g *= inverse
@@ -297,14 +326,29 @@ def few_rows(
     if shape is None:
         return None
     out = input.new_empty((*input.shape[:-1], rows))
-    launch = launch_linear if one_row else launch_skinny_linear
-    launch(input, weight, bias, prologue, residual, out, shape)
+    if one_row:
+        launch_linear(input, Weight(weight), bias, prologue, residual, out, shape)
+    else:
+        launch_skinny_linear(input, weight, bias, prologue, residual, out, shape)
     return out
+
+
+class Weight(NamedTuple):
+    """A weight as the kernels of one row read it."""
+
+    values: Tensor
+    """`[O, I]`, in the input's dtype or in 8 bits."""
+    scale: Tensor | None = None
+    """`[O]`, fp32, what the rows of a weight in 8 bits are times; None for 1."""
+    decode: bool = False
+    """Whether the values are bytes, of a format that the device does not convert."""
+    fnuz: bool = False
+    """Whether the bytes are of e4m3fnuz, and not of e4m3fn."""
 
 
 def launch_linear(
     input: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     prologue: Prologue | None,
     residual: Tensor | None,
@@ -313,20 +357,24 @@ def launch_linear(
 ) -> None:
     """Run the kernel of `linear` with a tile."""
     block_rows, block_cols, num_warps = shape
-    rows, cols = weight.shape
+    values, scale, decode, fnuz = weight
+    rows, cols = values.shape
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     overlap = overlaps(input)
     with backend.device_guard(input):
         linear_kernel.launch(
             (-(-rows // block_rows), 1, 1),
             num_warps,
-            (input.contiguous(), norm, weight, _or(bias, weight), _or(residual, input).contiguous(), out),
+            (
+                input.contiguous(), norm, values, _or(scale, input), _or(bias, input),
+                _or(residual, input).contiguous(), out,
+            ),
             (),
             (),
             (eps, offset),
             (
-                cols, rows, prologue is not None, has_weight, bias is not None, residual is not None, overlap,
-                block_rows, block_cols,
+                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight, bias is not None,
+                residual is not None, overlap, block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -339,13 +387,13 @@ def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prolog
     if shape is None:
         return None
     out = input.new_empty((*input.shape[:-1], rows))
-    launch_gated(input, weight, bias, kind, prologue, out, shape)
+    launch_gated(input, Weight(weight), bias, kind, prologue, out, shape)
     return out
 
 
 def launch_gated(
     input: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     kind: str,
     prologue: Prologue | None,
@@ -354,19 +402,21 @@ def launch_gated(
 ) -> None:
     """Run the kernel of `gated_linear` with a tile."""
     block_rows, block_cols, num_warps = shape
-    rows, cols = weight.shape[0] // 2, weight.shape[1]
+    values, scale, decode, fnuz = weight
+    rows, cols = values.shape[0] // 2, values.shape[1]
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     overlap = overlaps(input)
     with backend.device_guard(input):
         gated_kernel.launch(
             (-(-rows // block_rows), 1, 1),
             num_warps,
-            (input.contiguous(), norm, weight, _or(bias, weight), out),
+            (input.contiguous(), norm, values, _or(scale, input), _or(bias, input), out),
             (),
             (),
             (eps, offset),
             (
-                cols, rows, prologue is not None, has_weight, bias is not None, kind, overlap, block_rows, block_cols,
+                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight, bias is not None, kind,
+                overlap, block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip

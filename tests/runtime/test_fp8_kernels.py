@@ -160,7 +160,7 @@ def test_tiles(tile: Any, dtype: torch.dtype, device: torch.device, poisoned: No
     in_8_bits = quantize(weight, dtype_for(weight))
     x = torch.randn(1, inputs, device=device).to(dtype)
     y = torch.empty(1, 2 * outputs, device=device, dtype=dtype)
-    fp8_step.launch_linear(x, in_8_bits, None, None, None, y, tile)
+    fp8_step.launch_linear(x, fp8_step.read(in_8_bits), None, None, None, y, tile)
     plain = x @ in_8_bits.dequantized(dtype).T
     assert_as_exact_as(plain, y, x.double() @ in_8_bits.dequantized(torch.float64).T, torch.finfo(dtype).eps)
 

@@ -23,7 +23,7 @@ from rewrite.analysis.effects.known import NO_TENSOR, OF_TENSORS
 from rewrite.analysis.effects.names import is_self
 from rewrite.analysis.effects.summary import own_parameters
 from rewrite.analysis.syntax.module import ClassInfo, parts, self_attribute, walk
-from rewrite.analysis.syntax.nodes import parameters
+from rewrite.analysis.syntax.nodes import given_names, parameters
 
 if TYPE_CHECKING:
     from rewrite.analysis.effects.analysis import Effects
@@ -56,11 +56,11 @@ class Scope:
 
     @cached_property
     def single(self) -> dict[str, cst.BaseExpression]:
-        """The value of each local that is bound exactly once, by `name = value`, and is no parameter."""
+        """The value of each local that is bound once, by `name = value` or beside others, and is no parameter."""
         found: dict[str, cst.BaseExpression] = {}
         for node in walk(self.function.body):
             if isinstance(node, cst.Assign):
-                made = {t.target.value: node.value for t in node.targets if isinstance(t.target, cst.Name)}
+                made = given_names(node)
             elif isinstance(node, cst.AnnAssign) and isinstance(node.target, cst.Name) and node.value is not None:
                 made = {node.target.value: node.value}
             else:

@@ -15,7 +15,7 @@ from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.handed_on import handed_on
 from rewrite.analysis.loops.host_constants import is_target
 from rewrite.analysis.syntax.module import Module, walk
-from rewrite.analysis.syntax.nodes import parameters, single_assignments
+from rewrite.analysis.syntax.nodes import given_names, parameters, single_assignments
 
 _IS_TENSOR = m.Call(
     func=m.Name("isinstance"),
@@ -95,8 +95,8 @@ def _assigned_in_branches(function: cst.FunctionDef) -> Iterator[str]:
     """
     given: dict[str, list[cst.BaseExpression]] = {}
     for line in walk(function.body):
-        if isinstance(line, cst.Assign) and isinstance(target := line.targets[0].target, cst.Name):
-            given.setdefault(target.value, []).append(line.value)
+        for name, value in given_names(line).items():
+            given.setdefault(name, []).append(value)
     for name, values in given.items():
         asking = [value for value in values if any(_asks_length(node) for node in walk(value))]
         asking = [value for value in asking if isinstance(value, (cst.Call, cst.IfExp))]

@@ -9,7 +9,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import attribute, effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import block_of, bound_names, parameters
+from rewrite.analysis.syntax.nodes import block_of, bound_names, given_names, parameters
 
 _NUMBER = m.Integer() | m.Float() | m.UnaryOperation(operator=m.Minus(), expression=m.Integer() | m.Float())
 _READ = m.Name() | m.Attribute() | m.Subscript()
@@ -141,9 +141,8 @@ def limit(call: cst.Call, module: Module) -> cst.BaseExpression | None:
         if value.value in bound_names(line):
             last = line
     assigned = last.body[0] if isinstance(last, cst.SimpleStatementLine) else None
-    if not isinstance(assigned, cst.Assign) or not m.matches(assigned.value, _LIMIT):
-        return None
-    return assigned.value
+    given = given_names(assigned).get(value.value) if assigned is not None else None
+    return given if given is not None and m.matches(given, _LIMIT) else None
 
 
 def may_overflow(call: cst.Call, module: Module) -> bool:

@@ -10,7 +10,6 @@ import libcst as cst
 from rewrite.analysis.effects import Scope, attribute
 from rewrite.analysis.sites.products import Product, products_in, resolved
 from rewrite.analysis.syntax.module import walk
-from rewrite.analysis.syntax.nodes import paired_assignments
 
 FUNCTIONS = ("silu", "gelu", "relu")
 _MODULES = ("SiLU", "GELU", "ReLU")
@@ -41,13 +40,12 @@ def gated_products(scope: Scope) -> Iterator[Gated]:
 
     One that a statement computes beside other values has no gate that could be put into the product.
     """
-    beside = paired_assignments(scope.function)
     for product in products_in(scope.function.body, scope.module):
         for side, other in ((product.left, product.right), (product.right, product.left)):
-            alone = resolved(side, scope.single)
-            value = resolved(alone, beside)
+            value = resolved(side, scope.single)
+            beside = isinstance(scope.module.parent(value), cst.Element)
             if isinstance(value, cst.Call) and (function := _activation(value, scope)) is not None:
-                yield Gated(product, value, _gate(value) if value is alone else None, function, side, other)
+                yield Gated(product, value, None if beside else _gate(value), function, side, other)
                 break
 
 

@@ -23,7 +23,6 @@ from rewrite.analysis.syntax.nodes import (
     expression,
     fresh_name,
     local_names,
-    paired_assignments,
     replace_nodes,
     single_assignments,
 )
@@ -124,7 +123,7 @@ def _orderable_parts(group: Group, module: Module) -> list[Group]:
 
 def is_gated_product(group: Group, module: Module) -> bool:
     """Return whether one projection passes through an activation and is multiplied with another: `act(a) * b`."""
-    values = paired_assignments(group.method) | single_assignments(group.method)
+    values = single_assignments(group.method)
     nodes = {id(call.node) for call in group.calls}
     for product in products_in(group.method.body, module):
         for first, second in ((product.left, product.right), (product.right, product.left)):

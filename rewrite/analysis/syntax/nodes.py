@@ -102,18 +102,42 @@ def names_bound_by(node: cst.CSTNode) -> set[str]:
 
 @kept
 def assigned_once(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
-    """Return the value of every local that one statement of the function binds, `name = value`, in a loop or not.
+    """Return the value of every local that one statement of the function binds, `name = value` or `a, b = x, y`.
 
-    In a loop it has another value each turn: what reads it in the same turn reads that value.
+    The statement may stand in a loop: what reads the local in the same turn reads the value of that turn.
     """
     values: dict[str, cst.BaseExpression] = {}
     times: dict[str, int] = dict.fromkeys(parameters(function), 1)
     for node in walk(function.body):
         for name in names_bound_by(node):
             times[name] = times.get(name, 0) + 1
-        if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.targets[0].target, cst.Name):
-            values[node.targets[0].target.value] = node.value
+        values |= given_names(node)
     return {name: value for name, value in values.items() if times[name] == 1}
+
+
+def given(line: cst.Assign) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Yield what an assignment binds, each with its value: `a, b = x, y` as `a = x` and `b = y`."""
+    for target in line.targets:
+        yield from _pairs(target.target, line.value)
+
+
+def _pairs(
+    target: cst.BaseExpression, value: cst.BaseExpression
+) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, (cst.Tuple, cst.List)):
+        sides = list(zip(target.elements, value.elements, strict=False))
+        starred = any(isinstance(element, cst.StarredElement) for element in (*target.elements, *value.elements))
+        if len(target.elements) == len(value.elements) and not starred:
+            for own, of in sides:
+                yield from _pairs(own.value, of.value)
+            return
+    yield target, value
+
+
+def given_names(node: cst.CSTNode) -> dict[str, cst.BaseExpression]:
+    """Return the value of every name that a statement gives one, `name = value` or `name, … = value, …`."""
+    pairs = given(node) if isinstance(node, cst.Assign) else ()
+    return {target.value: value for target, value in pairs if isinstance(target, cst.Name)}
 
 
 def mutated_names(node: cst.CSTNode) -> set[str]:
@@ -167,7 +191,7 @@ _COUNTED = frozenset({cst.Assign, cst.AugAssign, cst.AnnAssign, cst.For, cst.Nam
 
 @kept
 def single_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
-    """Return the value of every local that is assigned exactly once, by `name = value`, and is no parameter."""
+    """Return the value of every local that is assigned once, alone or as `a, b = x, y`, and is no parameter."""
     values: dict[str, cst.BaseExpression] = {}
     times: dict[str, int] = dict.fromkeys(parameters(function), 1)
     for node in walk(function.body):
@@ -176,26 +200,7 @@ def single_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpressio
         if isinstance(node, (cst.Assign, cst.AugAssign, cst.AnnAssign, cst.For, cst.NamedExpr, cst.With)):
             for name in bound_names(node) if not isinstance(node, (cst.For, cst.With)) else names_in([node]):
                 times[name] = times.get(name, 0) + 1
-        if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.targets[0].target, cst.Name):
-            values[node.targets[0].target.value] = node.value
-    return {name: value for name, value in values.items() if times[name] == 1}
-
-
-def paired_assignments(function: cst.FunctionDef) -> dict[str, cst.BaseExpression]:
-    """Return the value of every local that one statement of the function binds beside others, `a, b = x, y`."""
-    values: dict[str, cst.BaseExpression] = {}
-    times: dict[str, int] = dict.fromkeys(parameters(function), 1)
-    for node in walk(function.body):
-        for name in names_bound_by(node):
-            times[name] = times.get(name, 0) + 1
-        if not isinstance(node, cst.Assign) or not isinstance(node.value, cst.Tuple):
-            continue
-        targets = [target.target for target in node.targets if isinstance(target.target, cst.Tuple)]
-        for target in targets:
-            pairs = list(zip(target.elements, node.value.elements, strict=False))
-            plain = len(target.elements) == len(node.value.elements)
-            if plain and not any(isinstance(side, cst.StarredElement) for pair in pairs for side in pair):
-                values |= {own.value.value: v.value for own, v in pairs if isinstance(own.value, cst.Name)}
+        values |= given_names(node)
     return {name: value for name, value in values.items() if times[name] == 1}
 
 

@@ -1,0 +1,62 @@
+"""The yardstick of low precision, for any class: what is further off in 16 bits than the original is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rewrite.verify import sides
+from rewrite.verify.breadth import OPTIONS
+from rewrite.verify.compare import Mismatch
+from rewrite.verify.configs import small_variants
+from rewrite.verify.forward import ENOUGH, low_precision_forward
+from rewrite.verify.subjects import paired
+from rewrite.verify.workbench import Workbench
+from rewrite.verify.yardstick import compare
+
+from .copies import planted, source_of, upstream, write_package
+
+NORMED = "return self.weight * hidden_states.to(input_dtype)"
+ROUNDED = """if input_dtype == torch.bfloat16:
+            hidden_states = hidden_states.to(torch.float8_e4m3fn).to(torch.float32)
+        return self.weight * hidden_states.to(input_dtype)"""
+
+
+def bench_of(model: str, text: str, name: str, folder: Path) -> Workbench:
+    package = write_package(folder / f"{model}_low_precision", model, text)
+    loaded = sides.load(sides.locate(upstream(model))), sides.load(sides.locate(package))
+    subject = next(found for found in paired(*loaded) if found.name == name)
+    return Workbench(subject, small_variants(subject.original, subject.causal, {})[:1], OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_copy_is_as_far_off_as_the_original(name: str, tmp_path: Path) -> None:
+    figures = low_precision_forward(bench_of("llama", source_of("llama"), name, tmp_path))
+    assert figures["bfloat16 bit-equal"] is True
+
+
+def test_a_rounding_that_fp64_does_not_see_is_found(tmp_path: Path) -> None:
+    text = planted(source_of("llama"), NORMED, ROUNDED)
+    with pytest.raises(Mismatch, match="error"):
+        low_precision_forward(bench_of("llama", text, "LlamaModel", tmp_path))
+
+
+def errors(flipped: float, tokens: int, tensors: int = 20) -> dict[str, float | str | bool]:
+    """Compare runs in which our side sends this share of the tokens to another expert, a few tokens a tensor."""
+    generator = torch.Generator().manual_seed(0)
+    truth = {f"step {i}": torch.randn(tokens, ENOUGH, generator=generator).double() for i in range(tensors)}
+    own, new = (
+        {name: value + 1e-3 * torch.randn(value.shape, generator=generator) for name, value in truth.items()}
+        for _ in range(2)
+    )
+    for name in list(new)[: round(flipped * tensors)]:
+        new[name][0] += 1.0
+    return dict(compare(truth, own, new, 2**-8, routed=True))
+
+
+def test_routed_tokens_that_a_rounding_flips_are_left_out_whatever_tensor_they_stand_in() -> None:
+    errors(0.1, tokens=1)
+    with pytest.raises(Mismatch, match="largest error"):
+        errors(0.2, tokens=1)
