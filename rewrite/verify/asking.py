@@ -45,7 +45,7 @@ def argument_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
 
 def _asked_for(bench: Workbench, variant: Variant, taken: tuple[str, ...]) -> Iterator[tuple[Variant, Case]]:
     listening, chunked = listening_variant(variant), chunked_variant(variant, bench.subject)
-    for case in cases_for(taken):
+    for case in cases_for(taken, variant.config.get_text_config()):
         yield (listening if listening and "encoder_hidden_states" in case.gives else variant), case
         if chunked and case.name in ("the plain arguments", "right padding"):
             yield chunked, case

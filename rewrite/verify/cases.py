@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import given
-from .compare import NotRun
 from .given import DECODER_IDS, IDS, Arguments, Call, Value
 
 
@@ -18,7 +17,8 @@ class Case:
 
     `traces`: the call leaves something on the model, which therefore is not shared. `eager`: only eager attention
     knows what is asked for. `length`: of its prompts. `then` yields the calls that
-    follow, made from the first call's arguments and result.
+    follow, made from the first call's arguments and result. `fits` tells by the arguments that are
+    taken and the configuration whether the case means anything.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Case:
     length: int = given.LENGTH
     rows: int = given.ROWS
     then: Callable[[Call, Arguments, Any], Iterator[Arguments]] | None = None
+    fits: Callable[[tuple[str, ...], Any], bool] = lambda taken, config: True
 
 
 LONG = 70
@@ -52,11 +53,18 @@ def _mask(heads: bool, boolean: bool = False, rows: int | None = None) -> Value:
     return make
 
 
+def _several_kinds(taken: tuple[str, ...], config: Any) -> bool:
+    return len(set(getattr(config, "layer_types", None) or ())) > 1
+
+
+def _no_text(taken: tuple[str, ...], config: Any) -> bool:
+    """Whether the labels are no tokens."""
+    return "logits_to_keep" not in taken
+
+
 def _kinds(call: Call) -> Arguments:
     """A dict of masks, which models with several kinds of layers take."""
-    kinds = getattr(call.model.config.get_text_config(), "layer_types", None)
-    if not kinds or len(set(kinds)) < 2:
-        raise NotRun("the model has one kind of layers")
+    kinds = call.model.config.get_text_config().layer_types
     masks = {kind: call.seen() if "linear" not in kind else None for kind in kinds}
     return {**call.plain, "attention_mask": masks}
 
@@ -199,7 +207,7 @@ CASES: tuple[Case, ...] = (
     Case("4-D mask of booleans", ("attention_mask",), _beside(attention_mask=_mask(False, True))),
     Case("4-D mask of one row for all", ("attention_mask",), _beside(attention_mask=_mask(False, rows=1))),
     Case("4-D mask of each head, one row", ("attention_mask",), _beside(attention_mask=_mask(True)), rows=1),
-    Case("a mask of each kind of layer", ("attention_mask",), _kinds),
+    Case("a mask of each kind of layer", ("attention_mask",), _kinds, fits=_several_kinds),
     Case("left padding, many tokens", ("attention_mask",), _padded("left"), padded="left", length=LONG),
     Case("4-D mask of each head, many tokens", ("attention_mask",), _beside(attention_mask=_mask(True)), length=LONG),
     Case("positions with gaps", ("position_ids",), _beside(
@@ -233,8 +241,8 @@ CASES: tuple[Case, ...] = (
     Case("logits_to_keep, a tensor", ("logits_to_keep",), _beside(logits_to_keep=_indices)),
     Case("labels", ("labels",), _beside(labels=given.labels)),
     Case("labels alone", ("labels", DECODER_IDS), _unlabelled),
-    Case("labels, a share of each class", ("labels",), _beside(labels=given.several_labels)),
-    Case("labels to regress to", ("labels",), _regression),
+    Case("labels, a share of each class", ("labels",), _beside(labels=given.several_labels), fits=_no_text),
+    Case("labels to regress to", ("labels",), _regression, fits=_no_text),
     Case("labels, right padding", ("labels", "attention_mask"), _beside(
         labels=given.labels, attention_mask=lambda call: call.padded("right")), padded="right"),
     Case("num_items_in_batch", ("labels", "num_items_in_batch"), _with_labels("num_items_in_batch", _always(7))),
@@ -256,11 +264,11 @@ CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-def cases_for(taken: tuple[str, ...]) -> Iterator[Case]:
+def cases_for(taken: tuple[str, ...], config: Any = None) -> Iterator[Case]:
     """The cases for a model that takes these arguments, and one that turns on every other switch."""
     known = {name for case in CASES for name in case.gives}
     for case in CASES:
-        if set(case.gives) <= set(taken):
+        if set(case.gives) <= set(taken) and case.fits(taken, config):
             yield case
     for name in taken:
         if name not in known and re.match(r"(use|output|return|is|do)_", name):
