@@ -1,75 +1,107 @@
-"""Bugs planted by hand in what is generated, and which of them the checks on configurations catch.
+"""Bugs planted by hand into what was generated, and whether `verify` catches each, by the gate that should.
 
-    python bench/planted.py [MODEL or BUG ...] [--quick]
+    python bench/planted.py [MODEL ...] [--bugs FILE …] [--name PART] [--full] [--device cpu] [--seed 0]
 
-Each bug of `tests/verify/config_bugs.py` takes a field of the configuration for granted: it shows only away from the
-value that the small configurations have by default. Every model's package is made once, and judged without a bug
-first: what fails there is a false alarm. Exit code 1 for a bug that passes, or a false alarm.
+The bugs are data: every tuple of `Bug` in tests/verify/<bugs>.py. Those of `argument_bugs` show in what `forward` is
+given and returns, those of `config_bugs` away from the values that small configurations have by default. Each model
+is rewritten once; each bug is planted into a copy of that package and verified in a process of its own, until its
+first failed check.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import torch
 
-from rewrite.verify import Options
-from tests.verify.bugs import Bug
-from tests.verify.config_bugs import CONFIGURED, first_failure, spoiled
+from rewrite.verify import Options, verify
 
-
-def generated(model: str, folder: Path) -> Path:
-    """Make the package of a model."""
-    command = [sys.executable, "-c", "from rewrite.cli import main; main()", model, "--out", str(folder / model)]
-    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
-    return folder / model
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def judged(model: str, name: str, package: Path, options: Options) -> bool:
-    """Print and return whether a check fails."""
-    started = time.perf_counter()
-    failure = first_failure(model, package, options)
-    said = f"{failure.name}: {failure.detail[:100]}" if failure else "passed"
-    print(f"{time.perf_counter() - started:4.0f} s  {name}: {said}", flush=True)
-    return failure is not None
+def bugs_of(name: str) -> list[Any]:
+    """The bugs of a file of tests/verify, each once."""
+    sys.path.insert(0, str(ROOT))
+    module = importlib.import_module(f"tests.verify.{name}")
+    bug_class = importlib.import_module("tests.verify.bugs").Bug
+    lists = [value for value in vars(module).values() if isinstance(value, tuple)]
+    return list(dict.fromkeys(bug for found in lists for bug in found if isinstance(bug, bug_class)))
 
 
-def caught(bug: Bug, package: Path, options: Options) -> bool:
-    """Plant a bug in a copy of a package; print and return whether a check sees it."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / bug.model
-        shutil.copytree(package, copy)
-        spoiled(bug, copy)
-        return judged(bug.model, bug.id, copy, options)
+def planted(bug: Any, package: Path, folder: Path) -> Path:
+    """Copy a package and plant a bug into it."""
+    copy = folder / f"{bug.model}_planted"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(package, copy)
+    file = copy / (bug.file or f"modeling_{bug.model}.py")
+    text = file.read_text("utf-8")
+    if bug.old not in text:
+        sys.exit(f"{bug.id}: nothing to plant it in: {bug.old!r} is not in {file.name}")
+    file.write_text(text.replace(bug.old, bug.new, bug.count), "utf-8")
+    return copy
 
 
-def main() -> int:
-    """Plant the bugs one after another, and count those that are caught."""
+def judged(bug: Any, package: Path, options: Options, answer: Any) -> None:
+    """Verify a package with a bug in it, and send back the gate and the check that failed, or two empty texts."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    verdict = verify(f"transformers.models.{bug.model}.modeling_{bug.model}", package, options)
+    failed = verdict.failed_gate
+    answer.send((failed.name, failed.failures[0].name) if failed is not None else ("", verdict.reason))
+
+
+def main() -> None:
+    """Plant the bugs one after the other, and print what became of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wanted", nargs="*")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--bugs", nargs="*", default=["argument_bugs", "config_bugs"])
+    parser.add_argument("--name", default="")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    options = Options(quick=arguments.quick)
-    bugs = [bug for bug in CONFIGURED if not arguments.wanted or {bug.model, bug.id} & set(arguments.wanted)]
-    passed: list[str] = []
-    alarms: list[str] = []
+    gates = ("structure", "parity", "generation")
+    options = Options(
+        device=arguments.device, seed=arguments.seed, quick=not arguments.full, fail_fast=True, gates=gates,
+        compile=arguments.full, clean_process=arguments.full, reach=False,
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    bugs = [bug for name in arguments.bugs for bug in bugs_of(name) if arguments.name in bug.id]
+    bugs = [bug for bug in bugs if bug.model in (arguments.models or (bug.model,))]
+    caught, context = 0, multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        for model in dict.fromkeys(bug.model for bug in bugs):
-            package = generated(model, Path(folder))
-            if judged(model, f"{model} as it is", package, options):
-                alarms.append(model)
-            passed += [bug.id for bug in bugs if bug.model == model and not caught(bug, package, options)]
-    print(f"{len(bugs) - len(passed)} of {len(bugs)} caught; false alarms: {', '.join(alarms) or 'none'}")
-    for name in passed:
-        print(f"passes: {name}")
-    return 1 if passed or alarms else 0
+        packages: dict[str, Path] = {}
+        for bug in bugs:
+            if bug.model not in packages:
+                packages[bug.model] = Path(folder) / f"{bug.model}_rewritten"
+                command = [sys.executable, "-m", "rewrite.cli", bug.model, "--out", str(packages[bug.model])]
+                subprocess.run([*command, "--no-verify", "--diff", "none"], check=True, capture_output=True)
+                importlib.import_module(f"transformers.models.{bug.model}.modeling_{bug.model}")
+            started, (ours, theirs) = time.perf_counter(), context.Pipe()
+            copy = planted(bug, packages[bug.model], Path(folder))
+            process = context.Process(target=judged, args=(bug, copy, options, theirs))
+            process.start()
+            theirs.close()
+            try:
+                gate, by = ours.recv()
+            except EOFError:
+                gate, by = "", "the verifier raised"
+            process.join()
+            status = "PASSED" if not gate else "caught" if gate == bug.gate else f"caught, not by {bug.gate}"
+            caught += bool(gate)
+            print(f"{status:<8} {time.perf_counter() - started:4.0f} s  {bug.id} · {gate}: {by}", flush=True)
+    print(f"{caught} of {len(bugs)} caught")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

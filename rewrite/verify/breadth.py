@@ -11,11 +11,11 @@ from typing import Literal
 from rewrite.errors import VerificationError
 
 from . import sides
-from .checkpoints import round_trip
+from .alone import class_alone
 from .checks import CheckRun, describe, run_check
 from .compare import NotRun
 from .configs import small_variants
-from .forward import forward_parity, low_precision_forward
+from .forward import low_precision_forward
 from .runner import settled, verify
 from .subjects import Subject, model_classes, paired
 from .verdict import Check, Figure, Options
@@ -85,11 +85,11 @@ def _main(
 
 
 def _alone(subject: Subject, options: Options) -> Mapping[str, Figure]:
-    """A forward pass in fp64, in which no kernel takes part; on a GPU in 16 bits too; a checkpoint."""
+    """What is cheap in fp64, in which no kernel takes part; on a GPU a forward pass in 16 bits too."""
     try:
         variants = small_variants(subject.original, subject.causal, {})
     except VerificationError as error:
         raise NotRun(str(error)) from error
     bench = Workbench(subject, variants[:1], options)
-    figures = {**forward_parity(bench), **round_trip(bench, bench.base)}
+    figures = class_alone(bench)
     return figures if options.device == "cpu" else {**figures, **low_precision_forward(bench)}

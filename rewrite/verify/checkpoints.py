@@ -28,6 +28,7 @@ def checkpoint_checks(bench: Workbench) -> Iterator[CheckRun]:
         yield CheckRun(f"checkpoint round trip, {variant.name}", partial(round_trip, bench, variant, None))
     if not bench.options.quick:
         yield CheckRun("checkpoint round trip, sharded", lambda: round_trip(bench, bench.base, SHARD))
+    yield CheckRun("another state dict saved", lambda: _another_state(bench))
 
 
 def round_trip(bench: Workbench, variant: Variant, shard: int | None = None) -> Mapping[str, Figure]:
@@ -55,6 +56,21 @@ def round_trip(bench: Workbench, variant: Variant, shard: int | None = None) -> 
         # The same bytes were saved: what differs now, the original leaves as it finds it in memory (PixioBackbone).
         on_original(same_state, reloaded.state_dict(), back.state_dict(), "the same file loaded twice: ")
     return {"files": files, "tensors": len(loaded.state_dict())}
+
+
+def _another_state(bench: Workbench) -> Mapping[str, Figure]:
+    """`save_pretrained(state_dict=…)` writes what it is given: what trainers that gather weights do."""
+    import torch
+
+    pair = bench.fresh(bench.base, bench.implementations()[0], "float32")
+    with TemporaryDirectory() as folder, torch.no_grad():
+        for model, name in ((pair.original, "expected"), (pair.rewritten, "found")):
+            on = on_original if model is pair.original else lambda call, *given, **named: call(*given, **named)
+            arguments = make(bench.base.inputs, model.config, 1, 0, torch.float32)
+            on(model, **{key: value.to(bench.options.device) for key, value in arguments.items()})
+            state = {key: value * 3 + 1 for key, value in model.state_dict().items()}
+            on(model.save_pretrained, Path(folder) / name, state_dict=state)
+        return {"files": _same_files(Path(folder) / "expected", Path(folder) / "found")}
 
 
 def _load(model_class: Any, folder: Path, variant: Variant) -> tuple[Any, Mapping[str, Any]]:

@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .compare import Error, Mismatch, measure
+from .asking import scenario_of
+from .cases import CASES
+from .compare import Error, Mismatch, NotRun, measure
+from .configs import Variant
+from .model_inputs import TEXT
 from .parity import SCENARIOS, run_scenario, setting_for
+from .scenarios import Scenario
 from .tolerances import bound
 from .verdict import Divergence
-from .workbench import Pair, Workbench
+from .workbench import Pair, Workbench, on_original
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,16 @@ def first_divergence(bench: Workbench, failed: str) -> Divergence | None:
     modules are hooked at once.
     """
     variant = next((v for v in bench.variants if f", {v.name}" in failed), bench.base)
-    scenario = next((s for s in SCENARIOS if failed.endswith(f": {s.name}")), SCENARIOS[2])
+    scenario = _scenario(variant, failed)
     implementation = "eager" if " eager" in failed else bench.implementations()[0]
     pair = bench.fresh(variant, implementation, "float64")
     setting = setting_for(bench, variant, scenario, 0)
     run = lambda model: run_scenario(model, scenario, setting)
-    names = [name for name in _execution_order(pair.original, run) if _has(pair.rewritten, name)]
+    try:
+        order = on_original(_execution_order, pair.original, run)
+    except NotRun:  # the failed check is about another configuration
+        return None
+    names = [name for name in order if _has(pair.rewritten, name)]
     fallback = None
     for name in names:
         culprit, error = _compare(name, _watch(pair.original, name, run), _watch(pair.rewritten, name, run))
@@ -44,6 +53,15 @@ def first_divergence(bench: Workbench, failed: str) -> Divergence | None:
             return found
         fallback = fallback or replace(found, note="its inputs differ already; no module's inputs agree before it")
     return fallback
+
+
+def _scenario(variant: Variant, failed: str) -> Scenario:
+    """The scenario or the case that a failed check names; where it names none, a plain one."""
+    plain = CASES[0] if variant.inputs != TEXT else None
+    case = next((case for case in CASES if failed.endswith(f": given {case.name}")), plain)
+    if case is not None:
+        return scenario_of(case, variant, {})
+    return next((scenario for scenario in SCENARIOS if failed.endswith(f": {scenario.name}")), SCENARIOS[2])
 
 
 def _has(model: Any, name: str) -> bool:

@@ -38,7 +38,7 @@ def forward_parity(bench: Workbench) -> dict[str, Figure]:
 
 
 def _in_dtype(bench: Workbench, implementation: str, dtype: str) -> dict[str, Figure]:
-    pair = on_original(bench.fresh, bench.base, implementation, dtype)
+    pair = bench.fresh(bench.base, implementation, dtype)
     original = on_original(observe, pair.original, bench, dtype)
     if not finite(original):
         raise NotRun(f"the original's output is not finite in {dtype}")
@@ -73,7 +73,7 @@ def low_precision_forward(bench: Workbench) -> dict[str, Figure]:
 def _rounded(bench: Workbench, dtype: str) -> dict[str, Figure]:
     import torch
 
-    pairs = [on_original(bench.fresh, bench.base, bench.implementations()[0], name) for name in ("float64", dtype)]
+    pairs = [bench.fresh(bench.base, bench.implementations()[0], name) for name in ("float64", dtype)]
     truth: dict[str, torch.Tensor] = {}
     own, new = dict(truth), dict(truth)
     for turn in range(TURNS):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from .alone import class_alone
 from .approximate import approximation_checks
-from .checkpoints import round_trip
+from .asking import argument_checks
 from .checks import CheckRun
 from .compiled import compile_checks
 from .configs import small_variants
@@ -16,6 +17,8 @@ from .generation import generation_checks
 from .loop import loop_checks
 from .model_inputs import TEXT
 from .parity import exact_checks, low_precision_checks
+from .precision import precision_checks
+from .registered import registered_checks
 from .shapes import wide_variant
 from .subjects import Subject, Subjects
 from .training import changing_checks, hook_checks
@@ -46,18 +49,22 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     """Gate 2; a model that is fed more than text is compared as a whole."""
     if bench.base.inputs != TEXT:
         yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
+        yield from argument_checks(bench, bench.base)
         yield from configuration_checks(bench, subjects.others)
         for other in subjects.others if bench.options.others else ():
             yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
         return
     for variant in bench.variants:
         yield from exact_checks(bench, variant)
+    yield from argument_checks(bench, bench.base)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
+    yield from registered_checks(bench, bench.base)
     yield from configuration_checks(bench, subjects.others)
     for other in subjects.others if bench.options.others else ():
         yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
     yield from low_precision_checks(bench, bench.base)
+    yield from precision_checks(bench, bench.base)
     if bench.options.device != "cpu" and not bench.options.quick:
         yield from low_precision_checks(bench, wide_variant(bench))
     yield from compile_checks(bench, bench.base)
@@ -65,7 +72,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
 
 
 def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:
-    """A class beside the main one: a forward pass and a checkpoint round trip."""
+    """A class beside the main one: a forward pass, each of its arguments and a checkpoint round trip."""
     variants = on_original(small_variants, subject.original, False, bench.options.config)
-    other = Workbench(subject, variants[:1], bench.options, bench.rounding)
-    return {**forward_parity(other), **round_trip(other, other.base)}
+    other = Workbench(subject, variants[:1], bench.options, bench.rounding, record=bench.record)
+    return class_alone(other)

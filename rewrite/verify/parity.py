@@ -51,7 +51,9 @@ def exact_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
             if (scenario.eager_only and implementation != "eager") or _is_repeat(bench, scenario, implementation):
                 continue
             name = f"fp64 {implementation}, {variant.name}: {scenario.name}"
-            yield CheckRun(name, _exact(bench, variant, implementation, scenario), essential=scenario.essential)
+            yield CheckRun(
+                name, partial(exact, bench, variant, implementation, scenario), essential=scenario.essential
+            )
 
 
 def _is_repeat(bench: Workbench, scenario: Scenario, implementation: str) -> bool:
@@ -61,23 +63,26 @@ def _is_repeat(bench: Workbench, scenario: Scenario, implementation: str) -> boo
     return bench.options.quick and implementation != first and scenario.name in once
 
 
-def _exact(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario) -> Any:
-    def run() -> dict[str, Figure]:
-        applicable(bench, scenario, implementation)
-        try:
-            expected, found = _both(bench, variant, implementation, scenario, "float64")
-            if finite(expected):
-                truth = partial(_unrounded, bench, variant, implementation, scenario)
-                return near_exact(expected, found, unrounded=truth)
-            why = "the original's fp64 is not finite"
-        except NotRun as reason:
-            why = f"not in fp64: {reason}"
-        expected, found = _both(bench, variant, implementation, scenario, "float32")
-        if not finite(expected):
-            raise NotRun("the original's output is not finite in fp64 nor in fp32")
-        return near_exact(expected, found, "fp32 max") | {"in": f"fp32, {why}"}
+def exact(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario) -> dict[str, Figure]:
+    """Compare both sides on a scenario in fp64, or in fp32 where the original has no finite fp64 run.
 
-    return run
+    Raises:
+        Mismatch: an output differs by more than its bound.
+        NotRun: the scenario makes no sense for this class, or the original does not run it.
+    """
+    applicable(bench, scenario, implementation)
+    try:
+        expected, found = _both(bench, variant, implementation, scenario, "float64")
+        if finite(expected):
+            truth = partial(_unrounded, bench, variant, implementation, scenario)
+            return near_exact(expected, found, unrounded=truth)
+        why = "the original's fp64 is not finite"
+    except NotRun as reason:
+        why = f"not in fp64: {reason}"
+    expected, found = _both(bench, variant, implementation, scenario, "float32")
+    if not finite(expected):
+        raise NotRun("the original's output is not finite in fp64 nor in fp32")
+    return near_exact(expected, found, "fp32 max") | {"in": f"fp32, {why}"}
 
 
 def _both(

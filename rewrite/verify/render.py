@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from .verdict import Check, ConfigField, Divergence, Figure, Gate, Reached, Verdict
+from .verdict import Asked, Check, ConfigField, Divergence, Figure, Gate, Reached, Verdict
 
 WIDTH = 80
 APPROXIMATE = "approximate, "
@@ -22,19 +22,24 @@ def summary(verdict: Verdict) -> str:
     timed = [check for check in checks if "outcome" in check.figures]
     parts += [_speed(check) for check in timed if not str(check.figures["outcome"]).startswith("not claimed")]
     parts += [f"{share:.0%} of the memory limit" for share in _figures(checks, "rewritten share")]
-    parts += _not_verified(verdict.reached, verdict.config_fields)
+    parts += _not_verified(verdict)
     parts.append(f"{verdict.seconds:.0f} s" if verdict.passed else _short(verdict.reason))
     outcome = f"pass{_approximate(verdict)}" if verdict.passed else "FAIL"
     return f"parity: {outcome}{_low_precision(checks)} · {' · '.join(parts)}"
 
 
-def _not_verified(reached: Sequence[Reached], fields: Sequence[ConfigField]) -> list[str]:
-    """How many lines of the file and of the runtime that it brings no check ran; how many fields kept their values."""
-    own, brought = reached[:1], reached[1:]
+def _not_verified(verdict: Verdict) -> list[str]:
+    """How many lines of the modeling file and of the runtime that it brings no check ran, and what none asked for."""
+    own, brought = verdict.reached[:1], verdict.reached[1:]
     counts = [(sum(file.missed for file in files), sum(file.lines for file in files)) for files in (own, brought)]
     said = [f"{missed} of {lines} lines" for missed, lines in counts[:1] if lines]
     said += [f"{missed / lines:.0%} of the runtime" for missed, lines in counts[1:] if lines]
+    fields = verdict.config_fields
     said += [f"{sum(not one.values for one in fields)} of {len(fields)} config fields"] if fields else []
+    for kind in dict.fromkeys(asked.kind for asked in verdict.asked):
+        of_kind = [asked for asked in verdict.asked if asked.kind == kind]
+        if missed := sum(len(asked.missed) for asked in of_kind):
+            said.append(f"{missed} of {sum(asked.names for asked in of_kind)} {kind}")
     return [f"not verified: {_listed(said)}"] if said else []
 
 
@@ -86,6 +91,7 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
     if verdict.divergence is not None:
         lines += _divergence(verdict.divergence)
     lines += _reached(verdict.reached, verbose)
+    lines += _unasked(verdict.asked)
     if not verdict.reached and verdict.options.reach and not verdict.options.quick:
         lines.append("not counted   which lines ran: none did, or a debugger or another counter is at work")
     lines += _config_fields(verdict.config_fields, verbose)
@@ -174,6 +180,14 @@ def _config_fields(fields: Sequence[ConfigField], verbose: bool) -> Iterator[str
     for one in fields if verbose else ():
         if one.values:
             yield from _wrap(f"  varied      {one.name}: {', '.join(one.values)}", " " * 16)
+
+
+def _unasked(asked: Sequence[Asked]) -> Iterator[str]:
+    """The arguments that no check gave and the outputs that none compared, class by class."""
+    for one in asked:
+        if one.missed:
+            text = f"{len(one.missed)} of {one.names} {one.kind}: {', '.join(one.missed)}"
+            yield from _wrap(f"not verified  {one.model_class}: {text}", " " * 14)
 
 
 def _figure(value: Figure) -> str:

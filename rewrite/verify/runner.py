@@ -75,6 +75,7 @@ class _Run:
             seconds=time.perf_counter() - started,
             reached=reach.reached(self.rewritten),
             config_fields=tuple(self.bench.fields) if self.bench else (),
+            asked=self.bench.record.asked() if self.bench else (),
         )
 
     def _reason(self, failed: Gate | None) -> str:
@@ -106,6 +107,9 @@ class _Run:
 
     def _structure(self) -> Iterator[CheckRun]:
         from .checkpoints import checkpoint_checks
+        from .declared import declared_checks
+        from .embeddings import embedding_checks
+        from .initial import initial_checks
 
         yield from text_checks(self.rewritten, self.options)
         yield CheckRun("both sides import", self._import, stops=True)
@@ -116,6 +120,9 @@ class _Run:
         self.bench = self._workbench(self.subjects)
         yield from state_checks(self.bench)
         yield from checkpoint_checks(self.bench)
+        yield from declared_checks(self.subjects, self.modules, self.bench)
+        yield from initial_checks(self.bench)
+        yield from embedding_checks(self.bench)
         if self.clean is not None:
             yield from self.clean.checks()
 

@@ -100,7 +100,7 @@ GRADIENTS: dict[str, Callable[[Any, Setting], Outputs]] = {
 
 
 def _changed(bench: Workbench, variant: Variant, name: str, change: Change) -> Mapping[str, Figure]:
-    """Run once, so that lazily packed weights are packed, change the model, and run again."""
+    """Run twice, so that lazily packed weights are packed and used, change the model, and run again."""
     import torch
 
     pair = bench.fresh(variant, bench.implementations()[0], "float64")
@@ -109,7 +109,8 @@ def _changed(bench: Workbench, variant: Variant, name: str, change: Change) -> M
     def measure(model: Any) -> Outputs:
         with torch.no_grad():
             batch = setting.prompt(2, WINDOW + 1)
-            main_output(call(model, setting, batch))
+            for _ in range(2):
+                main_output(call(model, setting, batch))
             change(model)
             return {"logits": main_output(call(model, setting, batch))}
 
@@ -183,6 +184,37 @@ def _replaced_module(model: Any) -> None:
         setattr(model.get_submodule(parent), child, Adapter(module, number))
 
 
+def _assigned(model: Any) -> None:
+    _assign(_linears(model))
+
+
+def _some_assigned(model: Any) -> None:
+    """Every other layer: of those that are packed together, one keeps its weight."""
+    _assign(_linears(model)[1::2])
+
+
+def _assign(layers: list[tuple[str, Any]]) -> None:
+    from torch import nn
+
+    for number, (_, module) in enumerate(layers):
+        module.weight = nn.Parameter(module.weight.detach() + _noise(module.weight, number))
+        if module.bias is not None:
+            module.bias = nn.Parameter(module.bias.detach() + _noise(module.bias, number))
+
+
+def _replaced_linear(model: Any) -> None:
+    """Every layer is another module of the same class."""
+    from torch import nn
+
+    for number, (name, module) in enumerate(_linears(model)):
+        new = nn.Linear(module.in_features, module.out_features, module.bias is not None, dtype=module.weight.dtype)
+        new.weight.copy_(_noise(module.weight, number) * 4)
+        if new.bias is not None:
+            new.bias.copy_(_noise(module.bias, number) * 4)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new.to(module.weight.device))
+
+
 def _round_trip(model: Any) -> None:
     model.float()
     model.double()
@@ -199,6 +231,9 @@ def _copied(model: Any) -> None:
 CHANGES: dict[str, Change] = {
     "weights changed in place": _in_place,
     "weights replaced through .data": _data,
+    "weights replaced by assignment": _assigned,
+    "some weights replaced by assignment": _some_assigned,
+    "linear layers replaced": _replaced_linear,
     "load_state_dict": _loaded,
     "adapters around every linear layer": _replaced_module,
     "a trip through another dtype": _round_trip,

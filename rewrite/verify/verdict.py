@@ -111,6 +111,19 @@ class ConfigField:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """How many `names` of a kind (the arguments of `forward`, the outputs) a class has, and those that `missed`.
+
+    An argument is missed that no check gave a value, an output that no check compared.
+    """
+
+    model_class: str
+    kind: str
+    names: int
+    missed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Identity:
     """Which file one side was, by content."""
 
@@ -135,6 +148,7 @@ class Verdict:
     seconds: float
     reached: tuple[Reached, ...] = ()
     config_fields: tuple[ConfigField, ...] = ()
+    asked: tuple[Asked, ...] = ()
 
     @property
     def exit_code(self) -> int:

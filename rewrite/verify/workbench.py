@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from .compare import NotRun
 from .configs import Variant
+from .record import Record
 from .rounding import Rounding
 from .subjects import Subject
 from .verdict import ConfigField, Options
@@ -39,6 +40,8 @@ class Workbench:
     """The fields of the configuration, as far as they were varied: filled by the checks on them."""
     varied: Variant | None = None
     """As many of these fields at once as go together."""
+    record: Record = field(default_factory=Record)
+    """Which arguments were given and which outputs compared, of all classes together."""
     _weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pairs: dict[tuple[str, str, str], Pair] = field(default_factory=dict)
 
@@ -58,7 +61,7 @@ class Workbench:
 
             with torch.random.fork_rng():
                 torch.manual_seed(self.seed_for("init", variant.name))
-                model = build(self.subject.original, variant, "eager", "float32", "cpu")
+                model = on_original(build, self.subject.original, variant, "eager", "float32", "cpu")
                 randomise(model, self.seed_for("weights", variant.name))
             self._weights[variant.name] = {name: value.clone() for name, value in model.state_dict().items()}
         return self._weights[variant.name]

@@ -1,0 +1,29 @@
+"""A class beside the main one: what is cheap and tells most."""
+
+from __future__ import annotations
+
+from .asking import asked_alone
+from .checkpoints import round_trip
+from .compare import NotRun
+from .declared import built_alike
+from .embeddings import embeddings_alone
+from .forward import forward_parity
+from .initial import initial_alike
+from .verdict import Figure
+from .workbench import Workbench
+
+
+def class_alone(bench: Workbench) -> dict[str, Figure]:
+    """A forward pass, every argument, initial weights, embeddings and a checkpoint round trip, in one check.
+
+    Raises:
+        Mismatch: one of them differs.
+        NotRun: the original's forward pass or its checkpoints do not run.
+    """
+    figures = forward_parity(bench)
+    for part in (built_alike, initial_alike, embeddings_alone, asked_alone):
+        try:
+            figures |= part(bench)
+        except NotRun as reason:
+            figures |= {part.__name__: f"not run: {reason}"}
+    return {**figures, **round_trip(bench, bench.base)}

@@ -1,0 +1,114 @@
+"""Gate 1: what classes and built models declare, read from the original: plans, names, defaults, buffers, methods."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from .checks import CheckRun
+from .compare import Mismatch
+from .structure import same_state
+from .subjects import Subjects
+from .verdict import Figure
+from .workbench import Workbench
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def declared_checks(
+    subjects: Subjects, modules: tuple[ModuleType, ModuleType], bench: Workbench
+) -> Iterator[CheckRun]:
+    """What classes declare, and what a built model has."""
+    yield CheckRun("what model classes declare", lambda: _classes(subjects))
+    yield CheckRun("signatures of every module's forward", lambda: _signatures(*modules))
+    yield CheckRun("what a built model declares", partial(built_alike, bench))
+
+
+def comparable(value: Any) -> Any:
+    """A value in a form that is equal for both sides: classes and functions by their name, sets in order."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, type) or inspect.isroutine(value):
+        return value.__qualname__
+    if isinstance(value, re.Pattern):
+        return value.pattern
+    if isinstance(value, Mapping):
+        return {str(name): comparable(item) for name, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(comparable(item)) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [comparable(item) for item in value]
+    return type(value).__qualname__, comparable(vars(value)) if type(value).__module__ == "torch" else ""
+
+
+def _classes(subjects: Subjects) -> Mapping[str, Figure]:
+    count = 0
+    for subject in (subjects.main, *subjects.others):
+        for name in sorted(set(dir(subject.original)) - set(dir(object))):
+            if name.startswith("__") or name.endswith("_cached_value"):  # what transformers remembers as it runs
+                continue
+            expected = inspect.getattr_static(subject.original, name)
+            if not hasattr(subject.rewritten, name):
+                raise Mismatch(f"{subject.name} has no {name}")
+            if inspect.isroutine(expected) or hasattr(expected, "__get__"):
+                continue
+            found = inspect.getattr_static(subject.rewritten, name)
+            if comparable(expected) != comparable(found):
+                raise Mismatch(f"{subject.name}.{name} is {found!r}, expected {expected!r}")
+            count += 1
+    return {"attributes": count}
+
+
+def _signatures(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Figure]:
+    """Every class's `forward` takes what the original's takes, with the same defaults, in the same order."""
+    from torch import nn
+
+    count = 0
+    for name, owner in vars(original).items():
+        if not (inspect.isclass(owner) and issubclass(owner, nn.Module) and owner.__module__ == original.__name__):
+            continue
+        other = getattr(rewritten, name, None)
+        if other is None:
+            continue  # a part that is no longer needed; model classes are looked for elsewhere
+        for method in ("__init__", "forward"):
+            expected, found = (_parameters(getattr(side, method)) for side in (owner, other))
+            if expected != found:
+                raise Mismatch(f"{name}.{method} takes {_spelled(found)}, expected {_spelled(expected)}")
+            count += 1
+    return {"signatures": count}
+
+
+def _parameters(function: Any) -> list[tuple[str, int, str]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(one.name, int(one.kind), repr(comparable(one.default))) for one in parameters]
+
+
+def _spelled(parameters: list[tuple[str, int, str]]) -> str:
+    return ", ".join(f"{name}={default}" if "_empty" not in default else name for name, _, default in parameters)
+
+
+def built_alike(bench: Workbench) -> Mapping[str, Figure]:
+    """Numbers, names and plans of every module, and the buffers, also those that no checkpoint holds."""
+    import torch
+
+    pair = bench.pair(bench.base, bench.implementations()[0], "float32")
+    common = set(vars(torch.nn.Module()))
+    new = dict(pair.rewritten.named_modules())
+    count = 0
+    for path, module in pair.original.named_modules():
+        other = new.get(path)
+        if other is None:
+            raise Mismatch(f"the model has no module {path}")
+        for name in sorted(set(vars(module)) - common):
+            expected, found = vars(module)[name], getattr(other, name, None)
+            if comparable(expected) != comparable(found):
+                raise Mismatch(f"{path}.{name} is {found!r}, expected {expected!r}".lstrip("."))
+            count += 1
+        if module._non_persistent_buffers_set != other._non_persistent_buffers_set:
+            raise Mismatch(f"{path}: other buffers are left out of checkpoints than in the original")
+    same_state(dict(pair.original.named_buffers()), dict(pair.rewritten.named_buffers()), "buffers: ")
+    return {"attributes": count}

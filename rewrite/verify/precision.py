@@ -1,0 +1,238 @@
+"""Gate 2, low precision where it shows: rows of hundreds of tokens, large values, many experts, every module alone.
+
+A position, a norm or a softmax computed in too few bits is off by less than the logits' own rounding at 24 tokens, and
+by more than that at 400; and a module shows it before the layers behind it blur it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .checks import CheckRun
+from .compare import Mismatch, NotRun, finite, same_names
+from .configs import Variant
+from .observed import everything
+from .scenarios import Outputs, Scenario, Setting, call, main_output, real
+from .verdict import Figure
+from .workbench import Workbench, on_original
+from .yardstick import compare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKENS, ROWS, STEPS, LARGE, EXPERTS = 450, 2, 3, 8.0, 32
+"""A prompt's length and rows, the tokens that follow it, the factor of large values, and how many experts are many."""
+
+ENOUGH = 50_000
+"""Of a module's larger outputs so many values are compared, in rows spread evenly: the error of more is the same."""
+
+FEW = 500
+"""A module's output of fewer values is compared together with its others."""
+
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def precision_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """Long rows in fp64 and in low precision, and every module by itself."""
+    dtypes = [dtype for dtype in bench.low_precisions() if dtype in ("float32", bench.options.dtype)]
+    for implementation in bench.implementations()[: 1 if bench.options.quick else None]:
+        name = f"{implementation}, {variant.name}: a prompt of {TOKENS} tokens and {STEPS} more"
+        yield CheckRun(f"fp64 {name}", partial(_exact, bench, variant, implementation))
+        for dtype in dtypes:
+            yield CheckRun(f"{dtype} {name}", partial(_long, bench, variant, implementation, dtype))
+    for other in [variant, *(one for one in bench.variants if one is not variant)]:
+        for dtype in dtypes:
+            yield CheckRun(f"{dtype}, {other.name}: module by module", partial(modules_alone, bench, other, dtype))
+    many = many_experts(variant)
+    if many is None:
+        return
+    first = bench.implementations()[0]
+    yield CheckRun(f"fp64 {first}, {many.name}: a prompt of {TOKENS} tokens", partial(_exact, bench, many, first))
+    for dtype in dtypes:
+        yield CheckRun(f"{dtype}, {many.name}: module by module", partial(modules_alone, bench, many, dtype))
+
+
+def _exact(bench: Workbench, variant: Variant, implementation: str) -> Mapping[str, Figure]:
+    from .parity import exact
+
+    return exact(bench, variant, implementation, LONG)
+
+
+def _long(bench: Workbench, variant: Variant, implementation: str, dtype: str) -> Mapping[str, Figure]:
+    """The whole model by its error against fp64, as its long rows alone show it."""
+    import torch
+
+    from .parity import run_scenario, setting_for
+
+    pair, exact = (bench.pair(variant, implementation, name) for name in (dtype, "float64"))
+    setting = setting_for(bench, variant, LONG, -1)
+    truth = on_original(run_scenario, exact.original, LONG, setting)
+    if not finite(truth):
+        raise NotRun("the original's fp64 run is not finite")
+    own = on_original(run_scenario, pair.original, LONG, setting)
+    new = run_scenario(pair.rewritten, LONG, setting)
+    return compare(truth, own, new, torch.finfo(getattr(torch, dtype)).eps, variant.routed)
+
+
+def _row(model: Any, setting: Setting) -> Outputs:
+    length = length_of(model)
+    batch = setting.prompt(ROWS, length - STEPS)
+    result = call(model, setting, batch)
+    outputs = {"logits": real(main_output(result), batch)}
+    cache = getattr(result, "past_key_values", None)
+    for step in range(STEPS if setting.subject.causal and cache is not None else 0):
+        ids = setting.tokens(step + 1, ROWS, 1)
+        outputs[f"step {step}"] = main_output(model(input_ids=ids, past_key_values=cache, use_cache=True))
+    return outputs
+
+
+LONG = Scenario("long rows", _row)
+
+
+def length_of(model: Any) -> int:
+    """How long a prompt is long, for a model that may have fewer positions."""
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "seq_length")
+    known = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > STEPS]
+    return min([TOKENS, *known])
+
+
+def many_experts(variant: Variant) -> Variant | None:
+    """The variant with as many experts as large models have; None where tokens are not routed."""
+    config = copy.deepcopy(variant.config)
+    found = [name for name in EXPERT_FIELDS if (getattr(config, name, None) or 0) > 1]
+    for name in found:
+        setattr(config, name, EXPERTS)
+    return replace(variant, name="many experts", config=config) if found else None
+
+
+def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figure]:
+    """Every module of the file on what the original hands it, as it is and times `LARGE`, by its error against fp64.
+
+    Raises:
+        Mismatch: a module is further from fp64 than the original's own rounding explains.
+    """
+    import torch
+
+    low = bench.pair(variant, "eager", dtype)
+    exact = bench.pair(variant, "eager", "float64").original
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    worst, done = 0.0, 0
+    for name, (arguments, keywords) in on_original(inputs_of, low.original, bench, variant).items():
+        for scale in (1.0, LARGE):
+            given = _scaled(arguments, scale), _scaled(keywords, scale)
+            try:
+                wide = tuple(_cast(part, getattr(torch, dtype), torch.float64) for part in given)
+                truth = on_original(_run, exact.get_submodule(name), *wide)
+                own = on_original(_run, low.original.get_submodule(name), *given)
+                same_names(own, truth)
+            except (NotRun, Mismatch):
+                continue  # a module that does not run alone on the original is compared with the whole
+            new = _run(low.rewritten.get_submodule(name), *given)
+            if not finite(truth):
+                continue
+            try:
+                same_names(own, new)
+                for names in _by_themselves(own):
+                    runs = [{one: run[one] for one in names} for run in (truth, own, new)]
+                    figures = compare(runs[0], runs[1], runs[2], eps, _routes(exact.get_submodule(name), variant))
+                    worst = max(worst, float(figures.get("rms ratio", 0.0)))
+            except Mismatch as error:
+                raise Mismatch(f"{name}, inputs × {scale:g}: {error}", error.figures) from error
+            done += 1
+    if not done:
+        raise NotRun("no module of the original runs by itself")
+    return {"modules": done, "rms ratio": worst}
+
+
+def inputs_of(model: Any, bench: Workbench, variant: Variant) -> dict[str, tuple[Any, Any]]:
+    """What the modules of the modeling file are called with on a long prompt, by name.
+
+    Of modules that differ in their weights alone there is one, and of several calls the first.
+    """
+    import torch
+
+    found: dict[str, tuple[Any, Any]] = {}
+    own = type(model).__module__
+    kinds = {_kind(module): name for name, module in model.named_modules() if name and type(module).__module__ == own}
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, arguments, keywords, name=name: (found.setdefault(name, (arguments, keywords)), None)[1],
+            with_kwargs=True,
+        )
+        for name in kinds.values()
+    ]
+    setting = Setting(bench.subject, variant.vocab_size, bench.options.device, bench.seed_for(variant.name, "modules"))
+    arguments: dict[str, Any] = {"use_cache": False} if bench.subject.accepts("use_cache") else {}
+    try:
+        with torch.no_grad():
+            model(input_ids=setting.prompt(1, length_of(model)).input_ids, **arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _run(module: Any, arguments: Any, keywords: Any) -> Outputs:
+    import torch
+
+    with torch.no_grad():
+        found = everything(module(*arguments, **keywords))
+    return {name: _thinned(value) for name, value in found.items() if value.is_floating_point()}
+
+
+def _by_themselves(outputs: Outputs) -> list[list[str]]:
+    """The outputs of a module one by one, where they are large enough to have an RMS, and the small ones together."""
+    small = [name for name, value in outputs.items() if value.numel() < FEW]
+    return [[name] for name in outputs if name not in small] + ([small] if small else [])
+
+
+def _thinned(value: Tensor) -> Tensor:
+    step = value.numel() // ENOUGH + 1
+    return value if step == 1 or value.dim() < 2 else value.flatten(0, -2)[step - 1 :: step]
+
+
+def _kind(module: Any) -> tuple[Any, ...]:
+    """What tells modules apart but their weights and their number."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (path, type(part), name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, plain) and not name.endswith("layer_idx")
+    )
+
+
+def _routes(module: Any, variant: Variant) -> bool:
+    """Whether a module chooses experts, which a rounding may flip."""
+    words = ("expert", "router", "gate", "moe")
+    names = [type(part).__name__.lower() for part in module.modules()]
+    return variant.routed and any(word in name for name in names for word in words)
+
+
+def _scaled(value: Any, scale: float) -> Any:
+    """Arguments of a module, its hidden states times `scale`; masks and rotations as they are."""
+    if isinstance(value, dict):
+        return {name: _one(part, scale) if name == "hidden_states" else part for name, part in value.items()}
+    return tuple(_one(part, scale) if number == 0 else part for number, part in enumerate(value))
+
+
+def _one(value: Any, scale: float) -> Any:
+    import torch
+
+    return value * scale if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _cast(value: Any, old: Any, new: Any) -> Any:
+    """Arguments with the tensors of one dtype in another."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.to(new) if value.dtype is old else value
+    if isinstance(value, dict):
+        return {name: _cast(part, old, new) for name, part in value.items()}
+    return type(value)(_cast(part, old, new) for part in value) if type(value) in (list, tuple) else value
