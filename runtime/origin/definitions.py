@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 LENGTH = 16
@@ -181,27 +181,33 @@ def _says_only(statement: ast.AST) -> bool:
     return isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in _SAID
 
 
+@cache
+def _fields(kind: type[ast.AST]) -> tuple[str, tuple[str, ...]]:
+    return f"({kind.__name__}", tuple(field for field in kind._fields if field not in _LOOKS)
+
+
 def of_nodes(nodes: Iterable[ast.AST]) -> str:
     """Return the digest of syntax trees."""
     pieces: list[str] = []
     for node in nodes:
         _add(node, pieces)
-    text = "".join(f"{piece}\0" for piece in pieces)
+    text = "\0".join([*pieces, ""])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:LENGTH]
 
 
 def _add(value: object, pieces: list[str]) -> None:
     """Append what decides what a syntax tree does."""
     if isinstance(value, ast.AST):
-        pieces.append(f"({type(value).__name__}")
-        for field in value._fields:
+        opening, fields = _fields(type(value))
+        pieces.append(opening)
+        for field in fields:
             inner = getattr(value, field, None)
-            if field in _LOOKS or inner is None or inner == []:
+            if inner is None or inner == []:
                 continue
-            if isinstance(value, ast.Raise) and isinstance(inner, ast.Call):
-                inner = inner.func
             if field == "body" and isinstance(inner, list):
                 inner = [line for line in inner if not _says_only(line)]
+            elif isinstance(value, ast.Raise) and isinstance(inner, ast.Call):
+                inner = inner.func
             pieces.append(field)
             _add(inner, pieces)
         pieces.append(")")
