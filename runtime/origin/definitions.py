@@ -9,13 +9,18 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 LENGTH = 16
 """Hexadecimal digits of a digest: an accident, not an attack, is what it is there to notice."""
 _HOPS = 4
 _LOOKS = {"annotation", "returns", "type_comment", "kind", "ctx", "type_params", "type_ignores"}
+_FIELDS = {
+    kind: tuple(field for field in kind._fields if field not in _LOOKS)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
 _SAID = ("logger", "warnings", "logging")
 
 
@@ -181,11 +186,6 @@ def _says_only(statement: ast.AST) -> bool:
     return isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in _SAID
 
 
-@cache
-def _fields(kind: type[ast.AST]) -> tuple[str, tuple[str, ...]]:
-    return f"({kind.__name__}", tuple(field for field in kind._fields if field not in _LOOKS)
-
-
 def of_nodes(nodes: Iterable[ast.AST]) -> str:
     """Return the digest of syntax trees."""
     pieces: list[str] = []
@@ -198,9 +198,8 @@ def of_nodes(nodes: Iterable[ast.AST]) -> str:
 def _add(value: object, pieces: list[str]) -> None:
     """Append what decides what a syntax tree does."""
     if isinstance(value, ast.AST):
-        opening, fields = _fields(type(value))
-        pieces.append(opening)
-        for field in fields:
+        pieces.append(f"({type(value).__name__}")
+        for field in _FIELDS[type(value)]:
             inner = getattr(value, field, None)
             if inner is None or inner == []:
                 continue

@@ -183,10 +183,10 @@ def test_an_error_that_is_not_about_transformers_passes_through():
 
 
 def test_it_takes_no_time_that_is_noticed():
-    """60 ms are allowed for what takes 10 ms on an idle core: parsing the files whole takes 2 s."""
+    """200 ms are allowed for what takes 15 ms on an idle core: parsing the files whole takes 2 s."""
     names = ["cache_utils:Cache", "generation:GenerationMixin", "modeling_utils:PreTrainedModel", MASK]
     taken = fingerprints.of_names(ROOT, names, ["update", "generate", "post_init"])
     changed = {name: " ".join([*text.split()[:2], "0" * 8, *text.split()[3:]]) for name, text in taken.items()}
     started = time.process_time()
     assert (len(changed), fingerprints.changes(fingerprints.Files(ROOT), changed)) == (4, {})
-    assert time.process_time() - started < 0.06
+    assert time.process_time() - started < 0.2
