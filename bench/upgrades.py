@@ -239,10 +239,10 @@ def guard(arguments: argparse.Namespace) -> None:
                 same = now.is_file() and definitions.of_module(text) == definitions.of_module(now.read_text())
                 found = {changed[name] for name in imported[path] if name in changed}
                 step["files"] += 1
-                step["of them with other code, or gone"] += not same
-                step["a package that is imported: error, a name is gone"] += fingerprints.GONE in found
-                step["… one warning"] += bool(found) and fingerprints.GONE not in found
-                step["… not a word"] += not found
+                step["files with other code, or gone"] += not same
+                step["packages: error, a name is gone"] += fingerprints.GONE in found
+                step["packages: one warning"] += bool(found) and fingerprints.GONE not in found
+                step["packages: not a word"] += not found
             definitions.forget()
     keep("guard", {step: dict(counter) for step, counter in counts.items()})
     print(json.dumps({step: dict(counter) for step, counter in counts.items()}, indent=2))
