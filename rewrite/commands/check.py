@@ -29,7 +29,10 @@ from rewrite.commands.options import FOLDER, json_option
 @click.option("--full", is_flag=True, help="Rewrite every original anew, even where nothing has moved.")
 @json_option
 def check(folders: tuple[Path, ...], asked: str | None, style: str, full: bool, json_path: Path | None) -> int:
-    """Check the packages in DIR, or every package below the working folder; exit with 1 if one is out of date."""
+    """Check the packages in DIR, or every package below the working folder; exit with 1 if one is out of date.
+
+    What a formatter changes is no edit. A package that was never verified is said to be `unverified`.
+    """
     from rewrite.deliver import report
     from rewrite.package import find
     from rewrite.sync import formats

@@ -44,7 +44,8 @@ def sync(
     """Rewrite the originals of the packages in DIR anew, with the options of their locks, and merge your edits.
 
     Without DIR: every package below the working folder. A conflict is shown with markers in a copy beside the file,
-    which stays as it is: resolve it there and give the copy with --resolved.
+    which stays as it is: resolve it there and give the copy with --resolved. Your files keep the layout that your
+    formatter gave them.
     """
     from rewrite.package import find
     from rewrite.show.console import Screen

@@ -16,6 +16,11 @@ LENGTH = 16
 """Hexadecimal digits of a digest: an accident, not an attack, is what it is there to notice."""
 _HOPS = 4
 _LOOKS = {"annotation", "returns", "type_comment", "kind", "ctx", "type_params", "type_ignores"}
+_FIELDS = {
+    kind: tuple(field for field in kind._fields if field not in _LOOKS)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
 _SAID = ("logger", "warnings", "logging")
 
 
@@ -186,7 +191,7 @@ def of_nodes(nodes: Iterable[ast.AST]) -> str:
     pieces: list[str] = []
     for node in nodes:
         _add(node, pieces)
-    text = "".join(f"{piece}\0" for piece in pieces)
+    text = "\0".join([*pieces, ""])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:LENGTH]
 
 
@@ -194,14 +199,14 @@ def _add(value: object, pieces: list[str]) -> None:
     """Append what decides what a syntax tree does."""
     if isinstance(value, ast.AST):
         pieces.append(f"({type(value).__name__}")
-        for field in value._fields:
+        for field in _FIELDS[type(value)]:
             inner = getattr(value, field, None)
-            if field in _LOOKS or inner is None or inner == []:
+            if inner is None or inner == []:
                 continue
-            if isinstance(value, ast.Raise) and isinstance(inner, ast.Call):
-                inner = inner.func
             if field == "body" and isinstance(inner, list):
                 inner = [line for line in inner if not _says_only(line)]
+            elif isinstance(value, ast.Raise) and isinstance(inner, ast.Call):
+                inner = inner.func
             pieces.append(field)
             _add(inner, pieces)
         pieces.append(")")

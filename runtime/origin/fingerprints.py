@@ -22,7 +22,8 @@ _DIGITS = 8
 _NO_CODE = "-"
 _END = re.compile(r"\n[^\s#)\]}]")
 """Where the next statement begins."""
-_METHOD = re.compile(r"^ +(?:async )?def (\w+)", re.MULTILINE)
+_METHOD = re.compile(r"\n    (?:async )?def (\w+)")
+_LONGEST_HEAD = 4000
 _CLASS = re.compile(r"^class ", re.MULTILINE)
 
 
@@ -30,13 +31,13 @@ class Files:
     """The texts of transformers' files, each read once."""
 
     def __init__(self, root: Path):
-        self._root = root
+        self.root = root
         self._texts: dict[str, str] = {}
 
     def definition(self, file: str, name: str) -> str | None:
         """Return the text of a function or class at the top of a file, decorators included; None if there is none."""
         if file not in self._texts:
-            path = self._root / file
+            path = self.root / file
             self._texts[file] = path.read_text("utf-8", "replace") if path.is_file() else ""
         text = self._texts[file]
         starts = [text.find(f"\n{kind} {name}{mark}") + 1 for kind in ("class", "def") for mark in "(:"]
@@ -79,12 +80,12 @@ def of_names(root: Path, names: Collection[str], used: Collection[str]) -> dict[
     return found
 
 
-def changes(root: Path, taken: Mapping[str, str]) -> dict[str, str]:
+def changes(files: Files, taken: Mapping[str, str]) -> dict[str, str]:
     """Return what became of each of `taken` (as `of_names` returns it) that is not as it was, in words."""
-    files, found = Files(root), {}
+    found = {}
     for name, fingerprint in taken.items():
         file, inner, whole, parameters, code, *methods = fingerprint.split()
-        text = files.definition(file, inner) or _elsewhere(root, files, name)
+        text = files.definition(file, inner) or _elsewhere(files, name)
         if text is None:
             found[name] = GONE
         elif _digest(text) != whole:
@@ -94,9 +95,9 @@ def changes(root: Path, taken: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def misfits(root: Path, taken: Mapping[str, str], called: Mapping[str, Sequence[str]]) -> list[str]:
+def misfits(files: Files, taken: Mapping[str, str], called: Mapping[str, Sequence[str]]) -> list[str]:
     """Return in words which of the functions `called` take no such keyword any more."""
-    files, found = Files(root), []
+    found = []
     for name, given in called.items():
         file, inner = taken[name].split()[:2] if name in taken else ("", "")
         text = files.definition(file, inner) if file else None
@@ -113,12 +114,12 @@ def _is_class(text: str) -> bool:
     return _CLASS.search(text) is not None
 
 
-def _elsewhere(root: Path, files: Files, name: str) -> str | None:
+def _elsewhere(files: Files, name: str) -> str | None:
     """Return a definition that moved to another file."""
     definitions.forget()  # what was read of another release
-    place = definitions.defining(root, name)
+    place = definitions.defining(files.root, name)
     definitions.forget()
-    return files.definition(place[0].relative_to(root).as_posix(), place[1]) if place is not None else None
+    return files.definition(place[0].relative_to(files.root).as_posix(), place[1]) if place is not None else None
 
 
 def _parsed(text: str) -> ast.stmt | None:
@@ -138,14 +139,15 @@ def _parts(text: str, methods: Sequence[str]) -> tuple[str, str]:
         return _digest(_signature(node)), code
     annotated = [line.target for line in getattr(node, "body", ()) if isinstance(line, ast.AnnAssign)]
     fields = [target.id for target in annotated if isinstance(target, ast.Name)]
-    return _digest("\n".join([*(_method(text, name) for name in methods), *fields])), code
+    starts = {found[1]: found.start() for found in _METHOD.finditer(text)} if methods else {}
+    heads = [_head(text[starts[name] : starts[name] + _LONGEST_HEAD]) if name in starts else "" for name in methods]
+    return _digest("\n".join([*heads, *fields])), code
 
 
-def _method(text: str, name: str) -> str:
-    """Return the signature of a method, read off its head; empty where the class has no such method."""
-    start = max(text.find(f"\n    {kind} {name}(") for kind in ("def", "async def")) + 1
+def _head(text: str) -> str:
+    """Return the signature of the function that a text begins with, whose end is not known."""
     lines: list[str] = []
-    for line in text[start : start + 4000].split("\n") if start else ():
+    for line in text.strip().split("\n"):
         lines.append(line)
         ends = line.partition("#")[0].rstrip().endswith(":")
         head = _parsed("\n".join([*lines[:-1], f"{line.partition('#')[0]} pass"]).strip()) if ends else None

@@ -70,10 +70,10 @@ def made_from(
         raise TransformersMoved(package, version, str(error), command) from error
     if mode == OFF or not _may_differ(version):
         return
-    root = Path(transformers.__file__).parent
-    for problem in fingerprints.misfits(root, imported or {}, called or {}):
+    files = fingerprints.Files(Path(transformers.__file__).parent)
+    for problem in fingerprints.misfits(files, imported or {}, called or {}):
         raise TransformersMoved(package, version, problem, command)
-    if changed := fingerprints.changes(root, imported or {}):
+    if changed := fingerprints.changes(files, imported or {}):
         what = _said(changed)
         if mode == STRICT:
             raise TransformersMoved(package, version, what, command)
