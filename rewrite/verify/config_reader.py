@@ -57,7 +57,7 @@ def read_in(tree: ast.AST) -> FieldsRead:
     """Return what is read from anything called a configuration in one piece of code."""
     found = FieldsRead()
     aliases = {target for target, value in _assigned(tree) if _is_config(value, set())}
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if (name := _field(node, aliases)) is not None and not name.startswith("_"):
             found.names.add(name)
         if isinstance(node, ast.Compare):
@@ -66,7 +66,7 @@ def read_in(tree: ast.AST) -> FieldsRead:
 
 
 def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
 
@@ -154,7 +154,13 @@ def _is_absent(value: Any, built: set[type]) -> bool:
 
 
 def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {node.id for node in _nodes(tree) if isinstance(node, ast.Name)}
+
+
+@functools.cache
+def _nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a definition, which are asked for several times."""
+    return tuple(ast.walk(tree))
 
 
 @functools.cache

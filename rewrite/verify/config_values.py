@@ -235,16 +235,16 @@ class _Chooser:
             yield from self._one_rope(way, inner)
 
     def _one_rope(self, way: str, parameters: Mapping[str, Any]) -> Iterator[Choices]:
-        share = 0.5 if parameters.get("partial_rotary_factor") != 0.5 else 1.0
-        for key, value in {"rope_theta": 500.0, "partial_rotary_factor": share}.items():
-            if key in parameters or f"rope_parameters.{key}" in self.read.names:
-                yield Choices(f"{way}.{key}", (Variation(f"{way}.{key}", _shown(value), {f"{way}.{key}": value}),))
         types = tuple(
             Variation(f"{way}.rope_type", kind, self._rope_changes(way, kind, needed, parameters), always=True)
             for kind, needed in ROPE_TYPES.items()
             if kind != parameters.get("rope_type", "default")
         )
         yield Choices(f"{way}.rope_type", types)
+        share = 0.5 if parameters.get("partial_rotary_factor") != 0.5 else 1.0
+        for key, value in {"rope_theta": 500.0, "partial_rotary_factor": share}.items():
+            if key in parameters or f"rope_parameters.{key}" in self.read.names:
+                yield Choices(f"{way}.{key}", (Variation(f"{way}.{key}", _shown(value), {f"{way}.{key}": value}),))
 
     def _rope_changes(
         self, way: str, kind: str, needed: Mapping[str, Any], parameters: Mapping[str, Any]

@@ -141,9 +141,16 @@ class Configurations:
                 self.found.append(_unvaried(one, problems))
 
     def _together(self, found: list[Choices]) -> Iterator[CheckRun]:
-        """All fields at once, those left out with which the original does not run."""
-        together = self._together_with((), [one.variations[0] for one in found if one.variations])
-        used = {variation.field: variation.text for variation in together}
+        """All fields at once, those left out with which the original does not run; and again with other types of RoPE.
+
+        A type other than the default takes its frequencies from elsewhere, where nothing of the default's own shows.
+        """
+        firsts = [one.variations[0] for one in found if one.variations]
+        types = [variation for variation in firsts if variation.field.endswith("rope_type")]
+        plain = [variation for variation in firsts if variation not in types]
+        together = self._together_with((), plain)
+        again = self._together_with((), [*types, *plain]) if types else ()
+        used = {variation.field: variation.text for variation in (*together, *again)}
         for one in found:
             if one.field in used:
                 self.found.append(ConfigField(one.field, (used[one.field],)))
@@ -151,6 +158,8 @@ class Configurations:
                 self.found.append(_unvaried(one, ["the original does not run with it beside the others"]))
         if together:
             yield self._check(self._combined(together, False))
+        if again:
+            yield self._check(self._combined(again, False), f"{len(again)} fields at once, another type of RoPE")
         self._hand_on(together)
 
     def _hand_on(self, together: tuple[Variation, ...]) -> None:
@@ -181,7 +190,27 @@ class Configurations:
         plain = [variation.name for variation in expected.variations if variation.field]
         said = said or (plain[0] if len(plain) == 1 else f"{len(plain)} fields at once")
         kind = f"configuration, {self.bench.subject.name}" if self.known else "configuration"
-        return CheckRun(f"{kind}: {said}", partial(self._compare, expected))
+        run = partial(self._compare if len(plain) == 1 else self._compare_and_name, expected)
+        return CheckRun(f"{kind}: {said}", run)
+
+    def _compare_and_name(self, expected: Observed) -> Mapping[str, Figure]:
+        """Compare several fields at once; where they differ, say which of them does so alone."""
+        try:
+            return self._compare(expected)
+        except Mismatch as mismatch:
+            for variation in expected.variations:
+                if variation.field and self._differs_alone(variation):
+                    raise Mismatch(f"with {variation.name} alone, too: {mismatch}", mismatch.figures) from mismatch
+            raise
+
+    def _differs_alone(self, variation: Variation) -> bool:
+        try:
+            self._compare(self._runs.original((variation,), self._base(False).weights))
+        except Mismatch:
+            return True
+        except NotRun:
+            pass
+        return False
 
     def _compare(self, expected: Observed) -> Mapping[str, Figure]:
         found = self._runs.observed(self.bench.subject.rewritten, expected.variations, expected.weights, expected)
