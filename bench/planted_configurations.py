@@ -1,6 +1,6 @@
 """Bugs planted by hand in what is generated, and which of them the checks on configurations catch.
 
-    python bench/planted.py [MODEL or BUG ...] [--quick]
+    python bench/planted_configurations.py [MODEL or BUG ...] [--quick]
 
 Each bug of `tests/verify/config_bugs.py` takes a field of the configuration for granted: it shows only away from the
 value that the small configurations have by default. Every model's package is made once, and judged without a bug
