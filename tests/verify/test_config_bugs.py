@@ -1,4 +1,4 @@
-"""Bugs that show only away from a small configuration's values are caught; `python bench/planted.py` runs them all."""
+"""Bugs that show only away from a small configuration are caught; `bench/planted.py` runs them all."""
 
 from __future__ import annotations
 
