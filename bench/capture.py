@@ -68,7 +68,7 @@ def original_class(name):
 
 
 def small_config(cls):
-    from rewrite.verify.configs import small_variants
+    from rewrite.verify.models.configs import small_variants
 
     return small_variants(cls, True, FIELDS.get(cls.__name__, {}))[0].config
 
@@ -229,7 +229,7 @@ def _line(error):
 def check(name, device, packages):
     """Run one class: the original's steps and the rewritten one's, with and without the experts' interface."""
     from rewrite.runtime.cache.preallocated import PreallocatedCache
-    from rewrite.verify.workbench import randomise
+    from rewrite.verify.models.workbench import randomise
 
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from rewrite.verify.latency import bootstrap_ratio
-from rewrite.verify.shapes import FIELDS, SHAPES
+from rewrite.verify.generation.latency import bootstrap_ratio
+from rewrite.verify.models.shapes import FIELDS, SHAPES
 
 
 def config_for(cls, shape):

@@ -18,8 +18,8 @@ from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
-from rewrite.verify.configs import small_variants
-from rewrite.verify.tolerances import bound
+from rewrite.verify.judging.tolerances import bound
+from rewrite.verify.models.configs import small_variants
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

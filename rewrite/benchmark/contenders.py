@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure.contender import Contender
-from rewrite.verify.loop import SWITCH
+from rewrite.verify.generation.loop import SWITCH
 
 from .parity import keeping
 from .plan import LIGER, ORIGINAL, OURS, STATIC, STEP

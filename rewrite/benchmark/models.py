@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from rewrite.errors import NotAPackage, OriginalNotFound, VerificationError
-from rewrite.verify import sides
-from rewrite.verify.subjects import find_subjects
+from rewrite.verify.models import sides
+from rewrite.verify.models.subjects import find_subjects
 
 LOCK = "rewrite.lock"
 

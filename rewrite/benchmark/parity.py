@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rewrite.verify.tolerances import bound
+from rewrite.verify.judging.tolerances import bound
 
 if TYPE_CHECKING:
     from torch import Tensor

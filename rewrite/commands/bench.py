@@ -146,7 +146,7 @@ def _prepare(screen: Screen, source: Source, folder: Path) -> int:
 def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Plan:
     from rewrite.benchmark import Plan
     from rewrite.benchmark.plan import cells
-    from rewrite.verify.device import usable_device
+    from rewrite.verify.models.device import usable_device
 
     device = usable_device(options["device"])
     on_cpu = device == "cpu"

@@ -56,7 +56,7 @@ def sweep(
     from rewrite.show.console import Screen
     from rewrite.sweep import plan, pool, table
     from rewrite.sweep.against import previous, regressions
-    from rewrite.verify.device import Devices, every
+    from rewrite.verify.models.device import Devices, every
 
     if changed and against is None:
         raise click.UsageError("--changed needs --against: what was rewritten before")

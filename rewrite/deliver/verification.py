@@ -64,7 +64,7 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         VerificationError: if the verification cannot be carried out.
     """
     from rewrite.verify import Options, verify
-    from rewrite.verify.device import usable_device
+    from rewrite.verify.models.device import usable_device
 
     chosen: dict[str, Any] = {
         "device": usable_device(request.device),

@@ -13,8 +13,8 @@ from typing import Any
 from rewrite.benchmark.models import build, lock_of
 from rewrite.errors import NeedsGpu, NothingToTune
 from rewrite.measure.presets import config_for
-from rewrite.verify import sides
-from rewrite.verify.subjects import find_subjects
+from rewrite.verify.models import sides
+from rewrite.verify.models.subjects import find_subjects
 
 from . import results
 from .candidates import candidates

@@ -6,11 +6,11 @@ here imports torch or transformers before `verify` is called.
 
 from __future__ import annotations
 
-from .checks import Progress
+from .judging.checks import Progress
+from .judging.verdict import Check, Divergence, Gate, Options, Reached, Verdict
+from .models.sides import Side
 from .render import render, summary
 from .runner import verify
-from .sides import Side
-from .verdict import Check, Divergence, Gate, Options, Reached, Verdict
 
 __all__ = [
     "Check",

@@ -10,9 +10,9 @@ import click
 
 from rewrite.errors import RewriteError
 
+from .judging.verdict import Options
 from .render import render, summary
 from .runner import verify
-from .verdict import Options
 
 
 @click.command()

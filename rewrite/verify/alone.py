@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from .asking import asked_alone
-from .checkpoints import round_trip
-from .compare import NotRun
-from .declared import built_alike
-from .embeddings import embeddings_alone
-from .forward import forward_parity
-from .initial import initial_alike
-from .verdict import Figure
-from .workbench import Workbench
+from .calls.asking import asked_alone
+from .calls.forward import forward_parity
+from .judging.compare import NotRun
+from .judging.verdict import Figure
+from .models.workbench import Workbench
+from .state.checkpoints import round_trip
+from .state.declared import built_alike
+from .state.embeddings import embeddings_alone
+from .state.initial import initial_alike
 
 
 def class_alone(bench: Workbench) -> dict[str, Figure]:

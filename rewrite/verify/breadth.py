@@ -10,16 +10,16 @@ from typing import Literal
 
 from rewrite.errors import VerificationError
 
-from . import sides
 from .alone import class_alone
-from .checks import CheckRun, describe, run_check
-from .compare import NotRun
-from .configs import small_variants
-from .forward import low_precision_forward
+from .calls.forward import low_precision_forward
+from .judging.checks import CheckRun, describe, run_check
+from .judging.compare import NotRun
+from .judging.verdict import Check, Figure, Options
+from .models import sides
+from .models.configs import small_variants
+from .models.subjects import Subject, model_classes, paired
+from .models.workbench import Workbench
 from .runner import settled, verify
-from .subjects import Subject, model_classes, paired
-from .verdict import Check, Figure, Options
-from .workbench import Workbench
 
 Outcome = Literal["pass", "fail", "not run"]
 OPTIONS = Options(

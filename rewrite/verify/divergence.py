@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .asking import scenario_of
-from .cases import CASES
-from .compare import Error, Mismatch, NotRun, measure
-from .configs import Variant
-from .model_inputs import TEXT
-from .parity import SCENARIOS, run_scenario, setting_for
-from .scenarios import Scenario
-from .tolerances import bound
-from .verdict import Divergence
-from .workbench import Pair, Workbench, on_original
+from .calls.asking import scenario_of
+from .calls.cases import CASES
+from .calls.parity import SCENARIOS, run_scenario, setting_for
+from .calls.scenarios import Scenario
+from .judging.compare import Error, Mismatch, NotRun, measure
+from .judging.tolerances import bound
+from .judging.verdict import Divergence
+from .models.configs import Variant
+from .models.model_inputs import TEXT
+from .models.workbench import Pair, Workbench, on_original
 
 
 @dataclass(frozen=True)

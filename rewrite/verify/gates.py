@@ -6,24 +6,24 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from .alone import class_alone
-from .approximate import approximation_checks
-from .asking import argument_checks
-from .checks import CheckRun
-from .compiled import compile_checks
-from .configs import small_variants
-from .configurations import configuration_checks
-from .forward import forward_parity
-from .generation import generation_checks
-from .loop import loop_checks
-from .model_inputs import TEXT
-from .parity import exact_checks, low_precision_checks
-from .precision import precision_checks
-from .registered import registered_checks
-from .shapes import wide_variant
-from .subjects import Subject, Subjects
-from .training import changing_checks, hook_checks
-from .verdict import Figure
-from .workbench import Workbench, on_original
+from .calls.approximate import approximation_checks
+from .calls.asking import argument_checks
+from .calls.compiled import compile_checks
+from .calls.forward import forward_parity
+from .calls.parity import exact_checks, low_precision_checks
+from .calls.precision import precision_checks
+from .calls.registered import registered_checks
+from .configuration.variations import configuration_checks
+from .generation.loop import loop_checks
+from .generation.texts import generation_checks
+from .judging.checks import CheckRun
+from .judging.verdict import Figure
+from .models.configs import small_variants
+from .models.model_inputs import TEXT
+from .models.shapes import wide_variant
+from .models.subjects import Subject, Subjects
+from .models.workbench import Workbench, on_original
+from .state.training import changing_checks, hook_checks
 
 
 def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
@@ -32,7 +32,7 @@ def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[Ch
         yield from parity_checks(bench, subjects)
     elif name == "model":
         if bench.options.weights is not None:
-            from .teacher import teacher_checks
+            from .generation.teacher import teacher_checks
 
             yield from teacher_checks(bench)
     elif name == "generation":
@@ -40,7 +40,7 @@ def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[Ch
             yield from generation_checks(bench, bench.base)
             yield from loop_checks(bench, bench.variants[:1] if bench.options.quick else bench.variants)
     elif not bench.options.quick:
-        from .latency import latency_checks
+        from .generation.latency import latency_checks
 
         yield from latency_checks(bench)
 

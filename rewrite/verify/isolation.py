@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import clean_import
-from .checks import CheckRun
-from .compare import Mismatch
-from .sides import Source
-from .verdict import Figure
+from .judging.checks import CheckRun
+from .judging.compare import Mismatch
+from .judging.verdict import Figure
+from .models.sides import Source
 
 LIMIT_S = 300
 

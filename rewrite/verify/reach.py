@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.errors import MissingLibrary
 
-from .sides import Source
-from .verdict import Reached
+from .judging.verdict import Reached
+from .models.sides import Source
 
 if TYPE_CHECKING:
     from coverage import Coverage

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from . import sides
-from .checks import CheckRun, Progress, describe, run_gate
-from .compare import Mismatch
 from .isolation import CleanImport
+from .judging.checks import CheckRun, Progress, describe, run_gate
+from .judging.compare import Mismatch
+from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
+from .models import sides
+from .models.rounding import Rounding
+from .models.sides import Side, Source
+from .models.subjects import Subjects, find_subjects
+from .models.workbench import Workbench
 from .reach import Reach
-from .rounding import Rounding
-from .sides import Side, Source
-from .structure import class_checks, state_checks, text_checks
-from .subjects import Subjects, find_subjects
-from .verdict import Divergence, Figure, Gate, Options, Verdict
-from .workbench import Workbench
+from .state.structure import class_checks, state_checks, text_checks
 
 TITLES = {"structure": 1, "parity": 2, "model": 3, "generation": 4, "latency": 5}
 
@@ -106,10 +106,10 @@ class _Run:
         return divergence
 
     def _structure(self) -> Iterator[CheckRun]:
-        from .checkpoints import checkpoint_checks
-        from .declared import declared_checks
-        from .embeddings import embedding_checks
-        from .initial import initial_checks
+        from .state.checkpoints import checkpoint_checks
+        from .state.declared import declared_checks
+        from .state.embeddings import embedding_checks
+        from .state.initial import initial_checks
 
         yield from text_checks(self.rewritten, self.options)
         yield CheckRun("both sides import", self._import, stops=True)
@@ -142,7 +142,7 @@ class _Run:
         return {"classes": 1 + len(self.subjects.others)}
 
     def _workbench(self, subjects: Subjects) -> Workbench:
-        from .configs import small_variants
+        from .models.configs import small_variants
 
         main = subjects.main
         variants = small_variants(main.original, main.causal, self.options.config)

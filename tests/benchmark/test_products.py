@@ -21,8 +21,8 @@ from rewrite.tuning import products
 from rewrite.tuning.export import SHAPES, TUNED, export, tables_of
 from rewrite.tuning.products import Choice, Products, choose
 from rewrite.upstream.source import resolve
-from rewrite.verify import sides
-from rewrite.verify.subjects import find_subjects
+from rewrite.verify.models import sides
+from rewrite.verify.models.subjects import find_subjects
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
 

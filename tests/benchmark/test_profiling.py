@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rewrite.measure.profiling import is_copy, is_kernel
-from rewrite.verify.latency import copies_a_layer
+from rewrite.verify.generation.latency import copies_a_layer
 
 COPYING = (
     "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",

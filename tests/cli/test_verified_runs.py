@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 
-from rewrite.verify.verdict import Check, Gate, Identity, Options, Verdict
+from rewrite.verify.judging.verdict import Check, Gate, Identity, Options, Verdict
 
 ARGUMENTS = ("modeling_tiny.py", "--only", "fuse_qkv", "--diff", "none")
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from rewrite.upstream.source import Source, resolve
-from rewrite.verify.configs import Variant, small_variants
-from rewrite.verify.model_inputs import make, tensors
-from rewrite.verify.subjects import Subject, find_subjects
-from rewrite.verify.tolerances import bound
+from rewrite.verify.judging.tolerances import bound
+from rewrite.verify.models.configs import Variant, small_variants
+from rewrite.verify.models.model_inputs import make, tensors
+from rewrite.verify.models.subjects import Subject, find_subjects
 
 from .rewriting import respell
 from .rewritings import all_rewritings

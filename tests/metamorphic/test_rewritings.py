@@ -207,7 +207,7 @@ def test_leaves_what_may_mean_something_else(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", rewritings())
 def test_a_whole_model_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, loss and gradients of a model with attention of its own, in fp64."""
-    tolerances = pytest.importorskip("rewrite.verify.tolerances")
+    tolerances = pytest.importorskip("rewrite.verify.judging.tolerances")
     text = TINY.read_text()
     respelled = respell(text, all_rewritings()[name])
     if not respelled.places:
@@ -222,7 +222,7 @@ def test_a_whole_model_computes_the_same(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_model_that_computes_something_else_is_caught(
     right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tolerances = pytest.importorskip("rewrite.verify.tolerances")
+    tolerances = pytest.importorskip("rewrite.verify.judging.tolerances")
     text = TINY.read_text()
     assert right in text
     assert difference(text, text.replace(right, wrong), monkeypatch) > tolerances.bound("fp64 max")

@@ -11,7 +11,7 @@ from command_line import CommandLine
 
 from rewrite.deliver import acceptance
 from rewrite.package.lock import read_lock
-from rewrite.verify.verdict import Check, Gate, Identity, Options, Verdict
+from rewrite.verify.judging.verdict import Check, Gate, Identity, Options, Verdict
 
 from .conftest import Releases, edit
 

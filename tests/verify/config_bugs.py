@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rewrite.verify import Options, sides
-from rewrite.verify.checks import CheckRun, run_check
-from rewrite.verify.configs import small_variants
-from rewrite.verify.configurations import Configurations, configuration_checks
-from rewrite.verify.loop import loop_checks
+from rewrite.verify import Options
+from rewrite.verify.configuration.variations import Configurations, configuration_checks
+from rewrite.verify.generation.loop import loop_checks
+from rewrite.verify.judging.checks import CheckRun, run_check
+from rewrite.verify.judging.verdict import Check
+from rewrite.verify.models import sides
+from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.subjects import find_subjects
+from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.runner import settled
-from rewrite.verify.subjects import find_subjects
-from rewrite.verify.verdict import Check
-from rewrite.verify.workbench import Workbench
 
 from .bugs import Bug
 from .copies import planted, upstream

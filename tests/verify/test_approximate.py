@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rewrite.verify import Options, Verdict, render, summary, verify
-from rewrite.verify.approximate import judged
-from rewrite.verify.compare import Mismatch
-from rewrite.verify.rounding import Rounding, rounded
-from rewrite.verify.sides import locate
+from rewrite.verify.calls.approximate import judged
+from rewrite.verify.judging.compare import Mismatch
+from rewrite.verify.models.rounding import Rounding, rounded
+from rewrite.verify.models.sides import locate
 
 from .bugs import Bug
 from .copies import planted, upstream

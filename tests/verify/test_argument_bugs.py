@@ -14,22 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.verify import Options, sides
+from rewrite.verify import Options
 from rewrite.verify.alone import class_alone
-from rewrite.verify.asking import argument_checks
-from rewrite.verify.checkpoints import checkpoint_checks
-from rewrite.verify.checks import Check, CheckRun, run_check
-from rewrite.verify.configs import small_variants
-from rewrite.verify.declared import declared_checks
-from rewrite.verify.embeddings import embedding_checks
-from rewrite.verify.initial import initial_checks
-from rewrite.verify.precision import precision_checks
-from rewrite.verify.registered import registered_checks
+from rewrite.verify.calls.asking import argument_checks
+from rewrite.verify.calls.precision import precision_checks
+from rewrite.verify.calls.registered import registered_checks
+from rewrite.verify.judging.checks import Check, CheckRun, run_check
+from rewrite.verify.judging.verdict import Figure
+from rewrite.verify.models import sides
+from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.subjects import Subject, find_subjects
+from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.runner import settled
-from rewrite.verify.subjects import Subject, find_subjects
-from rewrite.verify.training import changing_checks
-from rewrite.verify.verdict import Figure
-from rewrite.verify.workbench import Workbench
+from rewrite.verify.state.checkpoints import checkpoint_checks
+from rewrite.verify.state.declared import declared_checks
+from rewrite.verify.state.embeddings import embedding_checks
+from rewrite.verify.state.initial import initial_checks
+from rewrite.verify.state.training import changing_checks
 
 from .argument_bugs import ARGUMENTS
 from .copies import planted, upstream

@@ -13,17 +13,17 @@ from transformers import DynamicCache
 from transformers.processing_utils import Unpack
 
 from rewrite.verify import Options
-from rewrite.verify.arguments import arguments_of
-from rewrite.verify.asking import argument_checks, asked_alone
-from rewrite.verify.cases import CASES, cases_for
-from rewrite.verify.checks import run_check
-from rewrite.verify.configs import small_variants
-from rewrite.verify.observed import everything, fields_of
-from rewrite.verify.record import Record
+from rewrite.verify.calls.arguments import arguments_of
+from rewrite.verify.calls.asking import argument_checks, asked_alone
+from rewrite.verify.calls.cases import CASES, cases_for
+from rewrite.verify.calls.observed import everything, fields_of
+from rewrite.verify.judging.checks import run_check
+from rewrite.verify.judging.record import Record
+from rewrite.verify.judging.verdict import Asked, Verdict
+from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.subjects import Subject
+from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.render import render, summary
-from rewrite.verify.subjects import Subject
-from rewrite.verify.verdict import Asked, Verdict
-from rewrite.verify.workbench import Workbench
 
 
 class Keywords(TypedDict, total=False):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rewrite.verify import Options, render, summary
-from rewrite.verify.config_reader import FieldsRead, fields_read, read_in
-from rewrite.verify.config_values import Choices, changed, choices
-from rewrite.verify.verdict import ConfigField, Verdict
+from rewrite.verify.configuration.reader import FieldsRead, fields_read, read_in
+from rewrite.verify.configuration.values import Choices, changed, choices
+from rewrite.verify.judging.verdict import ConfigField, Verdict
 
 SOURCE = """
 class Layer:

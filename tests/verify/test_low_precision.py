@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rewrite.verify import sides
 from rewrite.verify.breadth import OPTIONS
-from rewrite.verify.compare import Mismatch
-from rewrite.verify.configs import small_variants
-from rewrite.verify.forward import ENOUGH, low_precision_forward
-from rewrite.verify.subjects import paired
-from rewrite.verify.workbench import Workbench
-from rewrite.verify.yardstick import compare
+from rewrite.verify.calls.forward import ENOUGH, low_precision_forward
+from rewrite.verify.judging.compare import Mismatch
+from rewrite.verify.judging.yardstick import compare
+from rewrite.verify.models import sides
+from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.subjects import paired
+from rewrite.verify.models.workbench import Workbench
 
 from .copies import planted, source_of, upstream, write_package
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rewrite.errors import VerificationError
-from rewrite.verify import checkpoints, configs
-from rewrite.verify.configs import small_variants
-from rewrite.verify.tryout import MAX_PARAMETERS, parameter_count
+from rewrite.verify.models import configs
+from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.tryout import MAX_PARAMETERS, parameter_count
+from rewrite.verify.state import checkpoints
 
 KINDS = {
     "bert.BertForMaskedLM": ("input_ids",),

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rewrite.verify.compare import Mismatch, NotRun, Observations, near_exact
-from rewrite.verify.tolerances import bound
-from rewrite.verify.unrounded import unrounded
+from rewrite.verify.judging.compare import Mismatch, NotRun, Observations, near_exact
+from rewrite.verify.judging.tolerances import bound
+from rewrite.verify.judging.unrounded import unrounded
 
 TRUTH = torch.randn(4, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(2, 4, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -14,14 +14,14 @@ from click.testing import CliRunner
 
 from rewrite.verify import Check, Gate, Options, Verdict, clean_import, render, summary, verify
 from rewrite.verify.__main__ import main
-from rewrite.verify.compare import Mismatch, NotRun, near_exact
-from rewrite.verify.configs import small_variants
-from rewrite.verify.generation import Generated, near_tie
-from rewrite.verify.latency import Samples, bootstrap_ratio, outcome
-from rewrite.verify.sides import load, locate
-from rewrite.verify.teacher import Scores, judged
-from rewrite.verify.tolerances import TABLE
-from rewrite.verify.yardstick import compare
+from rewrite.verify.generation.latency import Samples, bootstrap_ratio, outcome
+from rewrite.verify.generation.teacher import Scores, judged
+from rewrite.verify.generation.texts import Generated, near_tie
+from rewrite.verify.judging.compare import Mismatch, NotRun, near_exact
+from rewrite.verify.judging.tolerances import TABLE
+from rewrite.verify.judging.yardstick import compare
+from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.sides import load, locate
 
 from .copies import source_of, upstream, write_package
 

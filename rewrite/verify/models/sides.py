@@ -13,7 +13,7 @@ from types import ModuleType
 
 from rewrite.errors import SideNotFound
 
-from .verdict import Identity
+from ..judging.verdict import Identity
 
 Side = str | Path
 

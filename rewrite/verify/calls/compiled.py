@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun
+from ..judging.verdict import Figure
+from ..judging.yardstick import compare
+from ..models.configs import Variant
+from ..models.inputs import tokens
+from ..models.workbench import Workbench, on_original
 from .caches import new_cache
-from .checks import CheckRun
-from .compare import Mismatch, NotRun
-from .configs import Variant
-from .inputs import tokens
-from .verdict import Figure
-from .workbench import Workbench, on_original
-from .yardstick import compare
 
 
 def compile_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:

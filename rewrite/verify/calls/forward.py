@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .compare import Mismatch, NotRun, Observations, finite, join, near_exact
-from .inputs import Padding
-from .model_inputs import TEXT, make, tensors
-from .unrounded import unrounded
-from .verdict import Figure
-from .workbench import Workbench, on_original
-from .yardstick import compare
+from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near_exact
+from ..judging.unrounded import unrounded
+from ..judging.verdict import Figure
+from ..judging.yardstick import compare
+from ..models.inputs import Padding
+from ..models.model_inputs import TEXT, make, tensors
+from ..models.workbench import Workbench, on_original
 
 if TYPE_CHECKING:
     import torch

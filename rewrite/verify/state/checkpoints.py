@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .checks import CheckRun
-from .compare import Mismatch
-from .configs import Variant
-from .model_inputs import make
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.model_inputs import make
+from ..models.workbench import Workbench, build, on_original
 from .structure import same_state, same_tying
-from .verdict import Figure
-from .workbench import Workbench, build, on_original
 
 SHARD = 60_000
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .checks import CheckRun
-from .compare import Mismatch, NotRun, equal, near_exact
-from .configs import WINDOW, Variant
-from .inputs import Batch
-from .scenarios import Outputs, Setting, call, main_output, real
-from .tolerances import bound
-from .verdict import Figure
-from .workbench import Pair, Workbench, on_original
+from ..calls.scenarios import Outputs, Setting, call, main_output, real
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, equal, near_exact
+from ..judging.tolerances import bound
+from ..judging.verdict import Figure
+from ..models.configs import WINDOW, Variant
+from ..models.inputs import Batch
+from ..models.workbench import Pair, Workbench, on_original
 
 if TYPE_CHECKING:
     from torch import Tensor

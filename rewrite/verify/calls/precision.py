@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .checks import CheckRun
-from .compare import Mismatch, NotRun, finite, same_names
-from .configs import Variant
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, finite, same_names
+from ..judging.verdict import Figure
+from ..judging.yardstick import compare
+from ..models.configs import Variant
+from ..models.workbench import Workbench, on_original
 from .observed import everything
 from .scenarios import Outputs, Scenario, Setting, call, main_output, real
-from .verdict import Figure
-from .workbench import Workbench, on_original
-from .yardstick import compare
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .compare import NotRun, equal
-from .config_values import Variation, changed
-from .configs import Variant
-from .inputs import Padding
-from .model_inputs import TEXT, make, tensors
-from .workbench import Workbench, build, on_original, randomise
+from ..judging.compare import NotRun, equal
+from ..models.configs import Variant
+from ..models.inputs import Padding
+from ..models.model_inputs import TEXT, make, tensors
+from ..models.workbench import Workbench, build, on_original, randomise
+from .values import Variation, changed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,7 +165,7 @@ class Runs:
 
 def _significant(gradients: Outputs) -> Outputs:
     """Gradients without those that are zero in exact arithmetic."""
-    from .tolerances import bound
+    from ..judging.tolerances import bound
 
     sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in gradients.items()}
     smallest = bound("gradient zero") * max(sizes.values(), default=0.0)

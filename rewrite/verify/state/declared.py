@@ -9,12 +9,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from .checks import CheckRun
-from .compare import Mismatch
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch
+from ..judging.verdict import Figure
+from ..models.subjects import Subjects
+from ..models.workbench import Workbench
 from .structure import same_state
-from .subjects import Subjects
-from .verdict import Figure
-from .workbench import Workbench
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

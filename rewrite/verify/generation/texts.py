@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .approximate import step_by_step
-from .checks import CheckRun
-from .compare import Mismatch, NotRun
-from .configs import Variant
-from .inputs import Batch, prompt
-from .tolerances import bound
-from .verdict import Figure
-from .workbench import Workbench, on_original
+from ..calls.approximate import step_by_step
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun
+from ..judging.tolerances import bound
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.inputs import Batch, prompt
+from ..models.workbench import Workbench, on_original
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .checks import CheckRun
-from .compare import Mismatch, NotRun, finite, near_exact
-from .config_reader import fields_read
-from .config_runs import Observed, Outputs, Runs
-from .config_values import Choices, Variation, changed, choices
-from .configs import Variant, small_variants
-from .model_inputs import TEXT, kinds_of
-from .subjects import Subject
-from .unrounded import unrounded
-from .verdict import ConfigField, Figure
-from .workbench import Workbench, build, on_original
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, finite, near_exact
+from ..judging.unrounded import unrounded
+from ..judging.verdict import ConfigField, Figure
+from ..models.configs import Variant, small_variants
+from ..models.model_inputs import TEXT, kinds_of
+from ..models.subjects import Subject
+from ..models.workbench import Workbench, build, on_original
+from .reader import fields_read
+from .runs import Observed, Outputs, Runs
+from .values import Choices, Variation, changed, choices
 
 APART = ("output_", "return_", "use_cache", "bidirectional", "causal", "is_decoder")
 """Parts of the names of what says what is returned, and of what lets a token see those after it."""

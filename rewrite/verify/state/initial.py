@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .checks import CheckRun
-from .compare import Mismatch
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch
+from ..judging.verdict import Figure
+from ..models.workbench import Workbench, on_original
 from .structure import same_state, same_tying
-from .verdict import Figure
-from .workbench import Workbench, on_original
 
 RANGES = {"initializer_range": 0.05, "init_std": 0.05, "initializer_factor": 1.3}
 """Fields that say how large weights are at first, away from what they are by default."""

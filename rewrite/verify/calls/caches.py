@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .compare import Mismatch, NotRun
-from .configs import WINDOW
-from .inputs import Batch
+from ..judging.compare import Mismatch, NotRun
+from ..models.configs import WINDOW
+from ..models.inputs import Batch
 from .scenarios import Outputs, Scenario, Setting
 
 if TYPE_CHECKING:

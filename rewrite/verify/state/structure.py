@@ -10,13 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .checks import CheckRun
-from .compare import Mismatch, NotRun
-from .model_inputs import make
-from .sides import Source
-from .subjects import Subjects
-from .verdict import Figure, Options
-from .workbench import Workbench
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun
+from ..judging.verdict import Figure, Options
+from ..models.model_inputs import make
+from ..models.sides import Source
+from ..models.subjects import Subjects
+from ..models.workbench import Workbench
 
 ATTRIBUTES = (
     "_no_split_modules", "_tp_plan", "_pp_plan", "_skip_keys_device_placement", "_tied_weights_keys",

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .compare import Mismatch, NotRun
-from .configs import WINDOW
-from .inputs import Batch, prefix_mask, prompt, tokens
+from ..judging.compare import Mismatch, NotRun
+from ..models.configs import WINDOW
+from ..models.inputs import Batch, prefix_mask, prompt, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .subjects import Subject
+    from ..models.subjects import Subject
 
 Outputs = dict[str, "Tensor"]
 

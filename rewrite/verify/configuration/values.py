@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config_reader import FieldsRead
+from .reader import FieldsRead
 
 ACTIVATIONS = ("gelu", "silu", "relu2", "gelu_pytorch_tanh")
 LENGTH = 8

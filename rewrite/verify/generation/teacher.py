@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import approximate
-from .checks import CheckRun
-from .compare import Mismatch
-from .inputs import tokens
-from .tolerances import bound
-from .verdict import Figure
-from .workbench import Workbench
+from ..calls import approximate
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch
+from ..judging.tolerances import bound
+from ..judging.verdict import Figure
+from ..models.inputs import tokens
+from ..models.workbench import Workbench
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .compare import NotRun
+from ..judging.compare import NotRun
+from ..judging.record import Record
+from ..judging.verdict import ConfigField, Options
 from .configs import Variant
-from .record import Record
 from .rounding import Rounding
 from .subjects import Subject
-from .verdict import ConfigField, Options
 
 Result = TypeVar("Result")
 KEPT_NAMES = ("A_log", "dt_bias", "inv_freq", "position_ids")

@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.subjects import Subject
+from ..models.workbench import Workbench
 from .arguments import arguments_of
 from .cases import Case, cases_for
-from .checks import CheckRun
-from .compare import Mismatch, NotRun
-from .configs import Variant
 from .given import LENGTH, Arguments, Call
 from .observed import everything, fields_of
 from .scenarios import Outputs, Scenario, Setting
-from .subjects import Subject
-from .verdict import Figure
-from .workbench import Workbench
 
 if TYPE_CHECKING:
     from torch import Tensor

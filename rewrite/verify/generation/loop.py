@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .approximate import step_by_step
-from .checks import CheckRun
-from .compare import Mismatch, NotRun, near_exact
-from .configs import Variant
-from .generation import Sink, generate, near_tie, noise_of
-from .inputs import Batch, prompt
-from .verdict import Figure
-from .workbench import Pair, Workbench, on_original
+from ..calls.approximate import step_by_step
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, near_exact
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.inputs import Batch, prompt
+from ..models.workbench import Pair, Workbench, on_original
+from .texts import Sink, generate, near_tie, noise_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -351,6 +351,6 @@ def _same_text(bench: Workbench, variant: Variant, pair: Pair, batch: Batch, str
 
 def _fp32_noise(logits: Tensor) -> float:
     """What fp32 sums in another order may move a logit by."""
-    from .tolerances import bound
+    from ..judging.tolerances import bound
 
     return float(logits.abs().max()) * bound("fp32 max")

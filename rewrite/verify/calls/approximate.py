@@ -14,17 +14,17 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .checks import CheckRun
-from .compare import Mismatch
-from .configs import WINDOW, Variant
-from .tolerances import bound
-from .verdict import Figure
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch
+from ..judging.tolerances import bound
+from ..judging.verdict import Figure
+from ..models.configs import WINDOW, Variant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .inputs import Batch
-    from .workbench import Workbench
+    from ..models.inputs import Batch
+    from ..models.workbench import Workbench
 
 
 def approximation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
@@ -36,7 +36,7 @@ def approximation_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRu
 
 
 def _approximation(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figure]:
-    from .inputs import prompt
+    from ..models.inputs import prompt
 
     batch = prompt(bench.seed_for("approximate"), variant.vocab_size, 8, 3 * WINDOW, "none", bench.options.device)
     implementation = bench.implementations()[0]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .compare import NotRun
-from .inputs import Batch, tokens
-from .model_inputs import make, vocabulary
+from ..judging.compare import NotRun
+from ..models.inputs import Batch, tokens
+from ..models.model_inputs import make, vocabulary
 from .scenarios import Setting
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .checks import CheckRun
-from .compare import NotRun, Observations, near_exact
-from .configs import Variant
-from .inputs import Padding
+from ..judging.checks import CheckRun
+from ..judging.compare import NotRun, Observations, near_exact
+from ..judging.unrounded import unrounded
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.inputs import Padding
+from ..models.workbench import Workbench, on_original
 from .observed import everything
 from .scenarios import Outputs, Setting, call
-from .unrounded import unrounded
-from .verdict import Figure
-from .workbench import Workbench, on_original
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
+from ..judging.unrounded import unrounded
+from ..judging.verdict import Figure
+from ..judging.yardstick import compare
+from ..models.configs import Variant
+from ..models.workbench import Pair, Workbench, on_original
 from .caches import CACHED
-from .checks import CheckRun
-from .compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
-from .configs import Variant
 from .scenarios import FORWARD, Scenario, Setting
-from .unrounded import unrounded
-from .verdict import Figure
-from .workbench import Pair, Workbench, on_original
-from .yardstick import compare
 
 SCENARIOS = FORWARD + CACHED
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from rewrite.measure.limits import weight_bytes
 
-from .checks import CheckRun
-from .compare import Mismatch, NotRun
-from .configs import Variant
-from .device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
-from .inputs import tokens
-from .shapes import shaped_variant
-from .tolerances import bound
-from .verdict import Figure
-from .workbench import Pair, Workbench, on_original
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun
+from ..judging.tolerances import bound
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
+from ..models.inputs import tokens
+from ..models.shapes import shaped_variant
+from ..models.workbench import Pair, Workbench, on_original
 
 RESAMPLES = 2000
 SHORT = 8
@@ -237,7 +237,7 @@ def large_pair(bench: Workbench, variant: Variant) -> Pair:
     """Both models of a real shape on the device, with equal weights; the original's are drawn there."""
     import torch
 
-    from .workbench import build
+    from ..models.workbench import build
 
     arguments = (variant, bench.implementations()[0], bench.options.dtype, bench.options.device)
     torch.manual_seed(bench.seed_for("large"))

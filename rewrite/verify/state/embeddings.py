@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from .checks import CheckRun
-from .compare import Mismatch, NotRun, Observations, near_exact
-from .given import IDS, Call
-from .scenarios import Outputs, Setting, main_output
+from ..calls.given import IDS, Call
+from ..calls.scenarios import Outputs, Setting, main_output
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, Observations, near_exact
+from ..judging.unrounded import unrounded
+from ..judging.verdict import Figure
+from ..models.workbench import Workbench, on_original
 from .structure import same_state, same_tying
-from .unrounded import unrounded
-from .verdict import Figure
-from .workbench import Workbench, on_original
 
 MORE = 8
 """How many rows a vocabulary grows by."""

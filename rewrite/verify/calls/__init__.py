@@ -1,0 +1,1 @@
+"""What `forward` is asked: scenarios, caches, each argument, long rows, other dtypes."""

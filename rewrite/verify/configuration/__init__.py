@@ -1,0 +1,1 @@
+"""The fields that a model reads from its configuration, each away from its default."""

@@ -1,0 +1,1 @@
+"""`generate()`: texts, the decode loop, a checkpoint's own text, latency."""

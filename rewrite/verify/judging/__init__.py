@@ -1,0 +1,1 @@
+"""What counts as equal, how it is measured, and what a verdict is."""

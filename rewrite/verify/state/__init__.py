@@ -1,0 +1,1 @@
+"""What a model holds: its classes and declarations, weights, checkpoints, gradients, changes."""
