@@ -23,6 +23,7 @@ from .models.model_inputs import TEXT
 from .models.shapes import wide_variant
 from .models.subjects import Subject, Subjects
 from .models.workbench import Workbench, on_original
+from .state.embeddings import embedding_checks
 from .state.training import changing_checks, hook_checks
 
 
@@ -50,6 +51,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     if bench.base.inputs != TEXT:
         yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
         yield from argument_checks(bench, bench.base)
+        yield from embedding_checks(bench)
         yield from configuration_checks(bench, subjects.others)
         for other in subjects.others if bench.options.others else ():
             yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
@@ -57,6 +59,7 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     for variant in bench.variants:
         yield from exact_checks(bench, variant)
     yield from argument_checks(bench, bench.base)
+    yield from embedding_checks(bench)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
     yield from registered_checks(bench, bench.base)

@@ -108,7 +108,6 @@ class _Run:
     def _structure(self) -> Iterator[CheckRun]:
         from .state.checkpoints import checkpoint_checks
         from .state.declared import declared_checks
-        from .state.embeddings import embedding_checks
         from .state.initial import initial_checks
 
         yield from text_checks(self.rewritten, self.options)
@@ -122,7 +121,6 @@ class _Run:
         yield from checkpoint_checks(self.bench)
         yield from declared_checks(self.subjects, self.modules, self.bench)
         yield from initial_checks(self.bench)
-        yield from embedding_checks(self.bench)
         if self.clean is not None:
             yield from self.clean.checks()
 

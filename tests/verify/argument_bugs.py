@@ -255,7 +255,7 @@ BERT = (
         "return self.cls.predictions.transform.dense\n",
         "structure",
     ),
-    Bug("bert", "bias left behind", "self.cls.predictions.bias = new_embeddings.bias", "pass", "structure", count=3),
+    Bug("bert", "bias left behind", "self.cls.predictions.bias = new_embeddings.bias", "pass", count=3),
     Bug(
         "bert", "head's bias initialised with ones", "init.zeros_(module.bias)", "init.ones_(module.bias)", "structure"
     ),

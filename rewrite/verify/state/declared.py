@@ -95,11 +95,12 @@ def built_alike(bench: Workbench) -> Mapping[str, Figure]:
     """Numbers, names and plans of every module, and the buffers, also those that no checkpoint holds."""
     import torch
 
-    pair = bench.pair(bench.base, bench.implementations()[0], "float32")
+    kind = bench.base, bench.implementations()[0], "float32"
+    original, rewritten = bench.plain_original(*kind), bench.pair(*kind).rewritten
     common = set(vars(torch.nn.Module()))
-    new = dict(pair.rewritten.named_modules())
+    new = dict(rewritten.named_modules())
     count = 0
-    for path, module in pair.original.named_modules():
+    for path, module in original.named_modules():
         other = new.get(path)
         if other is None:
             raise Mismatch(f"the model has no module {path}")
@@ -110,5 +111,5 @@ def built_alike(bench: Workbench) -> Mapping[str, Figure]:
             count += 1
         if module._non_persistent_buffers_set != other._non_persistent_buffers_set:
             raise Mismatch(f"{path}: other buffers are left out of checkpoints than in the original")
-    same_state(dict(pair.original.named_buffers()), dict(pair.rewritten.named_buffers()), "buffers: ")
+    same_state(dict(original.named_buffers()), dict(rewritten.named_buffers()), "buffers: ")
     return {"attributes": count}

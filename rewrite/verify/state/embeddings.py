@@ -1,4 +1,4 @@
-"""Gate 1: the embeddings and the head that a model names can be asked for and replaced, and grow as the original's."""
+"""Gate 2: the embeddings and the head that a model names can be asked for and replaced, and grow as the original's."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def embeddings_alone(bench: Workbench) -> Mapping[str, Figure]:
 def _changed(bench: Workbench, change: Callable[[Any, Setting], None]) -> Mapping[str, Figure]:
     if IDS not in bench.base.inputs:
         raise NotRun(f"{bench.subject.name} reads no text")
+    if bench.rounding is not None:
+        raise NotRun("the original is rounded in the modules that it was built with")
     pair, again = bench.fresh(bench.base, "eager", "float64"), bench.plain_original(bench.base, "eager", "float64")
     setting = Setting(bench.subject, bench.base.vocab_size, bench.options.device, bench.seed_for("embeddings"))
     expected = on_original(_after, pair.original, bench, setting, change)
