@@ -17,6 +17,7 @@ from .configuration.variations import configuration_checks
 from .generation.loop import loop_checks
 from .generation.texts import generation_checks
 from .judging.checks import CheckRun
+from .judging.compare import NotRun
 from .judging.verdict import Figure
 from .models.configs import small_variants
 from .models.model_inputs import TEXT
@@ -50,16 +51,14 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
     """Gate 2; a model that is fed more than text is compared as a whole."""
     if bench.base.inputs != TEXT:
         yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
-        yield from argument_checks(bench, bench.base)
-        yield from embedding_checks(bench)
+        yield from _asked(bench)
         yield from configuration_checks(bench, subjects.others)
         for other in subjects.others if bench.options.others else ():
             yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
         return
     for variant in bench.variants:
         yield from exact_checks(bench, variant)
-    yield from argument_checks(bench, bench.base)
-    yield from embedding_checks(bench)
+    yield from _asked(bench)
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
     yield from registered_checks(bench, bench.base)
@@ -72,6 +71,19 @@ def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
         yield from low_precision_checks(bench, wide_variant(bench))
     yield from compile_checks(bench, bench.base)
     yield from approximation_checks(bench, bench.base)
+
+
+def _asked(bench: Workbench) -> Iterator[CheckRun]:
+    """Every argument, and the embeddings; of a large model in a full verification alone."""
+    if bench.options.quick and bench.large:
+        yield CheckRun("every argument of forward, embeddings", _too_large)
+        return
+    yield from argument_checks(bench, bench.base)
+    yield from embedding_checks(bench)
+
+
+def _too_large() -> Mapping[str, Figure]:
+    raise NotRun("the smallest model is too large for a quick verification")
 
 
 def _short(bench: Workbench, subject: Subject) -> Mapping[str, Figure]:

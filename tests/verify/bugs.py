@@ -55,6 +55,7 @@ COPIED = (
         "scaling by hidden size",
         "self.scaling = self.head_dim**-0.5",
         "self.scaling = config.hidden_size**-0.5",
+        gate="structure",
     ),
     Bug("llama", "norm in low precision", "hidden_states = hidden_states.to(torch.float32)\n", "pass\n"),
     Bug(
@@ -227,7 +228,7 @@ COPIED = (
     Bug("gemma2", "norm without the one", "output * (1.0 + self.weight.float())", "output * self.weight.float()"),
     Bug("gemma2", "final softcap dropped", "logits = torch.tanh(logits)", "pass"),
     Bug("gemma2", "attention softcap dropped", "softcap=self.attn_logit_softcapping", "softcap=None"),
-    Bug("gemma2", "scaling by head_dim", "config.query_pre_attn_scalar**-0.5", "config.head_dim**-0.5"),
+    Bug("gemma2", "scaling by head_dim", "config.query_pre_attn_scalar**-0.5", "config.head_dim**-0.5", "structure"),
     Bug("gemma2", "embedding scale dropped", "* self.embed_scale.to(self.weight.dtype)", "* 1.0"),
     Bug(
         "gemma2",

@@ -31,6 +31,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("attention_head_dim", "d_kv", "d_k", "d_v", "cross_attention_dim_head"), HEAD_DIM),
     "index_head_dim": HEAD_DIM,
     **dict.fromkeys(("n_words", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"), VOCAB),
+    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
+    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HEAD_DIM),
     **dict.fromkeys(("max_sequence_length", "original_max_position_embeddings"), POSITIONS),
     **dict.fromkeys(("window_size", "attention_window_size"), WINDOW),
     "num_experts_per_token": 2,

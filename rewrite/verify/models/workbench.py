@@ -16,6 +16,8 @@ from .rounding import Rounding
 from .subjects import Subject
 
 Result = TypeVar("Result")
+LARGE = 2_000_000
+"""Parameters of a model that is built once a check, and not once an argument (RoCBert: 600 s and more)."""
 KEPT_NAMES = ("A_log", "dt_bias", "inv_freq", "position_ids")
 
 
@@ -49,6 +51,11 @@ class Workbench:
     def base(self) -> Variant:
         """The variant that every check runs on."""
         return self.variants[0]
+
+    @property
+    def large(self) -> bool:
+        """Whether a model of the smallest configuration is so large that building it many times takes minutes."""
+        return sum(value.numel() for value in self.weights(self.base).values()) > LARGE
 
     def seed_for(self, *parts: object) -> int:
         """A seed that differs per check, and with the verifier's own seed."""
