@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rewrite.benchmark.rungs import write
 from rewrite.engine.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
@@ -29,10 +30,9 @@ from .matrix import turned
 from .rewriting import respell
 from .rewritings import all_rewritings
 
-PINNED = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "starcoder2",
-    "cohere2", "glm4", "stablelm", "gpt_neox", "mixtral", "qwen3_moe", "bert", "whisper", "t5", "vit", "clip",
-)  # fmt: skip
+SITES = Path(__file__).parents[2] / "fixtures" / "sites.json"
+PINNED = tuple(sorted({model for models in json.loads(SITES.read_text("utf-8")).values() for model in models}))
+"""The models whose sites are counted for each version."""
 QUICK = Checks(quick=True, compile=False, clean_process=False, others=False)
 
 
@@ -73,9 +73,7 @@ def _verified(source: Source, text: str) -> dict[str, object]:
     built = build(replace(source, text=text), transforms)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / f"respelled_{time.time_ns()}"
-        for path, data in assemble(built, transforms, Options((), ()), folder).files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_bytes(data)
+        write(assemble(built, transforms, Options((), ()), folder), folder)
         verdict = verify(source.path, folder, QUICK)
     sites = sum(len(report.rewritten) for report in built.rewritten.transforms)
     checks = sum(check.status == "passed" for gate in verdict.gates for check in gate.checks)

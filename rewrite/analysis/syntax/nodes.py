@@ -125,10 +125,9 @@ def _pairs(
     target: cst.BaseExpression, value: cst.BaseExpression
 ) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
     if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, (cst.Tuple, cst.List)):
-        sides = list(zip(target.elements, value.elements, strict=False))
         starred = any(isinstance(element, cst.StarredElement) for element in (*target.elements, *value.elements))
         if len(target.elements) == len(value.elements) and not starred:
-            for own, of in sides:
+            for own, of in zip(target.elements, value.elements, strict=True):
                 yield from _pairs(own.value, of.value)
             return
     yield target, value
