@@ -17,14 +17,10 @@ from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
-_OWN_LOOP = ("generate", "_sample", "_prefill", "_prepare_cache_for_generation", "_update_model_kwargs_for_generation")
-_OTHER_INPUTS = (
-    "pixel", "image", "video", "audio", "speech", "input_features", "input_values", "codec", "codes", "_input_ids",
-)  # fmt: skip
-_OTHER_STATES = (
-    "update_conv_state", "update_recurrent_state", "get_linear_cache", "set_linear_cache", "update_indexer",
-    "has_previous_state", "get_conv_state", "key_cache", "recurrent_states",
-)  # fmt: skip
+_OWN_LOOP = ("_sample", "_prefill", "_prepare_cache_for_generation")
+_CACHES = (CACHE, "cache_params")
+_OTHER_STATES = ("update_indexer", "key_cache", "recurrent_states")
+"""Attributes of states that no cache of transformers' holds in a layer of its own, or that no buffer here can hold."""
 
 
 _PLAIN = m.Name() | m.Attribute(value=m.Name())
@@ -36,9 +32,11 @@ class StaticCache(Transform):
     """Generation without a growing cache.
 
     What it does:
-        Puts `GraphGeneration` in the place of `GenerationMixin` in the bases of a causal language model. It is a
-        `GenerationMixin` whose decode loop keeps keys and values in buffers of fixed size and replays one captured
-        step a token. Code that needs the number of cached tokens on the host is changed to let it be on the device:
+        Puts `GraphGeneration` in the place of `GenerationMixin` in the bases of a class that generates. It is a
+        `GenerationMixin` whose decode loop keeps keys, values and other states in buffers of fixed size and replays
+        one captured step a token; what else a step is given (positions of several kinds, what an encoder found) it
+        learns from the model's own loop. Code that needs the number of cached tokens on the host is changed to let it
+        be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
         `(x.index_select(1, torch.arange(n) + past) if isinstance(past, torch.Tensor) else x[:, past : past + n])`,
         `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A
@@ -50,16 +48,15 @@ class StaticCache(Transform):
         concatenation copies the cache.
 
     What it needs:
-        A class that decodes text with nothing but `past_key_values` for state; ranges and slices whose length does
-        not depend on the cache.
+        A class that decodes with a cache of transformers' for state; ranges and slices whose length does not depend
+        on the cache.
 
     Numerics:
         Exact: the same integers, and where the loop cannot run, transformers' own does.
 
     Known limits:
-        Against a cache of fixed size, a slice beyond the end of a buffer raises. Encoder-decoder
-        models, models with recurrent or convolutional states, models that take images or sound and classes with a
-        generation loop of their own keep `GenerationMixin`.
+        Against a cache of fixed size, a slice beyond the end of a buffer raises. Classes with caches or a generation
+        loop of their own keep `GenerationMixin`.
     """
 
     name = "static_cache"
@@ -68,13 +65,11 @@ class StaticCache(Transform):
     stage = Stage.GRAPH
     in_decode_loop = True
     reasons: ClassVar[Mapping[str, str]] = {
-        "encoder_decoder": "the model has an encoder, whose keys and values are a second cache",
-        "no_kv_cache": "`forward` takes no `past_key_values`, nor hands it on among its keywords",
-        "other_state": "the file keeps other states than keys and values in its cache",
+        "no_kv_cache": "`forward` takes no cache, nor hands it on among its keywords",
+        "other_state": "the file keeps states for which there is no buffer of fixed size",
         "own_cache": "the file makes a cache of a class of its own",
         "window_without_mask": "the cache keeps a sliding window, and no mask of the file has one: a buffer keeps all",
         "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
-        "other_inputs": "`forward` takes images, sound or other tokens beside its tokens",
         "own_loop": "the class has a part of the generation loop of its own",
         "other_dtype": "the range has a dtype of its own, in which sums may round",
         "other_range": "the length of the range or slice depends on the cache, or it has a step",
@@ -84,13 +79,11 @@ class StaticCache(Transform):
         "name_taken": "the file has a name `GraphGeneration` or `key_length` of its own",
     }
     needs: ClassVar[Mapping[str, str]] = {
-        "encoder_decoder": "a cache that also holds the encoder's keys and values",
         "no_kv_cache": "a cache among what `forward` takes",
         "other_state": "fixed buffers for these states too",
         "own_cache": "fixed buffers for what that cache holds",
         "window_without_mask": "a mask that has the window",
         "mask_by_length": "a mask cut at the position of the token",
-        "other_inputs": "a prompt read with them, and then steps with tokens alone",
         "own_loop": "a step that does what this part does",
         "name_taken": "another name in the file",
         "loses_comment": "the comment in another place",
@@ -154,7 +147,11 @@ def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> li
     """
     forward = module.method(info, "forward")
     names = parameters(forward) if forward is not None else []
-    if forward is None or CACHE in names or not isinstance(forward.params.star_kwarg, cst.Param):
+    if (
+        forward is None
+        or any(name in _CACHES for name in names)
+        or not isinstance(forward.params.star_kwarg, cst.Param)
+    ):
         return names
     keywords = forward.params.star_kwarg.name.value
     calls = [call for call in calls_in(forward.body) if any(_hands_on(argument, keywords) for argument in call.args)]
@@ -169,6 +166,10 @@ def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> li
     return names
 
 
+def _takes_cache(names: Iterable[str]) -> bool:
+    return any(name in _CACHES for name in names)
+
+
 def _made(attribute: str | None, info: ClassInfo, module: Module) -> Iterable[ClassInfo]:
     """Yield the classes of this file that `self.<attribute>` is made from."""
     for value in module.assignments(info, attribute) if attribute is not None else ():
@@ -177,20 +178,22 @@ def _made(attribute: str | None, info: ClassInfo, module: Module) -> Iterable[Cl
             yield module.classes[name]
 
 
+def _calls_inherited(method: cst.FunctionDef) -> bool:
+    """Whether a method calls the one of the same name of its bases."""
+    of_base = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super")), attr=m.Name(method.name.value)))
+    return any(m.matches(call, of_base) for call in calls_in(method.body))
+
+
 def _hands_on(argument: cst.Arg, keywords: str) -> bool:
     return argument.star == "**" and isinstance(argument.value, cst.Name) and argument.value.value == keywords
 
 
 def _skip(info: ClassInfo, module: Module) -> Skip | None:
-    names = _inputs(info, module)
-    if any(name in ("decoder_input_ids", "encoder_outputs") for name in names):
-        return Skip("encoder_decoder")
-    if CACHE not in names:
+    if not _takes_cache(_inputs(info, module)):
         return Skip("no_kv_cache")
-    other = next((name for name in names if any(part in name for part in _OTHER_INPUTS)), None)
-    if other is not None:
-        return Skip("other_inputs", other)
     own = next((name for name in _OWN_LOOP if name in info.methods), None)
+    if own is None and "generate" in info.methods and not _calls_inherited(info.methods["generate"]):
+        own = "generate"
     if own is not None:
         return Skip("own_loop", own)
     if (cache := _own_cache(module)) is not None:

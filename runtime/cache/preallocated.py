@@ -1,8 +1,7 @@
-"""Keys and values in buffers that are allocated once, for prefill and for a decode step that a graph can hold.
+"""Keys, values and states in buffers that are allocated once, for prefill and for a decode step that a graph can hold.
 
-B batch, Hk key/value heads, S capacity, D head_dim of keys, Dv of values. A layer keeps keys `[B, Hk, S, D]` and
-values `[B, Hk, S, Dv]`; slot s holds position s of the sequence, and row b starts at slot `starts[b]`, those before
-are left padding.
+B batch, S capacity. Slot s of a layer's keys and values holds position s of the sequence, and row b starts at slot
+`starts[b]`, those before are left padding. States (`states`) have no slots: each step overwrites them.
 
 Between steps the cache behaves like transformers' `DynamicCache`: lengths are Python ints and an update returns what
 is valid, as views. Inside `step()` nothing on the host knows the length: it is `position`, a tensor on the device, an
@@ -17,13 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from . import states
+from .layers import PreallocatedLayer, layer_like
 
 OFFERS: dict[str, dict[str, str]] = {
     "PreallocatedCache": {},
@@ -32,103 +28,15 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 
-class CacheFull(RuntimeError):
-    """More tokens were written than the cache has slots."""
-
-    def __init__(self, length: int, capacity: int):
-        super().__init__(f"the cache holds {capacity} tokens and was asked for {length}: make one with more capacity")
-
-
-class PreallocatedLayer(CacheLayerMixin):
-    """One layer's keys and values; its buffers are made at the first update, or by `allocate`."""
-
-    is_sliding = False
-    is_croppable = True
-    keys: Tensor | None
-    values: Tensor | None
-
-    def __init__(self, cache: PreallocatedCache):
-        super().__init__()
-        self.cache = cache
-        self.length = 0
-        """Number of valid slots, as far as the host knows: `PreallocatedCache.grow` tells it of a graph's replays."""
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether masks must be made for the whole buffer: transformers leaves them out for one token otherwise."""
-        return self.cache.stepping
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Allocate the buffers for keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]` of this kind."""
-        values = key_states if value_states is None else value_states
-        self.allocate(key_states.shape[1], key_states.shape[3], values.shape[3], key_states.dtype, key_states.device)
-
-    def allocate(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate zeroed buffers: the first decode steps read slots that nothing has written."""
-        batch, capacity = self.cache.batch_size, self.cache.capacity
-        with torch.inference_mode(False):
-            self.keys = torch.zeros(batch, heads, capacity, key_dim, dtype=dtype, device=device)
-            self.values = torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device)
-        self.dtype, self.device = dtype, device
-        self.is_initialized = True
-
-    def free(self) -> None:
-        """Give the buffers back."""
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.length = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` behind what is there; return what attention may read."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        if self.cache.stepping:
-            self.keys.index_copy_(2, self.cache.position, key_states)
-            self.values.index_copy_(2, self.cache.position, value_states)
-            return self.keys, self.values
-        start, end = self.length, self.length + key_states.shape[2]
-        if end > self.cache.capacity:
-            raise CacheFull(end, self.cache.capacity)
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        self.length = end
-        if start == 0:
-            return key_states, value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens before the next one; inside a step the device's 0-dimensional tensor of it."""
-        return self.cache.position[0] if self.cache.stepping else self.length  # type: ignore[return-value]
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return how many keys the next update returns, and the position of the first."""
-        count = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return (self.cache.capacity if self.cache.stepping else self.length + count), 0
-
-    def get_max_length(self) -> int:
-        """Return the capacity."""
-        return self.cache.capacity
-
-    def get_max_cache_shape(self) -> int:
-        """Return the capacity, under its older name."""
-        return self.cache.capacity
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, or keep the first `tokens_to_remove` if it is positive."""
-        self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
-
-
 class PreallocatedCache(Cache):
     """A cache of fixed capacity and fixed addresses.
 
     Args:
-        layer_count: number of attention layers.
+        layer_count: number of layers, of keys and values unless `like` says otherwise.
         batch_size: number of rows.
         capacity: number of slots a row has.
         device: where the step's position lives.
-        empty_layers: layers that hold nothing, because they have no attention or share another layer's keys, by index.
+        like: layers of transformers' growing cache, each of which gets its like here (`layer_like`).
     """
 
     def __init__(
@@ -137,7 +45,7 @@ class PreallocatedCache(Cache):
         batch_size: int,
         capacity: int,
         device: torch.device | str,
-        empty_layers: dict[int, Any] | None = None,
+        like: Sequence[Any] | None = None,
     ):
         self.batch_size_ = batch_size
         self.capacity = capacity
@@ -157,13 +65,19 @@ class PreallocatedCache(Cache):
             self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """The first slot of each row that is no left padding."""
         self._arrived: list[Tensor] = []
-        empty = empty_layers or {}
-        super().__init__(layers=[empty.get(index) or PreallocatedLayer(self) for index in range(layer_count)])
+        self._tokens = 0
+        kinds = [DynamicLayer()] * layer_count if like is None else like
+        super().__init__(layers=[layer_like(kind, self) for kind in kinds])
 
     @property
     def attention_layers(self) -> list[PreallocatedLayer]:
         """The layers that hold keys and values."""
         return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
+
+    @property
+    def stateful_layers(self) -> list[Any]:
+        """The layers that hold states, alone or beside keys and values."""
+        return [layer for layer in self.layers if states.is_stateful(layer)]
 
     @property
     def batch_size(self) -> int:
@@ -172,8 +86,18 @@ class PreallocatedCache(Cache):
 
     @property
     def length(self) -> int:
-        """Number of valid slots, as far as the host knows."""
-        return self.attention_layers[0].length
+        """Number of tokens before the next one, as far as the host knows."""
+        layers = self.attention_layers
+        return layers[0].length if layers else self._tokens
+
+    @property
+    def is_written(self) -> bool:
+        """Whether every layer of states has one."""
+        return all(states.tensors([layer]) for layer in self.stateful_layers)
+
+    def states_held(self) -> contextlib.AbstractContextManager[None]:
+        """Leave the states as they are, whatever is run inside."""
+        return states.held(self.layers)
 
     def arrived(self, count: int) -> Tensor:
         """Return `count` int32 zeros in which the programs of an attention kernel count themselves, one by one."""
@@ -195,16 +119,16 @@ class PreallocatedCache(Cache):
 
     def grow(self, tokens: int) -> None:
         """Tell the host that steps have written `tokens` more slots."""
-        for layer in self.attention_layers:
-            layer.length += tokens
+        self.rewind(self.length + tokens)
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens, as far as the host knows."""
+        """Forget all but the first `length` tokens, as far as the host knows; states stay as they are."""
+        self._tokens = length
         for layer in self.attention_layers:
             layer.length = length
 
     def reset(self) -> None:
-        """Forget every token; the buffers, their addresses and their contents stay."""
+        """Forget every token; the buffers, their addresses and their contents stay, states too."""
         self.rewind(0)
         self.position.zero_()
         self.starts.zero_()
@@ -214,8 +138,17 @@ class PreallocatedCache(Cache):
         an earlier sequence would come through.
         """
         self.reset()
+        for layer in self.stateful_layers:
+            states.forget(layer)
         if self.buffers:
             torch._foreach_zero_(self.buffers)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        for layer in self.attention_layers:
+            layer.free()
+        for layer in self.stateful_layers:
+            states.free(layer)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -224,15 +157,17 @@ class PreallocatedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """Bytes of all buffers and states."""
+        return sum(buffer.nbytes for buffer in [*self.buffers, *states.tensors(self.layers)])
 
     def copy_from(self, other: PreallocatedCache) -> None:
         """Take over what a smaller cache of the same model holds."""
         for mine, theirs in zip(self.attention_layers, other.attention_layers, strict=True):
             if theirs.keys is not None and theirs.values is not None:
                 _write(mine, theirs.keys[:, :, : theirs.length], theirs.values[:, :, : theirs.length], 0)
-            mine.length = theirs.length
+        for mine, theirs in zip(self.stateful_layers, other.stateful_layers, strict=True):
+            states.copy(theirs, mine)
+        self.rewind(other.length)
         self.position.copy_(other.position)
         self.starts.copy_(other.starts)
 
@@ -243,9 +178,11 @@ class PreallocatedCache(Cache):
             if length:
                 _write(mine, theirs.keys, theirs.values, length - theirs.keys.shape[2])
             mine.length = length
+        for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=False):
+            states.copy(theirs, mine)
 
     def store(self, dynamic: DynamicCache, length: int) -> None:
-        """Make transformers' growing cache hold copies of the first `length` tokens."""
+        """Make transformers' growing cache hold copies of the first `length` tokens; states as they are."""
         while len(dynamic.layers) < len(self.layers):
             dynamic.layers.append(DynamicLayer())
         for mine, theirs in zip(self.attention_layers, _kept(dynamic.layers), strict=True):
@@ -259,20 +196,17 @@ class PreallocatedCache(Cache):
                 theirs.lazy_initialization(mine.keys, mine.values)
             theirs.keys = mine.keys[:, :, start:length].clone()
             theirs.values = mine.values[:, :, start:length].clone()
+        for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=True):
+            states.copy(mine, theirs)
 
 
 def preallocated_like(
     dynamic: DynamicCache, batch_size: int, capacity: int, device: torch.device | str
 ) -> PreallocatedCache | None:
     """Return a cache with the layers of transformers' growing one; None if it has layers of another kind, or none."""
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    empty = {index: layer for index, layer in enumerate(dynamic.layers) if not isinstance(layer, CacheLayerMixin)}
-    if any(type(layer).__name__ != "DummyLayer" for layer in empty.values()):
-        return None
-    kept = _kept(dynamic.layers)
-    if not kept or any(type(layer) not in known for layer in kept):
-        return None
-    return PreallocatedCache(len(dynamic.layers), batch_size, capacity, device, empty)
+    cache = PreallocatedCache(len(dynamic.layers), batch_size, capacity, device, dynamic.layers)
+    holds = cache.attention_layers or cache.stateful_layers
+    return cache if holds and all(layer is not None for layer in cache.layers) else None
 
 
 def _kept(layers: Sequence[Any]) -> list[Any]:

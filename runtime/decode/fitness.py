@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -18,6 +18,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from ..cache import states
 from ..core import backend
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -33,7 +34,6 @@ REASONS = {
     "autocast": "autocast chooses the dtype of each product",
     "compiled": "torch.compile compiles the model",
     "observed": "a hook or a wrapped forward watches a module: a replay would not call it",
-    "encoder_decoder": "the model has an encoder",
     "own_loop": "the model has its own way from one step's inputs to the next",
     "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
@@ -44,9 +44,9 @@ REASONS = {
     "compile_config": "the call asks for torch.compile",
     "no_cache": "the call goes without a cache",
     "cache_implementation": "the call asks for a kind of cache",
-    "cache_kind": "the cache is no plain DynamicCache, or has layers that hold more than keys and values",
+    "cache_kind": "the cache is no plain DynamicCache, or has layers for which there are no buffers of fixed size",
     "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
-    "inputs": "the call has inputs besides token ids, 2D mask and position ids",
+    "inputs": "what the model's loop gives its forward does not follow from what it gave for the token before",
     "attention_mask": "the mask is no left padding of everything that was seen",
     "position_ids": "position ids that are not of one token a column",
     "outputs": "attentions or hidden states are wanted",
@@ -68,12 +68,9 @@ REASONS = {
 _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTokenCriteria)
 _KNOWN_INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer"}
-_OWN_LOOP = (
-    "prepare_inputs_for_generation",
-    "_update_model_kwargs_for_generation",
-    "_prefill",
-    "_prepare_cache_for_generation",
-)
+_CACHES = ("past_key_values", "cache_params")
+_OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_OWN_LOOP = ("_prefill", "_prepare_cache_for_generation")
 
 
 def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,6 +131,34 @@ class Call:
         given = self.model_kwargs.items()
         return {name: value for name, value in given if value is not None and name not in _NOT_FOR_THE_MODEL}
 
+    @property
+    def cache_name(self) -> str:
+        """Under which name the model takes its cache."""
+        return next((name for name in _CACHES if self.inputs.get(name) is not None), _CACHES[0])
+
+    @property
+    def cache(self) -> Any:
+        """The cache of the text, apart from what the tokens see of an encoder's output."""
+        given = self.inputs.get(self.cache_name)
+        return given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask of the text, `[B, n]`."""
+        encodes = isinstance(self.inputs.get(self.cache_name), EncoderDecoderCache)
+        return self.inputs.get("decoder_attention_mask" if encodes else "attention_mask")
+
+
+def can_watch() -> bool:
+    """Return whether transformers is of a release whose loop can be watched: it says how many tokens to give."""
+    return "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+
+def has_own_inputs(model: Any, call: Call) -> bool:
+    """Return whether a step is given more than tokens, a 2D mask and position ids, or in a way of the model's own."""
+    own = any(_overrides(type(model), name) for name in _OWN_INPUTS)
+    return own or call.cache_name != _CACHES[0] or not set(call.inputs) <= _KNOWN_INPUTS
+
 
 def unfit(model: Any, call: Call, without_graph: bool) -> str | None:
     """Return why `call` cannot take the graph's loop, a key of `REASONS`; None if it can try."""
@@ -153,9 +178,7 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "autocast"
     if torch.compiler.is_compiling() or model._compiled_call_impl is not None:
         return "compiled"
-    if model.config.is_encoder_decoder:
-        return "encoder_decoder"
-    if any(_overrides(type(model), name) for name in _OWN_LOOP):
+    if any(_overrides(type(model), name) for name in (*_OWN_LOOP, *(() if can_watch() else _OWN_INPUTS))):
         return "own_loop"
     if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
         return "attention_implementation"
@@ -190,34 +213,46 @@ def _unfit_call(model: Any, call: Call) -> str | None:
 
 
 def _unfit_inputs(model: Any, call: Call) -> str | None:
-    given = call.inputs
-    if not set(given) <= _KNOWN_INPUTS or call.input_ids.dim() != 2 or call.input_ids.shape[1] == 0:
+    own = has_own_inputs(model, call)
+    if (own and not can_watch()) or call.input_ids.dim() != 2 or call.input_ids.shape[1] == 0:
         return "inputs"
     if call.input_ids.device != model.device:
         return "input_device"
-    cache: Any = given.get("past_key_values")
+    if (reason := _unfit_cache(model, call)) is not None:
+        return reason
+    batch, past = call.input_ids.shape[0], length_of(call.cache)
+    if _is_odd_mask(call.mask, batch, {call.input_ids.shape[1], past + call.input_ids.shape[1]}):
+        return "attention_mask"
+    position_ids = call.inputs.get("position_ids")
+    if not own and position_ids is not None and (position_ids.dim() != 2 or makes_cache_position(model)):
+        return "position_ids"
+    return None
+
+
+def _unfit_cache(model: Any, call: Call) -> str | None:
+    cache, batch = call.cache, call.input_ids.shape[0]
     if type(cache) is not DynamicCache or cache.offloading:
         return "cache_kind"
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
     held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
-    batch = call.input_ids.shape[0]
-    if len(lengths - {0}) > 1 or any(keys.shape[0] != batch or keys.device != model.device for keys in held):
+    held += states.tensors(cache.layers)
+    if len(lengths - {0}) > 1 or any(tensor.shape[0] != batch or tensor.device != model.device for tensor in held):
         return "cache_contents"
-    past = max(lengths, default=0)
-    if _is_odd_mask(given.get("attention_mask"), batch, {call.input_ids.shape[1], past + call.input_ids.shape[1]}):
-        return "attention_mask"
-    position_ids = given.get("position_ids")
-    if position_ids is not None and (position_ids.dim() != 2 or makes_cache_position(model)):
-        return "position_ids"
     return None
+
+
+def length_of(cache: DynamicCache) -> int:
+    """Return how many tokens a cache holds, as far as its layers tell."""
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    return max((layer.get_seq_length() for layer in layers), default=0)
 
 
 def keeps_cache(call: Call) -> bool:
     """Return whether the cache outlives the call: because it is returned, or because the caller made it."""
     if call.config.return_dict_in_generate:
         return True
-    cache = call.model_kwargs.get("past_key_values")
+    cache = call.inputs.get(call.cache_name)
     # Releases before 5.17 do not say whose cache it is.
     says = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
     return bool(getattr(cache, "_is_user_defined", not says))

@@ -10,22 +10,25 @@ loop, which runs wherever this one does not fit; `explain(model)` says why.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
-from .fitness import Call, Unfit, keeps_cache, unfit, with_cache
+from .fitness import Call, Unfit, has_own_inputs, keeps_cache, length_of, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
 from .policy import GraphPolicy
 from .sampling import Sampling, graph_forms
+from .step_inputs import StepInputs
 from .stopping import NOT_NUMBERS, Reader
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -108,7 +111,8 @@ class _Generation:
         self.batch_size, self.prompt_length = call.input_ids.shape
         self.device = call.input_ids.device
         self.captures = model.device.type == "cuda" and not model._step_without_graph
-        self.dynamic = call.model_kwargs["past_key_values"]
+        self.dynamic = call.cache
+        self.watches = has_own_inputs(model, call)
         self.sampling = self._sampling()
         self.kept_logits: list[Tensor] = []
         self.kept_scores: list[Tensor] = []
@@ -157,7 +161,7 @@ class _Generation:
             if key in self.store.refused:
                 raise Unfit(self.store.refused[key].reason)
         room = min(self.call.steps - 1, FIRST_ROOM)
-        needed = self.dynamic.get_seq_length() + self.prompt_length + room
+        needed = length_of(self.dynamic) + self.prompt_length + room
         try:
             graph = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
             graph.cache.clear()
@@ -172,24 +176,39 @@ class _Generation:
 
     def _prefill(self, graph: DecodeGraph) -> Tensor:
         """Read the prompt and return the logits `[B, V]` of the first token in fp32."""
-        inputs = {**self.call.inputs, "past_key_values": graph.cache}
+        name, cache = self.call.cache_name, self._cache_for_the_prompt(graph)
+        inputs, ids, past = {**self.call.inputs, name: cache}, self.call.input_ids, graph.cache.length
 
         def ordinary() -> Tensor:
-            outputs = self.model._prefill(self.call.input_ids, self.call.config, dict(inputs))
-            if outputs.past_key_values is not graph.cache or graph.cache.length == 0:
+            outputs = self.model._prefill(ids, self.call.config, dict(inputs))
+            if not graph.cache.attention_layers and graph.cache.is_written:
+                graph.cache.rewind(past + self.prompt_length)
+            if getattr(outputs, name, None) is not cache or graph.cache.length == 0:
                 raise self._refuse(graph, "cache_unused")
+            graph.watch(StepInputs(self.model, outputs, ids, inputs, graph.cache) if self.watches else None)
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
-        ids = self.call.input_ids
-        last = graph.read_prompt(ids, ordinary, self.sampling) if self._is_unpadded() else ordinary()
+        plain = not self.watches and self._is_unpadded()
+        graph.watch(None)
+        last = graph.read_prompt(ids, ordinary, self.sampling) if plain else ordinary()
         if self.sampling.reads_ids and graph.cache.length != self.prompt_length:
             raise Unfit("processor_needs_ids")
-        mask = self.call.inputs.get("attention_mask")
+        mask = self.call.mask
         if mask is not None and mask.shape[1] != graph.cache.length:
             raise Unfit("attention_mask")
         graph.begin(self._next_position_ids(graph, mask), mask)
         return last.to(copy=True, dtype=torch.float32)
+
+    def _cache_for_the_prompt(self, graph: DecodeGraph) -> Cache:
+        """Return what the model is given: the graph's cache, beside one of an encoder's output where it wants that."""
+        given = self.call.inputs[self.call.cache_name]
+        if not isinstance(given, EncoderDecoderCache):
+            return graph.cache
+        cross = DynamicCache()
+        cross.layers = [copy.copy(layer) for layer in given.cross_attention_cache.layers]
+        cross.layer_class_to_replicate = given.cross_attention_cache.layer_class_to_replicate
+        return EncoderDecoderCache(graph.cache, cross)
 
     def _is_unpadded(self) -> bool:
         """Return whether every column of the prompt is a token, at its own position."""
@@ -203,7 +222,7 @@ class _Generation:
 
     def _next_position_ids(self, graph: DecodeGraph, mask: Tensor | None) -> Tensor:
         """Return `[B or 1, 1]`."""
-        given = self.call.inputs.get("position_ids")
+        given = None if self.watches else self.call.inputs.get("position_ids")
         if given is not None:
             return given[:, -1:] + 1
         if mask is not None:
@@ -257,9 +276,11 @@ class _Generation:
         marks = [random.mark()] if random else []
         waiting = deque([_Arrival(graph, start, 1)])
         made, stopped = 1, False
-        chunk = CHUNK if self.call.streamer is None else STREAMED_CHUNK
+        chunk, ahead = CHUNK if self.call.streamer is None else STREAMED_CHUNK, 2
+        if graph.cache.stateful_layers and keeps_cache(self.call):
+            chunk, ahead = 1, 1  # states cannot go back to the end
         while not stopped and (made < steps or waiting):
-            if made == steps or len(waiting) == 2:
+            if made == steps or len(waiting) == ahead:
                 stopped = reader.read(waiting.popleft().tokens())
                 continue
             if graph.cache.length == graph.cache.capacity:
@@ -302,16 +323,20 @@ class _Generation:
             sequences = torch.cat([call.input_ids, graph.state.sequence[:, start : start + count]], dim=-1)
         if keeps_cache(call):
             graph.cache.store(self.dynamic, length)
+            if graph.watched is not None:
+                graph.watched.store(call.inputs[call.cache_name])
         if call.streamer is not None:
             call.streamer.end()
         if not call.config.return_dict_in_generate:
             return sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=tuple(self.kept_scores[:count]) if call.config.output_scores else None,
-            logits=tuple(self.kept_logits[:count]) if call.config.output_logits else None,
-            past_key_values=self.dynamic,
-        )
+        kept: dict[str, Any] = {
+            "sequences": sequences,
+            "scores": tuple(self.kept_scores[:count]) if call.config.output_scores else None,
+            "logits": tuple(self.kept_logits[:count]) if call.config.output_logits else None,
+            "past_key_values": call.inputs[call.cache_name],
+        }
+        encodes = self.model.config.is_encoder_decoder
+        return GenerateEncoderDecoderOutput(**kept) if encodes else GenerateDecoderOnlyOutput(**kept)
 
     def _keep(self, logits: Tensor | None, scores: Tensor | None) -> None:
         if self.call.keeps and logits is not None and scores is not None:

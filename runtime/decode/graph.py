@@ -12,10 +12,11 @@ B batch, S capacity, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ..cache.preallocated import CacheFull, PreallocatedCache, preallocated_like
+from ..cache.layers import CacheFull
+from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearsing
@@ -32,6 +34,7 @@ from .greedy import choose
 from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .sampling import Sampling, StepState
+from .step_inputs import StepInputs
 
 PROGRAMS_KEPT = 8
 """Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
@@ -148,8 +151,11 @@ class DecodeGraph:
         with torch.inference_mode(False):
             self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
         self.pool: Any = None
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self._proved = False
+        self._programs: OrderedDict[tuple[Hashable, Hashable], Program] = OrderedDict()
+        self._proved: set[Hashable] = set()
+        self._watched: OrderedDict[Hashable, StepInputs] = OrderedDict()
+        self.watched: StepInputs | None = None
+        """What the model's own loop gives the running call's steps, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
         self._inputs = self._static_inputs(accepted)
         self._policy = policy_of(model)
@@ -210,7 +216,7 @@ class DecodeGraph:
             self._policy.before_replay(self.model)
         rows, tokens = input_ids.shape
         length = self.prompts.length_for(rows, tokens, self.cache.capacity)
-        if length is None or self.cache.length:
+        if length is None or self.cache.length or self.cache.stateful_layers:  # filling up would go into the states
             return ordinary()
         self._find_pool()
 
@@ -268,9 +274,10 @@ class DecodeGraph:
         """Give the graphs and the cache back."""
         self._programs.clear()
         self.prompts.clear()
-        for layer in self.cache.attention_layers:
-            layer.free()
-        self._proved = False
+        self._watched.clear()
+        self.watched = None
+        self.cache.free()
+        self._proved.clear()
 
     @property
     def model(self) -> Any:
@@ -284,6 +291,29 @@ class DecodeGraph:
     def nbytes(self) -> int:
         """Bytes of the cache."""
         return self.cache.nbytes
+
+    def watch(self, inputs: StepInputs | None) -> None:
+        """Take over what the steps of a call are given besides tokens and mask; None for nothing but positions."""
+        if inputs is not None:
+            known = self._watched.setdefault(inputs.key, inputs)
+            if known is not inputs:
+                known.load(inputs)
+            self._watched.move_to_end(inputs.key)
+            while len(self._watched) > PROGRAMS_KEPT:
+                gone, _ = self._watched.popitem(last=False)
+                self._programs = OrderedDict((key, kept) for key, kept in self._programs.items() if key[0] != gone)
+            inputs = known
+        self.watched = inputs
+
+    @property
+    def _kind(self) -> Hashable:
+        return None if self.watched is None else self.watched.key
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Leave states and positions as they are, whatever steps are run inside."""
+        with self.cache.states_held(), contextlib.nullcontext() if self.watched is None else self.watched.held():
+            yield
 
     def begin(self, position_ids: Tensor, attention_mask: Tensor | None) -> None:
         """Point the next step behind what the cache holds.
@@ -308,7 +338,7 @@ class DecodeGraph:
         Raises:
             CaptureFailed: if the step, or this sampling, cannot be captured.
         """
-        key = None if sampling is None else sampling.key
+        key = (self._kind, None if sampling is None else sampling.key)
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self.captured(sampling)
@@ -327,7 +357,7 @@ class DecodeGraph:
         """
         self._find_pool()
         before = self.state.copy()
-        with self._as_for_decoding():
+        with self._as_for_decoding(), self._held():
             program = Program(self, sampling)
         self.state.restore(before)
         return program
@@ -349,21 +379,22 @@ class DecodeGraph:
             StepDiffers: if they differ by more than another order of summation explains.
             StepFails: if the model's code needs the length as a Python int, say.
         """
-        if self._proved or self.cache.length >= self.cache.capacity:
+        if self._kind in self._proved or self.cache.length >= self.cache.capacity:
             return
         length, state = self.cache.length, self.state
         state.input_ids.copy_(tokens[:, None])
         with self._as_for_decoding():
-            with backend.plainly():
+            with backend.plainly(), self._held():
                 ordinary = self._ordinary_step(length)
-            self._compile(self._step_with(sampling))
+            self.cache.rewind(length)
+            with self._held():
+                self._compile(self._step_with(sampling))
             for layer in self.cache.attention_layers:
-                layer.length = length
                 if layer.values is not None:
                     layer.values[:, :, length + 1 :] = POISON
             state.position.fill_(length)
             try:
-                with rehearsing():
+                with rehearsing(), self._held():
                     ours = self.forward().float()
             except torch.OutOfMemoryError:
                 raise
@@ -376,7 +407,7 @@ class DecodeGraph:
         distance = ((ours - ordinary).norm(dim=-1) / ordinary.norm(dim=-1)).max().item()
         if not distance < TOLERANCE:
             raise StepDiffers(distance)
-        self._proved = True
+        self._proved.add(self._kind)
 
     def _step_with(self, sampling: Sampling | None) -> Callable[[], None]:
         """Return a step with what follows it."""
@@ -405,7 +436,8 @@ class DecodeGraph:
         """Continue where a graph with less capacity ended."""
         self.cache.copy_from(other.cache)
         self.cache.fused = other.cache.fused
-        self._proved = True
+        self.watch(other.watched)
+        self._proved.add(self._kind)
         self._attention_mask.fill_(1)
         self._attention_mask[:, : other.cache.capacity] = other._attention_mask
         self.state.restore(other.state.copy())
@@ -413,7 +445,9 @@ class DecodeGraph:
     def forward(self) -> Tensor:
         """Return the logits `[B, V]` of one step at the cache's position."""
         with self.cache.step():
-            outputs = self.model(**self._inputs, return_dict=True)
+            outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)
+        if self.watched is not None:
+            self.watched.advance()
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
@@ -424,11 +458,15 @@ class DecodeGraph:
 
     def _ordinary_step(self, length: int) -> Tensor:
         """Return the logits `[B, V]` of the step as the model computes it with a growing cache."""
-        inputs = dict(self._inputs)
-        if "attention_mask" in inputs:
-            inputs["attention_mask"] = self._attention_mask[:, : length + 1]
-        logits: Tensor = self.model(**inputs, return_dict=True).logits[:, -1].float()
+        arguments = self._arguments(self._attention_mask[:, : length + 1])
+        logits: Tensor = self.model(**arguments, return_dict=True).logits[:, -1].float()
         return logits
+
+    def _arguments(self, mask: Tensor) -> dict[str, Any]:
+        """Return what a step's forward is called with, the mask `[B, n]` as given."""
+        if self.watched is not None:
+            return self.watched.arguments(self.state.input_ids, mask, self.cache)
+        return {**self._inputs, "attention_mask": mask} if "attention_mask" in self._inputs else self._inputs
 
     def _static_inputs(self, accepted: Any) -> dict[str, Any]:
         """Return what every step calls the model with, as far as its forward takes it."""

@@ -35,7 +35,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rewrite.runtime.cache.preallocated import CacheFull
+from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import fitness, generation, graph_store

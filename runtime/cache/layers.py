@@ -1,0 +1,160 @@
+"""The layers of a cache of fixed addresses: keys and values, states, or both.
+
+B batch, Hk key/value heads, S capacity, D head_dim of keys, Dv of values. A layer keeps keys `[B, Hk, S, D]` and
+values `[B, Hk, S, Dv]`; states have the shapes that the model gives them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from . import states
+
+if TYPE_CHECKING:
+    from .preallocated import PreallocatedCache
+
+OFFERS: dict[str, dict[str, str]] = {}
+
+
+class CacheFull(RuntimeError):
+    """More tokens were written than the cache has slots."""
+
+    def __init__(self, length: int, capacity: int):
+        super().__init__(f"the cache holds {capacity} tokens and was asked for {length}: make one with more capacity")
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """One layer's keys and values; its buffers are made at the first update, or by `allocate`."""
+
+    is_sliding = False
+    is_croppable = True
+    keys: Tensor | None
+    values: Tensor | None
+
+    def __init__(self, cache: PreallocatedCache):
+        super().__init__()
+        self.cache = cache
+        self.length = 0
+        """Number of valid slots, as far as the host knows: `PreallocatedCache.grow` tells it of a graph's replays."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether masks must be made for the whole buffer: transformers leaves them out for one token otherwise."""
+        return self.cache.stepping
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocate the buffers for keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]` of this kind."""
+        values = key_states if value_states is None else value_states
+        self.allocate(key_states.shape[1], key_states.shape[3], values.shape[3], key_states.dtype, key_states.device)
+
+    def allocate(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate zeroed buffers: the first decode steps read slots that nothing has written."""
+        batch, capacity = self.cache.batch_size, self.cache.capacity
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(batch, heads, capacity, key_dim, dtype=dtype, device=device)
+            self.values = torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device)
+        self.dtype, self.device = dtype, device
+        self.is_initialized = True
+
+    def free(self) -> None:
+        """Give the buffers back."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` behind what is there; return what attention may read."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        if self.cache.stepping:
+            self.keys.index_copy_(2, self.cache.position, key_states)
+            self.values.index_copy_(2, self.cache.position, value_states)
+            return self.keys, self.values
+        start, end = self.length, self.length + key_states.shape[2]
+        if end > self.cache.capacity:
+            raise CacheFull(end, self.cache.capacity)
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        self.length = end
+        if start == 0:
+            return key_states, value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens before the next one; inside a step the device's 0-dimensional tensor of it."""
+        return self.cache.position[0] if self.cache.stepping else self.length  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Return how many keys the next update returns, and the position of the first."""
+        count = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return (self.cache.capacity if self.cache.stepping else self.length + count), 0
+
+    def get_max_length(self) -> int:
+        """Return the capacity."""
+        return self.cache.capacity
+
+    def get_max_cache_shape(self) -> int:
+        """Return the capacity, under its older name."""
+        return self.cache.capacity
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, or keep the first `tokens_to_remove` if it is positive."""
+        self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
+
+
+if states.LAYER is not None:
+
+    class StateLayer(states.LAYER):
+        """One layer's states; nothing of it grows with the text."""
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Allocate zeroed states like those given, which any later call may write."""
+            with torch.inference_mode(False):
+                super().lazy_initialization(*args, **kwargs)
+
+    class HybridLayer(StateLayer, PreallocatedLayer):
+        """One layer's keys and values, and states beside them."""
+
+        def __init__(self, cache: PreallocatedCache, number_of_states: int):
+            PreallocatedLayer.__init__(self, cache)
+            states.LAYER.__init__(self, number_of_states=number_of_states)
+
+        @property
+        def is_compileable(self) -> bool:
+            """Whether masks must be made for the whole buffer."""
+            return self.cache.stepping
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Allocate buffers for keys and values, which are given by position, or states, given by name."""
+            kind = PreallocatedLayer if args else StateLayer
+            kind.lazy_initialization(self, *args, **kwargs)
+
+        def get_max_length(self) -> int:
+            """Return the capacity."""
+            return PreallocatedLayer.get_max_length(self)
+
+
+def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
+    """Return a layer of `cache` for what a layer of transformers' growing cache holds; None if nothing here can."""
+    keeps = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    if states.is_stateful(layer):
+        keeps = isinstance(layer, DynamicLayer)
+        if type(layer).__name__ not in _STATEFUL:
+            return None
+        return HybridLayer(cache, layer.number_of_states) if keeps else StateLayer(layer.number_of_states)
+    if keeps:
+        return PreallocatedLayer(cache)
+    return layer if type(layer).__name__ == "DummyLayer" else None
+
+
+_STATEFUL = (
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
