@@ -32,11 +32,11 @@ class StaticCache(Transform):
     """Generation without a growing cache.
 
     What it does:
-        Puts `GraphGeneration` in the place of `GenerationMixin` in the bases of a class that generates. It is a
-        `GenerationMixin` whose decode loop keeps keys, values and other states in buffers of fixed size and replays
-        one captured step a token; what else a step is given (positions of several kinds, what an encoder found) it
-        learns from the model's own loop. Code that needs the number of cached tokens on the host is changed to let it
-        be on the device:
+        Puts `GraphGeneration` in the place of `GenerationMixin` in the bases of a class that generates, or behind a
+        mixin of another file that builds on it. It is a `GenerationMixin` whose decode loop keeps keys, values and
+        other states in buffers of fixed size and replays one captured step a token; what else a step is given
+        (positions of several kinds, what an encoder found) it learns from the model's own loop. Code that needs the
+        number of cached tokens on the host is changed to let it be on the device:
         `torch.arange(past, past + n)` → `torch.arange(n) + past`, `x[:, past : past + n]` →
         `(x.index_select(1, torch.arange(n) + past) if isinstance(past, torch.Tensor) else x[:, past : past + n])`,
         `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A
@@ -126,7 +126,7 @@ class StaticCache(Transform):
         base = _mixin(info, module)
         if base is None:
             raise TypeError(f"{info.name} has no GenerationMixin")
-        edits, found_uses = [Edit(base, (cst.Name("GraphGeneration"),))], ["decode.GraphGeneration"]
+        edits, found_uses = [_in_bases(info, base, module)], ["decode.GraphGeneration"]
         method = info.methods.get("prepare_inputs_for_generation")
         if method is not None and only_recomputes(method) and name_is_free("recomputes_at_switch", module):
             decorator = cst.Decorator(cst.Name("recomputes_at_switch"))
@@ -136,8 +136,26 @@ class StaticCache(Transform):
 
 
 def _mixin(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
-    bases = (base.value for base in info.node.bases)
-    return next((base for base in bases if module.qualified(base).endswith(".GenerationMixin")), None)
+    """Return the base of a class that brings the generation loop: transformers' own, or one of another file."""
+    bases = [base.value for base in info.node.bases if not base.star and base.keyword is None]
+    if any(module.qualified(base).rpartition(".")[2] == "GraphGeneration" for base in bases):
+        return None
+    brings = (base for base in bases if module.qualified(base).endswith("GenerationMixin"))
+    return next((base for base in brings if module.qualified(base) not in module.classes), None)
+
+
+def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module) -> Edit:
+    """Put our mixin in the place of `GenerationMixin`, or behind one of another file, which builds on that."""
+    own = cst.Name("GraphGeneration")
+    if module.qualified(base).endswith(".GenerationMixin"):
+        return Edit(base, (own,))
+    bases = []
+    for argument in info.node.bases:
+        bases.append(argument)
+        if argument.value is base:
+            bases[-1] = argument.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+            bases.append(cst.Arg(own, comma=argument.comma))
+    return Edit(info.node, (info.node.with_changes(bases=bases),))
 
 
 def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> list[str]:

@@ -24,7 +24,7 @@ def with_loops(rewritten: Rewritten, transforms: Sequence[Transform]) -> Rewritt
     rule = next((transform for transform in transforms if transform.needs), None)
     refused = _refusals(rule, rewritten.transforms)
     loops = {name: said for name in file.classes if (said := _said(name, file, refused))}
-    reached = file.reached(name for name, said in loops.items() if said == YES)
+    reached = file.reached(name for name, said in loops.items() if said.startswith(YES))
     inside = {transform.name for transform in transforms if transform.in_decode_loop}
     reports = tuple(_marked(report, reached) if report.name in inside else report for report in rewritten.transforms)
     return replace(rewritten, transforms=reports, decode_loops=loops)
@@ -48,6 +48,8 @@ def _said(name: str, file: _File, refused: Mapping[str, str]) -> str:
     for owner in file.lineage(name):
         bases = file.bases(owner)
         elsewhere = [base for base in bases if base.endswith(_MIXIN) and base not in (_MIXIN, *file.classes)]
+        if elsewhere and any(base.endswith(LOOP) for base in bases):
+            return f"{YES}, as far as {elsewhere[0]} of another file leaves the loop to it"
         if elsewhere:
             return f"no: its loop is in another file ({elsewhere[0]}); it would take that one rewritten along"
         if "generate" in file.methods(owner) and _MIXIN not in bases:

@@ -29,6 +29,7 @@ from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearsing
+from ..products.step_products import StepProducts
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .greedy import choose
 from .policy import policy_of
@@ -444,7 +445,7 @@ class DecodeGraph:
 
     def forward(self) -> Tensor:
         """Return the logits `[B, V]` of one step at the cache's position."""
-        with self.cache.step():
+        with self.cache.step(), StepProducts():
             outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)
         if self.watched is not None:
             self.watched.advance()

@@ -235,6 +235,14 @@ def linear(
     return output if residual is None else residual + output
 
 
+def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return `F.linear(input, weight, bias)` by a kernel for few rows; None where torch's own is to run."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()
+    if not plain or not takes_few_rows(input) or not _fits(input, (weight, bias), None):
+        return None
+    return few_rows(input, weight, bias, None, None)
+
+
 def gated_linear(
     input: Tensor,
     projections: Sequence[nn.Module],
