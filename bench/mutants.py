@@ -8,8 +8,9 @@ file or in the runtime that it brings, half of the sample in either, every rule 
 own until its first failed check; one that ends its process, or that says nothing for two minutes, *broke off*.
 
 What no check runs is told from what runs and is not seen: the package itself is verified first (`--baselines`: nothing
-else) with the lines and branches counted that run. A mutant elsewhere is *not reached*, and no part of the sample; neither
-is one that Python compiles to the same code, nor on a CPU one in a kernel.
+else) with the lines and branches counted that run. A mutant elsewhere is *not reached*, and no part of the sample; nor
+is one that Python compiles to the same code, or on a CPU one in a kernel. Of a survivor it is said which checks
+measured something else than in the package itself: where none did, the numbers came out the same on another way.
 
 With `--rows` a later call goes on where this one stops. The table and `--json` name function, rule and change, never a
 line of a model's source.
@@ -35,7 +36,7 @@ from typing import Any
 from mutation import Mutant, another_program, changed, in_turn, mutants
 from trials import PATIENCE_S, Row, Tell, Trial, arguments_of, judged, original, packages, results
 
-from rewrite.verify import Options, verify
+from rewrite.verify import Options, Verdict, verify
 from rewrite.verify.models import sides
 from rewrite.verify.reach import Reach
 
@@ -50,6 +51,7 @@ class Sample:
     model: str
     package: Path
     picked: tuple[Mutant, ...]
+    measured: dict[str, str]
     apart: Counter[str]
 
 
@@ -66,7 +68,14 @@ def baseline(model: str, package: Path, options: Options, tell: Tell) -> Row:
     found = {str(Path(name).resolve().relative_to(package.resolve())): count for name, count in counts.items()}
     missed = {name: [count["missing_lines"], count["missing_branches"]] for name, count in found.items()}
     longest = max((check.seconds, check.name) for gate in verdict.gates for check in gate.checks)
-    return {"model": model, "passed": verdict.passed, "reason": verdict.reason, "missed": missed, "longest": longest}
+    said = {"passed": verdict.passed, "reason": verdict.reason, "longest": longest, "measured": measured(verdict)}
+    return {"model": model, "missed": missed, **said}
+
+
+def measured(verdict: Verdict) -> dict[str, str]:
+    """What every check came to, by its name."""
+    checks = [check for gate in verdict.gates for check in gate.checks]
+    return {check.name: f"{check.status} {dict(check.figures)}" for check in checks}
 
 
 def ran(mutant: Mutant, missed: dict[str, Any]) -> bool:
@@ -77,20 +86,20 @@ def ran(mutant: Mutant, missed: dict[str, Any]) -> bool:
     return mutant.line not in lines and not ((mutant.taken or mutant.skipped) and one_way)
 
 
-def sample(model: str, package: Path, missed: dict[str, Any], options: argparse.Namespace) -> Sample:
-    """Draw the mutants of a model, half of them in what was generated and half in the runtime."""
+def sample(package: Path, row: Row, options: argparse.Namespace) -> Sample:
+    """Draw the mutants of a model by its baseline, half of them in what was generated and half in the runtime."""
     apart: Counter[str] = Counter()
     able: dict[str, list[Mutant]] = {"generated": [], "runtime": []}
     for mutant in mutants(package):
         if mutant.kernel and options.device == "cpu":
             apart["in kernels"] += 1
-        elif not mutant.kernel and not ran(mutant, missed):
+        elif not mutant.kernel and not ran(mutant, row["missed"]):
             apart["not reached"] += 1
         else:
             able[mutant.place].append(mutant)
     picked: list[Mutant] = []
     for found, count in zip(able.values(), (options.each // 2, options.each), strict=True):
-        for mutant in in_turn(found, f"{options.seed} {model}"):
+        for mutant in in_turn(found, f"{options.seed} {row['model']}"):
             if len(picked) == count:
                 break
             other = another_program((package / mutant.file).read_text("utf-8"), mutant)
@@ -98,17 +107,24 @@ def sample(model: str, package: Path, missed: dict[str, Any], options: argparse.
                 picked.append(mutant)
             elif other is not None:
                 apart["same code"] += 1
-    return Sample(model, package, tuple(picked), apart)
+    return Sample(row["model"], package, tuple(picked), row["measured"], apart)
 
 
-def tried(model: str, package: Path, mutant: Mutant, options: Options, tell: Tell) -> Row:
-    """Verify a package with a mutant in it."""
+def tried(found: Sample, mutant: Mutant, options: Options, tell: Tell) -> Row:
+    """Verify a package with a mutant in it; if it survives, name the checks that measured something else."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / package.name
-        shutil.copytree(package, copy)
+        copy = Path(folder) / found.package.name
+        shutil.copytree(found.package, copy)
         file = copy / mutant.file
         file.write_text(changed(file.read_text("utf-8"), mutant), "utf-8")
-        return judged(model, copy, options, tell)
+        row, verdict = judged(found.model, copy, options, tell)
+    if verdict.passed:
+        now = measured(verdict)
+        row["differs"] = [name for name in now | found.measured if now.get(name) != found.measured.get(name)]
+        row["by"] = (
+            ", ".join(row["differs"][:3]) + f" ({len(row['differs'])}) differ" if row["differs"] else "none differs"
+        )
+    return row
 
 
 def trials(found: Sample, options: Options) -> Iterator[Trial]:
@@ -116,7 +132,7 @@ def trials(found: Sample, options: Options) -> Iterator[Trial]:
     for mutant in found.picked:
         key = hashlib.sha256(repr(mutant).encode()).hexdigest()[:10]
         about = {name: getattr(mutant, name) for name in ("file", "where", "line", "rule", "change", "place")}
-        run = partial(tried, found.model, found.package, mutant, options)
+        run = partial(tried, found, mutant, options)
         yield Trial(f"{found.model}-{key}", run, {"model": found.model, **about})
 
 
@@ -138,8 +154,8 @@ def table(rows: list[Row], samples: list[Sample]) -> str:
         kinds = [str(one.apart[kind]) for kind in ("in kernels", "not reached", "same code")]
         lines.append(f"| {one.model} | {' | '.join(kinds)} |")
     unseen = [said(row) for row in rows if row["status"] != "caught"]
-    times = [row["seconds"] for row in rows] or [0]
-    lines += ["", f"{sum(times) / len(times):.1f} s a mutant, {max(times):.0f} s at most", *unseen]
+    times = [row.get("processor", 0) for row in rows] or [0]
+    lines += ["", f"{sum(times) / len(times):.1f} processor seconds a mutant, {max(times):.0f} at most", *unseen]
     return "\n".join(lines)
 
 
@@ -158,7 +174,7 @@ def samples(arguments: argparse.Namespace, folder: Path, options: Options, deadl
             sys.exit(f"{row['name']}: the package itself does not pass: {row.get('reason') or row['by']}")
         print(f"{row['model']} itself: {row['seconds']:.0f} s, longest check {row['longest']}", flush=True)
         assert row["longest"][0] * 2 < PATIENCE_S, "a check that is right takes nearly as long as one that hangs"
-        yield sample(row["model"], made[row["model"]], row["missed"], arguments)
+        yield sample(made[row["model"]], row, arguments)
 
 
 def survey(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], list[Sample]]:

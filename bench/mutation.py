@@ -263,7 +263,7 @@ def _shape(code: object) -> object:
     return code.co_code, names, code.co_argcount, code.co_kwonlyargcount, tuple(map(_shape, code.co_consts))
 
 
-def in_turn(found: list[Mutant], seed: int) -> Iterator[Mutant]:
+def in_turn(found: list[Mutant], seed: str) -> Iterator[Mutant]:
     """Yield mutants in an order drawn with `seed` in which every rule has its turn, so that rare ones come early."""
     generator = random.Random(seed)
     kinds: dict[str, list[Mutant]] = {}

@@ -47,7 +47,7 @@ def tried(bug: Any, package: Path, options: Options, tell: Tell) -> Row:
         if bug.old not in text:
             return {"status": "not planted", "gate": "", "by": f"{bug.old!r} is not in {file.name}"}
         file.write_text(text.replace(bug.old, bug.new, bug.count), "utf-8")
-        return judged(bug.model, copy, options, tell)
+        return judged(bug.model, copy, options, tell)[0]
 
 
 def said(row: Row) -> str:

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from rewrite.verify import Options, verify
+from rewrite.verify import Options, Verdict, verify
 from rewrite.verify.preload import preload
 
 Row = dict[str, Any]
@@ -170,9 +170,9 @@ def _rewritten(model: str, package: Path) -> None:
         part.replace(package)
 
 
-def judged(model: str, package: Path, options: Options, tell: Tell) -> Row:
+def judged(model: str, package: Path, options: Options, tell: Tell) -> tuple[Row, Verdict]:
     """Verify a package until its first failed check, and say which that was."""
     verdict = verify(original(model), package, options, tell)
     failed = verdict.failed_gate
     row = {"gate": failed.name if failed else "", "by": failed.failures[0].name if failed else verdict.reason}
-    return {"status": "survived" if verdict.passed else "caught", **row}
+    return {"status": "survived" if verdict.passed else "caught", **row}, verdict
