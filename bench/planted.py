@@ -1,30 +1,29 @@
 """Bugs planted by hand into what was generated, and whether `verify` catches each, by the gate that should.
 
-    python bench/planted.py [MODEL ...] [--bugs FILE …] [--name PART] [--full] [--device cpu] [--seed 0]
+    python bench/planted.py [MODEL ...] [--bugs FILE …] [--name PART] [--full] [--seed 0]
+                            [--device cpu] [--jobs 2] [--limit-seconds S] [--rows DIR]
 
 The bugs are data: every tuple of `Bug` in tests/verify/<bugs>.py. Those of `argument_bugs` show in what `forward` is
 given and returns, those of `config_bugs` away from the values that small configurations have by default. Each model
 is rewritten once; each bug is planted into a copy of that package and verified in a process of its own, until its
-first failed check.
+first failed check. With `--rows` a later call goes on where this one stops.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import multiprocessing
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from trials import Row, Tell, Trial, arguments_of, judged, packages, results
 
-from rewrite.verify import Options, verify
+from rewrite.verify import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,69 +37,62 @@ def bugs_of(name: str) -> list[Any]:
     return list(dict.fromkeys(bug for found in lists for bug in found if isinstance(bug, bug_class)))
 
 
-def planted(bug: Any, package: Path, folder: Path) -> Path:
-    """Copy a package and plant a bug into it."""
-    copy = folder / f"{bug.model}_planted"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(package, copy)
-    file = copy / (bug.file or f"modeling_{bug.model}.py")
-    text = file.read_text("utf-8")
-    if bug.old not in text:
-        sys.exit(f"{bug.id}: nothing to plant it in: {bug.old!r} is not in {file.name}")
-    file.write_text(text.replace(bug.old, bug.new, bug.count), "utf-8")
-    return copy
+def tried(bug: Any, package: Path, options: Options, tell: Tell) -> Row:
+    """Verify a copy of a package with a bug planted into it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / package.name
+        shutil.copytree(package, copy)
+        file = copy / (bug.file or f"modeling_{bug.model}.py")
+        text = file.read_text("utf-8")
+        if bug.old not in text:
+            return {"status": "not planted", "gate": "", "by": f"{bug.old!r} is not in {file.name}"}
+        file.write_text(text.replace(bug.old, bug.new, bug.count), "utf-8")
+        return judged(bug.model, copy, options, tell)[0]
 
 
-def judged(bug: Any, package: Path, options: Options, answer: Any) -> None:
-    """Verify a package with a bug in it, and send back the gate and the check that failed, or two empty texts."""
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    verdict = verify(f"transformers.models.{bug.model}.modeling_{bug.model}", package, options)
-    failed = verdict.failed_gate
-    answer.send((failed.name, failed.failures[0].name) if failed is not None else ("", verdict.reason))
+def said(row: Row) -> str:
+    """One line about a bug."""
+    elsewhere = row["status"] == "caught" and row["gate"] != row["expected"]
+    status = f"caught, not by {row['expected']}" if elsewhere else row["status"]
+    return f"{status:<9} {row['seconds']:4.0f} s  {row['bug']} · {row.get('gate', '')}: {row['by']}"
+
+
+def trials(options: argparse.Namespace, folder: Path) -> list[Trial]:
+    """The bugs to plant, their packages made."""
+    how = Options(
+        device=options.device, seed=options.seed, quick=not options.full, fail_fast=True, compile=options.full,
+        clean_process=options.full, reach=False, gates=("structure", "parity", "generation"),
+    )  # fmt: skip
+    bugs = [bug for name in options.bugs for bug in bugs_of(name) if options.name in bug.id]
+    bugs = [bug for bug in bugs if bug.model in (options.models or (bug.model,))]
+    made = packages(dict.fromkeys(bug.model for bug in bugs), folder / "packages", options.jobs)
+    return [
+        Trial(
+            bug.id.replace("/", "_"), partial(tried, bug, made[bug.model], how), {"bug": bug.id, "expected": bug.gate}
+        )
+        for bug in bugs
+    ]
 
 
 def main() -> None:
-    """Plant the bugs one after the other, and print what became of each."""
+    """Plant the bugs, each into a copy of its own, and print what became of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--bugs", nargs="*", default=["argument_bugs", "config_bugs"])
     parser.add_argument("--name", default="")
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    gates = ("structure", "parity", "generation")
-    options = Options(
-        device=arguments.device, seed=arguments.seed, quick=not arguments.full, fail_fast=True, gates=gates,
-        compile=arguments.full, clean_process=arguments.full, reach=False,
-    )  # fmt: skip
-    torch.set_num_threads(1)
-    bugs = [bug for name in arguments.bugs for bug in bugs_of(name) if arguments.name in bug.id]
-    bugs = [bug for bug in bugs if bug.model in (arguments.models or (bug.model,))]
-    caught, context = 0, multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        packages: dict[str, Path] = {}
-        for bug in bugs:
-            if bug.model not in packages:
-                packages[bug.model] = Path(folder) / f"{bug.model}_rewritten"
-                command = [sys.executable, "-m", "rewrite.cli", bug.model, "--out", str(packages[bug.model])]
-                subprocess.run([*command, "--no-verify", "--diff", "none"], check=True, capture_output=True)
-                importlib.import_module(f"transformers.models.{bug.model}.modeling_{bug.model}")
-            started, (ours, theirs) = time.perf_counter(), context.Pipe()
-            copy = planted(bug, packages[bug.model], Path(folder))
-            process = context.Process(target=judged, args=(bug, copy, options, theirs))
-            process.start()
-            theirs.close()
-            try:
-                gate, by = ours.recv()
-            except EOFError:
-                gate, by = "", "the verifier raised"
-            process.join()
-            status = "PASSED" if not gate else "caught" if gate == bug.gate else f"caught, not by {bug.gate}"
-            caught += bool(gate)
-            print(f"{status:<8} {time.perf_counter() - started:4.0f} s  {bug.id} · {gate}: {by}", flush=True)
-    print(f"{caught} of {len(bugs)} caught")
+    options = arguments_of(parser)
+    deadline = time.monotonic() + options.limit_seconds
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.rows or Path(temporary)
+        found, rows = trials(options, folder), []
+        for row in results(found, folder / "planted", options.jobs, deadline):
+            rows.append(row)
+            print(said(row), flush=True)
+    left = [said(row) for row in rows if row["status"] != "caught"]
+    print(f"{len(rows) - len(left)} of {len(rows)} caught, of {len(found)} in all", *left, sep="\n")
+    print(f"{sum(row.get('processor', 0) for row in rows) / max(1, len(rows)):.1f} processor seconds a bug")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rewrite.verify import Options, verify
+from rewrite.verify.generation.loop import _poison
 
 from .bugs import Bug
 from .copies import planted, upstream
@@ -47,6 +49,18 @@ def test_a_bug_in_the_loop_is_caught(bug: Bug, package: Path, tmp_path: Path) ->
 def test_a_bug_in_what_is_captured_is_caught(bug: Bug, package: Path, tmp_path: Path) -> None:
     # On a GPU every greedy check goes through the loop; the first of them may see the bug.
     assert_caught(bug, package, tmp_path, replace(CHECKED, device="cuda"), ("decode loop", "greedy"))
+
+
+def test_a_layer_that_the_decoder_does_not_have_is_not_poisoned() -> None:
+    # bart with more encoder layers than decoder layers: the cache counts the encoder's
+    keys, values = torch.zeros(2, 1, 5, 2), torch.zeros(2, 1, 5, 2)
+    written = SimpleNamespace(keys=keys, values=values, is_initialized=True)
+    missing = SimpleNamespace(keys=None, values=None, is_initialized=False)
+    cache = SimpleNamespace(attention_layers=[written, missing], starts=torch.tensor([0, 2]), length=4)
+    _poison(SimpleNamespace(cache=cache), 7.0)
+    expected = torch.tensor([[0.0, 0, 0, 0, 7], [7, 7, 0, 0, 7]])[:, None, :, None].expand(2, 1, 5, 2)
+    assert torch.equal(keys, expected)
+    assert torch.equal(values, expected)
 
 
 def assert_caught(

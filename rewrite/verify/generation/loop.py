@@ -200,10 +200,13 @@ def poison_for(model: Any) -> float:
 
 
 def _poison(graph: Any, value: float) -> None:
-    """Fill the slots that no ordered step has written, and those of the padding, of every layer."""
+    """Fill the slots that no ordered step has written, and those of the padding, of every layer that has been written.
+
+    A configuration can count more layers than a decoder has: those of an encoder, of another number.
+    """
     cache = graph.cache
     starts = cache.starts.tolist()
-    for layer in cache.attention_layers:
+    for layer in (layer for layer in cache.attention_layers if layer.is_initialized):
         for buffer in (layer.keys, layer.values):
             buffer[:, :, cache.length :] = value
             for row, start in enumerate(starts):
