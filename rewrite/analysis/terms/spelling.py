@@ -47,6 +47,7 @@ ARGUMENTS = {
     "matmul": ("input", "other"),
     "mean": ("input", "dim", "keepdim"),
     "mul": ("input", "other"),
+    "nn.functional.conv1d": ("input", "weight", "bias"),
     "nn.functional.one_hot": ("tensor", "num_classes"),
     "nonzero": ("input",),
     "permute": ("input", "dims"),

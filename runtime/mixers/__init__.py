@@ -1,0 +1,1 @@
+"""Mixers that keep a state of fixed size: a convolution's window, a recurrence."""
