@@ -10,7 +10,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
 from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
-from ..judging.yardstick import compare
+from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
 from ..models.workbench import Pair, Workbench, on_original
 from .caches import CACHED
@@ -133,16 +133,17 @@ def _autocast(bench: Workbench, variant: Variant) -> dict[str, Figure]:
     exact, low = (bench.pair(variant, implementation, dtype) for dtype in ("float64", "float32"))
     kind, precision = bench.options.device.partition(":")[0], getattr(torch, bench.options.dtype)
     scenario = next(s for s in SCENARIOS if s.name == "prefill, batch 3, beyond the window")
-    setting = setting_for(bench, variant, scenario, -2)
 
-    def run(model: Any) -> Observations:
+    def run(model: Any, setting: Setting) -> Observations:
         with torch.autocast(kind, precision):
             return run_scenario(model, scenario, setting)
 
-    truth = on_original(run_scenario, exact.original, scenario, setting)
-    return compare(
-        truth, on_original(run, low.original), run(low.rewritten), torch.finfo(precision).eps, variant.routed
-    )
+    def draw(number: int) -> Runs:
+        setting = setting_for(bench, variant, scenario, -2 - number)
+        truth = on_original(run_scenario, exact.original, scenario, setting)
+        return Runs(truth, on_original(run, low.original, setting), run(low.rewritten, setting))
+
+    return compare_draws(draw, torch.finfo(precision).eps, variant.routed)
 
 
 def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) -> Any:
@@ -150,10 +151,10 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
 
     eps = torch.finfo(getattr(torch, dtype)).eps
 
-    def run() -> dict[str, Figure]:
+    def draw(number: int) -> Runs:
         truth, original, rewritten = [], [], []
         for scenario in SCENARIOS:
-            setting = setting_for(bench, variant, scenario, -1)
+            setting = setting_for(bench, variant, scenario, -1 - number)
             try:
                 applicable(bench, scenario, implementation)
                 if scenario.own_pair and variant not in bench.variants:
@@ -173,9 +174,9 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
             rewritten.append(_prefixed(scenario, new))
         if not truth:
             raise NotRun("no scenario runs on the original in this dtype")
-        return compare(_merged(truth), _merged(original), _merged(rewritten), eps, variant.routed)
+        return Runs(_merged(truth), _merged(original), _merged(rewritten))
 
-    return run
+    return partial(compare_draws, draw, eps, variant.routed)
 
 
 def pair_for(bench: Workbench, variant: Variant, implementation: str, dtype: str, scenario: Scenario) -> Pair:
