@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
+from ..judging.compare import Mismatch, NotRun, Observations, Triple, finite, join, near_exact, same_names
 from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
 from ..judging.yardstick import Runs, compare_draws
@@ -75,7 +75,8 @@ def exact(bench: Workbench, variant: Variant, implementation: str, scenario: Sce
         expected, found = _both(bench, variant, implementation, scenario, "float64")
         if finite(expected):
             truth = partial(_unrounded, bench, variant, implementation, scenario)
-            return near_exact(expected, found, unrounded=truth)
+            more = partial(_drawn, bench, variant, implementation, scenario)
+            return near_exact(expected, found, unrounded=truth, more=more)
         why = "the original's fp64 is not finite"
     except NotRun as reason:
         why = f"not in fp64: {reason}"
@@ -86,11 +87,12 @@ def exact(bench: Workbench, variant: Variant, implementation: str, scenario: Sce
 
 
 def _both(
-    bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, dtype: str
+    bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, dtype: str, number: int = 0
 ) -> tuple[Observations, Observations]:
+    """Both sides' runs on the inputs of that number, of the trials together."""
     pair = pair_for(bench, variant, implementation, dtype, scenario)
     expected, found = [], []
-    for trial in range(1 if bench.options.quick else bench.options.seeds):
+    for trial in _trials(bench, number):
         setting = setting_for(bench, variant, scenario, trial)
         expected.append(on_original(run_scenario, pair.original, scenario, setting))
         found.append(run_scenario(pair.rewritten, scenario, setting))
@@ -98,13 +100,25 @@ def _both(
     return join(expected), join(found)
 
 
-def _unrounded(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario) -> Observations:
+def _trials(bench: Workbench, number: int) -> range:
+    count = 1 if bench.options.quick else bench.options.seeds
+    return range(number * count, (number + 1) * count)
+
+
+def _unrounded(
+    bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, number: int = 0
+) -> Observations:
     """The original's runs of `_both` in fp64, without what it rounds to fp32 inside."""
     pair = pair_for(bench, variant, implementation, "float64", scenario)
-    trials = range(1 if bench.options.quick else bench.options.seeds)
     with unrounded():
-        settings = [setting_for(bench, variant, scenario, trial) for trial in trials]
+        settings = [setting_for(bench, variant, scenario, trial) for trial in _trials(bench, number)]
         return join([on_original(run_scenario, pair.original, scenario, setting) for setting in settings])
+
+
+def _drawn(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, number: int) -> Triple:
+    """Both sides in fp64, and the original without its roundings, on the inputs of that number."""
+    expected, found = _both(bench, variant, implementation, scenario, "float64", number)
+    return _unrounded(bench, variant, implementation, scenario, number), expected, found
 
 
 def _require_not_flat(runs: list[Observations]) -> None:

@@ -14,16 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .compare import Mismatch, NotRun, Observations, measure, require_same_dtypes, same_names
+from .compare import DRAWS, Mismatch, NotRun, Observations, measure, require_same_dtypes, same_names
 from .tolerances import bound
 from .verdict import Figure
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DRAWS, FEW_DRAWS = 16, 4
-"""Independent inputs over which errors are pooled where those of the first exceed a bound; and after so many of them,
-what is plainly beyond it has failed."""
+FEW_DRAWS = 4
+"""After so many draws what is plainly beyond its bound has failed."""
 
 
 @dataclass(frozen=True)
