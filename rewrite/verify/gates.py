@@ -51,15 +51,9 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
 
 def _with_text(bench: Workbench, subjects: Subjects) -> list[Part]:
     base, quick = bench.base, bench.options.quick
-    asked = [
-        Part(partial(_asked, bench)),
-        Part(partial(_changed, bench)),
-        Part(partial(configuration_checks, bench, subjects.others), early=True),
-        *_others(bench, subjects),
-    ]
     parts = [
         *(Part(partial(exact_checks, bench, variant)) for variant in bench.variants),
-        *([Part(partial(_one_after_another, asked), early=True)] if quick else asked),
+        *_each_class(bench, subjects, [Part(partial(_asked, bench))], [Part(partial(_changed, bench))]),
         Part(partial(low_precision_checks, bench, base), shares=1 if quick else 3),
         Part(partial(precision_checks, bench, base), shares=1 if quick else 2),
     ]
@@ -75,18 +69,19 @@ def _with_text(bench: Workbench, subjects: Subjects) -> list[Part]:
 def _without_text(bench: Workbench, subjects: Subjects) -> list[Part]:
     """A model that is fed more than text is compared as a whole."""
     whole = CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
-    asked = [
-        Part(lambda: iter([whole])),
-        Part(partial(_asked, bench)),
-        Part(partial(configuration_checks, bench, subjects.others), early=True),
-        *_others(bench, subjects),
-    ]
-    return [Part(partial(_one_after_another, asked))] if bench.options.quick else asked
+    return _each_class(bench, subjects, [Part(lambda: iter([whole])), Part(partial(_asked, bench))], [])
 
 
-def _others(bench: Workbench, subjects: Subjects) -> list[Part]:
-    """The classes beside the main one."""
-    return [Part(partial(_other, bench, other)) for other in (subjects.others if bench.options.others else ())]
+def _each_class(bench: Workbench, subjects: Subjects, asked: list[Part], then: list[Part]) -> list[Part]:
+    """What the main class is asked, then other checks of it, its configuration, and the classes beside it.
+
+    In a quick verification these are asked what no class before them was, so they follow it in one part.
+    """
+    others = [Part(partial(_other, bench, other)) for other in (subjects.others if bench.options.others else ())]
+    configuration = Part(partial(configuration_checks, bench, subjects.others), early=True)
+    if bench.options.quick:
+        return [Part(partial(_one_after_another, [*asked, *others]), early=True), *then, configuration]
+    return [*asked, *then, configuration, *others]
 
 
 def _other(bench: Workbench, other: Subject) -> Iterator[CheckRun]:
@@ -94,7 +89,6 @@ def _other(bench: Workbench, other: Subject) -> Iterator[CheckRun]:
 
 
 def _one_after_another(parts: Sequence[Part]) -> Iterator[CheckRun]:
-    """The checks of parts that are one in a quick verification: there a class is asked what none before it was."""
     for part in parts:
         yield from part.checks()
 
