@@ -150,9 +150,9 @@ class _Run:
             yield from self.clean.checks()
 
     def _import(self) -> Mapping[str, Figure]:
-        upstream = sides.load(self.original)
         if self.options.clean_process and not self.options.quick:
             self.clean = CleanImport.start(self.rewritten, self.original)
+        upstream = sides.load(self.original)
         try:
             self.modules = upstream, sides.load(self.rewritten)
         except Exception as error:  # the file under test may raise anything while it is imported
