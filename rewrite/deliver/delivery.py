@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,11 +59,9 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
         return None, delivery.unverified
     if built.source.remote_code and not delivery.trust_remote_code:
         return None, "not run: the file came with the checkpoint; --trust-remote-code allows it to run"
-    if delivery.request.quick:  # otherwise a gate of the verifier
-        with screen.working("importing the package"):
-            precheck.check_import(staged.folder, built.source.path)
     request = replace(delivery.request, keep_going=(staged.folder / acceptance.NAME).is_file())
-    with screen.working("verifying") as progress:
+    importing = precheck.importing(staged.folder, built.source.path) if request.quick else contextlib.nullcontext()
+    with importing, screen.working("verifying") as progress:
         verdict = verification.judge(built.source.path, staged.folder, request, progress)
     before = staged.output.folder / VERDICT_NAME
     record = verification.record(verdict, staged.package.lock, staged.folder, before)

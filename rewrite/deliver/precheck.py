@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -37,11 +38,12 @@ def check_text(folder: Path, files: Iterable[str]) -> None:
         GateFailed: if not.
     """
     trees = {folder / name: _parsed(folder / name) for name in sorted(files) if name.endswith(".py")}
+    bound = {path: _bound(tree) for path, tree in trees.items()}
     for path, tree in trees.items():
         if path.parent.name == KEPT:
             continue
         for name, place in _relative_names(tree, path):
-            if place not in trees or name not in (*_bound(trees[place]), "*"):
+            if place not in bound or (name != "*" and name not in bound[place]):
                 raise GateFailed(path.name, f"it imports {name} from {place.name}, which does not have it")
 
 
@@ -50,17 +52,25 @@ def missing_libraries() -> list[str]:
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
-def check_import(folder: Path, source: Path) -> None:
-    """Import the package in a process of its own.
+@contextlib.contextmanager
+def importing(folder: Path, source: Path) -> Iterator[None]:
+    """Import the package in a process of its own while the block runs.
 
     Raises:
-        SourceDoesNotImport: if that fails, and the file it was made from cannot be imported either.
-        GateFailed: if only the package fails, with the last line of the error.
+        SourceDoesNotImport: at its end, if that failed, and the file it was made from cannot be imported either.
+        GateFailed: if only the package failed, with the last line of the error.
     """
-    why = _import_error(folder)
+    with _importing(folder) as process:
+        try:
+            yield
+            why = _error(process, folder)
+        finally:
+            process.kill()
     if why is None:
         return
-    if (of_source := _import_error(source)) is not None and not _in_library(source):
+    with _importing(source) as process:
+        of_source = _error(process, source)
+    if of_source is not None and not _in_library(source):
         raise SourceDoesNotImport(source, of_source)
     raise GateFailed("package", why)
 
@@ -70,19 +80,24 @@ def _in_library(source: Path) -> bool:
     return "transformers" in source.resolve().parts
 
 
-def _import_error(path: Path) -> str | None:
-    """Import a package or a file in a process of its own; return the last line of the error, None without one."""
+def _importing(path: Path) -> subprocess.Popen[str]:
+    """Start a process that imports a package or a file."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     command = [sys.executable, "-c", _IMPORT, str(path)]
+    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=pipe, text=True, env=environment)
+
+
+def _error(process: subprocess.Popen[str], path: Path) -> str | None:
+    """The last line of the error with which an import ended, None without one."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=IMPORT_SECONDS, stdin=subprocess.DEVNULL
-        )
+        _, errors = process.communicate(timeout=IMPORT_SECONDS)
     except subprocess.TimeoutExpired as error:
+        process.kill()
         raise GateFailed(path.name, f"no end after {IMPORT_SECONDS} s") from error
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    return (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+    return (errors.strip().splitlines() or [f"the process ended with {process.returncode}"])[-1]
 
 
 def _parsed(path: Path) -> ast.Module:
@@ -108,9 +123,11 @@ def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[str, Path]]:
 
 def _bound(tree: ast.Module) -> set[str]:
     """Return every name that is bound anywhere in a file: broad, so that no correct file is refused."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)

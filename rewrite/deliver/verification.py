@@ -65,6 +65,7 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
     """
     from rewrite.verify import Options, verify
     from rewrite.verify.models.device import usable_device
+    from rewrite.verify.parallel import usable_workers
 
     chosen: dict[str, Any] = {
         "device": usable_device(request.device),
@@ -75,6 +76,7 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         "seed": request.seed,
         "quick": request.quick,
         "keep_going": request.keep_going,
+        "workers": usable_workers(),
     }
     options = Options(**{name: value for name, value in chosen.items() if value})
     return verify(original, rewritten, options, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -11,6 +12,7 @@ import click
 from rewrite.errors import RewriteError
 
 from .judging.verdict import Options
+from .parallel import usable_workers
 from .render import render, summary
 from .runner import verify
 
@@ -44,8 +46,7 @@ def main(
 ) -> None:
     """Check that REWRITTEN computes what ORIGINAL computes: each a folder, a modeling file or a module name."""
     options = Options(device, dtype, weights, seed, quick=quick, shape=shape, keep_going=keep_going)
-    if gates:
-        options = Options(device, dtype, weights, seed, quick=quick, shape=shape, keep_going=keep_going, gates=gates)
+    options = replace(options, gates=gates or options.gates, workers=usable_workers())
     show = (lambda message: click.echo(f"… {message}", err=True)) if verbose else None
     try:
         verdict = verify(original, rewritten, options, show)

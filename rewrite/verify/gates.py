@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from .alone import class_alone
@@ -24,53 +24,84 @@ from .models.model_inputs import TEXT
 from .models.shapes import wide_variant
 from .models.subjects import Subject, Subjects
 from .models.workbench import Workbench, on_original
+from .parallel import Part
 from .state.embeddings import embedding_checks
 from .state.training import changing_checks, hook_checks
 
 
-def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
-    """The checks of a gate by its name."""
+def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
+    """The checks of a gate by its name, in parts that processes of their own may run."""
     if name == "parity":
-        yield from parity_checks(bench, subjects)
-    elif name == "model":
-        if bench.options.weights is not None:
-            from .generation.teacher import teacher_checks
+        return _with_text(bench, subjects) if bench.base.inputs == TEXT else _without_text(bench, subjects)
+    if name == "model" and bench.options.weights is not None:
+        from .generation.teacher import teacher_checks
 
-            yield from teacher_checks(bench)
-    elif name == "generation":
+        return [Part(partial(teacher_checks, bench))]
+    if name == "generation":
         if bench.subject.causal and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
-            yield from generation_checks(bench, bench.base)
-            yield from loop_checks(bench, bench.variants[:1] if bench.options.quick else bench.variants)
-    elif not bench.options.quick:
+            variants = bench.variants[:1] if bench.options.quick else bench.variants
+            texts = Part(partial(generation_checks, bench, bench.base), shares=2)
+            return [texts, Part(partial(loop_checks, bench, variants), shares=4, early=True)]
+    if name == "latency" and not bench.options.quick:
         from .generation.latency import latency_checks
 
-        yield from latency_checks(bench)
+        return [Part(partial(latency_checks, bench))]
+    return []
 
 
-def parity_checks(bench: Workbench, subjects: Subjects) -> Iterator[CheckRun]:
-    """Gate 2; a model that is fed more than text is compared as a whole."""
-    if bench.base.inputs != TEXT:
-        yield CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
-        yield from _asked(bench)
-        yield from configuration_checks(bench, subjects.others)
-        for other in subjects.others if bench.options.others else ():
-            yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
-        return
-    for variant in bench.variants:
-        yield from exact_checks(bench, variant)
-    yield from _asked(bench)
+def _with_text(bench: Workbench, subjects: Subjects) -> list[Part]:
+    base, quick = bench.base, bench.options.quick
+    parts = [
+        *(Part(partial(exact_checks, bench, variant)) for variant in bench.variants),
+        *_each_class(bench, subjects, [Part(partial(_asked, bench))], [Part(partial(_changed, bench))]),
+        Part(partial(low_precision_checks, bench, base), shares=1 if quick else 3),
+        Part(partial(precision_checks, bench, base), shares=1 if quick else 2),
+    ]
+    if bench.options.device != "cpu" and not quick:
+        parts.append(Part(partial(_wide, bench)))
+    if not quick:
+        parts.append(Part(partial(compile_checks, bench, base), shares=2, early=True))
+    if bench.rounding is not None:
+        parts.append(Part(partial(approximation_checks, bench, base)))
+    return parts
+
+
+def _without_text(bench: Workbench, subjects: Subjects) -> list[Part]:
+    """A model that is fed more than text is compared as a whole."""
+    whole = CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
+    return _each_class(bench, subjects, [Part(lambda: iter([whole])), Part(partial(_asked, bench))], [])
+
+
+def _each_class(bench: Workbench, subjects: Subjects, asked: list[Part], then: list[Part]) -> list[Part]:
+    """What the main class is asked, then other checks of it, its configuration, and the classes beside it.
+
+    In a quick verification these are asked what no class before them was, so they follow it in one part.
+    """
+    others = [Part(partial(_other, bench, other)) for other in (subjects.others if bench.options.others else ())]
+    configuration = Part(partial(configuration_checks, bench, subjects.others), early=True)
+    if bench.options.quick:
+        return [Part(partial(_one_after_another, [*asked, *others]), early=True), *then, configuration]
+    return [*asked, *then, configuration, *others]
+
+
+def _other(bench: Workbench, other: Subject) -> Iterator[CheckRun]:
+    yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
+
+
+def _one_after_another(parts: Sequence[Part]) -> Iterator[CheckRun]:
+    for part in parts:
+        yield from part.checks()
+
+
+def _changed(bench: Workbench) -> Iterator[CheckRun]:
+    """Models that are trained, changed, hooked and given another attention function."""
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
     yield from registered_checks(bench, bench.base)
-    yield from configuration_checks(bench, subjects.others)
-    for other in subjects.others if bench.options.others else ():
-        yield CheckRun(f"fp64, {other.name}: forward", partial(_short, bench, other))
-    yield from low_precision_checks(bench, bench.base)
-    yield from precision_checks(bench, bench.base)
-    if bench.options.device != "cpu" and not bench.options.quick:
-        yield from low_precision_checks(bench, wide_variant(bench))
-    yield from compile_checks(bench, bench.base)
-    yield from approximation_checks(bench, bench.base)
+
+
+def _wide(bench: Workbench) -> Iterator[CheckRun]:
+    yield from low_precision_checks(bench, wide_variant(bench))
 
 
 def _asked(bench: Workbench) -> Iterator[CheckRun]:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from coverage import Coverage
 
 
+Arcs = Mapping[str, list[tuple[int, int]]]
+"""Which line followed which, by file."""
+
+
 @dataclass
 class Reach:
     """Counts the lines and branches of one side that run, of its modeling file and of what it brings along."""
@@ -60,6 +64,18 @@ class Reach:
             yield
         finally:
             self.counter.stop()
+
+    def arcs(self) -> Arcs:
+        """What was counted so far."""
+        if self.counter is None:
+            return {}
+        data = self.counter.get_data()
+        return {file: data.arcs(file) or [] for file in data.measured_files()}
+
+    def add(self, arcs: Arcs) -> None:
+        """Add what another process counted."""
+        if self.counter is not None and arcs:
+            self.counter.get_data().add_arcs(arcs)
 
     def reached(self, source: Source) -> tuple[Reached, ...]:
         """Return what ran of each file that is Python, the modeling file first; nothing if nothing was counted."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from .isolation import CleanImport
-from .judging.checks import CheckRun, Progress, describe, run_gate
+from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
 from .judging.compare import Mismatch
 from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
 from .models import sides
@@ -20,6 +21,9 @@ from .models.subjects import Subjects, find_subjects
 from .models.workbench import Workbench
 from .reach import Reach
 from .state.structure import class_checks, state_checks, text_checks
+
+if TYPE_CHECKING:
+    from .parallel import Part
 
 TITLES = {"structure": 1, "parity": 2, "model": 3, "generation": 4, "latency": 5}
 
@@ -52,7 +56,7 @@ class _Run:
 
     def verdict(self) -> Verdict:
         started = time.perf_counter()
-        reach = Reach.of(self.rewritten, self.options.reach and not self.options.quick)
+        reach = self._reach()
         identities = self.original.identity, self.rewritten.identity
         with settled(self.options):
             try:
@@ -92,9 +96,8 @@ class _Run:
         for name in TITLES:
             if name != "structure" and name not in self.options.gates:
                 continue
-            checks = self._structure() if name == "structure" else self._later(name)
-            with reach.counted() if name != "latency" else contextlib.nullcontext():
-                gate, complete = run_gate(TITLES[name], name, checks, self.progress, self.options.fail_fast)
+            with contextlib.closing(self._results(name, reach)) as results:
+                gate, complete = run_gate(TITLES[name], name, results, self.options.fail_fast)
             if not gate.checks:
                 continue
             self.gates.append(gate)
@@ -104,6 +107,28 @@ class _Run:
                 if self.bench is None or not self.options.keep_going:
                     break
         return divergence
+
+    def _results(self, name: str, reach: Reach) -> Generator[Done, None, None]:
+        """The checks of a gate as they run, in several processes where that is possible."""
+
+        def progress(message: str) -> None:
+            self.progress(f"{name}: {message}")
+
+        parts = () if name == "structure" else self._parts(name)
+        options = self.options
+        if len(parts) > 1 and options.workers > 1 and options.device == "cpu" and options.weights is None:
+            from .parallel import Pool
+
+            assert self.bench is not None
+            pool = Pool(self.bench, options.workers, progress, self._reach, reach)
+            yield from pool.run(parts)
+            return
+        checks = (check for part in parts for check in part.checks()) if name != "structure" else self._structure()
+        with reach.counted() if name != "latency" else contextlib.nullcontext():
+            yield from one_by_one(checks, progress)
+
+    def _reach(self) -> Reach:
+        return Reach.of(self.rewritten, self.options.reach and not self.options.quick)
 
     def _structure(self) -> Iterator[CheckRun]:
         from .state.checkpoints import checkpoint_checks
@@ -125,9 +150,9 @@ class _Run:
             yield from self.clean.checks()
 
     def _import(self) -> Mapping[str, Figure]:
-        upstream = sides.load(self.original)
         if self.options.clean_process and not self.options.quick:
             self.clean = CleanImport.start(self.rewritten, self.original)
+        upstream = sides.load(self.original)
         try:
             self.modules = upstream, sides.load(self.rewritten)
         except Exception as error:  # the file under test may raise anything while it is imported
@@ -146,12 +171,12 @@ class _Run:
         variants = small_variants(main.original, main.causal, self.options.config)
         return Workbench(main, variants, self.options, Rounding.of(self.rewritten))
 
-    def _later(self, name: str) -> Iterator[CheckRun]:
-        from .gates import later_checks
+    def _parts(self, name: str) -> Sequence[Part]:
+        from .gates import parts_of
 
         assert self.bench is not None
         assert self.subjects is not None
-        return later_checks(name, self.bench, self.subjects)
+        return parts_of(name, self.bench, self.subjects)
 
     def _divergence(self, gate: Gate) -> Divergence | None:
         if self.bench is None or gate.name not in ("parity", "generation"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def test_a_sync_verifies_against_it(
     accepted: Path, judge: Judge, rewrite: CommandLine, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
-    monkeypatch.setattr("rewrite.deliver.precheck.check_import", lambda *_: None)
+    monkeypatch.setattr("rewrite.deliver.precheck.importing", lambda *_: contextlib.nullcontext())
     sync = ("sync", accepted, "--transformers", releases("6.1.0", SDPA), "--verify")
     before = (accepted / "modeling_tiny.py").read_text()
     judge.planted = {"loss": {"max": 1e-9}}
@@ -161,7 +162,7 @@ def test_a_fault_of_ours_does_not_hide_behind_it(
 ) -> None:
     """The generated text fails in the very check that was accepted for the edit."""
     monkeypatch.setattr("rewrite.sync.upgrade._require_installed", lambda *_: None)
-    monkeypatch.setattr("rewrite.deliver.precheck.check_import", lambda *_: None)
+    monkeypatch.setattr("rewrite.deliver.precheck.importing", lambda *_: contextlib.nullcontext())
     judge.planted = {"logits": {"max": 0.3}}
     refused = rewrite("sync", accepted, "--transformers", releases("6.1.0", SDPA), "--verify")
     assert (refused.code, "without your edits it fails too" in refused.out) == (1, True)

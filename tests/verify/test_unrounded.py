@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rewrite.verify.judging.compare import Mismatch, NotRun, Observations, near_exact
+from rewrite.verify.judging.compare import DRAWS, Mismatch, NotRun, Observations, Triple, near_exact
 from rewrite.verify.judging.tolerances import bound
 from rewrite.verify.judging.unrounded import unrounded
 
@@ -36,6 +38,29 @@ def test_as_far_from_the_truth_as_the_original_passes() -> None:
 def test_further_from_the_truth_than_the_original_or_closer_fails(own: float, new: float) -> None:
     with pytest.raises(Mismatch, match="the original's own roundings to fp32 make"):
         near_exact(off(own, 0), off(new, 1), unrounded=exact)
+
+
+def drawn(own: float, new: float, asked: list[int]) -> Triple:
+    """The truth and both sides on other inputs, each with noise of its own."""
+    generator = torch.Generator().manual_seed(len(asked))
+    noise = torch.randn(2, 4, 500, dtype=torch.float64, generator=generator)
+    return {"logits#3": TRUTH}, {"logits#3": TRUTH + own * noise[0]}, {"logits#3": TRUTH + new * noise[1]}
+
+
+@pytest.mark.parametrize(("own", "new", "passes"), [(4e-7, 4e-7, True), (4e-7, 9e-7, False), (4e-7, 1e-7, False)])
+def test_further_off_in_one_draw_is_judged_by_many(own: float, new: float, passes: bool) -> None:
+    asked: list[int] = []
+
+    def more(number: int) -> Triple:
+        asked.append(number)
+        if number == 5:
+            raise NotRun("not finite")
+        return drawn(own, new, asked)
+
+    expected = pytest.raises(Mismatch, match="roundings to fp32 make") if not passes else contextlib.nullcontext()
+    with expected:
+        near_exact(off(4e-7, 0), off(8.5e-7 if new > 3e-7 else 1e-7, 1), unrounded=exact, more=more)
+    assert asked == list(range(1, DRAWS))
 
 
 def test_a_truth_that_does_not_run_proves_nothing() -> None:

@@ -11,7 +11,7 @@ from ..judging.verdict import Figure
 from ..judging.yardstick import compare
 from ..models.configs import Variant
 from ..models.inputs import tokens
-from ..models.workbench import Workbench, on_original
+from ..models.workbench import Workbench, attempted, on_original
 from .caches import new_cache
 
 
@@ -34,7 +34,7 @@ def _compiled(model: Any, backend: str) -> Any:
 
 def _require_original(bench: Workbench, error: Exception, model: Any, call: Any, backend: str) -> None:
     """A graph break is only the rewrite's fault if the original compiles."""
-    on_original(call, _compiled(model, backend))
+    attempted(call, _compiled(model, backend))
     raise Mismatch(
         f"does not compile in one graph, the original does: {type(error).__name__}: {_short(error)}"
     ) from error
@@ -101,7 +101,7 @@ def _measure(bench: Workbench, variant: Variant, backend: str, run: Any) -> Mapp
     pair, exact = bench.pair(variant, implementation, "float32"), bench.pair(variant, implementation, "float64")
     truth, own = on_original(run, exact.original), on_original(run, pair.original)
     if backend == "inductor":  # it contracts and reorders: the yardstick is the original as inductor compiles it
-        own = on_original(_counted, pair.original, run, backend)[0]
+        own = attempted(_counted, pair.original, run, backend)[0]
     try:
         found, breaks, graphs = _counted(pair.rewritten, run, backend)
     except Exception as error:  # torch.compile raises many kinds of error
@@ -111,7 +111,7 @@ def _measure(bench: Workbench, variant: Variant, backend: str, run: Any) -> Mapp
     if breaks:
         raise Mismatch(f"{breaks} graph breaks: {next(iter(counters['graph_break']))}", figures)
     if graphs > 1:  # sliding-window caches guard on their length, in the original too
-        figures["original graphs"] = theirs = on_original(_counted, pair.original, run, backend)[2]
+        figures["original graphs"] = theirs = attempted(_counted, pair.original, run, backend)[2]
         if graphs > theirs:
             raise Mismatch(f"{graphs} graphs were compiled for one shape, {theirs} of the original", figures)
     eps = torch.finfo(torch.float32).eps

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near_exact
 from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
-from ..judging.yardstick import compare
+from ..judging.yardstick import Runs, compare_draws
 from ..models.inputs import Padding
 from ..models.model_inputs import TEXT, make, tensors
 from ..models.workbench import Workbench, on_original
@@ -74,20 +74,24 @@ def _rounded(bench: Workbench, dtype: str) -> dict[str, Figure]:
     import torch
 
     pairs = [bench.fresh(bench.base, bench.implementations()[0], name) for name in ("float64", dtype)]
-    truth: dict[str, torch.Tensor] = {}
-    own, new = dict(truth), dict(truth)
-    for turn in range(TURNS):
-        exact = _floating(on_original(observe, pairs[0].original, bench, "float64", turn), turn)
-        rounded = _floating(on_original(observe, pairs[1].original, bench, dtype, turn), turn)
-        if {name: value.shape for name, value in exact.items()} != {name: v.shape for name, v in rounded.items()}:
-            raise NotRun("the original's outputs have other shapes than in fp64")
-        if not (exact and finite(exact) and finite(rounded)):
-            raise NotRun("the original has no finite outputs")
-        truth, own = truth | exact, own | rounded
-        new |= _floating(observe(pairs[1].rewritten, bench, dtype, turn), turn)
-        if sum(value.numel() for value in truth.values()) >= ENOUGH:
-            break
-    figures = compare(truth, own, new, torch.finfo(getattr(torch, dtype)).eps, bench.base.routed)
+
+    def draw(number: int) -> Runs:
+        truth: dict[str, torch.Tensor] = {}
+        own, new = dict(truth), dict(truth)
+        for turn in range(TURNS * number, TURNS * (number + 1)):
+            exact = _floating(on_original(observe, pairs[0].original, bench, "float64", turn), turn)
+            rounded = _floating(on_original(observe, pairs[1].original, bench, dtype, turn), turn)
+            if {name: value.shape for name, value in exact.items()} != {name: v.shape for name, v in rounded.items()}:
+                raise NotRun("the original's outputs have other shapes than in fp64")
+            if not (exact and finite(exact) and finite(rounded)):
+                raise NotRun("the original has no finite outputs")
+            truth, own = truth | exact, own | rounded
+            new |= _floating(observe(pairs[1].rewritten, bench, dtype, turn), turn)
+            if sum(value.numel() for value in truth.values()) >= ENOUGH:
+                break
+        return Runs(truth, own, new)
+
+    figures = compare_draws(draw, torch.finfo(getattr(torch, dtype)).eps, bench.base.routed)
     return {f"{dtype} {name}": value for name, value in figures.items()}
 
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near_exact, same_names
+from ..judging.compare import Mismatch, NotRun, Observations, Triple, finite, join, near_exact, same_names
 from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
-from ..judging.yardstick import compare
+from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
 from ..models.workbench import Pair, Workbench, on_original
 from .caches import CACHED
@@ -75,7 +75,8 @@ def exact(bench: Workbench, variant: Variant, implementation: str, scenario: Sce
         expected, found = _both(bench, variant, implementation, scenario, "float64")
         if finite(expected):
             truth = partial(_unrounded, bench, variant, implementation, scenario)
-            return near_exact(expected, found, unrounded=truth)
+            more = partial(_drawn, bench, variant, implementation, scenario)
+            return near_exact(expected, found, unrounded=truth, more=more)
         why = "the original's fp64 is not finite"
     except NotRun as reason:
         why = f"not in fp64: {reason}"
@@ -86,11 +87,12 @@ def exact(bench: Workbench, variant: Variant, implementation: str, scenario: Sce
 
 
 def _both(
-    bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, dtype: str
+    bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, dtype: str, number: int = 0
 ) -> tuple[Observations, Observations]:
+    """Both sides' runs on the inputs of that number, of the trials together."""
     pair = pair_for(bench, variant, implementation, dtype, scenario)
     expected, found = [], []
-    for trial in range(1 if bench.options.quick else bench.options.seeds):
+    for trial in _trials(bench, number):
         setting = setting_for(bench, variant, scenario, trial)
         expected.append(on_original(run_scenario, pair.original, scenario, setting))
         found.append(run_scenario(pair.rewritten, scenario, setting))
@@ -98,13 +100,25 @@ def _both(
     return join(expected), join(found)
 
 
-def _unrounded(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario) -> Observations:
+def _trials(bench: Workbench, number: int) -> range:
+    count = 1 if bench.options.quick else bench.options.seeds
+    return range(number * count, (number + 1) * count)
+
+
+def _unrounded(
+    bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, number: int = 0
+) -> Observations:
     """The original's runs of `_both` in fp64, without what it rounds to fp32 inside."""
     pair = pair_for(bench, variant, implementation, "float64", scenario)
-    trials = range(1 if bench.options.quick else bench.options.seeds)
     with unrounded():
-        settings = [setting_for(bench, variant, scenario, trial) for trial in trials]
+        settings = [setting_for(bench, variant, scenario, trial) for trial in _trials(bench, number)]
         return join([on_original(run_scenario, pair.original, scenario, setting) for setting in settings])
+
+
+def _drawn(bench: Workbench, variant: Variant, implementation: str, scenario: Scenario, number: int) -> Triple:
+    """Both sides in fp64, and the original without its roundings, on the inputs of that number."""
+    expected, found = _both(bench, variant, implementation, scenario, "float64", number)
+    return _unrounded(bench, variant, implementation, scenario, number), expected, found
 
 
 def _require_not_flat(runs: list[Observations]) -> None:
@@ -133,16 +147,17 @@ def _autocast(bench: Workbench, variant: Variant) -> dict[str, Figure]:
     exact, low = (bench.pair(variant, implementation, dtype) for dtype in ("float64", "float32"))
     kind, precision = bench.options.device.partition(":")[0], getattr(torch, bench.options.dtype)
     scenario = next(s for s in SCENARIOS if s.name == "prefill, batch 3, beyond the window")
-    setting = setting_for(bench, variant, scenario, -2)
 
-    def run(model: Any) -> Observations:
+    def run(model: Any, setting: Setting) -> Observations:
         with torch.autocast(kind, precision):
             return run_scenario(model, scenario, setting)
 
-    truth = on_original(run_scenario, exact.original, scenario, setting)
-    return compare(
-        truth, on_original(run, low.original), run(low.rewritten), torch.finfo(precision).eps, variant.routed
-    )
+    def draw(number: int) -> Runs:
+        setting = setting_for(bench, variant, scenario, -2 - number)
+        truth = on_original(run_scenario, exact.original, scenario, setting)
+        return Runs(truth, on_original(run, low.original, setting), run(low.rewritten, setting))
+
+    return compare_draws(draw, torch.finfo(precision).eps, variant.routed)
 
 
 def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) -> Any:
@@ -150,10 +165,10 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
 
     eps = torch.finfo(getattr(torch, dtype)).eps
 
-    def run() -> dict[str, Figure]:
+    def draw(number: int) -> Runs:
         truth, original, rewritten = [], [], []
         for scenario in SCENARIOS:
-            setting = setting_for(bench, variant, scenario, -1)
+            setting = setting_for(bench, variant, scenario, -1 - number)
             try:
                 applicable(bench, scenario, implementation)
                 if scenario.own_pair and variant not in bench.variants:
@@ -173,9 +188,9 @@ def _low(bench: Workbench, variant: Variant, implementation: str, dtype: str) ->
             rewritten.append(_prefixed(scenario, new))
         if not truth:
             raise NotRun("no scenario runs on the original in this dtype")
-        return compare(_merged(truth), _merged(original), _merged(rewritten), eps, variant.routed)
+        return Runs(_merged(truth), _merged(original), _merged(rewritten))
 
-    return run
+    return partial(compare_draws, draw, eps, variant.routed)
 
 
 def pair_for(bench: Workbench, variant: Variant, implementation: str, dtype: str, scenario: Scenario) -> Pair:

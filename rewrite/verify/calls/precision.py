@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, finite, same_names
+from ..judging.compare import Mismatch, NotRun, Observations, finite, same_names
 from ..judging.verdict import Figure
-from ..judging.yardstick import compare
+from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
-from ..models.workbench import Workbench, on_original
+from ..models.workbench import Pair, Workbench, on_original
 from .observed import everything
 from .scenarios import Outputs, Scenario, Setting, call, main_output, real
 
@@ -28,7 +28,7 @@ TOKENS, ROWS, STEPS, LARGE, EXPERTS = 450, 2, 3, 8.0, 32
 """A prompt's length and rows, the tokens that follow it, the factor of large values, and how many experts are many."""
 
 ENOUGH = 50_000
-"""Of a module's larger outputs so many values are compared, in rows spread evenly: the error of more is the same."""
+"""Of a module's larger outputs so many values are compared, in rows spread evenly; all of them where that fails."""
 
 FEW = 500
 """A module's output of fewer values is compared together with its others."""
@@ -69,13 +69,16 @@ def _long(bench: Workbench, variant: Variant, implementation: str, dtype: str) -
     from .parity import run_scenario, setting_for
 
     pair, exact = (bench.pair(variant, implementation, name) for name in (dtype, "float64"))
-    setting = setting_for(bench, variant, LONG, -1)
-    truth = on_original(run_scenario, exact.original, LONG, setting)
-    if not finite(truth):
-        raise NotRun("the original's fp64 run is not finite")
-    own = on_original(run_scenario, pair.original, LONG, setting)
-    new = run_scenario(pair.rewritten, LONG, setting)
-    return compare(truth, own, new, torch.finfo(getattr(torch, dtype)).eps, variant.routed)
+
+    def draw(number: int) -> Runs:
+        setting = setting_for(bench, variant, LONG, -1 - number)
+        truth = on_original(run_scenario, exact.original, LONG, setting)
+        if not finite(truth):
+            raise NotRun("the original's fp64 run is not finite")
+        own = on_original(run_scenario, pair.original, LONG, setting)
+        return Runs(truth, own, run_scenario(pair.rewritten, LONG, setting))
+
+    return compare_draws(draw, torch.finfo(getattr(torch, dtype)).eps, variant.routed)
 
 
 def _row(model: Any, setting: Setting) -> Outputs:
@@ -118,28 +121,19 @@ def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str
     """
     import torch
 
-    low = bench.pair(variant, "eager", dtype)
-    exact = bench.pair(variant, "eager", "float64").original
+    modules = Modules(bench, variant, dtype)
     eps = torch.finfo(getattr(torch, dtype)).eps
     worst, done = 0.0, 0
-    for name, (arguments, keywords) in on_original(inputs_of, low.original, bench, variant).items():
+    for name in modules.inputs(0):
         for scale in (1.0, LARGE):
-            given = _scaled(arguments, scale), _scaled(keywords, scale)
             try:
-                wide = tuple(_cast(part, getattr(torch, dtype), torch.float64) for part in given)
-                truth = on_original(_run, exact.get_submodule(name), *wide)
-                own = on_original(_run, low.original.get_submodule(name), *given)
-                same_names(own, truth)
-            except (NotRun, Mismatch):
+                first = modules.runs(name, scale, 0)
+            except NotRun:
                 continue  # a module that does not run alone on the original is compared with the whole
-            new = _run(low.rewritten.get_submodule(name), *given)
-            if not finite(truth):
-                continue
             try:
-                same_names(own, new)
-                for names in _by_themselves(own):
-                    runs = [{one: run[one] for one in names} for run in (truth, own, new)]
-                    figures = compare(runs[0], runs[1], runs[2], eps, _routes(exact.get_submodule(name), variant))
+                for names in _by_themselves(first.original):
+                    draw = partial(modules.draw, name, scale, first.only(names))
+                    figures = compare_draws(draw, eps, modules.routes(name))
                     worst = max(worst, float(figures.get("rms ratio", 0.0)))
             except Mismatch as error:
                 raise Mismatch(f"{name}, inputs × {scale:g}: {error}", error.figures) from error
@@ -149,8 +143,62 @@ def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str
     return {"modules": done, "rms ratio": worst}
 
 
-def inputs_of(model: Any, bench: Workbench, variant: Variant) -> dict[str, tuple[Any, Any]]:
-    """What the modules of the modeling file are called with on a long prompt, by name.
+@dataclass
+class Modules:
+    """Runs single modules of both sides on what the original hands them in one prompt or another."""
+
+    bench: Workbench
+    variant: Variant
+    dtype: str
+    _inputs: dict[int, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
+
+    def inputs(self, number: int) -> dict[str, tuple[Any, Any]]:
+        """What each module is called with in the prompt of that number."""
+        if number not in self._inputs:
+            self._inputs[number] = on_original(inputs_of, self._pair.original, self.bench, self.variant, number)
+        return self._inputs[number]
+
+    def runs(self, name: str, scale: float, number: int) -> Runs:
+        """A module's outputs; of the first prompt only some rows, where there are many.
+
+        Raises:
+            NotRun: the original's module does not run alone.
+            Mismatch: the rewritten one has other outputs.
+        """
+        import torch
+
+        if name not in self.inputs(number):
+            raise NotRun("the original calls it with no other prompt")
+        given = tuple(_scaled(part, scale) for part in self.inputs(number)[name])
+        wide = tuple(_cast(part, getattr(torch, self.dtype), torch.float64) for part in given)
+        run = partial(_run, whole=number > 0)
+        truth = on_original(run, self._exact.get_submodule(name), *wide)
+        own = on_original(run, self._pair.original.get_submodule(name), *given)
+        if own.keys() != truth.keys() or not finite(truth):
+            raise NotRun("the original has other outputs in fp64, or not finite ones")
+        new = run(self._pair.rewritten.get_submodule(name), *given)
+        same_names(own, new)
+        return Runs(truth, own, new)
+
+    def draw(self, name: str, scale: float, first: Runs, number: int) -> Runs:
+        """The outputs of a module that `first` has, on the prompt of a number; of the first prompt `first` itself."""
+        return self.runs(name, scale, number).only(list(first.original)) if number else first
+
+    def routes(self, name: str) -> bool:
+        """Whether a module chooses experts, which a rounding may flip."""
+        return _routes(self._exact.get_submodule(name), self.variant)
+
+    @property
+    def _pair(self) -> Pair:
+        return self.bench.pair(self.variant, "eager", self.dtype)
+
+    @property
+    def _exact(self) -> Any:
+        return self.bench.pair(self.variant, "eager", "float64").original
+
+
+def inputs_of(model: Any, bench: Workbench, variant: Variant, number: int = 0) -> dict[str, tuple[Any, Any]]:
+    """What the modules of the modeling file are called with on the long prompt of a number, by name.
 
     Of modules that differ in their weights alone there is one, and of several calls the first.
     """
@@ -166,7 +214,8 @@ def inputs_of(model: Any, bench: Workbench, variant: Variant) -> dict[str, tuple
         )
         for name in kinds.values()
     ]
-    setting = Setting(bench.subject, variant.vocab_size, bench.options.device, bench.seed_for(variant.name, "modules"))
+    seed = bench.seed_for(variant.name, "modules", *([number] if number else []))
+    setting = Setting(bench.subject, variant.vocab_size, bench.options.device, seed)
     arguments: dict[str, Any] = {"use_cache": False} if bench.subject.accepts("use_cache") else {}
     try:
         with torch.no_grad():
@@ -177,15 +226,15 @@ def inputs_of(model: Any, bench: Workbench, variant: Variant) -> dict[str, tuple
     return found
 
 
-def _run(module: Any, arguments: Any, keywords: Any) -> Outputs:
+def _run(module: Any, arguments: Any, keywords: Any, whole: bool) -> Outputs:
     import torch
 
     with torch.no_grad():
         found = everything(module(*arguments, **keywords))
-    return {name: _thinned(value) for name, value in found.items() if value.is_floating_point()}
+    return {name: value if whole else _thinned(value) for name, value in found.items() if value.is_floating_point()}
 
 
-def _by_themselves(outputs: Outputs) -> list[list[str]]:
+def _by_themselves(outputs: Observations) -> list[list[str]]:
     """The outputs of a module one by one, where they are large enough to have an RMS, and the small ones together."""
     small = [name for name, value in outputs.items() if value.numel() < FEW]
     return [[name] for name in outputs if name not in small] + ([small] if small else [])

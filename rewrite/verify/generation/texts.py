@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -95,19 +94,10 @@ def _greedy(bench: Workbench, variant: Variant, dtype: str, cache: str) -> Mappi
     arguments: dict[str, Any] = {"do_sample": False, "disable_compile": True}
     if cache == "static":
         arguments["cache_implementation"] = "static"
-        if bench.options.device != "cpu" and bench.options.weights is None:
-            on_original(_on_a_cpu, bench, pair.original, batch, **arguments)
     original = on_original(generate, pair.original, batch, new, 0, **arguments)
     rewritten = generate(pair.rewritten, batch, new, 0, **arguments)
     noise = on_original(noise_of, bench, variant, dtype, batch, original)
     return near_tie(original, rewritten, noise)
-
-
-def _on_a_cpu(bench: Workbench, original: Any, batch: Batch, **arguments: Any) -> None:
-    """Generate on a CPU: where an index lies beyond a static cache that raises, and on a GPU it ends the process."""
-    mask = None if batch.mask is None else batch.mask.cpu()
-    there = Batch(batch.input_ids.cpu(), mask, batch.position_ids.cpu())
-    generate(copy.deepcopy(original).cpu(), there, size(bench)[1], 0, **arguments)
 
 
 def noise_of(bench: Workbench, variant: Variant, dtype: str, batch: Batch, generated: Generated) -> float:

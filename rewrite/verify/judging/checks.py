@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .compare import Mismatch, NotRun
@@ -26,19 +26,33 @@ class CheckRun:
     stops: bool = False
 
 
-def run_gate(
-    number: int, name: str, checks: Iterable[CheckRun], progress: Progress, fail_fast: bool = False
-) -> tuple[Gate, bool]:
-    """Run a gate's checks. Returns the gate, and whether every essential check ran."""
+@dataclass(frozen=True)
+class Done:
+    """A check that ran; `missing`: it is essential and did not run; `ends`: no other check of the gate follows it."""
+
+    check: Check
+    missing: bool = False
+    ends: bool = False
+
+
+def one_by_one(checks: Iterable[CheckRun], progress: Progress) -> Iterator[Done]:
+    """Run checks one after the other."""
+    for check in checks:
+        progress(check.name)
+        result = run_check(check)
+        missing = check.essential and result.status == "not run"
+        yield Done(result, missing, check.stops and result.status == "failed")
+
+
+def run_gate(number: int, name: str, results: Iterable[Done], fail_fast: bool = False) -> tuple[Gate, bool]:
+    """Take the checks of a gate as they run. Returns the gate, and whether every essential check ran."""
     started = time.perf_counter()
     done: list[Check] = []
     complete = True
-    for check in checks:
-        progress(f"{name}: {check.name}")
-        result = run_check(check)
-        done.append(result)
-        complete &= not (check.essential and result.status == "not run")
-        if (check.stops or fail_fast) and result.status == "failed":
+    for result in results:
+        done.append(result.check)
+        complete &= not result.missing
+        if result.ends or (fail_fast and result.check.status == "failed"):
             break
     return Gate(number, name, tuple(done), time.perf_counter() - started), complete
 

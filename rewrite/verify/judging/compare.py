@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Observations = Mapping[str, "Tensor"]
+Triple = tuple[Observations, Observations, Observations]
+"""What was computed without roundings to fp32, by the original and by the rewritten model."""
+
+DRAWS = 16
+"""Independent inputs over which errors are pooled where those of one draw say that one side rounds more."""
 
 
 class NotRun(Exception):
@@ -106,6 +111,7 @@ def near_exact(
     found: Observations,
     maximum: str = "fp64 max",
     unrounded: Callable[[], Observations] | None = None,
+    more: Callable[[int], Triple] | None = None,
 ) -> dict[str, Figure]:
     """Compare two fp64 runs. Returns the figures.
 
@@ -116,6 +122,8 @@ def near_exact(
         unrounded: runs the original without what it rounds to fp32 inside. Where the RMS error is over its bound,
             this is the truth of which the rewritten model has to be as far off as the original: one that is much
             closer leaves out a rounding, which in 16 bits is the cast that a norm depends on.
+        more: runs both sides and that truth on other inputs, by their number from 1: one tensor is a sample of a few
+            rows, so where it is further off, or closer, the errors over many draws are compared.
 
     Raises:
         Mismatch: an error exceeds its bound.
@@ -138,25 +146,56 @@ def near_exact(
             raise Mismatch(f"{text}; without roundings to fp32 the original does not run: {reason}", figures) from None
         if truth is None:
             raise Mismatch(text, figures)
-        figures |= _as_far_as_the_original(truth, expected, found, text, figures)
+        figures |= _as_far_as_the_original((truth, expected, found), more, text, figures)
     return figures
 
 
 def _as_far_as_the_original(
-    truth: Observations, expected: Observations, found: Observations, text: str, figures: dict[str, Figure]
+    runs: Triple, more: Callable[[int], Triple] | None, text: str, figures: dict[str, Figure]
 ) -> dict[str, Figure]:
     """Compare the errors of both sides against the run without roundings to fp32, tensor by tensor."""
+    truth, expected, found = runs
     same_names(expected, truth)
     ratios = []
-    for name, exact in truth.items():
+    for name in truth:
         if measure(name, expected[name], found[name]).relative_rms <= bound("fp64 rms"):
             continue
-        own, new = (measure(name, exact, side[name]).relative_rms for side in (expected, found))
-        ratios.append(new / own if own else float("inf"))
-        if not 1 / bound("fp64 roundings") <= ratios[-1] <= bound("fp64 roundings"):
-            own_text = f"the original's own roundings to fp32 make {own:.3g}, the rewritten model's {new:.3g}"
+        own, new = _squares(runs, [name])
+        if more is not None and not _alike(own, new):
+            own, new = _over_draws(own, new, name.partition("#")[0], more)
+        ratios.append((new / own) ** 0.5 if own else float("inf"))
+        if not _alike(own, new):
+            times = f"{ratios[-1]:.3g} times that"
+            own_text = f"the original's own roundings to fp32 make {own**0.5:.3g}, the rewritten model's {times}"
             raise Mismatch(f"{text}; {own_text}", figures)
     return {"rms ratio of the roundings to fp32": max(ratios)}
+
+
+def _alike(own: float, new: float) -> bool:
+    """Whether neither of two sums of squared errors is so much larger that one side rounds more than the other."""
+    limit = bound("fp64 roundings") ** 2
+    return own > 0 and own / limit <= new <= own * limit
+
+
+def _squares(runs: Triple, names: Iterable[str]) -> tuple[float, float]:
+    """The squared relative RMS errors of the original and of the rewritten model, summed over some outputs."""
+    truth, expected, found = runs
+    both = [[measure(name, truth[name], side[name]).relative_rms for name in names] for side in (expected, found)]
+    return sum(error**2 for error in both[0]), sum(error**2 for error in both[1])
+
+
+def _over_draws(own: float, new: float, output: str, more: Callable[[int], Triple]) -> tuple[float, float]:
+    """The mean of the squared errors in one output over more draws; one that the original does not run is left out."""
+    count = 1
+    for number in range(1, DRAWS):
+        try:
+            runs = more(number)
+        except NotRun:
+            continue
+        names = [name for name in runs[0] if name.partition("#")[0] == output]
+        added = _squares(runs, names)
+        own, new, count = own + added[0], new + added[1], count + len(names)
+    return own / count, new / count
 
 
 def equal(expected: Observations, found: Observations) -> bool:

@@ -29,6 +29,13 @@ class Record:
         known |= {argument: True for argument in arguments if argument in known}
         seen |= {output: found or seen.get(output, False) for output, found in fields.items()}
 
+    def merge(self, other: Record) -> None:
+        """Add what was noted elsewhere."""
+        for mine, theirs in ((self.arguments, other.arguments), (self.outputs, other.outputs)):
+            for name, noted in theirs.items():
+                known = mine.setdefault(name, {})
+                known |= {one: done or known.get(one, False) for one, done in noted.items()}
+
     def given(self) -> set[str]:
         """The arguments that any class was given."""
         return {name for known in self.arguments.values() for name, done in known.items() if done}

@@ -71,6 +71,12 @@ TABLE: dict[str, Tolerance] = {
         "eps of the dtype × RMS of the expected tensor",
         "a uniform rounding error has RMS eps/sqrt(12) = 0.29 eps at the top of a binade",
     ),
+    "plainly beyond": Tolerance(
+        2.0,
+        "the bounds of the yardstick, of the errors of the first four draws of inputs",
+        "over four draws two equally good roundings of an attention whose weights are nearly one-hot came out between "
+        "0.83 and 1.03 times each other: twice the bound is no chance, and the other draws are spared",
+    ),
     "routed tokens": Tolerance(
         0.1,
         "share of the tokens left out at each side in low precision when the model routes tokens to experts",

@@ -21,6 +21,7 @@ class Options:
     `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure;
     without `others` the main class alone is compared. `reach` counts which lines of the rewritten side ran, unless
     it is `quick`; `configuration` varies the fields that the model reads, one after another, or if `quick` at once.
+    `workers` processes run the checks of a gate on a CPU; on a GPU, and with a checkpoint, there is one.
     """
 
     device: str = "cpu"
@@ -38,6 +39,7 @@ class Options:
     others: bool = True
     reach: bool = True
     configuration: bool = True
+    workers: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
     expected_sites: Mapping[str, int] | None = None
 

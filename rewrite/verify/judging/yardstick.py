@@ -1,17 +1,42 @@
-"""The low-precision rule: the rewritten model may be off by a little more than the original itself is."""
+"""The low-precision rule: the rewritten model may be off by a little more than the original itself is.
+
+Some errors are rare events: where the largest score of an attention is far above the others, a rounding of two that
+are near each other sends a whole weight to another key, once in many rows. Of one draw of inputs such errors tell
+little: two equally good roundings came out between 0.07 and 1.75 times each other, of 16 draws with all their rows
+between 0.89 and 0.96 (attention over 450 tokens in bfloat16, hidden states times eight, weights of 24 seeds). So what
+exceeds a bound is asked again with other inputs, and judged by the errors of all of them.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .compare import Mismatch, Observations, measure, require_same_dtypes, same_names
+from .compare import DRAWS, Mismatch, NotRun, Observations, measure, require_same_dtypes, same_names
 from .tolerances import bound
 from .verdict import Figure
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FEW_DRAWS = 4
+"""After so many draws what is plainly beyond its bound has failed."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The outputs of one draw of inputs: of the original in fp64, and of both sides in a low precision."""
+
+    truth: Observations
+    original: Observations
+    rewritten: Observations
+
+    def only(self, names: list[str]) -> Runs:
+        """Some of the outputs."""
+        parts = (self.truth, self.original, self.rewritten)
+        return Runs(*({name: part[name] for name in names} for part in parts))
 
 
 @dataclass(frozen=True)
@@ -31,6 +56,73 @@ class Sample:
         return found.group(0) if found else "logits"
 
 
+@dataclass(frozen=True)
+class Side:
+    """The errors of one side: how many, the sum of their squares and the largest."""
+
+    count: int
+    squares: float
+    largest: float
+
+    @property
+    def rms(self) -> float:
+        """The RMS error."""
+        return (self.squares / self.count) ** 0.5
+
+    def with_more(self, other: Side) -> Side:
+        """The errors of two draws."""
+        return Side(self.count + other.count, self.squares + other.squares, max(self.largest, other.largest))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The errors of both sides in all outputs of one kind, over one draw of inputs or several."""
+
+    original: Side
+    rewritten: Side
+    peak: float
+    where: str
+    draws: int = 1
+
+    def with_more(self, other: Pool) -> Pool:
+        """The errors of two pools."""
+        worse = other if other.rewritten.largest > self.rewritten.largest else self
+        return Pool(
+            self.original.with_more(other.original),
+            self.rewritten.with_more(other.rewritten),
+            max(self.peak, other.peak),
+            worse.where,
+            self.draws + other.draws,
+        )
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """How far both are off."""
+        own, new = self.original, self.rewritten
+        figures: dict[str, Figure] = {
+            "rms": new.rms,
+            "original rms": own.rms,
+            "rms ratio": _ratio(new.rms, own.rms),
+            "max ratio": _ratio(new.largest, own.largest),
+        }
+        return figures | ({"draws": self.draws} if self.draws > 1 else {})
+
+    def problem(self, eps: float, times: float = 1.0) -> str:
+        """What exceeds its bound, or so many times its bound, in words; nothing if nothing does."""
+        own, new = self.original, self.rewritten
+        largest = bound("yardstick max") * own.largest + bound("yardstick max floor") * eps * self.peak
+        typical = bound("yardstick rms") * own.rms + bound("yardstick rms floor") * eps
+        unit = f"(× RMS, {self.draws} draws)" if self.draws > 1 else "(× RMS)"
+        if not new.largest <= times * largest:
+            return f"largest error {new.largest:.3g} > {largest:.3g} {unit}; the original's own is {own.largest:.3g}"
+        if not new.rms <= times * typical:
+            return f"RMS error {new.rms:.3g} > {typical:.3g} {unit}; the original's own is {own.rms:.3g}"
+        return ""
+
+
+Pools = dict[str, Pool]
+
+
 def compare(
     truth: Observations, original: Observations, rewritten: Observations, eps: float, routed: bool
 ) -> dict[str, Figure]:
@@ -42,44 +134,75 @@ def compare(
     Raises:
         Mismatch: an error exceeds its bound.
     """
+    runs = Runs(truth, original, rewritten)
+    pools = _pools(runs, routed)
+    _judge(pools, eps)
+    return _figures(pools) | {"bit-equal": _equal(runs)}
+
+
+def compare_draws(draw: Callable[[int], Runs], eps: float, routed: bool) -> dict[str, Figure]:
+    """The same of a first draw of inputs; where that exceeds a bound, of all errors over many draws.
+
+    Args:
+        draw: runs both sides on the inputs of that number. One after the first that raises `NotRun` is left out.
+        eps: of the dtype.
+        routed: whether tokens are routed to experts.
+
+    Raises:
+        Mismatch: an error exceeds its bound over all draws, or plainly over the first few.
+    """
+    first = draw(0)
+    pools = _pools(first, routed)
+    if not any(pool.problem(eps) for pool in pools.values()):
+        return _figures(pools) | {"bit-equal": _equal(first)}
+    for number in range(1, DRAWS):
+        if number == FEW_DRAWS:
+            _judge(pools, eps, bound("plainly beyond"))
+        try:
+            more = _pools(draw(number), routed)
+        except NotRun:
+            continue
+        pools = {kind: pool.with_more(more[kind]) if kind in more else pool for kind, pool in pools.items()}
+    _judge(pools, eps)
+    return _figures(pools) | {"bit-equal": False}
+
+
+def _judge(pools: Pools, eps: float, times: float = 1.0) -> None:
+    for kind, pool in pools.items():
+        if problem := pool.problem(eps, times):
+            raise Mismatch(f"{kind}: {problem}; {pool.where}", pool.figures)
+
+
+def _figures(pools: Pools) -> dict[str, Figure]:
+    kind = "logits" if "logits" in pools else next(iter(pools))
+    return pools[kind].figures
+
+
+def _equal(runs: Runs) -> bool:
     import torch
 
-    same_names(original, rewritten)
-    require_same_dtypes(original, rewritten)
-    samples = [_sample(name, truth[name], original[name], rewritten[name]) for name in original]
+    return all(torch.equal(value.cpu(), runs.rewritten[name].cpu()) for name, value in runs.original.items())
+
+
+def _pools(runs: Runs, routed: bool) -> Pools:
+    same_names(runs.original, runs.rewritten)
+    require_same_dtypes(runs.original, runs.rewritten)
     groups: dict[str, list[Sample]] = {}
-    for sample in samples:
+    for name, own in runs.original.items():
+        sample = _sample(name, runs.truth[name], own, runs.rewritten[name])
         groups.setdefault(sample.kind, []).append(sample)
-    figures: dict[str, Figure] = {}
-    for kind, members in groups.items():
-        pooled = _pooled(kind, members, eps, routed)
-        if kind == "logits" or not figures:
-            figures |= pooled
-    equal = all(torch.equal(original[name].cpu(), rewritten[name].cpu()) for name in original)
-    return figures | {"bit-equal": equal}
+    return {kind: _pooled(samples, routed) for kind, samples in groups.items()}
 
 
-def _pooled(kind: str, samples: list[Sample], eps: float, routed: bool) -> dict[str, Figure]:
+def _pooled(samples: list[Sample], routed: bool) -> Pool:
     own, new = _joined([s.original for s in samples], routed), _joined([s.rewritten for s in samples], routed)
-    own_rms, new_rms = float(own.square().mean().sqrt()), float(new.square().mean().sqrt())
-    own_max, new_max = float(own.abs().max()), float(new.abs().max())
-    figures: dict[str, Figure] = {
-        "rms": new_rms,
-        "original rms": own_rms,
-        "rms ratio": _ratio(new_rms, own_rms),
-        "max ratio": _ratio(new_max, own_max),
-    }
     worst = max(samples, key=lambda sample: float(sample.rewritten.abs().max()))
     peak = max(sample.peak for sample in samples)
-    largest = bound("yardstick max") * own_max + bound("yardstick max floor") * eps * peak
-    if not new_max <= largest:
-        text = f"largest error {new_max:.3g} > {largest:.3g} (× RMS); the original's own is {own_max:.3g}"
-        raise Mismatch(f"{kind}: {text}; {worst.where}", figures)
-    typical = bound("yardstick rms") * own_rms + bound("yardstick rms floor") * eps
-    if not new_rms <= typical:
-        text = f"RMS error {new_rms:.3g} > {typical:.3g} (× RMS); the original's own is {own_rms:.3g}"
-        raise Mismatch(f"{kind}: {text}; {worst.where}", figures)
-    return figures
+    return Pool(_side(own), _side(new), peak, worst.where)
+
+
+def _side(errors: Tensor) -> Side:
+    return Side(errors.numel(), float(errors.square().sum()), float(errors.abs().max()))
 
 
 def _ratio(new: float, own: float) -> float:

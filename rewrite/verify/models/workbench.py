@@ -12,6 +12,7 @@ from ..judging.compare import NotRun
 from ..judging.record import Record
 from ..judging.verdict import ConfigField, Options
 from .configs import Variant
+from .indices import asked_first
 from .rounding import Rounding
 from .subjects import Subject
 
@@ -112,6 +113,18 @@ class Workbench:
 
 def on_original(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Run the original's side of a check; what the original cannot do is no fault of the rewritten file.
+
+    On a GPU a CPU is asked first, operator by operator, whether it can.
+
+    Raises:
+        NotRun: the original raised.
+    """
+    with asked_first():
+        return attempted(call, *args, **kwargs)
+
+
+def attempted(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """The same where `torch.compile` is asked, which compiles nothing while operators are watched.
 
     Raises:
         NotRun: the original raised.

@@ -42,7 +42,9 @@ def comparable(value: Any) -> Any:
         return sorted(str(comparable(item)) for item in value)
     if isinstance(value, (list, tuple)):
         return [comparable(item) for item in value]
-    return type(value).__qualname__, comparable(vars(value)) if type(value).__module__ == "torch" else ""
+    if type(value).__module__ != "torch":
+        return type(value).__qualname__, ""
+    return type(value).__qualname__, comparable(vars(value)) if hasattr(value, "__dict__") else repr(value)
 
 
 def _classes(subjects: Subjects) -> Mapping[str, Figure]:
