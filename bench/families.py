@@ -23,10 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-
 from family_sizes import BY_KEY
+
+ROOT = Path(__file__).resolve().parents[1]
 
 LONGEST = 120
 """Seconds after which a family is stopped."""
@@ -47,7 +46,18 @@ def package(folder: Path, file: str) -> str:
     out = folder / file
     if (out / "rewrite.lock").is_file():
         return ""
-    command = [sys.executable, "-m", "rewrite.cli", file, "--out", str(out), "--no-verify", "--diff", "none", "--force"]
+    command = [
+        sys.executable,
+        "-m",
+        "rewrite.cli",
+        file,
+        "--out",
+        str(out),
+        "--no-verify",
+        "--diff",
+        "none",
+        "--force",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, env=environment())
     return "" if run.returncode == 0 else _last_line(run.stderr or run.stdout)
 
@@ -149,8 +159,11 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 def measure(given: argparse.Namespace, families: list[str]) -> int:
     """Measure every family that has no row; 1 if one of those asked for has none, or one with an error."""
-    done = {name for name, row in read_rows(given.rows).items() if "error" not in row}
-    run = Run(given.packages, given.rows, [name for name in families if name not in done], given.limit_seconds, given.tiny)
+    before = read_rows(given.rows)
+    done = {name for name, row in before.items() if "error" not in row and row["tiny"] == given.tiny}
+    run = Run(
+        given.packages, given.rows, [name for name in families if name not in done], given.limit_seconds, given.tiny
+    )
     threads = [threading.Thread(target=run.on, args=(device,)) for device in given.devices.split(",")]
     for thread in threads:
         thread.start()

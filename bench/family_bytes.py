@@ -1,9 +1,9 @@
 """The bytes that a decode step of the original has to move, seen by watching one.
 
-A parameter counts if an operation of the second forward pass of `generate()` takes it, an embedding's look-up aside: so
-an encoder, a vision tower and the projections of a cross-attention whose keys are kept count nothing, and a tied head
-counts once. Of experts it is the share that a token is routed to. Keys and values count once, read; states twice, read
-and written. Of latent attention it is the latents: what is expanded from them need not be kept.
+A parameter counts if an operation of the second forward pass of `generate()` takes it, an embedding's look-up aside:
+so an encoder, a vision tower and the projections of a cross-attention whose keys are kept count nothing, and a tied
+head counts once. Of experts it is the share that a token is routed to. Keys and values count once, read; states twice,
+read and written. Of latent attention it is the latents: what is expanded from them need not be kept.
 """
 
 from __future__ import annotations

@@ -28,19 +28,25 @@ TYPES = ("mm_token_type_ids", "token_type_ids")
 
 @dataclass(frozen=True)
 class Prompt:
-    """The arguments of `generate()`; `tokens` is how many the decoder or the encoder reads before the first new one."""
+    """The arguments of `generate()`.
+
+    Args:
+        tokens: how many the decoder or, where the model `encodes`, the encoder reads before the first new one.
+        holds: what it consists of, in words.
+        start: the decoder's first token, of an encoder–decoder model.
+    """
 
     arguments: dict[str, Any]
     tokens: int
     encodes: bool
     holds: str = "text"
-    _start: list[int] = field(default_factory=list)
+    start: list[int] = field(default_factory=list)
 
     def followed_by(self, new: Tensor) -> dict[str, Any]:
         """Return the arguments of a forward pass whose last `n` logits choose `new` `[1, n]`."""
         given = dict(self.arguments)
         if self.encodes:
-            start = torch.tensor([self._start], device=new.device)
+            start = torch.tensor([self.start], device=new.device)
             return given | {"decoder_input_ids": torch.cat([start, new[:, :-1]], 1)}
         more = new.shape[1] - 1
         given["input_ids"] = torch.cat([given["input_ids"], new[:, :-1]], 1)
@@ -53,7 +59,7 @@ def prompt(model: Any, feed: str, tokens: int) -> Prompt:
     config, device = model.config, model.device
     generator = torch.Generator().manual_seed(0)
     encodes = bool(config.is_encoder_decoder)
-    start = [int(config.get_text_config(decoder=True).decoder_start_token_id)] if encodes else []
+    start = [model.generation_config.decoder_start_token_id] if encodes else []
     if feed == SOUND:
         arguments = sound(model, generator)
         return Prompt(arguments, int(next(iter(arguments.values())).shape[-1]), encodes, "sound", start)

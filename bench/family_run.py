@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import family_bytes
 import family_inputs
