@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from family_sizes import IMAGE, SOUND
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 FIRST_ID = 4
 """Ids below it mean padding, a beginning or an end."""
@@ -34,6 +35,7 @@ class Prompt:
         tokens: how many the decoder or, where the model `encodes`, the encoder reads before the first new one.
         holds: what it consists of, in words.
         start: the decoder's first token, of an encoder–decoder model.
+        new_marks: what the arguments that tell kinds of tokens apart say of new ones.
     """
 
     arguments: dict[str, Any]
@@ -41,6 +43,7 @@ class Prompt:
     encodes: bool
     holds: str = "text"
     start: list[int] = field(default_factory=list)
+    new_marks: dict[str, int] = field(default_factory=dict)
 
     def followed_by(self, new: Tensor) -> dict[str, Any]:
         """Return the arguments of a forward pass whose last `n` logits choose `new` `[1, n]`."""
@@ -51,7 +54,9 @@ class Prompt:
         more = new.shape[1] - 1
         given["input_ids"] = torch.cat([given["input_ids"], new[:, :-1]], 1)
         given["attention_mask"] = torch.ones_like(given["input_ids"])
-        return given | {name: torch.nn.functional.pad(given[name], (0, more)) for name in TYPES if name in given}
+        for name, mark in self.new_marks.items():
+            given[name] = torch.nn.functional.pad(given[name], (0, more), value=mark)
+        return given
 
 
 def prompt(model: Any, feed: str, tokens: int) -> Prompt:
@@ -72,11 +77,20 @@ def prompt(model: Any, feed: str, tokens: int) -> Prompt:
     marks = torch.cat([marks.new_zeros(around - LAST_TEXT), marks, marks.new_zeros(LAST_TEXT)])[None]
     ids = torch.randint(FIRST_ID, _plain_ids(config), marks.shape, generator=generator)
     accepted = inspect.signature(model.forward).parameters
+    new_marks = {}
     if feed == IMAGE:
         ids[marks == 1] = _placeholder(config)
-        found |= {name: marks.to(device) for name in TYPES if name in accepted}
+        new_marks = {name: _mark_of_new(model, name) for name in TYPES if name in accepted}
+        found |= {name: (marks * (1 - mark)).to(device) for name, mark in new_marks.items()}
     found |= {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids, device=device)}
-    return Prompt(found, ids.shape[1], encodes, "text and image" if feed == IMAGE else "text", start)
+    return Prompt(found, ids.shape[1], encodes, "text and image" if feed == IMAGE else "text", start, new_marks)
+
+
+def _mark_of_new(model: Any, name: str) -> int:
+    """What a model's own loop marks new tokens with: 1 if it tells them from the prompt, not images from text."""
+    before = {name: torch.zeros(1, 1, dtype=torch.long), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
+    after = model._update_model_kwargs_for_generation(ModelOutput(), before | {"use_cache": True})
+    return int(after[name][0, -1])
 
 
 def sound(model: Any, generator: torch.Generator) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ def models(family: Family, package: Path, device: str, tiny: bool) -> tuple[Any,
     module = importlib.import_module(f"transformers.models.{family.file}.modeling_{family.file}")
     rewritten = sides.load(sides.locate(package))
     original, ours = getattr(module, family.class_name), getattr(rewritten, family.class_name)
-    config = small_config(original) if tiny else original.config_class(**family.fields)
+    config = small_config(original, family.tiny) if tiny else original.config_class(**family.fields)
     model = build(ours, config, "bfloat16", device)
     if device == "cpu" and hasattr(model, SWITCH):
         setattr(model, SWITCH, True)
@@ -84,9 +84,9 @@ def models(family: Family, package: Path, device: str, tiny: bool) -> tuple[Any,
     return model, sharing(original, model), explain
 
 
-def small_config(model_class: Any) -> Any:
+def small_config(model_class: Any, fields: dict[str, Any]) -> Any:
     """A tiny configuration, its placeholders at ids of their own."""
-    config = small_variants(model_class, model_class.__name__.endswith("CausalLM"), {})[0].config
+    config = small_variants(model_class, model_class.__name__.endswith("CausalLM"), fields)[0].config
     vocab = config.get_text_config(decoder=True).vocab_size
     for index, name in enumerate(sorted(name for name in config.to_dict() if name.startswith(("image_t", "video_t")))):
         if name.endswith(("_token_id", "_token_index")):

@@ -6,7 +6,7 @@ it fits one card or one minute; widths are never cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 TEXT, IMAGE, SOUND = "text", "image", "sound"
@@ -25,6 +25,8 @@ class Family:
     cut: str = ""
     note: str = ""
     """Why the prompt holds less than the class could take."""
+    tiny: dict[str, Any] = field(default_factory=dict)
+    """Fields of the tiny configuration that do not follow from their names."""
 
 
 def rope(theta: float, **more: Any) -> dict[str, Any]:
@@ -202,14 +204,17 @@ WITH_IMAGES = (
                           "num_heads": 16, "deepstack_visual_indexes": [5, 11, 17]}}, IMAGE),
     Family("gemma3", "Gemma3ForConditionalGeneration", "gemma-3-4b", {
         "text_config": sizes(2560, 10240, 34, (8, 4), 262208) | {"head_dim": 256, "sliding_window": 1024},
-        "vision_config": SO400M | {"image_size": 896}, "mm_tokens_per_image": 256}, IMAGE),
+        "vision_config": SO400M | {"image_size": 896}, "mm_tokens_per_image": 256}, IMAGE,
+        tiny={"mm_tokens_per_image": 16}),
     Family("gemma4", "Gemma4ForConditionalGeneration", "gemma-4-E2B", {
         "text_config": sizes(1536, 6144, 35, (8, 1), 262144) | {
             "head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
             "layer_types": every(5, 35, FULL, SLIDING), "final_logit_softcapping": 30.0},
         "vision_config": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16,
                           "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "patch_size": 16,
-                          "pooling_kernel_size": 3, "position_embedding_size": 10240}}, IMAGE),
+                          "pooling_kernel_size": 3, "position_embedding_size": 10240}}, IMAGE,
+        tiny={"vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "patch_size": 8,
+                                "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}}),
     Family("llava", "LlavaForConditionalGeneration", "llava-1.5-7b", {
         "text_config": sizes(4096, 11008, 32, (32, 32), 32064) | {"model_type": "llama"},
         "vision_config": CLIP_LARGE}, IMAGE),
@@ -242,7 +247,9 @@ ENCODER_DECODERS = (
     Family("florence2", "Florence2ForConditionalGeneration", "Florence-2-large", {
         "text_config": BART_LARGE | {"vocab_size": 51328, "forced_eos_token_id": None},
         "vision_config": {"embed_dim": [256, 512, 1024, 2048], "num_heads": [8, 16, 32, 64],
-                          "num_groups": [8, 16, 32, 64], "projection_dim": 1024}}, IMAGE),
+                          "num_groups": [8, 16, 32, 64], "projection_dim": 1024}}, IMAGE,
+        tiny={"vision_config": {"embed_dim": [32, 32, 64, 64], "num_heads": [2, 2, 4, 4], "num_groups": [2, 2, 4, 4],
+                                "depths": [1, 1, 1, 1], "projection_dim": 64}}),
 )  # fmt: skip
 
 FAMILIES = (*DECODERS, *EXPERTS, *HYBRIDS, *WITH_IMAGES, *ENCODER_DECODERS)
