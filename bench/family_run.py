@@ -81,7 +81,14 @@ def models(family: Family, package: Path, device: str, tiny: bool) -> tuple[Any,
     if device == "cpu" and hasattr(model, SWITCH):
         setattr(model, SWITCH, True)
     explain = importlib.import_module(f"{rewritten.__package__}.runtime.core.explain").explain
-    return model, sharing(original, model), explain
+    return plain(model), plain(sharing(original, model)), explain
+
+
+def plain(model: Any) -> Any:
+    """The model, generating the best token at every place, whatever token that is."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+        setattr(model.generation_config, name, None)
+    return model
 
 
 def small_config(model_class: Any, fields: dict[str, Any]) -> Any:

@@ -240,15 +240,16 @@ ENCODER_DECODERS = (
     Family("t5", "T5ForConditionalGeneration", "t5-large", {
         "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16,
         "decoder_start_token_id": 0}),
-    Family("bart", "BartForConditionalGeneration", "bart-large", BART_LARGE | {"forced_eos_token_id": None}),
+    Family("bart", "BartForConditionalGeneration", "bart-large", BART_LARGE),
     Family("m2m_100", "M2M100ForConditionalGeneration", "m2m100-1.2B", BART_LARGE | {
         "encoder_layers": 24, "decoder_layers": 24, "encoder_ffn_dim": 8192, "decoder_ffn_dim": 8192,
         "vocab_size": 128112}),
     Family("florence2", "Florence2ForConditionalGeneration", "Florence-2-large", {
-        "text_config": BART_LARGE | {"vocab_size": 51328, "forced_eos_token_id": None},
+        "text_config": BART_LARGE | {"vocab_size": 51328},
         "vision_config": {"embed_dim": [256, 512, 1024, 2048], "num_heads": [8, 16, 32, 64],
                           "num_groups": [8, 16, 32, 64], "projection_dim": 1024}}, IMAGE,
-        tiny={"vision_config": {"embed_dim": [32, 32, 64, 64], "num_heads": [2, 2, 4, 4], "num_groups": [2, 2, 4, 4],
+        tiny={"text_config": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 128},
+              "vision_config": {"embed_dim": [32, 32, 64, 64], "num_heads": [2, 2, 4, 4], "num_groups": [2, 2, 4, 4],
                                 "depths": [1, 1, 1, 1], "projection_dim": 64}}),
 )  # fmt: skip
 
