@@ -5,8 +5,9 @@
     python bench/families.py measure PACKAGES --rows ROWS --tiny --devices cpu [--families llama,whisper]
     python bench/families.py render --rows ROWS --markdown docs/families.md [--chart docs/families.png]
 
-`measure` writes the packages that are missing, runs each family in a process of its own, one at a time on a device,
-and keeps a row of JSON for each: a later call goes on with the families that have none. `render` needs rows only.
+`measure` writes the packages that are missing, runs each family in a process of its own, one at a time on a device
+(the next one imports meanwhile), and keeps a row of JSON for each: a later call goes on with the families that have
+none. `render` needs rows only.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from family_sizes import BY_KEY
 
 ROOT = Path(__file__).resolve().parents[1]
 
-LONGEST = 120
+LONGEST = 150
 """Seconds after which a family is stopped."""
-USUAL = 25
+PROCESSES = 2
+"""Processes for each device, of which one measures."""
+USUAL = 30
 """Seconds that a family takes: none is started with less left."""
 
 
@@ -118,6 +121,7 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(ROOT / "bench" / "family_run.py"), name, str(self.folder / BY_KEY[name].file)]
         command += [str(path), "--device", device.partition(":")[0], *(["--tiny"] if self.tiny else [])]
+        command += ["--turn", str(self.rows / f"{device.replace(':', '-')}.turn")]
         log = path.with_suffix(".log")
         seconds = min(LONGEST, max(1.0, self.deadline - time.monotonic()))
         with log.open("w", encoding="utf-8") as stream:
@@ -164,7 +168,8 @@ def measure(given: argparse.Namespace, families: list[str]) -> int:
     run = Run(
         given.packages, given.rows, [name for name in families if name not in done], given.limit_seconds, given.tiny
     )
-    threads = [threading.Thread(target=run.on, args=(device,)) for device in given.devices.split(",")]
+    places = given.devices.split(",") * PROCESSES
+    threads = [threading.Thread(target=run.on, args=(device,)) for device in places]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,13 +11,16 @@ tenth of a normal number added; so hidden states stay of the order of one and lo
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -71,17 +74,29 @@ def _slope(side: Side, device: str, _: int) -> float:
     return (wall_ms(device, lambda: side.generate(short + more)) - before) / more
 
 
-def models(family: Family, package: Path, device: str, tiny: bool) -> tuple[Any, Any, Any]:
-    """Return the rewritten model, the original with the same weights, and the package's `explain`."""
-    module = importlib.import_module(f"transformers.models.{family.file}.modeling_{family.file}")
-    rewritten = sides.load(sides.locate(package))
-    original, ours = getattr(module, family.class_name), getattr(rewritten, family.class_name)
-    config = small_config(original, family.tiny) if tiny else original.config_class(**family.fields)
-    model = build(ours, config, "bfloat16", device)
-    if device == "cpu" and hasattr(model, SWITCH):
-        setattr(model, SWITCH, True)
-    explain = importlib.import_module(f"{rewritten.__package__}.runtime.core.explain").explain
-    return plain(model), plain(sharing(original, model)), explain
+@dataclass(frozen=True)
+class Classes:
+    """A family's class, the rewritten one, and the package's `explain`."""
+
+    original: Any
+    rewritten: Any
+    explain: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, family: Family, package: Path) -> Classes:
+        """Import the original and the package, without touching a device."""
+        module = importlib.import_module(f"transformers.models.{family.file}.modeling_{family.file}")
+        rewritten = sides.load(sides.locate(package))
+        explain = importlib.import_module(f"{rewritten.__package__}.runtime.core.explain").explain
+        return cls(getattr(module, family.class_name), getattr(rewritten, family.class_name), explain)
+
+    def built(self, family: Family, device: str, tiny: bool) -> tuple[Any, Any]:
+        """Return the rewritten model and the original, with the same weights."""
+        config = small_config(self.original, family.tiny) if tiny else self.original.config_class(**family.fields)
+        model = build(self.rewritten, config, "bfloat16", device)
+        if device == "cpu" and hasattr(model, SWITCH):
+            setattr(model, SWITCH, True)
+        return plain(model), plain(sharing(self.original, model))
 
 
 def plain(model: Any) -> Any:
@@ -111,10 +126,10 @@ def refused(explanation: Any) -> str:
 class Pair:
     """The original and the rewritten model of a family, on the same weights, and what both are fed."""
 
-    def __init__(self, family: Family, package: Path, device: str, tiny: bool):
-        self.device = device
+    def __init__(self, family: Family, classes: Classes, device: str, tiny: bool):
+        self.device, self.explain = device, classes.explain
         self.eager_lengths = TINY_LENGTHS if tiny else EAGER
-        self.rewritten, self.original, self.explain = models(family, package, device, tiny)
+        self.rewritten, self.original = classes.built(family, device, tiny)
         self.prompt = family_inputs.prompt(self.original, family.feed, TINY_CONTEXT if tiny else CONTEXT)
         self.moved = family_bytes.moved(self.original, self.prompt.arguments)
         self.tokens: dict[str, Tensor] = {}
@@ -161,12 +176,12 @@ class Pair:
         }
 
 
-def measure(name: str, package: Path, row: Path, device: str, tiny: bool) -> None:
+def measure(family: Family, classes: Classes, row: Path, device: str, tiny: bool) -> None:
     """Measure one family and write its row."""
-    family, started = BY_KEY[name], time.perf_counter()
+    started = time.perf_counter()
     torch.backends.cudnn.allow_tf32 = False  # the yardstick's convolutions are in fp32
     read = bandwidths(device)["read"] if device != "cpu" else float("nan")
-    pair = Pair(family, package, device, tiny)
+    pair = Pair(family, classes, device, tiny)
     built = time.perf_counter()
     record = header(family, device, tiny) | {
         "prompt": pair.prompt.holds,
@@ -234,8 +249,14 @@ def main() -> int:
     parser.add_argument("row", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for any device")
+    parser.add_argument("--turn", type=Path, help="a file: whoever holds it has the device, from here to the end")
     given = parser.parse_args()
-    measure(given.name, given.package, given.row, given.device, given.tiny)
+    family = BY_KEY[given.name]
+    classes = Classes.of(family, given.package)
+    with given.turn.open("w") if given.turn else contextlib.nullcontext() as turn:
+        if turn is not None:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        measure(family, classes, given.row, given.device, given.tiny)
     return 0
 
 
