@@ -1,0 +1,139 @@
+"""docs/families.md and its chart, from the rows that `bench/families.py measure` left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+Row = Mapping[str, Any]
+GRAPH, NO_GRAPH, ORIGINAL = "#d1495b", "#e8a598", "#9aa5b1"
+INTRODUCTION = """\
+Made by `python bench/families.py render` from rows that `python bench/families.py measure` left:
+{device}, {versions}. {tiny}
+
+Random bf16 weights at the published sizes, batch 1, about 512 tokens before (more where an image takes more; 512
+tokens in an encoder; 30 s of sound for Whisper, 10 s for Moonshine), `generate()` greedy. Original and rewritten model
+share the weights and run in turn in one process; ms per token is the slope between a short and a long call, the median
+of the turns. {kernels}
+
+*Limit* is the bytes that a step has to move, over the bandwidth measured in the same process: weights that one token
+reads (an embedding only where it is the head, experts by top-k, no encoder), keys and values of what was before,
+states read and written. *Share* is the limit over the rewritten model's time. *bf16 error* is the RMS error of the
+rewritten model's logits in bf16 against the original in fp32, as a multiple of the original's own. *Gap* is how far
+below the best logit of the original in fp32 a generated token was at most, of the rewritten model's tokens and of the
+original's.
+"""
+COLUMNS = (
+    "family", "sizes of", "prompt", "GB a token", "limit ms", "original ms", "rewritten ms", "speed-up", "share",
+    "bf16 error", "gap (own)",
+)  # fmt: skip
+
+
+def page(rows: Mapping[str, Row], chart: str | None) -> str:
+    """Return the whole page."""
+    timed = measured(rows)
+    parts = ["# Families", INTRODUCTION.format(**_surroundings(list(timed.values()))), summary(timed)]
+    if chart:
+        parts.append(f"![share of the memory limit by family]({chart})")
+    parts += ["\n".join([*_head(), *(_line(name, row) for name, row in timed.items())])]
+    if slow := [f"- `{name}`: {row['reason']}" for name, row in timed.items() if not row["graph"]]:
+        parts += ["## Without the graph", "\n".join(slow)]
+    if failed := [f"- `{name}`: {row['error']}" for name, row in rows.items() if "ours_ms" not in row]:
+        parts += ["## Not measured", "\n".join(failed)]
+    if noted := [f"- `{name}`: text only, {row['note']}" for name, row in timed.items() if row["note"]]:
+        parts += ["## Notes", "\n".join(noted)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def measured(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Return the rows that have times, the largest share of the limit first."""
+    timed = {name: row for name, row in rows.items() if "ours_ms" in row}
+    return dict(sorted(timed.items(), key=lambda item: -(item[1]["share"] or 0.0)))
+
+
+def summary(timed: Mapping[str, Row]) -> str:
+    """Return the figures over all families."""
+    rows = list(timed.values())
+    if not rows:
+        return "Nothing was measured."
+    graphs, slower = sum(row["graph"] for row in rows), sum(row["speed_up"] < 1 for row in rows)
+    speed = geometric_mean([row["speed_up"] for row in rows])
+    parts = [f"{len(rows)} families, {graphs} with the graph", f"geometric mean speed-up {speed:.1f}×"]
+    parts.append(f"{slower} slower than their original")
+    shares = [row["share"] for row in rows if row["share"] is not None]
+    if shares:
+        parts.append(f"median share of the limit {median(shares):.0%}")
+    ratios = [row["parity"]["ratio"] for row in rows if row.get("parity") and row["parity"]["ratio"] is not None]
+    if ratios:
+        parts.append(
+            f"bf16 error {min(ratios):.2f} to {max(ratios):.2f} times the original's, median {median(ratios):.2f}"
+        )
+    return "; ".join(parts) + "."
+
+
+def _surroundings(rows: Sequence[Row]) -> dict[str, str]:
+    kernels = sorted({name for row in rows for name in row["kernels"]})
+    have = f"with {', '.join(kernels)}" if kernels else "without their optional kernels (no library of them installed)"
+    return {
+        "device": ", ".join(sorted({row["device"] for row in rows})),
+        "versions": "; ".join(sorted({", ".join(f"{n} {v}" for n, v in row["versions"].items()) for row in rows})),
+        "tiny": "**Tiny sizes: these figures try the command and mean nothing.**"
+        if any(r["tiny"] for r in rows)
+        else "",
+        "kernels": f"The originals of hybrids ran {have}.",
+    }
+
+
+def _head() -> list[str]:
+    return [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+
+
+def _line(name: str, row: Row) -> str:
+    sizes = f"{row['published']} ({row['cut']})" if row["cut"] else row["published"]
+    parity = row.get("parity") or {}
+    error = _number(parity.get("ratio"), ".2f")
+    gap = f"{_number(parity.get('gap'), '.2g')} ({_number(parity.get('own_gap'), '.2g')})"
+    share = _number(row["share"], ".0%") + ("" if row["graph"] else ", no graph")
+    moved = f"{row['bytes']['total'] / 1e9:.2f}"
+    cells = [f"`{name}`", sizes, f"{row['prompt']}, {row['tokens_before']}", moved, _number(row["limit_ms"], ".3f")]
+    cells += [f"{row['eager_ms']:.2f}", f"{row['ours_ms']:.3f}", f"{row['speed_up']:.1f}×", share, error, gap]
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def draw(rows: Mapping[str, Row], path: Path) -> None:
+    """Draw the share of the memory limit of every family, original and rewritten, and write a PNG.
+
+    Raises:
+        MatplotlibMissing: if matplotlib is not installed.
+    """
+    from rewrite.benchmark.chart import require_matplotlib
+
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timed = {name: row for name, row in measured(rows).items() if row["share"] is not None}
+    names = list(reversed(timed))
+    shares = [100 * timed[name]["share"] for name in names]
+    own = [100 * timed[name]["limit_ms"] / timed[name]["eager_ms"] for name in names]
+    figure = Figure(figsize=(8, 1.2 + 0.21 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(range(len(names)), shares, color=[GRAPH if timed[n]["graph"] else NO_GRAPH for n in names], height=0.72)
+    axes.barh(range(len(names)), own, color=ORIGINAL, height=0.36)
+    for place, name in enumerate(names):
+        axes.text(shares[place] + 1, place, f"{timed[name]['speed_up']:.1f}×", va="center", fontsize=7)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.axvline(100, color="#222222", linestyle="--", linewidth=1)
+    axes.set_xlim(0, 110)
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    axes.set_xlabel("% of the memory limit: rewritten in red (paler without a graph), original in grey")
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=150)
