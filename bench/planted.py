@@ -3,7 +3,8 @@
     python bench/planted.py [MODEL ...] [--bugs FILE …] [--name PART] [--full] [--device cpu] [--seed 0]
 
 The bugs are data: every tuple of `Bug` in tests/verify/<bugs>.py. Those of `argument_bugs` show in what `forward` is
-given and returns, those of `config_bugs` away from the values that small configurations have by default. Each model
+given and returns, those of `config_bugs` away from the values that small configurations have by default; those of
+`generation_bugs` name the check that has to catch them, which runs alone. Each model
 is rewritten once; each bug is planted into a copy of that package and verified in a process of its own, until its
 first failed check.
 """
@@ -43,11 +44,12 @@ def planted(bug: Any, package: Path, folder: Path) -> Path:
     copy = folder / f"{bug.model}_planted"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(package, copy)
-    file = copy / (bug.file or f"modeling_{bug.model}.py")
-    text = file.read_text("utf-8")
-    if bug.old not in text:
-        sys.exit(f"{bug.id}: nothing to plant it in: {bug.old!r} is not in {file.name}")
-    file.write_text(text.replace(bug.old, bug.new, bug.count), "utf-8")
+    for name, old, new in ((bug.file or f"modeling_{bug.model}.py", bug.old, bug.new), *getattr(bug, "also", ())):
+        file = copy / name
+        text = file.read_text("utf-8")
+        if old not in text:
+            sys.exit(f"{bug.id}: nothing to plant it in: {old!r} is not in {file.name}")
+        file.write_text(text.replace(old, new, bug.count), "utf-8")
     return copy
 
 
@@ -55,6 +57,11 @@ def judged(bug: Any, package: Path, options: Options, answer: Any) -> None:
     """Verify a package with a bug in it, and send back the gate and the check that failed, or two empty texts."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
+    if hasattr(bug, "check"):
+        found = importlib.import_module("tests.verify.generation_bugs").result_of(bug, package)
+        missed = found.status != ("not run" if bug.refuses else "failed")
+        answer.send(("", found.detail) if missed else (bug.gate, found.name))
+        return
     verdict = verify(f"transformers.models.{bug.model}.modeling_{bug.model}", package, options)
     failed = verdict.failed_gate
     answer.send((failed.name, failed.failures[0].name) if failed is not None else ("", verdict.reason))

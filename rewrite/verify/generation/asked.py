@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..judging.compare import NotRun
 from ..models.configs import Variant
-from ..models.inputs import Padding, prompt
+from ..models.inputs import Padding, prompt, tokens
 from ..models.model_inputs import make, vocabulary
 from ..models.workbench import Workbench, on_original
 
@@ -58,13 +58,13 @@ def asked(bench: Workbench, variant: Variant, model: Any, ask: Ask) -> Arguments
     """
     kind, seed = variant.inputs, bench.seed_for("generate", ask.name)
     made: Arguments = {**make(kind, model.config, ask.rows, seed, model.dtype)}
-    begun = made.pop("decoder_input_ids", None)
+    made.pop("decoder_input_ids", None)
     if is_text(kind):
         made |= _text(bench, model, ask, seed, "right" if model.config.is_encoder_decoder else "left")
     elif not made:
         raise NotRun("nothing is known that this class generates from")
-    if ask.decoder and begun is not None:
-        made["decoder_input_ids"] = begun[:, : ask.decoder]
+    if ask.decoder:
+        made["decoder_input_ids"] = tokens(seed + 1, vocabulary(model.config), ask.rows, ask.decoder, "cpu")
     return {name: value.to(bench.options.device) for name, value in made.items()}
 
 

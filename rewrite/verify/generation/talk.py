@@ -37,7 +37,7 @@ def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
     talk = Talk(bench, bench.base)
     for name, run in TALKS.items():
         yield CheckRun(f"decode loop{of}, {name}", partial(talk.about, run))
-    encodes = "decoder_input_ids" in bench.base.inputs
+    encodes = bench.subject.accepts("decoder_input_ids")
     if encodes:
         yield CheckRun(f"decode loop{of}, a text behind an encoder that has begun", partial(talk.about, _begun))
     bench.record.prompted(bench.subject.name, "text" if not encodes else "an encoder's input", False)
@@ -70,13 +70,15 @@ def talk_alone(bench: Workbench) -> dict[str, Figure]:
 class Heard:
     """What a side answered.
 
-    `sequences` `[B, n]` with the prompt, the `logits` `[B, new, V]` of every new token, the cache that came back, and
-    where the random generator stands.
+    `sequences` `[B, n]` with the prompt, `logits` and `scores` `[B, new, V]` of every new token, the cache that came
+    back, the names of all that came, and where the random generator stands.
     """
 
     sequences: Tensor
     logits: Tensor
+    scores: Tensor
     cache: Any
+    names: str
     random: Tensor
 
     @property
@@ -91,12 +93,19 @@ def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> 
 
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     torch.manual_seed(11)
-    asked_for = {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0, "do_sample": False}
+    asked_for = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "output_scores": True,
+        "pad_token_id": 0,
+        "do_sample": False,
+    }
     with torch.no_grad():
         out = model.generate(**given, max_new_tokens=new, disable_compile=True, **{**asked_for, **settings})
     cache = next((out[name] for name in CACHES if out.get(name) is not None), None)
     random = torch.cuda.get_rng_state() if out.sequences.is_cuda else torch.get_rng_state()
-    return Heard(out.sequences, torch.stack(out.logits, 1), cache, random)
+    names = f"{type(out).__name__} of {', '.join(out)}"
+    return Heard(out.sequences, torch.stack(out.logits, 1), torch.stack(out.scores, 1), cache, names, random)
 
 
 @dataclass
@@ -162,6 +171,8 @@ class Talk:
         import torch
 
         maximum = "fp64 max" if self.dtype == "float64" else "fp32 max"
+        if original.names != rewritten.names:
+            raise Mismatch(f"{rewritten.names} came back, not {original.names}")
         if drawn and not torch.equal(original.sequences, rewritten.sequences):
             raise Mismatch(f"drew {rewritten.new.tolist()} instead of {original.new.tolist()}")
         noise = float(original.logits.abs().max()) * bound(maximum)
@@ -171,7 +182,10 @@ class Talk:
             return
         if not torch.equal(original.random, rewritten.random):
             raise Mismatch("the random generator stands elsewhere after the call")
-        expected, got = ({"logits": side.logits} | everything(side.cache, "cache") for side in (original, rewritten))
+        expected, got = (
+            {"logits": side.logits, "scores": side.scores} | everything(side.cache, "cache")
+            for side in (original, rewritten)
+        )
         found = near_exact(expected, got, maximum)
         self._figures["max"] = max(float(self._figures.get("max", 0.0)), float(found["max"]))
 
@@ -186,7 +200,7 @@ class Talk:
     def _kind(self) -> str:
         if self.variant is not self.bench.base:
             return "images"
-        return "an encoder's input" if "decoder_input_ids" in self.bench.base.inputs else "text"
+        return "an encoder's input" if self.bench.subject.accepts("decoder_input_ids") else "text"
 
 
 def _one(talk: Talk) -> None:
