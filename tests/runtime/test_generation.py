@@ -836,3 +836,15 @@ def test_inputs_that_do_not_follow_take_the_original_loop(unfit):
     model, original = owning(prepare)
     same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
     assert loops(model) == ["inputs" if fitness.can_watch() else "own_loop"]
+
+
+def test_a_mask_that_a_model_makes_itself_is_not_another_s():
+    def prepare(self, *args, attention_mask=None, **kwargs):
+        attention_mask = attention_mask.clone()
+        attention_mask[:, :5] = 0
+        return Llama.prepare_inputs_for_generation(self, *args, attention_mask=attention_mask, **kwargs)
+
+    model, original = owning(prepare)
+    original.__class__ = type("Other", (LlamaForCausalLM,), {"prepare_inputs_for_generation": prepare})
+    same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
+    assert loops(model) == ["attention_mask" if fitness.can_watch() else "own_loop"]
