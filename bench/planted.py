@@ -4,7 +4,8 @@
                             [--device cpu] [--jobs 2] [--limit-seconds S] [--rows DIR]
 
 The bugs are data: every tuple of `Bug` in tests/verify/<bugs>.py. Those of `argument_bugs` show in what `forward` is
-given and returns, those of `config_bugs` away from the values that small configurations have by default. Each model
+given and returns, those of `config_bugs` away from the values that small configurations have by default; those of
+`generation_bugs` name the check that has to catch them, which runs alone. Each model
 is rewritten once; each bug is planted into a copy of that package and verified in a process of its own, until its
 first failed check. With `--rows` a later call goes on where this one stops.
 """
@@ -42,12 +43,20 @@ def tried(bug: Any, package: Path, options: Options, tell: Tell) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / package.name
         shutil.copytree(package, copy)
-        file = copy / (bug.file or f"modeling_{bug.model}.py")
-        text = file.read_text("utf-8")
-        if bug.old not in text:
-            return {"status": "not planted", "gate": "", "by": f"{bug.old!r} is not in {file.name}"}
-        file.write_text(text.replace(bug.old, bug.new, bug.count), "utf-8")
-        return judged(bug.model, copy, options, tell)[0]
+        for name, old, new in ((bug.file or f"modeling_{bug.model}.py", bug.old, bug.new), *getattr(bug, "also", ())):
+            file = copy / name
+            text = file.read_text("utf-8")
+            if old not in text:
+                return {"status": "not planted", "gate": "", "by": f"{old!r} is not in {name}"}
+            file.write_text(text.replace(old, new, bug.count), "utf-8")
+        return _asked_alone(bug, copy) if hasattr(bug, "check") else judged(bug.model, copy, options, tell)[0]
+
+
+def _asked_alone(bug: Any, package: Path) -> Row:
+    """Run the one check that has to catch a bug."""
+    found = importlib.import_module("tests.verify.generation_bugs").result_of(bug, package)
+    caught = found.status == ("not run" if bug.refuses else "failed")
+    return {"status": "caught" if caught else "survived", "gate": bug.gate if caught else "", "by": found.name}
 
 
 def said(row: Row) -> str:

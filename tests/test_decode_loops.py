@@ -87,7 +87,7 @@ SITES = ("Layer", "VisionLayer", "WithImages.forward: torch.arange(past, past + 
 REPORTS = (
     TransformReport("decode_layers", SITES),
     TransformReport("fuse_qkv", ("VisionLayer.forward: q, k, v",)),
-    TransformReport("static_cache", ("Text",), (SkippedSite("WithImages", "other_inputs", "pixel_values"),)),
+    TransformReport("static_cache", ("Text",), (SkippedSite("WithImages", "own_cache", "OtherCache"),)),
 )
 
 
@@ -103,7 +103,7 @@ def test_every_class_that_generates_is_named() -> None:
     assert said["Text"] == said["MoreText"] == "yes"
     rule = TRANSFORMS["static_cache"]
     assert said["WithImages"] == (
-        f"no: {rule.reasons['other_inputs']} (pixel_values); it would take {rule.needs['other_inputs']}"
+        f"no: {rule.reasons['own_cache']} (OtherCache); it would take {rule.needs['own_cache']}"
     )
     assert "OtherGenerationMixin" in said["Elsewhere"]
     assert "`generate` of its own" in said["Own"]

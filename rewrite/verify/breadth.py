@@ -12,6 +12,7 @@ from rewrite.errors import VerificationError
 
 from .alone import class_alone
 from .calls.forward import low_precision_forward
+from .generation.talk import talk_alone
 from .judging.checks import CheckRun, describe, run_check
 from .judging.compare import NotRun
 from .judging.verdict import Check, Figure, Options
@@ -91,5 +92,5 @@ def _alone(subject: Subject, options: Options) -> Mapping[str, Figure]:
     except VerificationError as error:
         raise NotRun(str(error)) from error
     bench = Workbench(subject, variants[:1], options)
-    figures = class_alone(bench)
+    figures = {**class_alone(bench), **talk_alone(bench)}
     return figures if options.device == "cpu" else {**figures, **low_precision_forward(bench)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from rewrite.errors import VerificationError
+
 from .alone import class_alone
 from .calls.approximate import approximation_checks
 from .calls.asking import argument_checks
@@ -14,7 +16,8 @@ from .calls.parity import exact_checks, low_precision_checks
 from .calls.precision import precision_checks
 from .calls.registered import registered_checks
 from .configuration.variations import configuration_checks
-from .generation.loop import loop_checks
+from .generation.loop import SWITCH, loop_checks
+from .generation.talk import talk_checks
 from .generation.texts import generation_checks
 from .judging.checks import CheckRun
 from .judging.compare import NotRun
@@ -41,7 +44,12 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
         if bench.subject.causal and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
             variants = bench.variants[:1] if bench.options.quick else bench.variants
             texts = Part(partial(generation_checks, bench, bench.base), shares=2)
-            return [texts, Part(partial(loop_checks, bench, variants), shares=4, early=True)]
+            parts = [texts, Part(partial(loop_checks, bench, variants), shares=4, early=True)]
+        else:
+            parts = []
+        parts.append(Part(partial(talk_checks, bench)))
+        others = subjects.others if bench.options.others else ()
+        return [*parts, *(Part(partial(_talks, bench, other)) for other in others)]
     if name == "latency" and not bench.options.quick:
         from .generation.latency import latency_checks
 
@@ -111,6 +119,23 @@ def _asked(bench: Workbench) -> Iterator[CheckRun]:
         return
     yield from argument_checks(bench, bench.base)
     yield from embedding_checks(bench)
+
+
+def _talks(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:
+    """The decode loop of a class beside the main one, where it has one."""
+    if not hasattr(subject.rewritten, SWITCH):
+        return
+    try:
+        variants = small_variants(subject.original, subject.causal, bench.options.config)
+    except VerificationError as error:
+        yield CheckRun(f"decode loop of {subject.name}", partial(_not_built, error))
+        return
+    other = Workbench(subject, variants[:1], bench.options, bench.rounding, record=bench.record)
+    yield from talk_checks(other, f" of {subject.name}")
+
+
+def _not_built(error: VerificationError) -> Mapping[str, Figure]:
+    raise NotRun(str(error))
 
 
 def _too_large() -> Mapping[str, Figure]:

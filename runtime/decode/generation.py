@@ -185,7 +185,10 @@ class _Generation:
                 graph.cache.rewind(past + self.prompt_length)
             if getattr(outputs, name, None) is not cache or graph.cache.length == 0:
                 raise self._refuse(graph, "cache_unused")
-            graph.watch(StepInputs(self.model, outputs, ids, inputs, graph.cache) if self.watches else None)
+            watched = StepInputs(self.model, outputs, ids, inputs, graph.cache) if self.watches else None
+            if watched is not None and not watched.sees(self.call.mask):
+                raise Unfit("attention_mask")
+            graph.watch(watched)
             logits: Tensor = outputs.logits[:, -1]
             return logits
 

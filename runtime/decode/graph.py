@@ -158,9 +158,12 @@ class DecodeGraph:
         self.watched: StepInputs | None = None
         """What the model's own loop gives the running call's steps, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
-        self._inputs = self._static_inputs(accepted)
+        name = "cache_params" if "cache_params" in accepted else "past_key_values"
+        self._cached: dict[str, Any] = {name: self.cache, "use_cache": True}
+        self._accepted = set(accepted)
+        self._inputs = self._static_inputs()
         self._policy = policy_of(model)
-        self.prompts = PromptGraphs(model, set(accepted), self.captures)
+        self.prompts = PromptGraphs(model, self._accepted, self.captures)
 
     @staticmethod
     def _configured_cache(model: Any) -> DynamicCache:
@@ -185,12 +188,14 @@ class DecodeGraph:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
-        if "cache_position" in self._inputs:
+        if "cache_position" in self._accepted:
             inputs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
-        given = {name: value for name, value in inputs.items() if name in self._inputs}
+        given = {name: value for name, value in inputs.items() if name in self._accepted}
 
         def ordinary() -> Tensor:
-            outputs = self.model(**given, past_key_values=self.cache, use_cache=True, return_dict=True)
+            outputs = self.model(**given, **self._cached, return_dict=True)
+            if not self.cache.attention_layers and self.cache.is_written:
+                self.cache.rewind(input_ids.shape[1])
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
@@ -469,13 +474,15 @@ class DecodeGraph:
             return self.watched.arguments(self.state.input_ids, mask, self.cache)
         return {**self._inputs, "attention_mask": mask} if "attention_mask" in self._inputs else self._inputs
 
-    def _static_inputs(self, accepted: Any) -> dict[str, Any]:
+    def _static_inputs(self) -> dict[str, Any]:
         """Return what every step calls the model with, as far as its forward takes it."""
-        inputs = {
+        inputs: dict[str, Any] = {
             "attention_mask": self._attention_mask,
             "position_ids": self.state.position_ids,
             "cache_position": self.cache.position,
             "logits_to_keep": 1,
         }
-        given = {name: value for name, value in inputs.items() if name in accepted}
-        return {"input_ids": self.state.input_ids, "past_key_values": self.cache, "use_cache": True, **given}
+        if not self.cache.attention_layers:  # states saw the padding with the prompt
+            del inputs["attention_mask"]
+        given = {name: value for name, value in inputs.items() if name in self._accepted}
+        return {"input_ids": self.state.input_ids, **self._cached, **given}

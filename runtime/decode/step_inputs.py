@@ -56,6 +56,8 @@ class StepInputs:
             raise Unfit("cache_unused")
         self.mask = ""
         """The name of a 2D mask over every column; empty if there is none."""
+        self.seen: Tensor | None = None
+        """What that mask says of the tokens so far, `[B, n]`."""
         self._advanced: list[Tensor] = []
         self.fixed: dict[str, Any] = {}
         """Everything but tokens and mask."""
@@ -63,7 +65,7 @@ class StepInputs:
             if _is_grown_mask(first[name], second[name], cache.length):
                 if self.mask:
                     raise Unfit("inputs")
-                self.mask = name
+                self.mask, self.seen = name, first[name][:, :-1]
             else:
                 self.fixed[name] = self._kept(first[name], second[name])
 
@@ -71,6 +73,12 @@ class StepInputs:
     def key(self) -> Hashable:
         """Two calls with the same key can share a graph."""
         return self.tokens, self.mask, _shape(self.fixed), tuple(_shape(tensor) for tensor in self._seen())
+
+    def sees(self, mask: Tensor | None) -> bool:
+        """Return whether the model's loop gives its forward the mask `[B, n]` of the call, all ones by default."""
+        if self.seen is None:
+            return True
+        return torch.equal(self.seen != 0, torch.ones_like(self.seen, dtype=torch.bool) if mask is None else mask != 0)
 
     def arguments(self, tokens: Tensor, mask: Tensor, cache: Any) -> dict[str, Any]:
         """Return what a step's forward is called with: the last tokens `[B, 1]`, a mask over all slots, the text."""

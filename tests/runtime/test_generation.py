@@ -800,14 +800,51 @@ def test_graph_memory_comes_back():
     assert torch.cuda.memory_reserved() <= before + 2**21
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_inputs_of_a_model_s_own_are_taken_only_if_they_are_marked(marked):
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        return super(Own, self).prepare_inputs_for_generation(*args, **kwargs)
-
-    method = recomputes_at_switch(prepare_inputs_for_generation) if marked else prepare_inputs_for_generation
-    Own = type("Own", (Llama,), {"prepare_inputs_for_generation": method})
+def owning(prepare):
+    """Return a pair whose own class prepares each step's inputs."""
     model, original = pair()
-    model.__class__ = Own
+    model.__class__ = type("Own", (Llama,), {"prepare_inputs_for_generation": prepare})
+    return model, original
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_inputs_of_a_model_s_own_are_taken_if_they_follow_from_the_token_before(marked):
+    def prepare(self, *args, **kwargs):
+        return Llama.prepare_inputs_for_generation(self, *args, **kwargs)
+
+    model, original = owning(recomputes_at_switch(prepare) if marked else prepare)
+    for padded in (False, True):
+        inputs = prompt(padded=padded)
+        same(run(model, inputs, do_sample=False), run(original, inputs, do_sample=False))
+    assert loops(model) == ([] if marked or fitness.can_watch() else ["own_loop"])
+
+
+@pytest.mark.parametrize("unfit", ["doubled", "scaled", "another", "unknown", "one_at_first"])
+def test_inputs_that_do_not_follow_take_the_original_loop(unfit):
+    def prepare(self, input_ids, *args, **kwargs):
+        given = Llama.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
+        count = input_ids.shape[1]
+        more = {
+            "doubled": torch.tensor([2 * count]),
+            "scaled": torch.tensor([count / 2]),
+            "another": torch.zeros(count),
+            "unknown": {count},
+            "one_at_first": torch.ones(1) if count == 10 else None,
+        }
+        return given | {"unused": more[unfit]}
+
+    model, original = owning(prepare)
     same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
-    assert loops(model) == ([] if marked else ["own_loop"])
+    assert loops(model) == ["inputs" if fitness.can_watch() else "own_loop"]
+
+
+def test_a_mask_that_a_model_makes_itself_is_not_another_s():
+    def prepare(self, *args, attention_mask=None, **kwargs):
+        attention_mask = attention_mask.clone()
+        attention_mask[:, :5] = 0
+        return Llama.prepare_inputs_for_generation(self, *args, attention_mask=attention_mask, **kwargs)
+
+    model, original = owning(prepare)
+    original.__class__ = type("Other", (LlamaForCausalLM,), {"prepare_inputs_for_generation": prepare})
+    same(run(model, prompt(), do_sample=False), run(original, prompt(), do_sample=False))
+    assert loops(model) == ["attention_mask" if fitness.can_watch() else "own_loop"]

@@ -17,6 +17,13 @@ class Record:
 
     arguments: dict[str, dict[str, bool]] = field(default_factory=dict)
     outputs: dict[str, dict[str, bool]] = field(default_factory=dict)
+    prompts: dict[str, dict[str, bool]] = field(default_factory=dict)
+    """Of each class that generates in a loop of its package: what may stand in a prompt."""
+
+    def prompted(self, name: str, kind: str, done: bool) -> None:
+        """Note that a class takes a kind of prompt, and whether a check that passed gave it."""
+        known = self.prompts.setdefault(name, {})
+        known[kind] = known.get(kind, False) or done
 
     def expect(self, name: str, arguments: tuple[str, ...]) -> None:
         """Note the arguments that a class takes."""
@@ -42,7 +49,7 @@ class Record:
 
     def asked(self) -> tuple[Asked, ...]:
         """What was given and compared, class by class."""
-        kinds = (("arguments", self.arguments), ("outputs", self.outputs))
+        kinds = (("arguments", self.arguments), ("outputs", self.outputs), ("prompts", self.prompts))
         return tuple(
             Asked(name, kind, len(known), tuple(one for one, done in known.items() if not done))
             for kind, classes in kinds

@@ -85,6 +85,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "qwen4_exp_text": {"indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM,
                        "indexer_budget": 8, "indexer_compress_ratio": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 24},  # a third of it is rotated
     "mamba2": {"num_heads": 8, "head_dim": 16},

@@ -88,5 +88,10 @@ def _is_causal(cls: Any) -> bool:
 
 def _main_class(classes: list[Any]) -> Any:
     causal = [cls for cls in classes if _is_causal(cls)]
+    generating = [cls for cls in classes if _can_generate(cls)]
     bases = [cls for cls in classes if cls.__name__.endswith("Model")]
-    return (causal or bases or classes)[0]
+    return (causal or generating or bases or classes)[0]
+
+
+def _can_generate(cls: Any) -> bool:
+    return bool(getattr(cls, "can_generate", bool)())

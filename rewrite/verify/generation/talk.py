@@ -1,0 +1,327 @@
+"""Gate 4, the decode loop of every class that has one: texts, states, an encoder's output, images.
+
+Each side is asked the same, one call after another on one model: tokens, the logits of every step and what the cache
+holds afterwards are compared. In fp64; in fp32 where the original does not generate in fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..calls.observed import everything
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, near_exact
+from ..judging.tolerances import bound
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.workbench import Pair, Workbench, on_original
+from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
+from .loop import SWITCH, Package, loop_pair
+from .texts import Generated, Sink, near_tie
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEW, MORE, END = 11, 6, 5
+"""Tokens of a generation, of one that goes on with a cache, and where a row ends by itself: inside of a chunk."""
+CACHES = ("past_key_values", "cache_params")
+
+
+def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
+    """The checks of a class that has a decode loop, none for one that has not; `of` goes into their names."""
+    if not hasattr(bench.subject.rewritten, SWITCH):
+        return
+    talk = Talk(bench, bench.base)
+    for name, run in TALKS.items():
+        yield CheckRun(f"decode loop{of}, {name}", partial(talk.about, run))
+    encodes = bench.subject.accepts("decoder_input_ids")
+    if encodes:
+        yield CheckRun(f"decode loop{of}, a text behind an encoder that has begun", partial(talk.about, _begun))
+    bench.record.prompted(bench.subject.name, "text" if not encodes else "an encoder's input", False)
+    kinds = in_prompts(bench.subject.original)
+    for kind in kinds:
+        bench.record.prompted(bench.subject.name, kind, False)
+    if "images" in kinds:
+        pictures = Talk(bench, with_image_tokens(bench.base))
+        yield CheckRun(f"decode loop{of}, images in the prompt", partial(pictures.about, _pictured))
+
+
+def talk_alone(bench: Workbench) -> dict[str, Figure]:
+    """All of them as one check, with what was not run among the figures.
+
+    Raises:
+        Mismatch: one of them differs.
+    """
+    figures: dict[str, Figure] = {}
+    for check in talk_checks(bench):
+        try:
+            figures[check.name] = int(check.run().get("calls", 1))
+        except NotRun as reason:
+            figures[check.name] = f"not run: {reason}"
+        except Mismatch as mismatch:
+            raise Mismatch(f"{check.name}: {mismatch}", mismatch.figures) from mismatch
+    return figures
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a side answered.
+
+    `sequences` `[B, n]` with the prompt, `logits` and `scores` `[B, new, V]` of every new token, the cache that came
+    back, the names of all that came, and where the random generator stands.
+    """
+
+    sequences: Tensor
+    logits: Tensor
+    scores: Tensor
+    cache: Any
+    names: str
+    random: Tensor
+
+    @property
+    def new(self) -> Tensor:
+        """The tokens that were generated, `[B, new]`."""
+        return self.sequences[:, self.sequences.shape[1] - self.logits.shape[1] :]
+
+
+def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> Heard:
+    """Generate from copies of the arguments; a cache among them is used as it is."""
+    import torch
+
+    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    torch.manual_seed(11)
+    asked_for = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "output_scores": True,
+        "pad_token_id": 0,
+        "do_sample": False,
+    }
+    with torch.no_grad():
+        out = model.generate(**given, max_new_tokens=new, disable_compile=True, **{**asked_for, **settings})
+    cache = next((out[name] for name in CACHES if out.get(name) is not None), None)
+    random = torch.cuda.get_rng_state() if out.sequences.is_cuda else torch.get_rng_state()
+    names = f"{type(out).__name__} of {', '.join(out)}"
+    return Heard(out.sequences, torch.stack(out.logits, 1), torch.stack(out.scores, 1), cache, names, random)
+
+
+@dataclass
+class Talk:
+    """One pair of models of a class, asked one thing after another."""
+
+    bench: Workbench
+    variant: Variant
+    dtype: str = ""
+    calls: int = 0
+    _pair: Pair | None = None
+    _package: Package | None = None
+    _figures: dict[str, Figure] = field(default_factory=dict)
+
+    @property
+    def pair(self) -> Pair:
+        """The models, in the largest precision in which the original generates.
+
+        Raises:
+            NotRun: in none.
+        """
+        if self._pair is None:
+            self.dtype, self._pair = self._first_that_talks()
+        return self._pair
+
+    def _first_that_talks(self) -> tuple[str, Pair]:
+        problem: NotRun | None = None
+        for dtype in ("float64", "float32"):
+            pair = loop_pair(self.bench, self.variant, dtype)
+            try:
+                heard = on_original(say, pair.original, self.ask(Ask("first", 1, 9), pair), 3)
+            except NotRun as reason:
+                problem = problem or reason
+                continue
+            if bool(heard.logits.isfinite().all()):
+                return dtype, pair
+        raise problem or NotRun("the original's logits are not finite")
+
+    def ask(self, ask: Ask, pair: Pair | None = None) -> Arguments:
+        """The arguments of a prompt without images."""
+        return asked(self.bench, self.variant, (pair or self.pair).original, ask)
+
+    def answers(
+        self, first: Mapping[str, Any], second: Mapping[str, Any] | None = None, new: int = NEW, **settings: Any
+    ) -> tuple[Heard, Heard]:
+        """What both sides answer, which has to be the same; `second` is asked of the rewritten one.
+
+        Raises:
+            NotRun: the original cannot, or the package's loop was not taken.
+            Mismatch: they differ in a token, in logits, or in what the cache holds.
+        """
+        pair = self.pair
+        self._package = self._package or Package.of(self.bench.subject.rewritten)
+        original = on_original(say, pair.original, first, new, **settings)
+        with self._package.taken(pair.rewritten):
+            rewritten = say(pair.rewritten, first if second is None else second, new, **settings)
+        self.calls += 1
+        self.judge(original, rewritten, bool(settings.get("do_sample")))
+        return original, rewritten
+
+    def judge(self, original: Heard, rewritten: Heard, drawn: bool = False) -> None:
+        """Raise `Mismatch` unless both answered the same."""
+        import torch
+
+        maximum = "fp64 max" if self.dtype == "float64" else "fp32 max"
+        if original.names != rewritten.names:
+            raise Mismatch(f"{rewritten.names} came back, not {original.names}")
+        if drawn and not torch.equal(original.sequences, rewritten.sequences):
+            raise Mismatch(f"drew {rewritten.new.tolist()} instead of {original.new.tolist()}")
+        noise = float(original.logits.abs().max()) * bound(maximum)
+        found = near_tie(Generated(original.new, original.logits), Generated(rewritten.new, rewritten.logits), noise)
+        if found["rows that diverge"]:  # a tie: what follows is another text
+            self._figures["near ties"] = int(self._figures.get("near ties", 0)) + 1
+            return
+        if not torch.equal(original.random, rewritten.random):
+            raise Mismatch("the random generator stands elsewhere after the call")
+        expected, got = (
+            {"logits": side.logits, "scores": side.scores} | everything(side.cache, "cache")
+            for side in (original, rewritten)
+        )
+        found = near_exact(expected, got, maximum)
+        self._figures["max"] = max(float(self._figures.get("max", 0.0)), float(found["max"]))
+
+    def about(self, run: Callable[[Talk], None]) -> Mapping[str, Figure]:
+        """The figures of all calls of a check."""
+        self.calls, self._figures = 0, {}
+        run(self)
+        self.bench.record.prompted(self.bench.subject.name, self._kind, True)
+        return {"calls": self.calls, "in": self.dtype, **self._figures}
+
+    @property
+    def _kind(self) -> str:
+        if self.variant is not self.bench.base:
+            return "images"
+        return "an encoder's input" if self.bench.subject.accepts("decoder_input_ids") else "text"
+
+
+def _one(talk: Talk) -> None:
+    """One row without padding, for several chunks."""
+    talk.answers(talk.ask(Ask("one", 1, 9)))
+
+
+def _padded(talk: Talk) -> None:
+    """Rows of unequal length, of which one ends by itself inside of a chunk."""
+    arguments = talk.ask(Ask("padded", 3, 13, padded=True))
+    settings = ending(talk, arguments)
+    talk.answers(arguments, **settings)
+
+
+def ending(talk: Talk, arguments: Arguments) -> dict[str, Any]:
+    """How to generate so that the first row ends by itself inside of a chunk; by draws where it repeats itself.
+
+    Raises:
+        NotRun: the row says the same all the time.
+    """
+    for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        free, _ = talk.answers(arguments, **settings)
+        said = free.new[0].tolist()
+        found = next((place for place in (END, END + 1, END + 2, 2, 3) if said.index(said[place]) == place), None)
+        if found is not None:
+            return {**settings, "eos_token_id": int(said[found])}
+    raise NotRun("no token comes up for the first time inside of a chunk")
+
+
+def _sampled(talk: Talk) -> None:
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+    if not talk.pair.original.config.is_encoder_decoder:
+        settings["top_p"] = 0.95
+    talk.answers(talk.ask(Ask("sampled", 3, 10, padded=True)), **settings)
+
+
+def _again(talk: Talk) -> None:
+    """A text, another one of its shape, a longer one, and the first again; rows with padding between."""
+    asks = [Ask("again", 2, 9), Ask("other", 2, 9), Ask("longer", 2, 14), Ask("padding", 2, 9, padded=True)]
+    for number in (0, 1, 2, 0, 3, 1):
+        talk.answers(talk.ask(asks[number]))
+
+
+def _continued(talk: Talk) -> None:
+    """A conversation: the cache that came back is handed over with more text, twice."""
+    arguments = talk.ask(Ask("continued", 2, 9, padded=True))
+    heard = talk.answers(arguments, new=MORE)
+    for turn in range(2):
+        arguments, heard = go_on(talk, arguments, heard, turn)
+
+
+def _ended(talk: Talk) -> None:
+    """A conversation that goes on where a text ended by itself, inside of a chunk."""
+    arguments = talk.ask(Ask("ended", 1, 9))
+    heard = talk.answers(arguments, **ending(talk, arguments))
+    go_on(talk, arguments, heard, 0)
+
+
+def go_on(talk: Talk, arguments: Arguments, heard: tuple[Heard, Heard], turn: int) -> tuple[Arguments, Any]:
+    """Say something more to what came back."""
+    import torch
+
+    if any(side.cache is None for side in heard):
+        raise NotRun("no cache comes back")
+    more = talk.ask(Ask(f"turn {turn}", len(heard[0].sequences), 5))
+    encodes = talk.pair.original.config.is_encoder_decoder
+    given = dict(arguments)
+    for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"):
+        given.pop(name, None) if not encodes else None
+    question = more.get("input_ids", heard[0].sequences[:, -1:])[:, -3:]
+    ids = torch.cat([heard[0].sequences, question.clamp(min=4)], 1)
+    given["decoder_input_ids" if encodes else "input_ids"] = ids
+    if "attention_mask" in given and not encodes:
+        mask = given["attention_mask"]
+        given["attention_mask"] = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+    takes = "cache_params" if talk.bench.subject.accepts("cache_params") else "past_key_values"
+    first, second = ({**given, takes: side.cache} for side in heard)
+    return given, talk.answers(first, second, new=MORE)
+
+
+def _streamed(talk: Talk) -> None:
+    """A streamer gets every token of a row that ends by itself, and the end."""
+    arguments = talk.ask(Ask("streamed", 1, 10))
+    settings = ending(talk, arguments)
+    sinks = Sink(), Sink()
+    original = on_original(say, talk.pair.original, arguments, NEW, **settings, streamer=sinks[0])
+    package = Package.of(talk.bench.subject.rewritten)
+    with package.taken(talk.pair.rewritten):
+        rewritten = say(talk.pair.rewritten, arguments, NEW, **settings, streamer=sinks[1])
+    if sinks[0].tokens != sinks[1].tokens or not sinks[1].ended:
+        raise Mismatch(f"the streamer got {sinks[1].tokens}, not {sinks[0].tokens}")
+    talk.judge(original, rewritten)
+
+
+def _begun(talk: Talk) -> None:
+    """The text behind an encoder begins with tokens of the caller's, once with fewer and once with more."""
+    for decoder in (3, 5, 3):
+        talk.answers(talk.ask(Ask(f"begun {decoder}", 2, 9, padded=True, decoder=decoder)))
+
+
+def _pictured(talk: Talk) -> None:
+    """Images: of one shape, other ones of that shape, of another shape; and text that goes on behind one."""
+    bench, model = talk.bench, talk.pair.original
+    shapes = {"a": (2, 2), "b": (2, 2), "c": (1, 3)}
+    kinds = {
+        name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, padded=name != "b"), sides)
+        for name, sides in shapes.items()
+    }
+    for name in ("a", "b", "c"):
+        heard = talk.answers(kinds[name])
+    talk.answers(talk.ask(Ask("text between", 2, 9)))
+    heard = talk.answers(kinds["a"], new=MORE)
+    go_on(talk, kinds["a"], heard, 0)
+
+
+TALKS: dict[str, Callable[[Talk], None]] = {
+    "a row": _one,
+    "rows with padding, one ends": _padded,
+    "draws": _sampled,
+    "calls one after another": _again,
+    "a cache that came back": _continued,
+    "a cache of a text that ended": _ended,
+    "tokens streamed": _streamed,
+}

@@ -1,0 +1,58 @@
+"""Each bug in the steps of everything that generates is caught by the check it names; `bench/planted.py` runs all."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import generation_bugs
+from .generation_bugs import INPUTS, KEYS, STATES, LoopBug, result_of
+
+BUGS = (*STATES, *KEYS, *INPUTS)
+HERE = {
+    "lfm2": (
+        "states not reset between calls",
+        "a state handed over that a later call writes",
+        "states not restored after the proof",
+        "states after the overshoot, a chunk",
+        "slot of the call before",
+    ),
+    "bart": ("cross-attention of the call before", "encoder's mask dropped", "slot of the call before"),
+}
+"""Those that are planted in every run of the tests, of the models that are the quickest."""
+CASES = [bug for bug in BUGS if bug.name in HERE.get(bug.model, ())]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("packages")
+    for model in HERE:
+        command = [sys.executable, "-c", "from rewrite.cli import main; main()", model, "--out", str(root / model)]
+        subprocess.run([*command, "--no-verify", "--diff", "none"], check=True, capture_output=True)
+    return {model: root / model for model in HERE}
+
+
+@pytest.mark.parametrize("bug", CASES, ids=lambda bug: bug.id)
+def test_a_bug_is_caught_by_its_check(bug: LoopBug, packages: dict[str, Path], tmp_path: Path) -> None:
+    package = tmp_path / bug.model
+    shutil.copytree(packages[bug.model], package)
+    generation_bugs.plant(bug, package)
+    found = result_of(bug, package)
+    assert found.status == ("not run" if bug.refuses else "failed"), found.detail
+    assert found.status == "failed" or "step_differs" in found.detail
+    print(found.detail)
+
+
+@pytest.mark.parametrize("model", HERE)
+def test_without_a_bug_every_check_passes(model: str, packages: dict[str, Path]) -> None:
+    bugs = {bug.check: bug for bug in CASES if bug.model == model}
+    assert {result_of(bug, packages[model]).status for bug in bugs.values()} == {"passed"}
+
+
+def test_every_bug_is_planted_once_and_there_are_enough() -> None:
+    assert len({bug.id for bug in BUGS}) == len(BUGS) >= 40
+    assert sum(map(len, HERE.values())) == len(CASES)
