@@ -136,7 +136,7 @@ class Talk:
         for dtype in ("float64", "float32"):
             pair = loop_pair(self.bench, self.variant, dtype)
             try:
-                heard = on_original(say, pair.original, self.ask(Ask("first", 1, 9), pair), 3)
+                heard = on_original(say, pair.original, self.ask(Ask("first", 2, 9, padded=True), pair), 3)
             except NotRun as reason:
                 problem = problem or reason
                 continue
