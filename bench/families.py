@@ -7,7 +7,7 @@
 
 `measure` writes the packages that are missing, runs each family in a process of its own, one at a time on a device
 (the next one imports meanwhile), and keeps a row of JSON for each: a later call goes on with the families that have
-none. `render` needs rows only.
+none of the package as it is. `render` needs rows only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LONGEST = 150
 """Seconds after which a family is stopped."""
 PROCESSES = 2
 """Processes for each device, of which one measures."""
-USUAL = 30
-"""Seconds that a family takes: none is started with less left."""
+USUAL = 45
+"""Seconds that a family takes, its wait for the device too: none is started with less left."""
 
 
 def prepare(folder: Path, families: Iterable[str], jobs: int) -> None:
@@ -161,10 +161,17 @@ def line(name: str, row: dict[str, Any]) -> str:
     return "  ".join([*parts, f"{row['process_seconds']:.0f} s", f"ERROR {row['error']}" if "error" in row else ""])
 
 
+def is_done(row: dict[str, Any], package: Path, tiny: bool) -> bool:
+    """Whether a row is of the package as it is now, complete, and of the sizes asked for."""
+    lock = package / "rewrite.lock"
+    digest = json.loads(lock.read_text("utf-8"))["digest"] if lock.is_file() else None
+    return "error" not in row and row["package"] == digest and row["tiny"] == tiny
+
+
 def measure(given: argparse.Namespace, families: list[str]) -> int:
     """Measure every family that has no row; 1 if one of those asked for has none, or one with an error."""
-    before = read_rows(given.rows)
-    done = {name for name, row in before.items() if "error" not in row and row["tiny"] == given.tiny}
+    rows = read_rows(given.rows)
+    done = {name for name in rows if is_done(rows[name], given.packages / BY_KEY[name].file, given.tiny)}
     run = Run(
         given.packages, given.rows, [name for name in families if name not in done], given.limit_seconds, given.tiny
     )

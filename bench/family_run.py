@@ -35,7 +35,7 @@ import family_bytes
 import family_inputs
 from family_sizes import BY_KEY, Family
 
-from rewrite.benchmark.models import build, sharing
+from rewrite.benchmark.models import build, lock_of, sharing
 from rewrite.benchmark.plan import write_json
 from rewrite.measure.limits import bandwidths
 from rewrite.measure.timing import interleaved, wall_ms
@@ -81,6 +81,8 @@ class Classes:
     original: Any
     rewritten: Any
     explain: Callable[[Any], Any]
+    digest: str
+    """Of the package's content."""
 
     @classmethod
     def of(cls, family: Family, package: Path) -> Classes:
@@ -88,7 +90,8 @@ class Classes:
         module = importlib.import_module(f"transformers.models.{family.file}.modeling_{family.file}")
         rewritten = sides.load(sides.locate(package))
         explain = importlib.import_module(f"{rewritten.__package__}.runtime.core.explain").explain
-        return cls(getattr(module, family.class_name), getattr(rewritten, family.class_name), explain)
+        original, ours = getattr(module, family.class_name), getattr(rewritten, family.class_name)
+        return cls(original, ours, explain, lock_of(package)["digest"])
 
     def built(self, family: Family, device: str, tiny: bool) -> tuple[Any, Any]:
         """Return the rewritten model and the original, with the same weights."""
@@ -184,6 +187,7 @@ def measure(family: Family, classes: Classes, row: Path, device: str, tiny: bool
     pair = Pair(family, classes, device, tiny)
     built = time.perf_counter()
     record = header(family, device, tiny) | {
+        "package": classes.digest,
         "prompt": pair.prompt.holds,
         "tokens_before": pair.prompt.tokens,
         "parameter_bytes": sum(parameter.nbytes for parameter in pair.original.parameters()),

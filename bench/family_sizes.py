@@ -53,9 +53,9 @@ def sizes(hidden: int, inner: int, layers: int, heads: tuple[int, int], vocab: i
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-SWIN = {"hidden_act": "gelu_pytorch_tanh", "vision_use_head": False, "image_size": 224, "patch_size": 14}
+SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "vision_use_head": False, "image_size": 224, "patch_size": 14}
 SO400M = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
-          "num_hidden_layers": 27, "num_attention_heads": 16} | SWIN  # fmt: skip
+          "num_hidden_layers": 27, "num_attention_heads": 16} | SIGLIP  # fmt: skip
 CLIP_LARGE = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "image_size": 336,
               "num_hidden_layers": 24, "num_attention_heads": 16, "patch_size": 14, "projection_dim": 768}  # fmt: skip
 NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
@@ -195,7 +195,9 @@ WITH_IMAGES = (
         "text_config": sizes(2048, 11008, 36, (16, 2), 151936) | {
             "rope_parameters": rope(1e6, mrope_section=[16, 24, 24]), "tie_word_embeddings": True},
         "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048, "intermediate_size": 3420, "depth": 32,
-                          "num_heads": 16}}, IMAGE),
+                          "num_heads": 16}}, IMAGE,
+        tiny={"vision_config": {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96, "depth": 2,
+                                "num_heads": 4, "patch_size": 8, "window_size": 64, "fullatt_block_indexes": [1]}}),
     Family("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3-VL-2B", QWEN_IDS | {
         "text_config": sizes(2048, 6144, 28, (16, 8), 151936) | {
             "head_dim": 128, "rope_parameters": rope(5e6, mrope_section=[24, 20, 20], mrope_interleaved=True),
