@@ -122,7 +122,7 @@ def small_config(model_class: Any, fields: dict[str, Any]) -> Any:
 def refused(explanation: Any) -> str:
     """Return why the original's loop ran; empty if the decode loop took the call."""
     codes = [what.partition(": ")[2] for what in explanation.fallbacks if what.startswith("generate: ")]
-    said = [text for text in explanation.decode_loops.values() if text != "yes"]
+    said = [text for text in explanation.decode_loops.values() if not text.startswith("yes")]
     return ", ".join([*codes, *said])
 
 
