@@ -134,15 +134,15 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: every failure is one message, never a traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     streams.prepare()
-    sys.exit(run(args))
+    sys.exit(run(args, own=True))
 
 
-def run(args: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+def run(args: Sequence[str] | None = None, own: bool = False) -> int:
+    """Run the command line and return its exit code. `own`: this process runs nothing else, so it may be forked."""
     try:
         if getattr(rewrite, "DISTRIBUTION", None) != "hf-rewrite":
             raise NameTaken(*rewrite.__path__)
-        return int(cli.main(args, prog_name="rewrite", standalone_mode=False) or 0)
+        return int(cli.main(args, prog_name="rewrite", standalone_mode=False, obj=own) or 0)
     except click.UsageError as error:
         command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
         of = "" if command in (None, DEFAULT_COMMAND) else f" {command}"

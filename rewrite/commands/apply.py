@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from rewrite.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from rewrite.deliver.beside import Judge
     from rewrite.deliver.verification import Request
     from rewrite.package.output import Output
     from rewrite.show.console import Screen
@@ -44,6 +45,8 @@ class Job:
     trust_remote_code: bool
     request: Request
     json_path: Path | None
+    judge: Judge | None = None
+    """What verifies, if not this process."""
 
 
 @click.command(name="apply", short_help="Rewrite a model into a folder (the default command).")
@@ -129,6 +132,14 @@ def _patch_on_output(job: Job) -> bool:
 
 
 def _run(job: Job, screen: Screen) -> int:
+    from rewrite.deliver import beside
+
+    own = bool(click.get_current_context().obj)
+    with beside.judge(own and job.verify and not job.dry_run and job.out is not None, job.request.quick) as judge:
+        return _all(replace(job, judge=judge), screen)
+
+
+def _all(job: Job, screen: Screen) -> int:
     from rewrite.package import output, swap
     from rewrite.transforms import select
     from rewrite.upstream.source import resolve, weights_fit
@@ -164,5 +175,5 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         report.write(job.json_path, report.of_build(built))
         return 0
     package = assemble(built, transforms, Options(job.only, job.skip, job.also), place.folder)
-    delivery = Delivery(job.verify, job.request, job.trust_remote_code, job.force, job.json_path)
+    delivery = Delivery(job.verify, job.request, job.trust_remote_code, job.force, job.json_path, judge=job.judge)
     return deliver(delivery, screen, built, package, place)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rewrite.deliver import acceptance, precheck, report, verification
+from rewrite.deliver.beside import Judge
 from rewrite.engine.build import Build
 from rewrite.package import output
 from rewrite.package.assemble import VERDICT_NAME, Package
@@ -27,6 +28,8 @@ class Delivery:
     json_path: Path | None = None
     unverified: str = "not run (--no-verify), the import was not tried"
     """What to say where `verify` is off."""
+    judge: Judge | None = None
+    """What verifies, if not this process."""
 
 
 def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, place: Output) -> int:
@@ -62,7 +65,8 @@ def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) 
     request = replace(delivery.request, keep_going=(staged.folder / acceptance.NAME).is_file())
     importing = precheck.importing(staged.folder, built.source.path) if request.quick else contextlib.nullcontext()
     with importing, screen.working("verifying") as progress:
-        verdict = verification.judge(built.source.path, staged.folder, request, progress)
+        judge = delivery.judge or verification.judge
+        verdict = judge(built.source.path, staged.folder, request, progress)
     before = staged.output.folder / VERDICT_NAME
     record = verification.record(verdict, staged.package.lock, staged.folder, before)
     staged.add(VERDICT_NAME, record.text)
@@ -83,7 +87,7 @@ def _accepted(delivery: Delivery, screen: Screen, built: Build, staged: Staged, 
         screen.line("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}", "red")
         return False
     with acceptance.generated(staged.folder, staged.package.lock) as copy, screen.working("verifying") as progress:
-        plain = verification.judge(built.source.path, copy, delivery.request, progress)
+        plain = (delivery.judge or verification.judge)(built.source.path, copy, delivery.request, progress)
     if not plain.passed:
         screen.line("refused", f"without your edits it fails too: {verification.summary(plain)}", "red")
         return False
