@@ -1,5 +1,6 @@
-"""`generate()` through the decode graph of models with states, encoders and inputs of their own, against the original."""
+"""`generate()` through the decode graph of models with states, encoders and inputs of their own.
 
+Compared with the original loop.
 Each is a small model of transformers' with the loop in front of it; none of its code is rewritten.
 """
 
