@@ -41,7 +41,7 @@ def later_checks(name: str, bench: Workbench, subjects: Subjects) -> Iterator[Ch
 
             yield from teacher_checks(bench)
     elif name == "generation":
-        if bench.subject.causal and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
+        if bench.subject.writes and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
             yield from generation_checks(bench, bench.base)
             yield from loop_checks(bench, bench.variants[:1] if bench.options.quick else bench.variants)
         yield from talk_checks(bench)
