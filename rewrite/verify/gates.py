@@ -41,7 +41,7 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
 
         return [Part(partial(teacher_checks, bench))]
     if name == "generation":
-        if bench.subject.causal and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
+        if bench.subject.writes and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
             variants = bench.variants[:1] if bench.options.quick else bench.variants
             texts = Part(partial(generation_checks, bench, bench.base), shares=2)
             parts = [texts, Part(partial(loop_checks, bench, variants), shares=4, early=True)]

@@ -95,6 +95,12 @@ class PreallocatedCache(Cache):
         """Whether every layer of states has one."""
         return all(states.tensors([layer]) for layer in self.stateful_layers)
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was written since it was cleared; models ask so whether a prompt is the first."""
+        states_had = any(any(layer.has_previous_state.values()) for layer in self.stateful_layers)
+        return self.stepping or self.length > 0 or states_had
+
     def states_held(self) -> contextlib.AbstractContextManager[None]:
         """Leave the states as they are, whatever is run inside."""
         return states.held(self.layers)

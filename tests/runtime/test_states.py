@@ -124,8 +124,10 @@ def test_what_is_stored_and_loaded_is_memory_of_its_own():
 def test_a_cleared_cache_is_a_new_one_at_the_same_addresses():
     mine, _ = both(5, 1)
     addresses = [tensor.data_ptr() for tensor in (*mine.buffers, *states.tensors(mine.layers))]
+    assert mine.is_initialized
     mine.clear()
     assert mine.length == 0
+    assert not mine.is_initialized, "models ask whether a prompt is the first that a cache sees"
     assert not any(any(one.values()) for one in flags(mine))
     assert not any(tensor.any() for tensor in contents(mine))
     seed = torch.seed()

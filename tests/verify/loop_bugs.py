@@ -35,7 +35,7 @@ LOOP = (
     ),
     bug(
         "cache slot off by one",
-        "runtime/cache/preallocated.py",
+        "runtime/cache/layers.py",
         "self.keys.index_copy_(2, self.cache.position, key_states)",
         "self.keys.index_copy_(2, (self.cache.position - 1).clamp(min=0), key_states)",
     ),

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from . import generation_bugs
-from .generation_bugs import INPUTS, KEYS, STATES, LoopBug, result_of
+from .generation_bugs import STATES, LoopBug, result_of
+from .input_bugs import INPUTS, KEYS
 
 BUGS = (*STATES, *KEYS, *INPUTS)
 HERE = {

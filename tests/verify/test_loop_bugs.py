@@ -14,6 +14,7 @@ import torch
 
 from rewrite.verify import Options, verify
 from rewrite.verify.generation.loop import _poison
+from rewrite.verify.generation.talk import TALKS
 
 from .bugs import Bug
 from .copies import planted, upstream
@@ -34,7 +35,7 @@ def test_the_loop_is_checked_where_there_is_one(package: Path) -> None:
     verdict = verify(upstream("llama"), package, CHECKED)
     assert verdict.passed, verdict.reason
     checks = [check for check in verdict.gates[-1].checks if check.name.startswith("decode loop")]
-    assert len(checks) == 8
+    assert len(checks) == 8 + len(TALKS)
     assert {check.status for check in checks} == {"passed"}
 
 

@@ -38,7 +38,7 @@ def applicable(bench: Workbench, scenario: Scenario, implementation: str) -> Non
     for argument in scenario.needs:
         if not bench.subject.accepts(argument) and argument != "past_key_values":
             raise NotRun(f"{bench.subject.name}.forward takes no {argument}")
-    if scenario.causal_only and not bench.subject.causal:
+    if scenario.causal_only and not bench.subject.writes:
         raise NotRun(f"{bench.subject.name} is not a causal language model")
     if scenario.eager_only and implementation != "eager":
         raise NotRun("only eager attention returns its weights")

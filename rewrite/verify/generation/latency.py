@@ -106,7 +106,7 @@ def latency_checks(bench: Workbench) -> Iterator[CheckRun]:
     shape = bench.options.shape or ("tiny" if bench.options.device == "cpu" else "1b")
     stage = _Stage(bench, shape, plan_for(bench.options.device, shape))
     yield CheckRun(f"prefill, {shape}", stage.prefill)
-    if bench.subject.causal:
+    if bench.subject.writes:
         yield CheckRun(f"decode, {shape}", stage.decode)
     if bench.options.device != "cpu":
         yield CheckRun(f"kernels and share of the memory limit, {shape}", stage.roofline)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 NEW, MORE, END = 11, 6, 5
 """Tokens of a generation, of one that goes on with a cache, and where a row ends by itself: inside of a chunk."""
+FLAT = 30.0
+"""A temperature at which a model says something else at every token, however sure it is."""
 CACHES = ("past_key_values", "cache_params")
 
 
@@ -221,7 +223,7 @@ def ending(talk: Talk, arguments: Arguments) -> dict[str, Any]:
     Raises:
         NotRun: the row says the same all the time.
     """
-    for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+    for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "temperature": FLAT}):
         free, _ = talk.answers(arguments, **settings)
         said = free.new[0].tolist()
         found = next((place for place in (END, END + 1, END + 2, 2, 3) if said.index(said[place]) == place), None)

@@ -59,6 +59,7 @@ SMALL: dict[str, Any] = {
     "img_size": IMAGE,
     "num_mel_bins": 16,
     "num_queries": 6,
+    "mm_tokens_per_image": 4,
     "num_labels": 3,
 }
 ESSENTIAL = (

@@ -26,6 +26,11 @@ class Subject:
         return str(self.original.__name__)
 
     @property
+    def writes(self) -> bool:
+        """Whether it goes on with a text: a causal language model, or one that generates and has no encoder's text."""
+        return self.causal or (_can_generate(self.original) and not self.accepts("decoder_input_ids"))
+
+    @property
     def config_class(self) -> Any:
         """The configuration class of the original."""
         return self.original.config_class

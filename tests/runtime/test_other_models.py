@@ -1,0 +1,230 @@
+"""`generate()` through the decode graph of models with states, encoders and inputs of their own.
+
+Compared with the original loop.
+Each is a small model of transformers' with the loop in front of it; none of its code is rewritten.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import EncoderDecoderCache
+
+from rewrite.runtime.cache import states
+from rewrite.runtime.core import backend
+from rewrite.runtime.decode import fitness, generation, graph_store
+from rewrite.runtime.decode.generation import GraphGeneration
+from rewrite.runtime.decode.graph import DecodeGraph
+from rewrite.runtime.decode.graph_store import store_of
+
+if states.LAYER is None or not fitness.can_watch():
+    pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+V, IMAGE = 97, 90
+ENDS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": V, "initializer_range": 0.3, **ENDS,
+}  # fmt: skip
+ENCODES = {"d_model": 32, "vocab_size": V, "decoder_start_token_id": 2, **ENDS}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4, "image_size": 8}
+
+
+def qwen_vl():
+    text = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32,
+              "patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [0]}  # fmt: skip
+    ids = {"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **ENDS)
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(**VISION, num_hidden_layers=2, projection_dim=32)
+    text = transformers.LlamaConfig(**SIZES)
+    return transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, **ENDS)
+
+
+MODELS = {
+    "Lfm2ForCausalLM": lambda: transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "Mamba2ForCausalLM": lambda: transformers.Mamba2Config(
+        hidden_size=32, num_hidden_layers=2, vocab_size=V, num_heads=4, head_dim=16, state_size=8, n_groups=1,
+        chunk_size=4, initializer_range=0.3, **ENDS,
+    ),
+    "FalconH1ForCausalLM": lambda: transformers.FalconH1Config(
+        **SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1,
+        mamba_chunk_size=4,
+    ),
+    "T5ForConditionalGeneration": lambda: transformers.T5Config(
+        d_kv=16, d_ff=48, num_layers=2, num_heads=2, initializer_factor=3.0, **ENCODES
+    ),
+    "BartForConditionalGeneration": lambda: transformers.BartConfig(
+        encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, max_position_embeddings=99, init_std=0.3, forced_eos_token_id=None, **ENCODES
+    ),
+    "Qwen2_5_VLForConditionalGeneration": qwen_vl,
+    "LlavaForConditionalGeneration": llava,
+}  # fmt: skip
+WITH_IMAGES = [name for name in MODELS if "VL" in name or "Llava" in name]
+
+
+def pair(name, seed=0):
+    """Return a model with the graph's loop and the original with the same weights."""
+    original = getattr(transformers, name)
+    ours = type(name, (GraphGeneration, original), {"_step_without_graph": not GPU})
+    config = MODELS[name]()
+    torch.manual_seed(seed)
+    models = [kind(copy.deepcopy(config)).eval().to(DEVICE) for kind in (ours, original)]
+    for parameter in models[0].parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    models[1].load_state_dict(models[0].state_dict())
+    backend.reset_fallbacks()
+    return models
+
+
+def asked(model, rows=2, length=7, padded=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, IMAGE, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded and rows > 1:
+        mask[0, -2:] = 0 if model.config.is_encoder_decoder else 1
+        mask[0, :2] = 1 if model.config.is_encoder_decoder else 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0).to(DEVICE), "attention_mask": mask.to(DEVICE)}
+
+
+def with_image(model, rows=2, seed=0, sides=(2, 2)):
+    """A prompt with an image behind the second token of each row."""
+    inputs, generator = asked(model, rows, padded=False, seed=seed), torch.Generator().manual_seed(seed)
+    if "Llava" in type(model).__name__:
+        count, more = 4, {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator)}
+    else:
+        grid, count = torch.tensor([[1, 2 * sides[0], 2 * sides[1]]] * rows), sides[0] * sides[1]
+        patches = torch.randn(4 * count * rows, 3 * 2 * 4 * 4, generator=generator)
+        more = {"pixel_values": patches, "image_grid_thw": grid}
+    ids = inputs["input_ids"].cpu()
+    ids = torch.cat([ids[:, :2], torch.full((rows, count), IMAGE), ids[:, 2:]], 1)
+    if "image_grid_thw" in more:
+        more["mm_token_type_ids"] = (ids == IMAGE).long()
+    more |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {name: value.to(DEVICE) for name, value in more.items()}
+
+
+def run(model, inputs, seed=5, **arguments):
+    torch.manual_seed(seed)
+    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    settings = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**given, **settings | arguments)
+
+
+def held(cache):
+    """Every tensor of a cache."""
+    if isinstance(cache, EncoderDecoderCache):
+        return held(cache.self_attention_cache) + held(cache.cross_attention_cache)
+    written = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [t for layer in written for t in (layer.keys, layer.values)] + states.tensors(cache.layers)
+
+
+def same(ours, theirs, **arguments):
+    (model, mine), (other, wanted) = ours, theirs
+    first, second = run(model, mine, **arguments), run(other, wanted, **arguments)
+    reasons = [reason for operator, reason in backend.fallbacks() if operator == "generate"]
+    assert reasons == []
+    assert type(first) is type(second)
+    assert torch.equal(first.sequences, second.sequences)
+    for a, b in zip(first.logits, second.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    for a, b in zip(held(first.past_key_values), held(second.past_key_values), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    return first, second
+
+
+def go_on(models, inputs, outputs, **arguments):
+    """Hand the caches that came back over again, with two more tokens."""
+    given = []
+    encodes = models[0].config.is_encoder_decoder
+    for model, output in zip(models, outputs, strict=True):
+        ids = torch.cat([output.sequences, output.sequences[:, :2].clamp(min=4, max=IMAGE - 1)], 1)
+        name = "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"
+        more = {name: output.past_key_values, "decoder_input_ids" if encodes else "input_ids": ids}
+        if not encodes:
+            mask = inputs["attention_mask"]
+            more["attention_mask"] = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+        kept = inputs if encodes else {}
+        given.append((model, {**kept, **more}))
+    return same(*given, **arguments)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_one_after_another(name):
+    model, original = pair(name)
+    calls = [asked(model), asked(model, seed=1, padded=False), asked(model, length=11, seed=2), asked(model)]
+    for inputs in calls:
+        same((model, inputs), (original, inputs))
+    same((model, calls[0]), (original, calls[0]), do_sample=True, top_k=0, temperature=1.5)
+    (graph,) = store_of(model).graphs.values()
+    assert graph.cache.batch_size == 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_is_continued_also_where_a_row_ended_inside_of_a_chunk(name):
+    models = model, original = pair(name)
+    inputs = asked(model, padded=False, rows=1, seed=3)
+    drawn = {"do_sample": True, "top_k": 0, "temperature": 2.0}
+    free = run(original, inputs, **drawn).sequences[0].tolist()
+    end = free[-5]
+    assert free.index(end) >= len(free) - 10
+    outputs = same((model, inputs), (original, inputs), eos_token_id=end, pad_token_id=0, **drawn)
+    assert outputs[0].sequences.shape[1] < len(free)
+    outputs = go_on(models, inputs, outputs)
+    go_on(models, inputs, outputs, **drawn)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_grows_past_its_capacity(name, monkeypatch):
+    monkeypatch.setattr(generation, "FIRST_ROOM", 3)
+    monkeypatch.setattr(graph_store, "ROUNDING", 2)
+    model, original = pair(name)
+    same((model, asked(model)), (original, asked(model)), max_new_tokens=14)
+    assert max(capacity for _, capacity in store_of(model).graphs) >= 14
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_images_in_the_prompt(name):
+    models = model, original = pair(name)
+    for seed, sides in ((0, (2, 2)), (1, (2, 2)), (2, (1, 3))):
+        inputs = with_image(model, seed=seed, sides=sides)
+        outputs = same((model, inputs), (original, inputs))
+    go_on(models, inputs, outputs)
+    same((model, asked(model)), (original, asked(model)))
+
+
+def test_an_encoder_s_output_may_be_given_and_the_text_begun():
+    model, original = pair("BartForConditionalGeneration")
+    inputs = asked(model)
+    begun = {**inputs, "decoder_input_ids": torch.tensor([[2, 11, 12], [2, 13, 14]], device=DEVICE)}
+    same((model, begun), (original, begun))
+    with torch.no_grad():
+        outputs = original.get_encoder()(**inputs)
+    given = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
+    same((model, given), (original, given))
+
+
+def test_states_by_hand_with_padding():
+    model, original = pair("Mamba2ForCausalLM")
+    inputs = asked(model)
+    graph = DecodeGraph(model, batch_size=2, capacity=12)
+    for _ in range(2):
+        logits, ids = graph.prefill(**inputs), inputs["input_ids"]
+        for _ in range(4):
+            mask = torch.ones_like(ids)
+            mask[:, :7] = inputs["attention_mask"]
+            with torch.no_grad():
+                wanted = original(ids, attention_mask=mask).logits[:, -1]
+            torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+            ids = torch.cat([ids, wanted.argmax(-1, keepdim=True)], 1)
+            logits = graph.step(ids[:, -1])
