@@ -42,6 +42,7 @@ CLASSES = {
     "bart": "BartForConditionalGeneration",
     "t5": "T5ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
+    "paligemma": "PaliGemmaForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
 }
 FILES = {

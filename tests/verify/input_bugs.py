@@ -104,6 +104,14 @@ KEYS = (
 )
 
 INPUTS = (
+    bug(
+        "paligemma",
+        "a cleared cache taken for a written one",
+        IMAGES,
+        "cache",
+        old="return self.stepping or self.length > 0 or states_had",
+        new="return bool(self.buffers)",
+    ),
     bug("qwen2_5_vl", "position not advanced", ONE, "inputs", old="tensor.add_(1)", new="tensor.add_(0)"),
     bug("qwen2_5_vl", "position advanced twice", ONE, "inputs", old="tensor.add_(1)", new="tensor.add_(2)"),
     bug(

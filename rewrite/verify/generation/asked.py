@@ -120,8 +120,8 @@ def pictured(bench: Workbench, variant: Variant, model: Any, ask: Ask, sides: tu
     token = next((getattr(config, name) for name in IMAGE_IDS if isinstance(getattr(config, name, None), int)), None)
     if token is None:
         raise NotRun("the configuration does not say which token stands for an image")
-    image = _image(model, ask.rows, seed, sides)
-    count = on_original(_tokens_an_image, model, image) // ask.rows
+    image, count = _fitting(model, _image(model, ask.rows, seed, sides))
+    count //= ask.rows
     text = _text(bench, model, ask, seed, "left")
     ids = text["input_ids"]
     around = next(([getattr(config, name) for name in pair] for pair in AROUND if _has(config, pair)), [])
@@ -158,7 +158,21 @@ def _image(model: Any, rows: int, seed: int, sides: tuple[int, int]) -> Argument
     return {"pixel_values": patches, GRID: grid}
 
 
-def _tokens_an_image(model: Any, image: Mapping[str, Tensor]) -> int:
+def _fitting(model: Any, image: Arguments) -> tuple[Arguments, int]:
+    """An image as a class takes it, alone in its row or the first of a list there, and the tokens that all become."""
+    try:
+        return image, on_original(_tokens_of, model, image)
+    except NotRun as reason:
+        if GRID in image:
+            raise
+        listed = {name: value[:, None] for name, value in image.items()}
+        try:
+            return listed, on_original(_tokens_of, model, listed)
+        except NotRun:
+            raise reason from None
+
+
+def _tokens_of(model: Any, image: Mapping[str, Tensor]) -> int:
     """How many tokens all images together become."""
     import torch
 

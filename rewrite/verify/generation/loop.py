@@ -96,7 +96,8 @@ class Package:
         if "step_differs" in reasons and fused(model):
             raise Mismatch("the fused decode step computes something else than the model's ordinary step")
         if reasons:
-            raise NotRun(f"the original's loop ran: {', '.join(reasons)}")
+            details = [line for line in self.store.describe(model) if line.startswith("no graph")]
+            raise NotRun(f"the original's loop ran: {'; '.join([', '.join(reasons), *details])}")
 
 
 def fused(model: Any) -> bool:
