@@ -102,6 +102,8 @@ class Call:
     streamer: Any
     synced_gpus: bool
     model_kwargs: dict[str, Any]
+    made_cache: bool = False
+    """Whether the cache was made here, because transformers leaves that to the model (5.0)."""
 
     @property
     def steps(self) -> int:
@@ -252,6 +254,8 @@ def keeps_cache(call: Call) -> bool:
     """Return whether the cache outlives the call: because it is returned, or because the caller made it."""
     if call.config.return_dict_in_generate:
         return True
+    if call.made_cache:
+        return False
     cache = call.inputs.get(call.cache_name)
     # Releases before 5.17 do not say whose cache it is.
     says = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
@@ -263,9 +267,7 @@ def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     wanted = makes_cache_position(model) and model_kwargs.get("use_cache") and model._supports_default_dynamic_cache()
     if not wanted or model_kwargs.get("past_key_values") is not None:
         return model_kwargs
-    cache = DynamicCache(config=_text_config(model))
-    cache._is_user_defined = False
-    return {**model_kwargs, "past_key_values": cache}
+    return {**model_kwargs, "past_key_values": DynamicCache(config=_text_config(model))}
 
 
 def makes_cache_position(model: Any) -> bool:

@@ -70,7 +70,10 @@ class GraphGeneration(GenerationMixin):
     ) -> Any:
         """Generate tokens, greedily or by drawing them; arguments and result are those of transformers' loop."""
         inputs = with_cache(self, model_kwargs)
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs)
+        made = inputs is not model_kwargs
+        call = Call(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs, made
+        )
         reason = unfit(self, call, self._step_without_graph)
         if reason is None:
             with store_of(self).claimed(self) as ours:
