@@ -48,15 +48,15 @@ if backend.triton_installed():
         state_ptr,
         out_ptr,
         next_ptr,
-        query_row,
-        query_head,
-        key_row,
-        key_head,
-        value_row,
-        value_head,
-        decay_row,
-        beta_row,
-        scale,
+        query_row_stride,
+        query_head_stride,
+        key_row_stride,
+        key_head_stride,
+        value_row_stride,
+        value_head_stride,
+        decay_row_stride,
+        beta_row_stride,
+        scaling,
         eps,
         HEADS: tl.constexpr,
         GROUPS: tl.constexpr,
@@ -71,20 +71,26 @@ if backend.triton_installed():
         group = head // (HEADS // GROUPS)
         d = tl.arange(0, BLOCK_D)
         col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        query = tl.load(query_ptr + row * query_row + group * query_head + d, mask=d < D, other=0.0).to(tl.float32)
-        key = tl.load(key_ptr + row * key_row + group * key_head + d, mask=d < D, other=0.0).to(tl.float32)
-        value = tl.load(value_ptr + row * value_row + head * value_head + col, mask=col < DV, other=0.0).to(tl.float32)
+        query = tl.load(query_ptr + row * query_row_stride + group * query_head_stride + d, mask=d < D, other=0.0).to(
+            tl.float32
+        )
+        key = tl.load(key_ptr + row * key_row_stride + group * key_head_stride + d, mask=d < D, other=0.0).to(
+            tl.float32
+        )
+        value = tl.load(
+            value_ptr + row * value_row_stride + head * value_head_stride + col, mask=col < DV, other=0.0
+        ).to(tl.float32)
         if NORM:
             query *= tl.rsqrt(tl.sum(query * query, axis=0) + eps)
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + eps)
-        decay = tl.exp(tl.load(decay_ptr + row * decay_row + head).to(tl.float32))
-        beta = tl.load(beta_ptr + row * beta_row + head).to(tl.float32)
+        decay = tl.exp(tl.load(decay_ptr + row * decay_row_stride + head).to(tl.float32))
+        beta = tl.load(beta_ptr + row * beta_row_stride + head).to(tl.float32)
         place = (row * HEADS + head) * D * DV + d[:, None] * DV + col[None, :]
         live = (d[:, None] < D) & (col[None, :] < DV)
         state = tl.load(state_ptr + place, mask=live, other=0.0).to(tl.float32) * decay
         delta = (value - tl.sum(state * key[:, None], axis=0)) * beta
         state += key[:, None] * delta[None, :]
-        out = tl.sum(state * (query * scale)[:, None], axis=0)
+        out = tl.sum(state * (query * scaling)[:, None], axis=0)
         tl.store(next_ptr + place, state, mask=live)
         tl.store(out_ptr + (row * HEADS + head) * DV + col, out.to(out_ptr.dtype.element_ty), mask=col < DV)
 

@@ -51,22 +51,22 @@ if backend.triton_installed():
         d_ptr,
         bias_ptr,
         out_ptr,
-        x_row,
-        x_head,
-        dt_row,
-        dt_head,
-        dt_channel,
-        a_head,
-        a_channel,
-        a_state,
-        b_row,
-        b_group,
-        c_row,
-        c_group,
-        d_head,
-        d_channel,
-        bias_head,
-        bias_channel,
+        x_row_stride,
+        x_head_stride,
+        dt_row_stride,
+        dt_head_stride,
+        dt_channel_stride,
+        a_head_stride,
+        a_channel_stride,
+        a_state_stride,
+        b_row_stride,
+        b_group_stride,
+        c_row_stride,
+        c_group_stride,
+        d_head_stride,
+        d_channel_stride,
+        bias_head_stride,
+        bias_channel_stride,
         HEADS: tl.constexpr,
         GROUPS: tl.constexpr,
         P: tl.constexpr,
@@ -74,6 +74,7 @@ if backend.triton_installed():
         SKIP: tl.constexpr,
         BIAS: tl.constexpr,
         SOFTPLUS: tl.constexpr,
+        ONE_RATE: tl.constexpr,
         BLOCK_N: tl.constexpr,
         CHANNELS: tl.constexpr,
     ):
@@ -83,23 +84,32 @@ if backend.triton_installed():
         p = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         n = tl.arange(0, BLOCK_N)
         live = (p[:, None] < P) & (n[None, :] < N)
-        x = tl.load(x_ptr + row * x_row + head * x_head + p, mask=p < P, other=0.0).to(tl.float32)
-        dt = tl.load(dt_ptr + row * dt_row + head * dt_head + p * dt_channel, mask=p < P, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_row_stride + head * x_head_stride + p, mask=p < P, other=0.0).to(tl.float32)
+        dt = tl.load(
+            dt_ptr + row * dt_row_stride + head * dt_head_stride + p * dt_channel_stride, mask=p < P, other=0.0
+        ).to(tl.float32)
         if BIAS:
-            dt += tl.load(bias_ptr + head * bias_head + p * bias_channel, mask=p < P, other=0.0).to(tl.float32)
+            dt += tl.load(bias_ptr + head * bias_head_stride + p * bias_channel_stride, mask=p < P, other=0.0).to(
+                tl.float32
+            )
         if SOFTPLUS:
             dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(tl.minimum(dt, 20.0))))
-        a_place = head * a_head + p[:, None] * a_channel + n[None, :] * a_state
-        a = tl.load(a_ptr + a_place, mask=live, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + row * b_row + group * b_group + n, mask=n < N, other=0.0).to(tl.float32)
-        c = tl.load(c_ptr + row * c_row + group * c_group + n, mask=n < N, other=0.0).to(tl.float32)
+        if ONE_RATE:
+            a = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
+        else:
+            a_place = head * a_head_stride + p[:, None] * a_channel_stride + n[None, :] * a_state_stride
+            a = tl.load(a_ptr + a_place, mask=live, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + row * b_row_stride + group * b_group_stride + n, mask=n < N, other=0.0).to(tl.float32)
+        c = tl.load(c_ptr + row * c_row_stride + group * c_group_stride + n, mask=n < N, other=0.0).to(tl.float32)
         place = ((row * HEADS + head) * P + p[:, None]) * N + n[None, :]
         state = tl.load(state_ptr + place, mask=live, other=0.0).to(tl.float32)
         state = state * tl.exp(dt[:, None] * a) + (dt * x)[:, None] * b[None, :]
         tl.store(state_ptr + place, state.to(state_ptr.dtype.element_ty), mask=live)
         out = tl.sum(state * c[None, :], axis=1)
         if SKIP:
-            out += x * tl.load(d_ptr + head * d_head + p * d_channel, mask=p < P, other=0.0).to(tl.float32)
+            out += x * tl.load(d_ptr + head * d_head_stride + p * d_channel_stride, mask=p < P, other=0.0).to(
+                tl.float32
+            )
         tl.store(out_ptr + (row * HEADS + head) * P + p, out.to(out_ptr.dtype.element_ty), mask=p < P)
 
     state_space_step_kernel = Kernel(_state_space_step_kernel)
@@ -231,7 +241,7 @@ def _launch(
             ),
             (),
             (
-                heads, b.shape[1], channels, size, d is not None, bias is not None, softplus,
+                heads, b.shape[1], channels, size, d is not None, bias is not None, softplus, a.stride()[1:] == (0, 0),
                 1 << (size - 1).bit_length(), CHANNELS,
             ),
         )  # fmt: skip

@@ -168,6 +168,9 @@ OTHERS = {
     "decode_attention": WRITES,
     "qkv_step": WRITES,
     "fp8_qkv_step": WRITES,
+    "conv_step": WRITES,
+    "state_space_step": WRITES,
+    "delta_rule_step": "None, and the file's own operators run, wherever something is differentiated",
     "rotary_rows": "rows of tables by integer positions, which nothing differentiates",
 }
 """Operators without a case, and why."""

@@ -97,6 +97,8 @@ def test_state_space_step(
     device: torch.device, poisoned: None, sizes: tuple[int, ...], dtype: torch.dtype, softplus: bool
 ) -> None:
     arguments = [*space(*sizes, dtype)[:-1], softplus]
+    if not softplus:  # a rate for each number of the state, as Mamba has
+        arguments[3] = -torch.rand(*sizes[1:3], sizes[4])
     check(state_space_step.state_space_step, state_space_step, arguments, device, written=0)
 
 

@@ -10,6 +10,7 @@ from soundness.case import Case
 from soundness.random_computations import expansions, layer_norms, rms_norms, rotations
 from soundness.random_models import HOST_SITES, LENGTH_SITES, decoders, host_values, loops, sparse_blocks
 from soundness.random_modules import gated, pairs, projections, residuals
+from soundness.random_states import windows
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ PLACES = {
     "fuse_qkv": Place(projections()),
     "fuse_rms_norm": Place(rms_norms()),
     "fuse_rope": Place(rotations()),
+    "fuse_state_steps": Place(windows()),
     "native_gqa": Place(expansions()),
     "preallocate_buffers": Place(
         st.one_of(
