@@ -87,8 +87,8 @@ def test_a_copy_of_other_families_passes(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_passes_with_twenty_seeds(llama: Path) -> None:
-    for seed in range(20):
+def test_a_copy_passes_with_six_seeds(llama: Path) -> None:
+    for seed in range(6):
         verdict = verify(upstream("llama"), llama, Options(quick=True, seed=seed))
         assert verdict.passed, f"seed {seed}: {verdict.reason}"
 
