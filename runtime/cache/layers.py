@@ -142,13 +142,12 @@ if states.LAYER is not None:
 
 def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
     """Return a layer of `cache` for what a layer of transformers' growing cache holds; None if nothing here can."""
-    keeps = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
     if states.is_stateful(layer):
-        keeps = isinstance(layer, DynamicLayer)
         if type(layer).__name__ not in _STATEFUL:
             return None
-        return HybridLayer(cache, layer.number_of_states) if keeps else StateLayer(layer.number_of_states)
-    if keeps:
+        hybrid = isinstance(layer, DynamicLayer)
+        return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return PreallocatedLayer(cache)
     return layer if type(layer).__name__ == "DummyLayer" else None
 

@@ -76,8 +76,3 @@ def copy(source: Any, target: Any) -> None:
                 target.lazy_initialization(**{f"{kind}_states": state}, state_idx=index)
             into[index].copy_(state)
     target.has_previous_state = dict(source.has_previous_state)
-
-
-def rows(layer: Any) -> set[int]:
-    """Return the batch sizes of a layer's states."""
-    return {state.shape[0] for state in tensors([layer])}

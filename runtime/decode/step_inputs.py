@@ -61,7 +61,7 @@ class StepInputs:
         self._advanced: list[Tensor] = []
         self.fixed: dict[str, Any] = {}
         """Everything but tokens and mask."""
-        for name in first.keys() - {self.tokens, self.cache}:
+        for name in sorted(first.keys() - {self.tokens, self.cache}):  # in the same order in every call: `load`
             if _is_grown_mask(first[name], second[name], cache.length):
                 if self.mask:
                     raise Unfit("inputs")
@@ -72,7 +72,8 @@ class StepInputs:
     @property
     def key(self) -> Hashable:
         """Two calls with the same key can share a graph."""
-        return self.tokens, self.mask, _shape(self.fixed), tuple(_shape(tensor) for tensor in self._seen())
+        advanced = tuple(any(tensor is one for one in self._advanced) for tensor in _tensors(self.fixed))
+        return self.tokens, self.mask, _shape(self.fixed), advanced, tuple(_shape(tensor) for tensor in self._seen())
 
     def sees(self, mask: Tensor | None) -> bool:
         """Return whether the model's loop gives its forward the mask `[B, n]` of the call, all ones by default."""

@@ -95,10 +95,10 @@ def conv_step(
     Returns:
         `[B, C, 1]` in the dtype of `hidden_states`; None where torch's own operators are to run instead.
     """
+    if not _fits(hidden_states, conv_state, weight, bias):
+        return None
     kind = "none" if activation is None else activation_kind(ACT2FN[activation])
-    if kind is not None and _fits(hidden_states, conv_state, weight, bias):
-        return _launch(hidden_states, conv_state, weight, bias, kind)
-    return None
+    return None if kind is None else _launch(hidden_states, conv_state, weight, bias, kind)
 
 
 def reference(
