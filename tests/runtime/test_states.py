@@ -274,6 +274,15 @@ def test_what_is_constant_is_kept_and_what_is_one_more_is_advanced():
     assert given["encoder"].any(), "a later call may write what it gave before"
 
 
+def test_arguments_of_one_shape_are_told_apart_by_name_and_by_whether_they_advance():
+    moving, still = (lambda n: {"b": torch.tensor([n]), "a": torch.tensor([7])}), torch.tensor([7])
+    first, again = watched(moving), watched(lambda n: {"a": torch.tensor([8]), "b": torch.tensor([n + 3])})
+    assert first.key == again.key
+    first.load(again)
+    assert {name: int(first.fixed[name]) for name in "ab"} == {"a": 8, "b": LENGTH + 4}
+    assert watched(lambda n: {"b": still, "a": torch.tensor([n])}).key != first.key
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -180,8 +180,8 @@ INPUTS = (
         "key without the encoder's length",
         AGAIN,
         "inputs",
-        old="return self.tokens, self.mask, _shape(self.fixed), tuple(_shape(tensor) for tensor in self._seen())",
-        new="return self.tokens, self.mask",
+        old="_shape(self.fixed), advanced, tuple(_shape(tensor) for tensor in self._seen())",
+        new="advanced",
     ),
     bug(
         "bart",
