@@ -108,3 +108,30 @@ def test_what_has_no_canonical_form(body):
 def test_a_local_of_the_caller_has_no_source():
     with pytest.raises(NotWritable):
         written("return torch.relu(x).sum(-1)")
+
+
+NEW = "h = x.new_empty(*x.shape[:-1], 8)\n"
+
+
+def test_a_new_tensor_that_is_written_in_two_parts():
+    term, _ = computed(f"{NEW}h[..., :3].copy_(x)\nh[..., 3:].copy_(y)\nreturn self.proj(h)")
+    assert str(term).startswith("call(self.proj, joined(x, y, new_empty(x, star(index(shape(x)")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "h[..., :3].copy_(x)\nreturn h",
+        f"{NEW}h[..., 3:].copy_(y)\nh[..., :3].copy_(x)\nreturn h",
+        f"{NEW}h[..., :3].copy_(x)\nh[..., 4:].copy_(y)\nreturn h",
+        f"{NEW}h[..., :3].copy_(x)\nh[..., 3:].copy_(y)\nh[..., :3].copy_(y)\nreturn h",
+        f"{NEW}h[..., :3, :].copy_(x)\nh[..., 3:, :].copy_(y)\nreturn h",
+        f"{NEW}part = h[..., :2]\nh[..., :3].copy_(x)\nh[..., 3:].copy_(y)\nreturn h + part",
+        f"{NEW}other = h\nh[..., :3].copy_(x)\nh[..., 3:].copy_(y)\nreturn other",
+        f"{NEW}h[..., :3].copy_(x, non_blocking=True)\nh[..., 3:].copy_(y)\nreturn h",
+        "h = self.proj(x)\nh[..., :3].copy_(x)\nh[..., 3:].copy_(y)\nreturn h",
+    ],
+)
+def test_tensors_that_are_written_otherwise(body):
+    with pytest.raises(NotComputable):
+        computed(body)

@@ -9,10 +9,11 @@ import libcst as cst
 
 from rewrite.analysis.step.layer_methods import layer_methods
 from rewrite.analysis.step.layer_step import LayerStep, is_decoded, takes_cache
-from rewrite.analysis.step.terms import NoStep, NotWritable
+from rewrite.analysis.step.terms import NoStep, NotWritable, source
 from rewrite.analysis.step.windows import stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import is_docstring, name_is_free
+from rewrite.analysis.terms.spelling import Term, make
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 
@@ -23,22 +24,32 @@ class DecodeLayers(Transform):
         Gives a decoder layer a method `decode`, its attention and its MLP a method `decode_residual`, and its norms a
         method `prologue`. The layer's `forward` calls `decode` while a decode step against a `PreallocatedCache`
         runs. There, a norm is the first stage of the product that reads it, a residual the last of the one that is
-        added to it, and query and key norms, rotary embedding and cache write are one kernel.
+        added to it, and query and key norms, rotary embedding and cache write are one kernel. Where keys and values
+        are made of latents that the cache holds (DeepSeek's multi-head latent attention), the queries are brought to
+        the latents instead, by the same weight as it lies: nothing is expanded. A
+        mixer that keeps states gets a `decode_residual` too: its `forward` for one token, with the norm in its first
+        products and the residual in its last one.
 
     Why:
         For one token a layer's time is reading its weights; every further kernel adds a launch and a trip to memory.
 
     What it needs:
         Attention of the usual form: projections, norms and rotation of queries and keys, cache, attention function,
-        output projection, with a mask that is causal or has the window that the attention function is told. What the
-        file computes for `eager` attention is the softmax of scaled products, with soft cap and sinks as passed to it.
+        output projection; or the same with keys that join a part of one product of a latent with one rotated key of
+        all heads, and values that are the rest of that product. Its mask is causal or has the window that the
+        attention function is told. What the file computes for `eager` attention is the softmax of scaled products,
+        with soft cap and sinks as passed to it. A gate that is projected beside each
+        query, and heads that are scaled by a number, are computed in between. Of a mixer, that its `forward` asks the
+        cache for its states, masks nothing but padding, and ends in a product.
         Blocks of another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
 
     Numerics:
         Reordered: sums may be taken in another order, and what stays inside a kernel is not rounded.
 
     Known limits:
-        Only in evaluation: dropout is left out. What a layer returns besides hidden states is not computed.
+        What attention does if the configuration asks for it, and no step has a form for, is not in the step: the layer
+        asks first. Only in evaluation: dropout is left out. What a layer returns besides hidden states is not
+        computed. Latents that are scaled, indexed or gated keep the original's way.
     """
 
     name = "decode_layers"
@@ -93,14 +104,21 @@ def _is_checkpointed(info: ClassInfo) -> bool:
     return any(base.endswith("GradientCheckpointingLayer") for base in info.bases)
 
 
+def _asked(test: Term, module: Module) -> str:
+    text = source(test, module)
+    return f"({text})" if test.op in ("or", "select") else text
+
+
 def _guarded(layer: LayerStep, module: Module) -> cst.FunctionDef:
     """Return the layer's `forward` with the way to `decode` before its first statement."""
     block = layer.forward.body
     statements = list(block.body)
     place = 1 if is_docstring(statements[0]) else 0
-    returned = layer.returns.format(f"self.decode({', '.join(layer.takes)})")
+    returned = layer.returns.format(f"self.decode({', '.join(name or 'None' for name in layer.takes)})")
+    asked = (make("not", test) for test in layer.unless)
+    tests = [f"decodes({layer.takes[-1]})", *(_asked(test, module) for test in asked)]
     guard = cst.parse_statement(
-        f"if decodes({layer.takes[-1]}):\n    return {returned}\n", config=module.tree.config_for_parsing
+        f"if {' and '.join(tests)}:\n    return {returned}\n", config=module.tree.config_for_parsing
     )
     first = statements[place]
     if not getattr(first, "leading_lines", ()):

@@ -60,7 +60,7 @@ class DecodeMasks(Transform):
     in_decode_loop = True
     after = ("decode_layers",)
     reasons: ClassVar[Mapping[str, str]] = {
-        "layer_without_decode": "a layer that takes the mask has no method for one new token",
+        "layer_without_decode": "a layer that takes the mask has no method for one new token, or not always one",
         "mask_read": "the mask is read by more than the calls of layers",
         "name_taken": "the file has a name `needs_no_mask` or `decodes` of its own",
     }
@@ -86,7 +86,7 @@ class DecodeMasks(Transform):
         forward, call = info.methods["forward"], candidate.node
         known = CACHE in parameters(forward) and bool(_masked(info, module))
         layers = _masked(info, module) if known else _stacked(info, module)
-        missing = [layer.name for layer in layers if not (known and is_decoded(layer))]
+        missing = [layer.name for layer in layers if not (known and is_decoded(layer) and not _asks_more(layer))]
         if missing:
             return Skip("layer_without_decode", ", ".join(missing))
         flow = _Flow(forward, layers, module)
@@ -96,6 +96,13 @@ class DecodeMasks(Transform):
         if not name_is_free(test, module, forward):
             return Skip("name_taken")
         return Found((Edit(call, (_unless(test, call, module),)),), (f"cache.{test}",))
+
+
+def _asks_more(layer: ClassInfo) -> bool:
+    """Whether a layer asks for more than a step before it takes its own, and reads the mask where it does not."""
+    tests = [s.test for s in layer.methods["forward"].body.body if isinstance(s, cst.If)]
+    joined = [test for test in tests if isinstance(test, cst.BooleanOperation)]
+    return any(m.matches(call.func, m.Name("decodes")) for test in joined for call in calls_in(test))
 
 
 def _is_plain(call: cst.CSTNode, forward: cst.FunctionDef) -> bool:

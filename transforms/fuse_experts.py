@@ -6,8 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import libcst as cst
+import libcst.matchers as m
 
-from rewrite.analysis.moe.mixture import Mixture, classes_of, experts_attributes, layout_of, mixture
+from rewrite.analysis.moe.every_expert import EveryExpert, every_expert, every_form
+from rewrite.analysis.moe.mixture import (
+    Mixture,
+    class_of,
+    classes_of,
+    decorator_of,
+    experts_attributes,
+    form_of,
+    mixture,
+)
 from rewrite.analysis.moe.routing import routing_rule
 from rewrite.analysis.step.mlp_step import NAME, PARAMETERS, mlp_method
 from rewrite.analysis.step.own_methods import is_own_method, why_taken
@@ -17,6 +27,8 @@ from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression
 from rewrite.analysis.syntax.replacement import call_statement, line, name_is_free
 from rewrite.analysis.terms.computation import NotComputable
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
+
+_NONE = m.Name("None")
 
 
 class FuseExperts(Transform):
@@ -33,9 +45,12 @@ class FuseExperts(Transform):
         in some forty kernels. For one token the time is that of reading the chosen weights, once.
 
     What it needs:
-        Experts that `use_experts_implementation` decorates, with gates above ups and no biases; a router that takes a
-        softmax or sigmoid of one product and the largest of the scores. Any other router is called as it stands, and
-        its choice goes to the same kernels. Experts that all tokens share are added.
+        Experts that `use_experts_implementation` decorates, gated by an activation, with limits or without, whose
+        weights may be transposed, interleaved and biased: a method `form` says so. A router that takes a softmax or
+        sigmoid of one product and the largest of the scores, corrected, of some groups, or as the configuration says.
+        Any other router is called as it stands, and its choice goes to the same kernels. Experts that all tokens
+        share are added. Experts that are given every token times its weights, most of them zero, are computed of the
+        others (`chosen_experts`).
 
     Numerics:
         Reordered: sums are taken in another order and what stays inside a kernel is not rounded. The logits are
@@ -43,8 +58,8 @@ class FuseExperts(Transform):
 
     Known limits:
         `decode_residual` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for
-        Qwen3-30B-A3B, from 4 for Mixtral 8x7B), the CPU, transposed, interleaved, quantised or sharded experts, hooks
-        and gradients call the modules as they stand.
+        Qwen3-30B-A3B, from 4 for Mixtral 8x7B), the CPU, quantised or sharded experts, hooks and gradients call the
+        modules as they stand.
     """
 
     name = "fuse_experts"
@@ -53,9 +68,9 @@ class FuseExperts(Transform):
     stage = Stage.STEP
     after = ("fuse_gate_up", "fuse_gated_activation")
     reasons: ClassVar[Mapping[str, str]] = {
-        "experts_layout": "the experts are a list, or their weights transposed, interleaved, biased or ungated",
+        "experts_layout": "the experts are a list, or may be of a class of another file",
         "other_call": "the experts are called with something else than hidden states, index and weights",
-        "own_gate": "the experts' class has a gate of its own",
+        "experts_form": "the experts are ungated, normed after, or gated in a way that no form says",
         "other_block": "the block does something else than to route, compute experts and add",
         "router_not_in_file": "the router is no class of the file",
         "block_stays": "no block that calls the router has a method for one token, so nobody would ask for its rule",
@@ -72,15 +87,27 @@ class FuseExperts(Transform):
             for attribute, call in _calls(info, module):
                 yield Candidate(call, f"{info.name}.forward", attribute)
             routers |= {router.name: router for router in _routers(info, module)}
+            if (every := every_expert(info, module)) is not None:
+                yield Candidate(every.call, f"{info.name}.forward", called_attribute(every.call) or "")
+                for experts in classes_of(info, called_attribute(every.call) or "", module) or []:
+                    if not is_own_method(experts.methods.get("form"), (), module):
+                        yield Candidate(experts.methods["forward"], f"{experts.name}.forward", "form")
+            if decorator_of(info, module) is not None and "forward" in info.methods:
+                if not is_own_method(info.methods.get("form"), (), module) and not _is_plain(info, module):
+                    yield Candidate(info.methods["forward"], f"{info.name}.forward", "form")
         for name, router in routers.items():
-            if not is_own_method(router.methods.get("rule"), (), module):
+            if not is_own_method(router.methods.get("rule"), parameters(router.methods["forward"])[2:], module):
                 yield Candidate(router.methods["forward"], f"{name}.forward", "rule")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Read a block, a call of experts or a router."""
         info = module.classes[candidate.where.split(".")[0]]
         if isinstance(candidate.node, cst.Call):
+            if (every := every_expert(info, module)) is not None and every.call is candidate.node:
+                return _every(every, info, module)
             return _call(candidate.node, candidate.label, info, module)
+        if candidate.label == "form":
+            return _experts(info, module)
         return _router(info, module) if candidate.label == "rule" else _block(info, module)
 
 
@@ -126,6 +153,18 @@ def _call(call: cst.Call, attribute: str, info: ClassInfo, module: Module) -> Fo
     return Found((Edit(call, (fused,)),), ("moe.fused_experts",))
 
 
+def _every(found: EveryExpert, info: ClassInfo, module: Module) -> Found | Skip:
+    attribute = called_attribute(found.call) or ""
+    for experts in classes_of(info, attribute, module) or []:
+        if (taken := why_taken(experts, "form", module)) is not None:
+            return Skip("name_taken", taken)
+    if not name_is_free("chosen_experts", module, info.methods["forward"]):
+        return Skip("name_taken")
+    given = f"{module.code(found.call.args[0].value)}, self.{attribute}, {found.scores}, {found.top_k}"
+    fused = expression(f"chosen_experts({given})")
+    return Found((Edit(found.call, (fused,)),), ("moe.chosen_experts",))
+
+
 def _given(call: cst.Call, experts: list[ClassInfo]) -> list[cst.BaseExpression] | None:
     """Return hidden states, index and weights as a call of experts passes them, by position or by name."""
     orders = {tuple(parameters(e.methods["forward"])[1:]) for e in experts if "forward" in e.methods}
@@ -145,11 +184,37 @@ def _unusual(info: ClassInfo, attribute: str, module: Module) -> Skip | None:
     if holders is None:
         return Skip("experts_layout", f"{attribute} may be of a class of another file")
     for experts in holders:
-        if (unusual := layout_of(experts, module)) is not None:
-            return Skip("experts_layout", unusual)
-        if module.method(experts, "_apply_gate") is not None:
-            return Skip("own_gate", experts.name)
+        try:
+            form_of(experts, module)
+        except NotComputable as error:
+            return Skip("experts_form", error.what)
+        if (taken := why_taken(experts, "form", module)) is not None:  # the runtime asks experts for it
+            return Skip("name_taken", taken)
     return None
+
+
+def _is_plain(info: ClassInfo, module: Module) -> bool:
+    """Whether experts are of the form that the runtime takes for granted."""
+    try:
+        return not form_of(info, module)
+    except NotComputable:
+        return False
+
+
+def _experts(info: ClassInfo, module: Module) -> Found | Skip:
+    try:
+        given = form_of(info, module) if decorator_of(info, module) is not None else every_form(info, module)
+    except NotComputable as error:
+        return Skip("experts_form", error.what)
+    if (taken := why_taken(info, "form", module)) is not None:
+        return Skip("name_taken", taken)
+    forward = info.methods["forward"]
+    if not name_is_free("ExpertsForm", module, forward):
+        return Skip("name_taken")
+    statement = call_statement("return ", "ExpertsForm", list(given), module)
+    uses = ("moe.ExpertsForm",)
+    method = Method(forward, "form", {}, "ExpertsForm", "Returns what these experts compute.", (statement,), uses)
+    return Found((method.edit(module),), uses)
 
 
 def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
@@ -158,7 +223,8 @@ def _routers(info: ClassInfo, module: Module) -> list[ClassInfo]:
         return []
     called = {called_attribute(call) for call in calls_in(info.methods["forward"].body)}
     parts = [part for name in sorted(filter(None, called)) for part in classes_of(info, name, module) or []]
-    return [part for part in parts if "forward" in part.methods and _chooses(part, module)]
+    routers = [part for part in parts if "forward" in part.methods and decorator_of(part, module) is None]
+    return [part for part in routers if _chooses(part, module)]
 
 
 def _chooses(info: ClassInfo, module: Module) -> bool:
@@ -183,7 +249,8 @@ def _router(info: ClassInfo, module: Module) -> Found | Skip:
         return Skip("name_taken")
     statement = call_statement("return ", "RoutingRule", list(given), module)
     uses = ("moe.RoutingRule",)
-    method = Method(forward, "rule", {}, "RoutingRule", "Returns what this router computes.", (statement,), uses)
+    takes = dict.fromkeys(parameters(forward)[2:], TENSOR)
+    method = Method(forward, "rule", takes, "RoutingRule", "Returns what this router computes.", (statement,), uses)
     return Found((method.edit(module),), uses)
 
 
@@ -227,12 +294,21 @@ def _has_rule(router: ClassInfo, module: Module) -> bool:
 
 def _shared_method(info: ClassInfo, found: Mixture, module: Module) -> Method | None:
     """Return the method for one token of the experts that all tokens share, where they are the usual products."""
-    classes = None if found.shared is None else classes_of(info, found.shared, module)
+    classes = _shared_classes(info, found, module)
     return mlp_method(classes[0], module) if classes is not None and len(classes) == 1 else None
 
 
+def _shared_classes(info: ClassInfo, found: Mixture, module: Module) -> list[ClassInfo] | None:
+    """Return the classes of the file that the module for all tokens may be of; it may be None where that is asked."""
+    if found.shared is None:
+        return None
+    built = [v for v in module.assignments(info, found.shared) if not (found.may_lack_shared and m.matches(v, _NONE))]
+    classes = [class_of(value, module) for value in built]
+    return None if not classes or None in classes else [c for c in classes if c is not None]
+
+
 def _has_decode(info: ClassInfo, found: Mixture, module: Module) -> bool:
-    return found.shared is not None and NAME in (classes_of(info, found.shared, module) or [info])[0].methods
+    return found.shared is not None and NAME in (_shared_classes(info, found, module) or [info])[0].methods
 
 
 def _added(found: Mixture, shared_has_step: bool) -> list[str]:
@@ -245,14 +321,24 @@ def _added(found: Mixture, shared_has_step: bool) -> list[str]:
     return [f"shared_output = {output}", f"residual = residual + {gate} * shared_output"]
 
 
+def _unless_none(attribute: str, statements: list[cst.SimpleStatementLine], module: Module) -> cst.If:
+    text = f"if self.{attribute} is not None:\n    pass\n"
+    test = cst.parse_statement(text, config=module.tree.config_for_parsing)
+    if not isinstance(test, cst.If):
+        raise TypeError("not a condition")
+    return test.with_changes(body=test.body.with_changes(body=statements))
+
+
 def _method(info: ClassInfo, found: Mixture, shared_has_step: bool, module: Module) -> Method:
     target = "hidden_states, top_k_weights, top_k_index = "
     statements: list[cst.BaseStatement] = [
-        call_statement(target, "router", ["hidden_states", f"self.{found.router}", "norm=norm"], module)
+        call_statement(target, "router", ["hidden_states", f"self.{found.router}", *found.given, "norm=norm"], module)
     ]
     if found.shared is not None:
-        statements += [line(text, module) for text in _added(found, shared_has_step)]
+        added = [line(text, module) for text in _added(found, shared_has_step)]
+        statements += [_unless_none(found.shared, added, module)] if found.may_lack_shared else added
     arguments = ["hidden_states", f"self.{found.experts}", "top_k_index", "top_k_weights", "residual=residual"]
+    arguments += [] if found.scaling is None else [f"scaling={found.scaling}"]
     statements.append(call_statement("return ", "fused_experts", arguments, module))
     uses = ("moe.fused_experts", "moe.router")
     text = "Returns `residual + self(norm(hidden_states))` for one token a row."

@@ -44,7 +44,7 @@ class FuseGatedActivation(Transform):
     name: ClassVar[str] = "fuse_gated_activation"
     summary: ClassVar[str] = "`act(gate) * up` becomes one kernel, for the activation that the config names."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
-    after: ClassVar[tuple[str, ...]] = ("fuse_gate_up", "fuse_qkv")
+    after: ClassVar[tuple[str, ...]] = ("fuse_gate_up", "fuse_gated_norm", "fuse_qkv")
     reasons: ClassVar[dict[str, str]] = {
         "activation_read_twice": "the activated gate is also read elsewhere",
         "values_change": "a value that the product reads is written between the activation and the product",

@@ -28,13 +28,14 @@ class FuseRmsNorm(Transform):
     What it needs:
         A `forward` that computes `x * rsqrt(mean(x²) + eps)` in fp32 over the last dimension, in whatever spelling and
         through whatever helper methods, then one of: rounding and a product with the weight (Llama), a product with
-        the weight and rounding (OLMo 2), a product with `1 + weight` in fp32 and rounding (Gemma), rounding alone.
+        the weight and rounding (OLMo 2), a product with `1 + weight` in fp32 and rounding (Gemma), rounding alone,
+        rounding as the weight is rounded and a product with it (T5).
 
     Numerics:
         The order of roundings of each family is kept; the mean is summed in the kernel's order.
 
     Known limits:
-        Gated norms, norms over groups, T5's norm (the product is taken in the input's dtype) and sharded norms stay.
+        Gated norms (`fuse_gated_norm`), norms over groups and sharded norms stay.
     """
 
     name = "fuse_rms_norm"
@@ -46,7 +47,7 @@ class FuseRmsNorm(Transform):
         "not_proven": "what the body computes, or besides computing it does, is not certain",
         "second_tensor": "another tensor takes part, as in a gated norm",
         "other_dimension": "the mean is taken over another dimension than the last",
-        "product_in_input_dtype": "the input is multiplied before it is brought to fp32, as in T5",
+        "product_in_input_dtype": "the input is multiplied before it is brought to fp32, in another way than T5's",
         "other_computation": "the body is a norm, but none of the computations that `rms_norm` offers",
         "name_taken": "the file has a name `rms_norm` of its own",
     }

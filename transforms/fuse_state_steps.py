@@ -18,7 +18,8 @@ from rewrite.analysis.terms.recurrence import outcome
 from rewrite.analysis.terms.spelling import Term
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
-ROOM = "mixers"
+ROOM, STEPS = "mixers", "_step"
+"""Where the operators are, and what their names end with."""
 RESULT = "stepped"
 
 
@@ -91,7 +92,7 @@ def _references() -> Mapping[str, tuple[Term, list[str]]]:
     """Return what each operator of the room computes, and the names of its parameters, in order."""
     found = {}
     for offer in operators.offers():
-        if offer.room == ROOM:
+        if offer.room == ROOM and offer.name.endswith(STEPS):
             module = Module(cst.parse_module(operators.own_text(offer.file)))
             reference = module.functions["reference"]
             found[offer.name] = outcome(reference, module), parameters(reference)
@@ -99,7 +100,7 @@ def _references() -> Mapping[str, tuple[Term, list[str]]]:
 
 
 def _calls_operator(function: cst.FunctionDef) -> bool:
-    names = {offer.name for offer in operators.offers() if offer.room == ROOM}
+    names = {offer.name for offer in operators.offers() if offer.room == ROOM and offer.name.endswith(STEPS)}
     return any(isinstance(call.func, cst.Name) and call.func.value in names for call in calls_in(function.body))
 
 

@@ -241,11 +241,20 @@ def _cut_by_length(module: Module) -> str | None:
 
 
 def _own_cache(module: Module) -> str | None:
-    """Return the name of a class of this file that is a cache, or a layer of one."""
+    """Return the name of a class of this file that is a cache, or a layer of one, or is made where there is none."""
     for info in module.classes.values():
         if any("cache_utils." in base for base in info.bases):
             return info.name
+    made = [node for node in walk(module.tree) if isinstance(node, cst.Assign) and isinstance(node.value, cst.Call)]
+    for line in made:
+        name = module.qualified(line.value.func) if isinstance(line.value, cst.Call) else ""
+        if name in module.classes and any(_is_cache(target.target) for target in line.targets):
+            return name
     return None
+
+
+def _is_cache(target: cst.BaseExpression) -> bool:
+    return isinstance(target, cst.Name) and target.value in _CACHES
 
 
 def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:

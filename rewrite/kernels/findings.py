@@ -36,7 +36,12 @@ EXEMPTIONS = (
     Exemption(
         "scalar loads", "rotary_rows", "one row of a table: 256 bytes that one wave reads at once", backend="hip"
     ),
+    Exemption("scalar loads", "write_token", "one head: 256 bytes that one wave reads at once", backend="hip"),
     Exemption("scalar loads", "rope_cache", "one head a program: 2 pairs of columns a thread at most"),
+    Exemption(
+        "scalar loads", "state_space_step", "16 numbers of a state: half of what is read is of a channel", "Mamba 1.4B"
+    ),
+    Exemption("scalar loads", "log_decay", "one number a head, 16 to 64 of them"),
     Exemption("scalar loads", "conv_step", "3 or 4 numbers a channel, which one thread moves: nobody else reads them"),
     Exemption("scalar loads", "take_best", "one program a step, for one number a block of the vocabulary"),
     Exemption("scalar loads", "select_experts", "one score a thread"),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rewrite.runtime.fp8.format import Quantized, dtype_for
-from rewrite.runtime.moe.router import RoutingRule
+from rewrite.runtime.moe.form import ExpertsForm
+from rewrite.runtime.moe.selection import RoutingRule
 from rewrite.runtime.products.prologue import Prologue
 
 from .cases import tensor
@@ -42,8 +43,9 @@ def quantized(rows: int, cols: int) -> Quantized:
 class Gate(nn.Module):
     """A router that chooses as DeepSeek V3's does, or by softmax."""
 
-    def __init__(self, sizes: Mixture, corrected: bool):
+    def __init__(self, sizes: Mixture, corrected: bool, groups: int = 1):
         super().__init__()
+        self.groups = groups
         self.weight = nn.Parameter(tensor(sizes.experts, sizes.hidden_size), requires_grad=False)
         self.top_k = sizes.top_k
         self.correction = tensor(sizes.experts, dtype=torch.float32) if corrected else None
@@ -51,7 +53,8 @@ class Gate(nn.Module):
     def rule(self) -> RoutingRule:
         """Return what the operator computes of it."""
         scores = "softmax" if self.correction is None else "sigmoid"
-        return RoutingRule(self.weight, self.top_k, scores, correction_bias=self.correction)
+        rule = RoutingRule(self.weight, self.top_k, scores, correction_bias=self.correction)
+        return rule._replace(num_group=self.groups, topk_group=max(self.groups // 2, 1))
 
 
 class Norm(nn.Module):
@@ -69,9 +72,21 @@ class Norm(nn.Module):
 class Experts(nn.Module):
     """The weights of the experts of a layer."""
 
-    def __init__(self, sizes: Mixture):
+    def __init__(self, sizes: Mixture, form: ExpertsForm | None = None):
         super().__init__()
         count, size, inner = sizes.experts, sizes.hidden_size, sizes.intermediate_size
-        self.gate_up_proj = nn.Parameter(tensor(count, 2 * inner, size), requires_grad=False)
-        self.down_proj = nn.Parameter(tensor(count, size, inner), requires_grad=False)
+        shapes = [(count, 2 * inner, size), (count, size, inner)]
+        if form is not None and form.transposed:
+            shapes = [(count, size, 2 * inner), (count, inner, size)]
+        self.gate_up_proj, self.down_proj = (nn.Parameter(tensor(*shape), requires_grad=False) for shape in shapes)
+        if form is not None and form.biased:
+            self.gate_up_proj_bias = nn.Parameter(tensor(count, 2 * inner), requires_grad=False)
+            self.down_proj_bias = nn.Parameter(tensor(count, size), requires_grad=False)
+            self.has_bias = True
+        self.is_transposed = form is not None and form.transposed
         self.act_fn = nn.SiLU()
+        self.described = ExpertsForm(self.act_fn) if form is None else form
+
+    def form(self) -> ExpertsForm:
+        """Return what they compute."""
+        return self.described

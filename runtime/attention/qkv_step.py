@@ -24,7 +24,7 @@ from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import Tile
 from ..products import packing
 from ..products.linear import before, few_rows, is_one_row, takes_few_rows, tile_for
-from ..products.prologue import Prologue, norm_arguments, prologue_of
+from ..products.prologue import LayerNormPrologue, Norm, Prologue, norm_arguments, prologue_of, shift_of
 from .rope_cache import Rotation, rope_cache, writable
 from .rotary import rotary
 
@@ -33,19 +33,23 @@ OFFERS: dict[str, dict[str, str]] = {
         "shapes": "[B, 1, I] -> [B, H, 1, D]",
         "fp8": "fp8.fp8_qkv_step",
     },
+    "projected_step": {
+        "shapes": "[B, 1, (H + 2 Hk) D] -> [B, H, 1, D]",
+    },
 }
 
 CASES = """
-def qkv(model, columns, **form):
+def qkv(model, columns, norm=prologue, **form):
     weight = tensor((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden_size)
     table = columns // 2 if form.get("half_table") else columns
     rotation = Rotation(tensor(1, 1, table), tensor(1, 1, table), **form)
     tile = tile_for("qkv", model.head_dim // 2, model.hidden_size, weight)
-    x, norm = tensor(1, 1, model.hidden_size), prologue(model.hidden_size)
-    return launch_qkv(x, weight, None, norm, *cache(model, 1, CONTEXT), int64(1), rotation, tile)
+    x = tensor(1, 1, model.hidden_size)
+    return launch_qkv(x, weight, None, norm(model.hidden_size), *cache(model, 1, CONTEXT), int64(1), rotation, tile)
 
 for model in LLAMAS:
     case(model.name, qkv, model, model.head_dim)
+case("8B, LayerNorm", qkv, LLAMA_8B, 128, lambda size: LayerNormPrologue(tensor(size), tensor(size), EPS))
 case("1B, 32 columns", qkv, LLAMA_1B, 32, interleaved=True, half_table=True)
 """
 
@@ -53,13 +57,14 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.linear import scaled
+    from ..products.linear import normalised, scaled, statistics
     from .rope_cache import pair_columns, rotated, store_pairs
 
     @triton.jit(do_not_specialize=["capacity"])
     def _qkv_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         norm_ptr,
+        shift_ptr,
         weight_ptr,
         bias_ptr,
         cos_ptr,
@@ -80,6 +85,8 @@ if backend.triton_installed():
         HALF_TABLE: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
+        CENTRED: tl.constexpr,
+        SHIFT: tl.constexpr,
         BIAS: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
@@ -99,20 +106,27 @@ if backend.triton_installed():
         position = tl.load(position_ptr)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        if CENTRED:
+            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+        else:
+            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
         firsts = first.to(tl.float32) * x
         seconds = second.to(tl.float32) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
             first = tl.load(row + col, mask=(col < I)[None, :], other=0.0, cache_modifier=".cg")
             second = tl.load(other_row + col, mask=(col < I)[None, :], other=0.0, cache_modifier=".cg")
-            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-            square += more
+            if CENTRED:
+                x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+            else:
+                x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+                square += more
             firsts += first.to(tl.float32) * x
             seconds += second.to(tl.float32) * x
         a = tl.sum(firsts, 1)
         b = tl.sum(seconds, 1)
-        if NORM:
+        if NORM and not CENTRED:
             inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
             a *= inverse
             b *= inverse
@@ -310,7 +324,7 @@ def launch_qkv(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    prologue: Prologue | None,
+    prologue: Norm | None,
     keys: Tensor,
     values: Tensor,
     position: Tensor,
@@ -323,6 +337,7 @@ def launch_qkv(
     heads = weight.shape[0] // head_dim - 2 * kv_heads
     query = input.new_empty(1, heads, 1, head_dim)
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    shift = shift_of(prologue)
     cos, sin = (input, input) if rotation is None else (rotation.cos, rotation.sin)
     overlap = overlaps(input)
     with backend.device_guard(input):
@@ -330,8 +345,8 @@ def launch_qkv(
             ((heads + 2 * kv_heads) * (head_dim // 2 // block_rows), 1, 1),
             num_warps,
             (
-                input.contiguous(), norm, weight, weight if bias is None else bias, cos, sin, position, query,
-                keys, values,
+                input.contiguous(), norm, input if shift is None else shift, weight, weight if bias is None else bias,
+                cos, sin, position, query, keys, values,
             ),
             (capacity,),
             (),
@@ -339,7 +354,8 @@ def launch_qkv(
             (
                 weight.shape[1], heads, kv_heads, head_dim, 0 if rotation is None else rotation.columns,
                 rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
-                prologue is not None, has_weight, bias is not None, overlap, block_rows, block_cols,
+                prologue is not None, has_weight, isinstance(prologue, LayerNormPrologue), shift is not None,
+                bias is not None, overlap, block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip

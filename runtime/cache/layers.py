@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from . import states
+from .token import write_token
 
 if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
@@ -73,8 +74,7 @@ class PreallocatedLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         if self.cache.stepping:
-            self.keys.index_copy_(2, self.cache.position, key_states)
-            self.values.index_copy_(2, self.cache.position, value_states)
+            write_token(self.keys, self.values, key_states, value_states, self.cache.position)
             return self.keys, self.values
         start, end = self.length, self.length + key_states.shape[2]
         if end > self.cache.capacity:

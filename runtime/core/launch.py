@@ -180,6 +180,11 @@ def rehearsing() -> Iterator[None]:
         _THREAD.rehearses = before
 
 
+def rehearses() -> bool:
+    """Return whether this thread is inside `rehearsing`."""
+    return _THREAD.rehearses
+
+
 def wait_for_stores(tensor: torch.Tensor) -> str:
     """Return the instruction by which a wave waits until its stores are done; none where a barrier orders them."""
     chip = chip_of(tensor)

@@ -22,15 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
+from ..attention.eager_step import HANDLERS
+from ..attention.masked_attention import masked_attention
 from ..cache.layers import CacheFull
 from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
-from ..core.launch import rehearsing
+from ..core.launch import rehearses, rehearsing
 from ..products.step_products import StepProducts
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
+from .constants import StepConstants
 from .greedy import choose
 from .policy import policy_of
 from .prompt_graph import PromptGraphs
@@ -44,6 +48,9 @@ TOLERANCE = 0.5
 """Largest relative distance of a row's logits in both forms of a step. It tells a wrong mask, for which the slots that
 must not be seen are filled with `POISON`, from another order of rounding; a wrong mask gives 1 and more."""
 POISON = 64.0
+
+_INSTEAD = {functional.scaled_dot_product_attention: masked_attention}
+"""What a step runs in place of functions of torch, where it can."""
 
 _WARM: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose kernels were compiled side by side with their first prompt."""
@@ -155,6 +162,7 @@ class DecodeGraph:
         self._programs: OrderedDict[tuple[Hashable, Hashable], Program] = OrderedDict()
         self._proved: set[Hashable] = set()
         self._watched: OrderedDict[Hashable, StepInputs] = OrderedDict()
+        self._constants = StepConstants()
         self.watched: StepInputs | None = None
         """What the model's own loop gives the running call's steps, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
@@ -282,6 +290,7 @@ class DecodeGraph:
         self.prompts.clear()
         self._watched.clear()
         self.watched = None
+        self._constants.clear()
         self.cache.free()
         self._proved.clear()
 
@@ -328,6 +337,7 @@ class DecodeGraph:
             position_ids: `[B, 1]` of the next token.
             attention_mask: `[B, n]` of what the cache holds, left-padded; None for no padding.
         """
+        self._constants.refresh()
         self.state.position.fill_(self.cache.length)
         self.state.position_ids.copy_(position_ids)
         self.state.finished.zero_()
@@ -450,7 +460,7 @@ class DecodeGraph:
 
     def forward(self) -> Tensor:
         """Return the logits `[B, V]` of one step at the cache's position."""
-        with self.cache.step(), StepProducts():
+        with self.cache.step(), StepProducts(_INSTEAD, HANDLERS, poisons=rehearses()), self._constants:
             outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)
         if self.watched is not None:
             self.watched.advance()

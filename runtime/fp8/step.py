@@ -21,7 +21,7 @@ from ..core import backend
 from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile, entry, key
 from ..products.linear import Weight, is_one_row, launch_gated, launch_linear
-from ..products.prologue import Prologue, norm_arguments
+from ..products.prologue import Norm, norm_arguments
 from .format import Quantized, as_read
 
 CASES = """
@@ -125,7 +125,7 @@ def few_rows(
     input: Tensor,
     weight: Quantized,
     bias: Tensor | None,
-    prologue: Prologue | None = None,
+    prologue: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
     """Return `norm(input) Wᵀ + bias + residual` `[M, O]` by a kernel."""
@@ -137,7 +137,7 @@ def few_rows(
     return out
 
 
-def gated(input: Tensor, weight: Quantized, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor:
+def gated(input: Tensor, weight: Quantized, bias: Tensor | None, kind: str, prologue: Norm | None) -> Tensor:
     """Return the gated product of one row, `[1, O]`, of a weight `[2 O, I]` whose first half is the gate."""
     out = input.new_empty((*input.shape[:-1], weight.values.shape[0] // 2))
     launch_gated(input, read(weight), bias, kind, prologue, out, tile_for("gated", weight))
@@ -148,7 +148,7 @@ def launch_skinny(
     input: Tensor,
     weight: Weight,
     bias: Tensor | None,
-    prologue: Prologue | None,
+    prologue: Norm | None,
     residual: Tensor | None,
     out: Tensor,
     shape: Tile,

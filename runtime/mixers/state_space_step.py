@@ -1,10 +1,12 @@
-"""One token of a selective state space (Mamba 2, and Mamba as its case of one head).
+"""One token of a selective state space with heads (Mamba 2).
 
 B rows, H heads, P channels of a head, G groups, N size of the state. For each channel the state `s [N]` becomes
-`exp(dt a) s + dt x b`, and the output is `s · c + D x`.
+`exp(dt a) s + dt x b`, and the output is `s · c + D x`, times `silu(z)` where there is a gate.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +23,15 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 CASES = """
-def step(heads, channels, size):
+def step(heads, channels, size, gated=False):
     a = tensor(heads, 1, 1, dtype=torch.float32).expand(heads, channels, size)
     per_head = tensor(heads, 1).expand(heads, channels)
     dt, x, b = tensor(1, heads, 1).expand(1, heads, channels), tensor(1, heads, channels), tensor(1, 1, size)
     state = tensor(1, heads, channels, size, dtype=torch.float32)
-    return state_space_step(state, x, dt, a, b, b, per_head, per_head, True)
+    return state_space_step(state, x, dt, a, b, b, per_head, per_head, True, x if gated else None)
 
 case("Mamba2 1.3B", step, 64, 64, 128)
-case("Falcon-H1 1.5B", step, 48, 64, 256)
+case("Falcon-H1 1.5B", step, 48, 64, 256, gated=True)
 """
 
 CHANNELS = 16
@@ -50,6 +52,7 @@ if backend.triton_installed():
         c_ptr,
         d_ptr,
         bias_ptr,
+        z_ptr,
         out_ptr,
         x_row_stride,
         x_head_stride,
@@ -67,6 +70,8 @@ if backend.triton_installed():
         d_channel_stride,
         bias_head_stride,
         bias_channel_stride,
+        z_row_stride,
+        z_head_stride,
         HEADS: tl.constexpr,
         GROUPS: tl.constexpr,
         P: tl.constexpr,
@@ -74,6 +79,7 @@ if backend.triton_installed():
         SKIP: tl.constexpr,
         BIAS: tl.constexpr,
         SOFTPLUS: tl.constexpr,
+        GATED: tl.constexpr,
         ONE_RATE: tl.constexpr,
         BLOCK_N: tl.constexpr,
         CHANNELS: tl.constexpr,
@@ -110,6 +116,9 @@ if backend.triton_installed():
             out += x * tl.load(d_ptr + head * d_head_stride + p * d_channel_stride, mask=p < P, other=0.0).to(
                 tl.float32
             )
+        if GATED:
+            z = tl.load(z_ptr + row * z_row_stride + head * z_head_stride + p, mask=p < P, other=0.0).to(tl.float32)
+            out *= z / (1.0 + tl.exp(-z))
         tl.store(out_ptr + (row * HEADS + head) * P + p, out.to(out_ptr.dtype.element_ty), mask=p < P)
 
     state_space_step_kernel = Kernel(_state_space_step_kernel)
@@ -144,9 +153,8 @@ def state_space_step(
     Returns:
         `[B, H, P]` in the dtype of `hidden_states`; None where torch's own operators are to run instead.
     """
-    if z is None and _fits(state, hidden_states, dt, a, b, c, d, dt_bias):
-        return _launch(state, hidden_states, dt, a, b, c, d, dt_bias, dt_softplus)
-    return None
+    tensors = Inputs(state, hidden_states, dt, a, b, c, d, dt_bias, z)
+    return launch(tensors, dt_softplus) if fits(tensors) else None
 
 
 def reference(
@@ -184,18 +192,24 @@ def reference(
     return out.to(hidden_states.dtype)
 
 
-def _fits(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    bias: Tensor | None,
-) -> bool:
+class Inputs(NamedTuple):
+    """What a step reads; the fields are the arguments of `state_space_step`."""
+
+    state: Tensor
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor | None
+    bias: Tensor | None
+    z: Tensor | None
+
+
+def fits(tensors: Inputs) -> bool:
     """Return whether the kernel takes these tensors: a state and groups without gaps, channels side by side."""
-    given = [t for t in (state, x, dt, a, b, c, d, bias) if t is not None]
+    state, x, dt, a, b, c, d, bias, z = tensors
+    given = [t for t in tensors if t is not None]
     if x.dim() != 3 or state.dim() != 4 or state.shape[:3] != x.shape or b.dim() != 3 or b.shape != c.shape:
         return False
     rows, heads, channels, size = state.shape
@@ -206,6 +220,7 @@ def _fits(
         and heads % b.shape[1] == 0
         and size <= _LARGEST
         and all(t is None or t.shape == (heads, channels) for t in (d, bias))
+        and (z is None or (z.shape == x.shape and z.stride(-1) == 1))
         and state.is_contiguous()
         and all(t.stride(-1) == 1 for t in (x, b, c))
         and all(t.dtype in KERNEL_DTYPES and t.device == x.device for t in given)
@@ -215,34 +230,26 @@ def _fits(
     )
 
 
-def _launch(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    bias: Tensor | None,
-    softplus: bool,
-) -> Tensor:
+def launch(tensors: Inputs, softplus: bool) -> Tensor:
+    """Run the kernel."""
+    state, x, dt, a, b, c, d, bias, z = tensors
     rows, heads, channels, size = state.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    skip, shift = (x[0] if t is None else t for t in (d, bias))
+    skip, shift, gate = (x[0] if d is None else d, x[0] if bias is None else bias, x if z is None else z)
     with backend.device_guard(out):
         state_space_step_kernel.launch(
             (-(-channels // CHANNELS), heads, rows),
             128 // WAVE,
-            (state, x, dt, a, b, c, skip, shift, out),
+            (state, x, dt, a, b, c, skip, shift, gate, out),
             (),
             (
                 *x.stride()[:2], *dt.stride(), *a.stride(), *b.stride()[:2], *c.stride()[:2], *skip.stride(),
-                *shift.stride(),
+                *shift.stride(), *gate.stride()[:2],
             ),
             (),
             (
-                heads, b.shape[1], channels, size, d is not None, bias is not None, softplus, a.stride()[1:] == (0, 0),
-                1 << (size - 1).bit_length(), CHANNELS,
+                heads, b.shape[1], channels, size, d is not None, bias is not None, softplus, z is not None,
+                a.stride()[1:] == (0, 0), 1 << (size - 1).bit_length(), CHANNELS,
             ),
         )  # fmt: skip
     return out

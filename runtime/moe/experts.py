@@ -11,6 +11,7 @@ The sum over the experts is taken inside the second kernel, in a fixed order: th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, overlaps
-from ..products.gated_activation import _REFERENCE as ACTIVATIONS
-from ..products.gated_activation import activation_kind
+from .form import ExpertsForm, Gating, form_of, gated, gating
+from .transposed import launch_transposed
 
 OFFERS: dict[str, dict[str, str]] = {
     "fused_experts": {
@@ -29,26 +30,23 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 CASES = """
-def run(sizes):
+def run(sizes, form=None):
     x, chosen = tensor(1, 1, sizes.hidden_size), int64(1, sizes.top_k)
-    return fused_experts(x, Experts(sizes), chosen, tensor(1, sizes.top_k), residual=x)
+    return fused_experts(x, Experts(sizes, form), chosen, tensor(1, sizes.top_k), residual=x)
 
 for sizes in (QWEN3_MOE, MIXTRAL):
     case(sizes.name, run, sizes)
+case(MINIMAX_M3.name, run, MINIMAX_M3, ExpertsForm(alpha=1.7, limit=7.0, shift=1.0))
+case(GPT_OSS.name, run, GPT_OSS, ExpertsForm(None, 1.7, 7.0, 1.0, interleaved=True, transposed=True, biased=True))
+case(LLAMA4_SCOUT.name, run, LLAMA4_SCOUT, ExpertsForm(nn.SiLU(), transposed=True))
+case("wide columns", run, Mixture("", 16, 4, 5120, 8192), ExpertsForm(nn.SiLU(), transposed=True))
 """
 
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.gated_activation import _activate
-
-    @triton.jit
-    def _load(pointers, mask, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Load a tile, all of which is there where EVEN."""
-        if EVEN:
-            return tl.load(pointers)
-        return tl.load(pointers, mask=mask, other=0.0)
+    from .form import gate_experts, load_tile
 
     @triton.jit
     def _experts_gate_up_kernel(  # type: ignore[no-untyped-def]
@@ -58,11 +56,15 @@ if backend.triton_installed():
         out_ptr,
         x_stride,
         index_stride,
+        scaling,
+        limit,
+        offset,
         E: tl.constexpr,
         K: tl.constexpr,
         H: tl.constexpr,
         M: tl.constexpr,
         ACTIVATION: tl.constexpr,
+        BOUNDED: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_H: tl.constexpr,
@@ -85,17 +87,17 @@ if backend.triton_installed():
         for start in tl.range(0, H, BLOCK_H, num_stages=3):
             col = start + tl.arange(0, BLOCK_H)
             there = (row < M)[:, None] & (col < H)[None, :]
-            x = _load(x_ptr + token * x_stride + col, col < H, EVEN).to(tl.float32)[None, :]
-            gate += _load(gate_rows + col[None, :], there, EVEN).to(tl.float32) * x
-            up += _load(up_rows + col[None, :], there, EVEN).to(tl.float32) * x
-        gated = _activate(tl.sum(gate, axis=1), ACTIVATION) * tl.sum(up, axis=1)
+            x = load_tile(x_ptr + token * x_stride + col, col < H, EVEN).to(tl.float32)[None, :]
+            gate += load_tile(gate_rows + col[None, :], there, EVEN).to(tl.float32) * x
+            up += load_tile(up_rows + col[None, :], there, EVEN).to(tl.float32) * x
+        gated = gate_experts(tl.sum(gate, axis=1), tl.sum(up, axis=1), scaling, limit, offset, ACTIVATION, BOUNDED)
         out_row = out_ptr + (token * K + slot) * M
         tl.store(out_row + row, gated.to(out_ptr.dtype.element_ty), mask=row < M)
 
     @triton.jit
     def _share(gated_row, col, share, mask, M: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
         """Load columns of every expert's gated states, times the expert's weight: `[BLOCK_K, 1, BLOCK_M]`."""
-        gated = _load(gated_row + col[None, :], mask[:, None] & (col < M)[None, :], EVEN).to(tl.float32)
+        gated = load_tile(gated_row + col[None, :], mask[:, None] & (col < M)[None, :], EVEN).to(tl.float32)
         return (gated * share[:, None])[:, None, :]
 
     @triton.jit
@@ -109,6 +111,7 @@ if backend.triton_installed():
         index_stride,
         weights_stride,
         residual_stride,
+        scaling,
         E: tl.constexpr,
         K: tl.constexpr,
         H: tl.constexpr,
@@ -136,16 +139,16 @@ if backend.triton_installed():
         rows = weight_ptr + expert[:, None, None] * (H * M) + row[None, :, None] * M
         there = live[:, None, None] & (row < H)[None, :, None]
         col = tl.arange(0, BLOCK_M)
-        weight = _load(rows + col[None, None, :], there & (col < M)[None, None, :], EVEN)
+        weight = load_tile(rows + col[None, None, :], there & (col < M)[None, None, :], EVEN)
         if M > BLOCK_M:
             col_1 = col + BLOCK_M
-            weight_1 = _load(rows + col_1[None, None, :], there & (col_1 < M)[None, None, :], EVEN)
+            weight_1 = load_tile(rows + col_1[None, None, :], there & (col_1 < M)[None, None, :], EVEN)
         if M > 2 * BLOCK_M:
             col_2 = col + 2 * BLOCK_M
-            weight_2 = _load(rows + col_2[None, None, :], there & (col_2 < M)[None, None, :], EVEN)
+            weight_2 = load_tile(rows + col_2[None, None, :], there & (col_2 < M)[None, None, :], EVEN)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        share = tl.load(weights_ptr + token * weights_stride + slot, mask=live, other=0.0).to(tl.float32)
+        share = tl.load(weights_ptr + token * weights_stride + slot, mask=live, other=0.0).to(tl.float32) * scaling
         gated_row = gated_ptr + (token * K + slot)[:, None] * M
         total = weight.to(tl.float32) * _share(gated_row, col, share, live, M, EVEN)
         if M > BLOCK_M:
@@ -154,7 +157,7 @@ if backend.triton_installed():
             total += weight_2.to(tl.float32) * _share(gated_row, col_2, share, live, M, EVEN)
         for start in tl.range(3 * BLOCK_M, M, BLOCK_M, num_stages=3):
             later = start + col
-            weight = _load(rows + later[None, None, :], there & (later < M)[None, None, :], EVEN)
+            weight = load_tile(rows + later[None, None, :], there & (later < M)[None, None, :], EVEN)
             total += weight.to(tl.float32) * _share(gated_row, later, share, live, M, EVEN)
         out = tl.sum(tl.sum(total, axis=2), axis=0)
         if RESIDUAL:
@@ -176,7 +179,7 @@ SORTING_BYTES, GROUPED_SHARE = 340e6, 0.85
 
 REASONS = {
     "observed": "a hook, a wrapped forward or a parametrisation watches the experts",
-    "layout": "the experts' weights are transposed, interleaved, biased, ungated, sharded or normed after",
+    "layout": "the experts' weights are laid out in a way that no form says, ungated, sharded or normed after",
     "not_a_plain_parameter": "a weight is a distributed, quantised or otherwise special tensor",
     "unknown_activation": "the activation is none that the kernel computes, or something observes it",
     "gradient": "gradients are wanted",
@@ -195,8 +198,9 @@ def fused_experts(
     top_k_weights: Tensor,
     *,
     residual: Tensor | None = None,
+    scaling: float = 1.0,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, plus `residual`.
+    """Return the weighted sum of each token's experts, times `scaling`, plus `residual`.
 
     Args:
         hidden_states: `[..., H]`, N tokens.
@@ -206,22 +210,25 @@ def fused_experts(
         top_k_index: `[N, K]`, integers.
         top_k_weights: `[N, K]`, in the hidden states' dtype or fp32.
         residual: shaped as `hidden_states`; None for none.
+        scaling: a number.
 
     Returns:
         Shaped as `hidden_states`, in its dtype.
     """
-    activation: Any = getattr(experts, "act_fn", None)
-    kind = None if activation is None else activation_kind(activation)
-    reason = _unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, kind)
+    form = form_of(experts)
+    how = None if form is None else gating(form, scaling)
+    reason = unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, form, how)
     if reason is None and (torch.compiler.is_compiling() or backend.uses_triton(hidden_states)):
-        output: Tensor = _op(
-            hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj, residual, kind
-        )
+        assert how is not None
+        weights = (experts.gate_up_proj, experts.down_proj)
+        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if form is not None and form.biased else ()
+        output: Tensor = _op(hidden_states, top_k_index, top_k_weights, *weights, residual, *how, *biases)
         return output
     if reason is not None:
         backend.count_fallback("fused_experts", reason, experts)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     output = _called(experts, tokens, top_k_index, top_k_weights, reason).view(hidden_states.shape)
+    output = output if scaling == 1.0 else output * scaling
     return output if residual is None else residual + output
 
 
@@ -241,32 +248,45 @@ def _called(
     return experts(tokens, top_k_index, top_k_weights)
 
 
-def _unsafe(
+def unsafe(
     hidden_states: Tensor,
     experts: nn.Module,
     top_k_index: Tensor,
     top_k_weights: Tensor,
     residual: Tensor | None,
-    kind: str | None,
+    form: ExpertsForm | None,
+    how: Gating | None,
 ) -> str | None:
+    """Return why the kernels may not stand for the module; None if they may."""
     if backend.observed(experts):
         return "observed"
-    if not _plain_layout(experts):
+    if form is None:
         return "layout"
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) not in _IMPLEMENTATIONS:
         return "other_implementation"
-    gate_up, down = experts._parameters.get("gate_up_proj"), experts._parameters.get("down_proj")
-    if type(gate_up) is not nn.Parameter or type(down) is not nn.Parameter:
+    names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form.biased else ())
+    tensors = [experts._parameters.get(name) for name in names]
+    if any(type(tensor) is not nn.Parameter for tensor in tensors):
         return "not_a_plain_parameter"
-    if not (gate_up.is_contiguous() and down.is_contiguous() and gate_up.shape[1] == 2 * down.shape[2]):
+    if not _lies_so(form, [tensor for tensor in tensors if tensor is not None]):
         return "layout"
-    if kind is None:
+    if how is None:
         return "unknown_activation"
-    if backend.wants_gradient(hidden_states, top_k_weights, gate_up, down, residual):
+    if backend.wants_gradient(hidden_states, top_k_weights, residual, *tensors):
         return "gradient"
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast"
+    down: Any = experts.down_proj
     return "many_tokens" if sorting_is_faster(top_k_index.shape[0], top_k_index.shape[1], down) else None
+
+
+def _lies_so(form: ExpertsForm, tensors: list[Tensor]) -> bool:
+    """Return whether the kernels take weights, and biases, that lie as a form says."""
+    gate_up, down = tensors[:2]
+    size = down.shape[1] if form.transposed else down.shape[2]
+    if gate_up.shape[2 if form.transposed else 1] != 2 * size or not all(t.is_contiguous() for t in tensors):
+        return False
+    return form.transposed or not (form.interleaved or form.biased)
 
 
 def sorting_is_faster(tokens: int, top_k: int, down_proj: Tensor) -> bool:
@@ -283,14 +303,6 @@ def sorting_is_faster(tokens: int, top_k: int, down_proj: Tensor) -> bool:
     return tokens * top_k * expert_bytes > hit * expert_bytes / GROUPED_SHARE + SORTING_BYTES
 
 
-def _plain_layout(experts: nn.Module) -> bool:
-    """Return whether the decorator of the experts' class says what the kernels take; older ones say less."""
-    state = experts.__dict__
-    unwanted = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
-    wanted = ("has_gate", "is_concatenated")
-    return all(state.get(name, True) for name in wanted) and not any(state.get(name) for name in unwanted)
-
-
 def _reference(
     hidden_states: Tensor,
     index: Tensor,
@@ -298,17 +310,25 @@ def _reference(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     residual: Tensor | None,
-    activation: str,
+    how: Gating,
+    biases: Sequence[Tensor | None],
 ) -> Tensor:
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     count, top_k = index.shape
-    flat = index.reshape(-1)
+    flat, share = index.reshape(-1), weights.reshape(-1, 1)
     x = tokens.repeat_interleave(top_k, dim=0)
-    gate, up = torch.bmm(gate_up_proj[flat], x.unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
-    gated = ACTIVATIONS[activation](gate) * up
-    down = torch.bmm(down_proj[flat], gated.unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    both = _product(x, gate_up_proj[flat], biases[0], flat, how)
+    gate, up = (both[:, ::2], both[:, 1::2]) if how.interleaved else both.chunk(2, dim=-1)
+    down = _product(gated(gate, up, how), down_proj[flat], biases[1], flat, how) * share
     output = down.view(count, top_k, tokens.shape[-1]).sum(dim=1).to(hidden_states.dtype).view(hidden_states.shape)
+    output = output if how.scaling == 1.0 else output * how.scaling
     return output if residual is None else residual + output
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: Tensor, how: Gating) -> Tensor:
+    """Return each row times the weight of its expert."""
+    output = torch.bmm(weight.mT if how.transposed else weight, x.unsqueeze(-1)).squeeze(-1)
+    return output if bias is None else output + bias[expert]
 
 
 def _forward(
@@ -318,27 +338,22 @@ def _forward(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     residual: Tensor | None,
-    activation: str,
+    *rest: Any,
 ) -> Tensor:
-    arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, activation)
+    fields = len(Gating._fields)
+    how, biases = Gating(*rest[:fields]), (*rest[fields:], None, None)[:2]
+    arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, how, biases)
     if backend.uses_triton(hidden_states):
-        reason = _refusal(hidden_states, index, weights, gate_up_proj, down_proj, residual)
+        reason = _refusal(hidden_states, index, weights, (gate_up_proj, down_proj, residual, *biases))
         if reason is None:
             return _launch(*arguments)
         backend.count_fallback("fused_experts", reason)
     return _reference(*arguments)
 
 
-def _refusal(
-    hidden_states: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    residual: Tensor | None,
-) -> str | None:
+def _refusal(hidden_states: Tensor, index: Tensor, weights: Tensor, others: Sequence[Tensor | None]) -> str | None:
     dtype = hidden_states.dtype
-    same = [gate_up_proj, down_proj] + ([] if residual is None else [residual])
+    same = [tensor for tensor in others if tensor is not None]
     if dtype not in rows.KERNEL_DTYPES or weights.dtype not in (dtype, torch.float32):
         return "dtype"
     if any(tensor.dtype != dtype for tensor in same):
@@ -353,12 +368,31 @@ def _launch(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     residual: Tensor | None,
-    activation: str,
+    how: Gating,
+    biases: Sequence[Tensor | None],
 ) -> Tensor:
     out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
-    tokens, top_k = index.shape
     if out.numel() == 0:
         return out
+    if how.transposed:
+        pairs = (gate_up_proj, down_proj), (biases[0], biases[1])
+        launch_transposed(hidden_states, index, weights, *pairs, residual, out, how)
+    else:
+        _launch_packed(hidden_states, index, weights, gate_up_proj, down_proj, residual, out, how)
+    return out
+
+
+def _launch_packed(
+    hidden_states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    how: Gating,
+) -> None:
+    tokens, top_k = index.shape
     experts, hidden_size, intermediate_size = down_proj.shape
     x, x_stride = rows.flatten(hidden_states)
     index, index_stride = rows.flatten(index)
@@ -377,8 +411,8 @@ def _launch(
             (x, index, gate_up_proj, gated),
             (),
             (x_stride, index_stride),
-            (),
-            (*sizes, activation, overlap, rows_m, cols_h),
+            (how.alpha, how.largest, how.shift),
+            (*sizes, how.activation, how.bounded, overlap, rows_m, cols_h),
             overlap=overlap,
         )
         experts_down_kernel.launch(
@@ -387,29 +421,21 @@ def _launch(
             (gated, index, weights, down_proj, added, out),
             (),
             (index_stride, weights_stride, added_stride),
-            (),
+            (how.scaling,),
             (*sizes, residual is not None, overlap, block_k, DOWN_ROWS, block_m),
             overlap=overlap,
         )
-    return out
 
 
-def _fake(
-    hidden_states: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    residual: Tensor | None,
-    activation: str,
-) -> Tensor:
+def _fake(hidden_states: Tensor, *rest: Any) -> Tensor:
     return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
 
 
 _op = backend.register(
     "fused_experts",
     "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
-    " Tensor? residual, str activation) -> Tensor",
+    " Tensor? residual, str activation, float alpha=1.0, float? limit=None, float shift=0.0, bool interleaved=False,"
+    " bool transposed=False, float scaling=1.0, Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
     _forward,
     _fake,
 )

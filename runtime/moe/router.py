@@ -14,8 +14,6 @@ The largest of a softmax are those of its logits, and a softmax over the chosen 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
 from ..products.prologue import Prologue, prologue_of
+from .selection import RoutingRule, groups_fit, launch_selection, select_experts
 
 OFFERS: dict[str, dict[str, str]] = {
     "RoutingRule": {},
@@ -35,12 +34,13 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 CASES = """
-def route(sizes, corrected):
-    return router(tensor(1, 1, sizes.hidden_size), Gate(sizes, corrected), norm=Norm(sizes.hidden_size))
+def route(sizes, corrected, groups=1):
+    return router(tensor(1, 1, sizes.hidden_size), Gate(sizes, corrected, groups), norm=Norm(sizes.hidden_size))
 
 for sizes in (QWEN3_MOE, MIXTRAL):
     case(sizes.name, route, sizes, corrected=False)
 case(DEEPSEEK_V3.name, route, DEEPSEEK_V3, corrected=True)
+case(f"{DEEPSEEK_V3.name}, 8 groups", route, DEEPSEEK_V3, corrected=True, groups=8)
 """
 
 if backend.triton_installed():
@@ -99,85 +99,7 @@ if backend.triton_installed():
             logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
         tl.store(logits_ptr + token * E + expert, logits, mask=expert < E)
 
-    @triton.jit
-    def _keys(logits_row, correction_ptr, expert, E: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return what experts are chosen by; softmax keeps the order of its logits."""
-        keys = tl.load(logits_row + expert, mask=expert < E, other=float("-inf"))
-        if SIGMOID:
-            keys = 1.0 / (1.0 + tl.exp(-keys))
-            if CORRECTED:
-                keys += tl.load(correction_ptr + expert, mask=expert < E, other=0.0).to(tl.float32)
-            keys = tl.where(expert < E, keys, float("-inf"))
-        return keys
-
-    @triton.jit
-    def _ahead(  # type: ignore[no-untyped-def]
-        logits_row,
-        correction_ptr,
-        rival,
-        expert,
-        keys,
-        E: tl.constexpr,
-        SIGMOID: tl.constexpr,
-        CORRECTED: tl.constexpr,
-    ):
-        """Return which rivals go before which experts: 0 or 1, `[experts, rivals]`."""
-        others = _keys(logits_row, correction_ptr, rival, E, SIGMOID, CORRECTED)
-        better = others[None, :] > keys[:, None]
-        equal = (others[None, :] == keys[:, None]) & (rival[None, :] < expert[:, None])
-        return (better | equal).to(tl.int32)
-
-    @triton.jit
-    def _select_experts_kernel(  # type: ignore[no-untyped-def]
-        logits_ptr,
-        correction_ptr,
-        weights_ptr,
-        index_ptr,
-        eps,
-        scaling,
-        E: tl.constexpr,
-        K: tl.constexpr,
-        SIGMOID: tl.constexpr,
-        CORRECTED: tl.constexpr,
-        NORMALIZE: tl.constexpr,
-        OVERLAP: tl.constexpr,
-        BLOCK_E: tl.constexpr,
-        CHUNK: tl.constexpr,
-    ):
-        """Choose a token's experts: an expert's rank is the number of experts ahead of it, all counted at once."""
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
-        token = tl.program_id(0).to(tl.int64)
-        logits_row = logits_ptr + token * E
-        expert = tl.arange(0, BLOCK_E)
-        keys = _keys(logits_row, correction_ptr, expert, E, SIGMOID, CORRECTED)
-        ahead = tl.zeros((BLOCK_E, CHUNK), tl.int32)
-        if BLOCK_E <= 256:  # all rivals are loaded at once
-            for start in tl.static_range(0, BLOCK_E, CHUNK):
-                rival = start + tl.arange(0, CHUNK)
-                ahead += _ahead(logits_row, correction_ptr, rival, expert, keys, E, SIGMOID, CORRECTED)
-        else:
-            for start in range(0, BLOCK_E, CHUNK):
-                rival = start + tl.arange(0, CHUNK)
-                ahead += _ahead(logits_row, correction_ptr, rival, expert, keys, E, SIGMOID, CORRECTED)
-        rank = tl.sum(ahead, axis=1)
-        chosen = rank < K
-        logits = tl.load(logits_row + expert, mask=expert < E, other=float("-inf"))
-        if SIGMOID:
-            scores = 1.0 / (1.0 + tl.exp(-logits))
-        else:
-            scores = tl.exp(logits - tl.max(logits, axis=0))
-            if not NORMALIZE:
-                scores = scores / tl.sum(scores, axis=0)
-        if NORMALIZE:
-            scores = scores / (tl.sum(tl.where(chosen, scores, 0.0), axis=0) + eps)
-        weights = (scores * scaling).to(weights_ptr.dtype.element_ty)
-        tl.store(weights_ptr + token * K + rank, weights, mask=chosen)
-        tl.store(index_ptr + token * K + rank, expert.to(tl.int64), mask=chosen)
-
     router_logits_kernel = Kernel(_router_logits_kernel)
-    select_experts_kernel = Kernel(_select_experts_kernel)
 
 MAX_TOKENS = 64
 """More tokens than this take a plain product for the logits."""
@@ -190,46 +112,22 @@ REASONS = {
     "gradient": "gradients are wanted",
     "autocast": "autocast chooses the dtype of each product",
     "not_a_plain_parameter": "a weight is a distributed or otherwise special tensor",
-    "grouped_choice": "experts are chosen group by group",
+    "grouped_choice": "experts are chosen group by group, of groups that are not equal or have too few",
     "dtype": "the tensors differ in dtype, or have one that the kernel does not take",
     "device": "the tensors are on different devices",
     "size": "more experts or a larger hidden size than the kernel takes, or more tokens than it is for",
 }
 
 
-class RoutingRule(NamedTuple):
-    """What a router computes; its class returns one from a method `rule()`."""
-
-    weight: Tensor
-    """`[E, H]`"""
-    top_k: int
-    """K"""
-    scores: str = "softmax"
-    """`"softmax"` or `"sigmoid"`."""
-    normalize: bool = True
-    """Whether the chosen scores are divided by their sum."""
-    eps: float = 0.0
-    """Added to that sum."""
-    scaling: float = 1.0
-    """Factor of the weights."""
-    bias: Tensor | None = None
-    """`[E]`, added to the logits."""
-    correction_bias: Tensor | None = None
-    """`[E]`, added to the scores for the choice alone; with `"sigmoid"` only."""
-    num_group: int = 1
-    """Groups of experts, of which some are chosen first; more than one is the module's own business."""
-    logits_in_fp32: bool = False
-    """Whether the product is taken in fp32 and not rounded to the input's dtype."""
-    weights_in_fp32: bool = False
-    """Whether the weights stay in fp32 and are not rounded to the input's dtype."""
-
-
-def router(hidden_states: Tensor, gate: nn.Module, *, norm: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def router(
+    hidden_states: Tensor, gate: nn.Module, *given: Tensor, norm: nn.Module | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise tokens and choose their experts, in two kernels where the router's class has a method `rule`.
 
     Args:
         hidden_states: `[..., H]`, N tokens.
         gate: the router, which returns `(logits, weights, index)` when it is called.
+        given: what the router and its `rule` are called with besides.
         norm: of the hidden states; None for none.
 
     Returns:
@@ -238,45 +136,28 @@ def router(hidden_states: Tensor, gate: nn.Module, *, norm: nn.Module | None = N
     prologue = None if norm is None else prologue_of(norm)
     if norm is not None and prologue is None:
         hidden_states = norm(hidden_states)
-    rule = _rule(gate)
+    rule = _rule(gate, given)
     reason = rule if isinstance(rule, str) else _unsafe(hidden_states, rule, prologue)
     if reason is not None:
         backend.count_fallback("router", reason, gate)
         if norm is not None and prologue is not None:
             hidden_states = norm(hidden_states)
-        _, weights, index = gate(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        _, weights, index = gate(hidden_states.reshape(-1, hidden_states.shape[-1]), *given)
         return hidden_states, weights, index
     assert isinstance(rule, RoutingRule)
     norm_weight, eps, offset, weight_in_fp32 = prologue or Prologue(None, 0.0)
-    normed, weights, index = _op(
-        hidden_states, norm_weight, eps, offset, weight_in_fp32, prologue is not None, *rule._replace(num_group=1)
-    )
+    normed, weights, index = _op(hidden_states, norm_weight, eps, offset, weight_in_fp32, prologue is not None, *rule)
     return hidden_states if prologue is None else normed, weights, index
 
 
-def select_experts(logits: Tensor, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return weights and numbers, each `[N, K]`, of the experts that `rule` chooses by `logits` `[N, E]`."""
-    if rule.scores == "sigmoid":
-        scores = logits.float().sigmoid()
-        keys = scores if rule.correction_bias is None else scores + rule.correction_bias
-        index = torch.topk(keys, rule.top_k, dim=-1).indices
-        weights = scores.gather(-1, index)
-    else:
-        weights, index = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), rule.top_k, dim=-1)
-    if rule.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.eps)
-    weights = weights * rule.scaling
-    return weights if rule.weights_in_fp32 else weights.to(dtype), index
-
-
-def _rule(gate: nn.Module) -> RoutingRule | str:
+def _rule(gate: nn.Module, given: tuple[Tensor, ...]) -> RoutingRule | str:
     describe = getattr(type(gate), "rule", None)
     if describe is None:
         return "router_without_rule"
-    rule: RoutingRule = describe(gate)
-    if backend.observed(gate):
+    if backend.observed(gate) or any(map(backend.observed, gate.children())):
         return "observed"
-    return "grouped_choice" if rule.num_group > 1 else rule
+    rule: RoutingRule = describe(gate, *given)
+    return "grouped_choice" if rule.num_group > 1 and not groups_fit(rule) else rule
 
 
 def _unsafe(hidden_states: Tensor, rule: RoutingRule, prologue: Prologue | None) -> str | None:
@@ -306,7 +187,7 @@ def _reference(
         bias = None if rule.bias is None else rule.bias.float()
         logits = F.linear(tokens.float(), rule.weight.float(), bias)
     else:
-        logits = F.linear(tokens, rule.weight, rule.bias)
+        logits = F.linear(tokens.to(rule.weight.dtype), rule.weight, rule.bias)
     return hidden_states, *select_experts(logits, rule, tokens.dtype)
 
 
@@ -366,9 +247,7 @@ def _launch(
     weight = rule.weight.contiguous()
     # One expert or two a program, 4 or 8 warps: all within 4% at 128 experts of 2,048 columns (H100).
     block_e, block_h = 2, 1 << (hidden_size - 1).bit_length()
-    block_experts = max(1 << (experts - 1).bit_length(), 16)
     overlap = overlaps(x)
-    correction = x if rule.correction_bias is None else rule.correction_bias.contiguous()
     with backend.device_guard(x):
         router_logits_kernel.launch(
             (-(-experts // block_e), tokens, 1),
@@ -398,25 +277,7 @@ def _launch(
             ),
             overlap=overlap,
         )
-        select_experts_kernel.launch(
-            (tokens, 1, 1),
-            128 // WAVE,
-            (logits, correction, weights, index),
-            (),
-            (),
-            (float(rule.eps), float(rule.scaling)),
-            (
-                experts,
-                rule.top_k,
-                rule.scores == "sigmoid",
-                rule.correction_bias is not None,
-                rule.normalize,
-                overlap,
-                block_experts,
-                16,
-            ),
-            overlap=overlap,
-        )
+    launch_selection(logits, rule, weights, index)
     return out, weights, index
 
 
@@ -450,7 +311,8 @@ _op = backend.register(
     "router",
     "(Tensor hidden_states, Tensor? norm_weight, float norm_eps, float offset, bool weight_in_fp32, bool normed,"
     " Tensor weight, int top_k, str scores, bool normalize, float eps, float scaling, Tensor? bias,"
-    " Tensor? correction_bias, int num_group, bool logits_in_fp32, bool weights_in_fp32) -> (Tensor, Tensor, Tensor)",
+    " Tensor? correction_bias, int num_group, bool logits_in_fp32, bool weights_in_fp32, int topk_group,"
+    " int group_best, float left_out, float least_sum) -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake,
 )

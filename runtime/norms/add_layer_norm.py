@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..core import backend, rows
+from ..core import backend, deferring, rows
 from .add_rms_norm import empty_sum, sum_refusal
+from .layer_norm import layer_norm
 from .layer_norm import refusal as norm_refusal
 
 CASES = """
@@ -54,6 +55,8 @@ def add_layer_norm(
     if reason is not None:
         backend.count_fallback("add_layer_norm", reason)
         return _reference(hidden_states, residual, weight, bias, eps)
+    if (summed := deferring.sum(hidden_states, residual)) is not None:
+        return layer_norm(summed, weight, bias, eps), summed
     return _op(hidden_states, residual, weight, bias, eps)
 
 

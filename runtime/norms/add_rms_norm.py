@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 
 from ..aiter import norms as aiter_norms
-from ..core import backend, rows
+from ..core import backend, deferring, rows
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
-from .rms_norm import result_dtype
+from .rms_norm import result_dtype, rms_norm
 
 OFFERS: dict[str, dict[str, str]] = {
     "add_rms_norm": {
@@ -65,6 +65,8 @@ def add_rms_norm(
     if backend.wants_gradient(hidden_states, residual, weight):
         backend.count_fallback("add_rms_norm", "gradient_wanted")
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+    if (summed := deferring.sum(hidden_states, residual)) is not None:
+        return rms_norm(summed, weight, eps, offset=offset, weight_in_fp32=weight_in_fp32), summed
     return _op(hidden_states, residual, weight, eps, offset, weight_in_fp32)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..aiter import norms as aiter_norms
-from ..core import backend, rows
+from ..core import backend, deferring, rows
 from ..core.launch import Kernel
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -130,7 +130,8 @@ def layer_norm(
     if backend.wants_gradient(hidden_states, weight, bias):
         backend.count_fallback("layer_norm", "gradient_wanted")
         return _reference(hidden_states, weight, bias, eps)
-    return _op(hidden_states, weight, bias, eps)
+    deferred = deferring.layer_norm(hidden_states, weight, bias, eps)
+    return _op(hidden_states, weight, bias, eps) if deferred is None else deferred
 
 
 def _reference(
@@ -182,15 +183,21 @@ def _forward(
             reason = reason or "layout"
         if reason is None and order is not None:
             x = hidden_states.permute(order) if order else hidden_states
-            return rows.restored(_launch(x, weight, bias, eps), order)
+            return rows.restored(launch_layer_norm(x, weight, bias, eps), order)
         backend.count_fallback("layer_norm", str(reason))
     return _reference(hidden_states, weight, bias, eps)
 
 
-def _launch(
-    hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+def launch_layer_norm(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    """Run the kernel; the result is `out`, contiguous and of the input's shape and dtype, where that is given."""
+    if out is None:
+        out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     hidden_size = out.shape[-1]

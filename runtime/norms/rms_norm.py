@@ -7,6 +7,7 @@ N is any leading shape, H the hidden size, `x32` the input in fp32:
     Gemma            cast(normed * (1.0 + float(weight)))       offset=1.0, weight_in_fp32=True
     OLMo2, gpt_oss   cast(weight * normed)                      weight_in_fp32=True
     no weight        cast(normed)                               weight=None
+    T5               weight * (normed, rounded to the weight's dtype where that has 16 bits)     rounds_as_weight=True
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..aiter import norms as aiter_norms
-from ..core import backend, rows
+from ..core import backend, deferring, rows
 from ..core.launch import Kernel
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -125,6 +126,7 @@ def rms_norm(
     *,
     offset: float = 0.0,
     weight_in_fp32: bool = False,
+    rounds_as_weight: bool = False,
 ) -> torch.Tensor:
     """Normalise each row of `hidden_states` by its root mean square.
 
@@ -134,19 +136,24 @@ def rms_norm(
         eps: added to the mean square, in fp32.
         offset: added to the weight (1.0 for Gemma).
         weight_in_fp32: multiply by the weight before the result is rounded (Gemma, OLMo2, gpt_oss), not after (Llama).
+        rounds_as_weight: round what is normalised as the weight is rounded, not as the input is (T5).
 
     Returns:
         `[N, H]`, laid out as the torch form lays it out. The input's dtype if `weight_in_fp32` or without a weight,
         else torch's promotion of the two. Differentiable: where gradients are wanted the torch form runs, and so it
         does where eps is no number.
     """
+    if rounds_as_weight and weight is not None and not hidden_states.dtype == weight.dtype != torch.float64:
+        backend.count_fallback("rms_norm", "rounds_as_weight")
+        return _rounded_as_weight(hidden_states, weight, eps)
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("rms_norm", "eps_is_a_tensor")
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, weight):
         backend.count_fallback("rms_norm", "gradient_wanted")
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
-    return _op(hidden_states, weight, eps, offset, weight_in_fp32)
+    deferred = deferring.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)
+    return _op(hidden_states, weight, eps, offset, weight_in_fp32) if deferred is None else deferred
 
 
 def reference(
@@ -160,6 +167,12 @@ def reference(
     if weight_in_fp32:  # with an offset the files cast the weight, without one torch promotes it: fp64 stays fp64
         return (normed * (offset + weight.float() if offset else weight)).to(hidden_states.dtype)
     return (offset + weight if offset else weight) * normed.to(hidden_states.dtype)
+
+
+def _rounded_as_weight(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    normed = hidden_states * torch.rsqrt(variance + eps)
+    return weight * (normed.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else normed)
 
 
 def result_dtype(dtype: torch.dtype, weight: torch.Tensor | None, weight_in_fp32: bool) -> torch.dtype:
@@ -192,15 +205,22 @@ def _forward(
         reason = refusal(hidden_states, weight) or ("layout" if order is None else None)
         if reason is None and order is not None:
             x = hidden_states.permute(order) if order else hidden_states
-            return rows.restored(_launch(x, weight, eps, offset, weight_in_fp32), order)
+            return rows.restored(launch_rms_norm(x, weight, eps, offset, weight_in_fp32), order)
         backend.count_fallback("rms_norm", str(reason))
     return reference(hidden_states, weight, eps, offset, weight_in_fp32)
 
 
-def _launch(
-    hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
+def launch_rms_norm(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    weight_in_fp32: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = _empty(hidden_states, weight, weight_in_fp32)
+    """Run the kernel; the result is `out`, contiguous and of the result's shape and dtype, where that is given."""
+    if out is None:
+        out = _empty(hidden_states, weight, weight_in_fp32)
     if out.numel() == 0:
         return out
     hidden_size = out.shape[-1]

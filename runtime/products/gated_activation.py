@@ -8,6 +8,7 @@ torch does, then multiplied:
     gelu_tanh  g / (1 + exp(-2 t)),  t = sqrt(2 / pi) * (g + 0.044715 g³); equal to g * (1 + tanh(t)) / 2
     relu       max(g, 0)
     relu2      round(max(g, 0)²)
+    quick_gelu g / (1 + exp(-1.702 g))                         in a product's kernel only (`step_products`)
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ if backend.triton_installed():
             activated = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
         elif ACTIVATION == "gelu_tanh":
             activated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+        elif ACTIVATION == "quick_gelu":
+            activated = gate / (1.0 + tl.exp(-1.702 * gate))
         else:
             tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
             activated = tl.where(gate < 0.0, 0.0, gate)

@@ -2,15 +2,16 @@
 
 I in_features, O out_features, N rows (the product of the leading shape):
 
-    linear         y = x' Wᵀ + b (+ residual)                          x' = norm(x), or x
+    linear         y = activation(x' Wᵀ + b) (+ residual)              x' = norm(x), or x
     gated_linear   y = activation(x' W_gᵀ + b_g) * (x' W_uᵀ + b_u)
 
 For one row the time is that of reading the weight, and every launch beside it costs more than the work it does. So one
-kernel holds the RMSNorm (each program sums the squares of the whole row, which is in the L2 cache), the product, the
-activation and the residual, in fp32 throughout. Inside a graph it starts before the kernel before it has ended, loads
-its first weights, and only then waits for its input. 2 to 16 rows have kernels of their own (`skinny`); for more, and
-where `tiles` says that torch's own product is faster, the parts run one after the other. A weight in 8 bits is read by
-the same kernels, with a scale for each of its rows (`fp8.step`).
+kernel holds the RMSNorm (each program sums the squares of the whole row, which is in the L2 cache) or the LayerNorm
+(each program reads the row once more), the product, the activation and the residual, in fp32 throughout. Inside a
+graph it starts before the kernel before it has ended, loads its first weights, and only then waits for its input. 2 to
+16 rows have kernels of their own (`skinny`); for more, and where `tiles` says that torch's own product is faster, the
+parts run one after the other. A weight in 8 bits is read by the same kernels, with a scale for each of its rows
+(`fp8.step`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core import backend
+from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import Tile, tile
 from . import packing
 from .gated_activation import activation_kind, gated_activation
-from .prologue import Prologue, norm_arguments, prologue_of
+from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -61,6 +62,17 @@ for rows in (8, 32):
     case(f"Llama 8B, qkv, {rows} rows", product, rows, LLAMA_8B.hidden_size, kv, norm=True)
 for model in LLAMAS:
     case(model.name, gated, model)
+
+def plain(model, activation):
+    size, inner = model.hidden_size, model.intermediate_size
+    norm = LayerNormPrologue(tensor(size), tensor(size), EPS)
+    return launch_product(
+        tensor(1, 1, size), tensor(inner, size), tensor(inner), norm, None, tensor(1, 1, inner), activation
+    )
+
+for model in LLAMAS:
+    case(f"{model.name}, LayerNorm, GELU", plain, model, "gelu")
+case("1B, LayerNorm, GELU tanh", plain, LLAMA_1B, "gelu_tanh")
 """
 
 if backend.triton_installed():
@@ -88,9 +100,41 @@ if backend.triton_installed():
         return x, square
 
     @triton.jit
+    def statistics(x_ptr, eps, I: tl.constexpr, BLOCK_COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+        """Return mean and inverse deviation of a row, both of what it is beyond its first element.
+
+        So a mean far from zero takes no digits from the variance: it is at most I times the variance, squared.
+        """
+        first = tl.load(x_ptr).to(tl.float32)
+        total = tl.zeros([BLOCK_COLS], tl.float32)
+        square = tl.zeros([BLOCK_COLS], tl.float32)
+        for start in tl.static_range(0, I, BLOCK_COLS):
+            col = start + tl.arange(0, BLOCK_COLS)
+            x = tl.load(x_ptr + col, mask=col < I, other=0.0).to(tl.float32)
+            x = tl.where(col < I, x - first, 0.0)
+            total += x
+            square += x * x
+        mean = tl.sum(total, 0) / I
+        variance = tl.maximum(tl.sum(square, 0) / I - mean * mean, 0.0)
+        return mean + first, tl.rsqrt(variance + eps)
+
+    @triton.jit
+    def normalised(  # type: ignore[no-untyped-def]
+        x_ptr, norm_ptr, shift_ptr, col, mask, offset, mean, inverse, WEIGHT: tl.constexpr, SHIFT: tl.constexpr
+    ):
+        """Load columns of the input as a LayerNorm leaves them, in fp32."""
+        x = (tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32) - mean) * inverse
+        if WEIGHT:
+            x *= tl.load(norm_ptr + col, mask=mask, other=0.0).to(tl.float32) + offset
+        if SHIFT:
+            x += tl.load(shift_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        return x
+
+    @triton.jit
     def _linear_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         norm_ptr,
+        shift_ptr,
         weight_ptr,
         scale_ptr,
         bias_ptr,
@@ -105,7 +149,10 @@ if backend.triton_installed():
         FNUZ: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
+        CENTRED: tl.constexpr,
+        SHIFT: tl.constexpr,
         BIAS: tl.constexpr,
+        ACTIVATION: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
@@ -122,21 +169,30 @@ if backend.triton_installed():
             scale = tl.load(scale_ptr + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        if CENTRED:
+            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+        else:
+            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
         total = widened(weight, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
             weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-            square += more
+            if CENTRED:
+                x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+            else:
+                x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+                square += more
             total += widened(weight, DECODE, FNUZ) * x
         y = tl.sum(total, 1)
         if SCALED:
             y *= scale
-        if NORM:
+        if NORM and not CENTRED:
             y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
         if BIAS:
             y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            y = _activate(y, ACTIVATION)
         if RESIDUAL:
             y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
@@ -145,6 +201,7 @@ if backend.triton_installed():
     def _gated_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         norm_ptr,
+        shift_ptr,
         weight_ptr,
         scale_ptr,
         bias_ptr,
@@ -158,6 +215,8 @@ if backend.triton_installed():
         FNUZ: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
+        CENTRED: tl.constexpr,
+        SHIFT: tl.constexpr,
         BIAS: tl.constexpr,
         ACTIVATION: tl.constexpr,
         OVERLAP: tl.constexpr,
@@ -178,15 +237,22 @@ if backend.triton_installed():
             up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        if CENTRED:
+            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+        else:
+            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
         gates = widened(gate, DECODE, FNUZ) * x
         ups = widened(up, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
             gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
             up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-            square += more
+            if CENTRED:
+                x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+            else:
+                x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+                square += more
             gates += widened(gate, DECODE, FNUZ) * x
             ups += widened(up, DECODE, FNUZ) * x
         g = tl.sum(gates, 1)
@@ -194,7 +260,7 @@ if backend.triton_installed():
         if SCALED:
             g *= gate_scale
             u *= up_scale
-        if NORM:
+        if NORM and not CENTRED:
             inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
             g *= inverse
             u *= inverse
@@ -225,7 +291,9 @@ def linear(
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, (projection,))
         if isinstance(parameters, tuple) and _fits(input, parameters, residual):
-            product = few_rows(input, *parameters, prologue, residual)
+            product = deferring.product(input, *parameters, prologue) if residual is None else None
+            if product is None:
+                product = few_rows(input, *parameters, prologue, residual)
             if product is not None:
                 return product
         elif isinstance(parameters, str):
@@ -235,12 +303,14 @@ def linear(
     return output if residual is None else residual + output
 
 
-def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return `F.linear(input, weight, bias)` by a kernel for few rows; None where torch's own is to run."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()
+def takes_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether `F.linear(input, weight, bias)` has a kernel for few rows, and torch's own is not to run."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous() and weight.dim() == 2
     if not plain or not takes_few_rows(input) or not _fits(input, (weight, bias), None):
-        return None
-    return few_rows(input, weight, bias, None, None)
+        return False
+    rows, cols = weight.shape
+    kind = "linear" if is_one_row(input) else skinny_kind(input.numel() // cols)
+    return tile_for(kind, rows, cols, weight) is not None
 
 
 def gated_linear(
@@ -307,12 +377,19 @@ def is_one_row(input: Tensor) -> bool:
     return input.numel() == input.shape[-1]
 
 
-def before(input: Tensor, norm: nn.Module | None) -> tuple[Tensor, Prologue | None]:
-    """Return the input of a kernel and the norm it computes itself; a norm that it cannot compute is called here."""
+def before(input: Tensor, norm: nn.Module | None) -> tuple[Tensor, Norm | None]:
+    """Return the input of a kernel and the norm it computes itself; a norm that it cannot compute is called here.
+
+    Of a LayerNorm, which no method tells of, a step knows when it has been called: it is put off.
+    """
     if norm is None:
         return input, None
     prologue = prologue_of(norm) if is_one_row(input) or takes_norm(input) else None
-    return (norm(input), None) if prologue is None else (input, prologue)
+    if prologue is not None:
+        return input, prologue
+    normed = norm(input)
+    found = deferring.normed(normed) if is_one_row(normed) else None
+    return (normed, None) if found is None else found
 
 
 def _fits(input: Tensor, parameters: tuple[Tensor, Tensor | None], residual: Tensor | None) -> bool:
@@ -324,21 +401,36 @@ def _fits(input: Tensor, parameters: tuple[Tensor, Tensor | None], residual: Ten
 
 
 def few_rows(
-    input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Prologue | None, residual: Tensor | None
+    input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Norm | None, residual: Tensor | None
 ) -> Tensor | None:
     """Return the product by a kernel; None where torch's own operators are to run instead."""
+    out = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=None if residual is None else residual.dtype)
+    return out if launch_product(input, weight, bias, prologue, residual, out) else None
+
+
+def launch_product(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prologue: Norm | None,
+    residual: Tensor | None,
+    out: Tensor,
+    activation: str = "",
+) -> bool:
+    """Write the product by a kernel; return False where torch's own operators are to run instead."""
     rows, cols = weight.shape
     one_row = is_one_row(input)
     kind = "linear" if one_row else skinny_kind(input.numel() // cols)
     shape = tile_for(kind, rows, cols, weight)
     if shape is None:
-        return None
-    out = input.new_empty((*input.shape[:-1], rows))
+        return False
     if one_row:
-        launch_linear(input, Weight(weight), bias, prologue, residual, out, shape)
+        launch_linear(input, Weight(weight), bias, prologue, residual, out, shape, activation)
     else:
-        launch_skinny_linear(input, weight, bias, prologue, residual, out, shape)
-    return out
+        if isinstance(prologue, LayerNormPrologue):
+            raise TypeError("a LayerNorm of several rows is a kernel of its own")
+        launch_skinny_linear(input, weight, bias, prologue, residual, out, shape, activation)
+    return True
 
 
 class Weight(NamedTuple):
@@ -358,37 +450,40 @@ def launch_linear(
     input: Tensor,
     weight: Weight,
     bias: Tensor | None,
-    prologue: Prologue | None,
+    prologue: Norm | None,
     residual: Tensor | None,
     out: Tensor,
     shape: Tile,
+    activation: str = "",
 ) -> None:
     """Run the kernel of `linear` with a tile."""
     block_rows, block_cols, num_warps = shape
     values, scale, decode, fnuz = weight
     rows, cols = values.shape
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    shift = shift_of(prologue)
     overlap = overlaps(input)
     with backend.device_guard(input):
         linear_kernel.launch(
             (-(-rows // block_rows), 1, 1),
             num_warps,
             (
-                input.contiguous(), norm, values, _or(scale, input), _or(bias, input),
+                input.contiguous(), norm, _or(shift, input), values, _or(scale, input), _or(bias, input),
                 _or(residual, input).contiguous(), out,
             ),
             (),
             (),
             (eps, offset),
             (
-                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight, bias is not None,
+                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
+                isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, activation,
                 residual is not None, overlap, block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip
 
 
-def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Prologue | None) -> Tensor | None:
+def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Norm | None) -> Tensor | None:
     """Return the gated product by a kernel; None where torch's own operators are to run instead."""
     rows, cols = weight.shape[0] // 2, weight.shape[1]
     shape = tile_for("gated", rows, cols, weight)
@@ -404,7 +499,7 @@ def launch_gated(
     weight: Weight,
     bias: Tensor | None,
     kind: str,
-    prologue: Prologue | None,
+    prologue: Norm | None,
     out: Tensor,
     shape: Tile,
 ) -> None:
@@ -413,18 +508,20 @@ def launch_gated(
     values, scale, decode, fnuz = weight
     rows, cols = values.shape[0] // 2, values.shape[1]
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    shift = shift_of(prologue)
     overlap = overlaps(input)
     with backend.device_guard(input):
         gated_kernel.launch(
             (-(-rows // block_rows), 1, 1),
             num_warps,
-            (input.contiguous(), norm, values, _or(scale, input), _or(bias, input), out),
+            (input.contiguous(), norm, _or(shift, input), values, _or(scale, input), _or(bias, input), out),
             (),
             (),
             (eps, offset),
             (
-                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight, bias is not None, kind,
-                overlap, block_rows, block_cols,
+                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
+                isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, kind, overlap,
+                block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -26,14 +26,31 @@ class Prologue(NamedTuple):
     weight_in_fp32: bool = False
 
 
+class LayerNormPrologue(NamedTuple):
+    """A LayerNorm, which only the products of one row of `linear` and `transposed` compute."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    offset: float = 0.0
+
+
+Norm = Prologue | LayerNormPrologue
+
+
 def prologue_of(norm: nn.Module) -> Prologue | None:
     """Return what a kernel needs to compute `norm` itself, or None if the module has to be called."""
     describe = getattr(type(norm), "prologue", None)
     return None if describe is None or backend.observed(norm) else describe(norm)
 
 
-def norm_arguments(prologue: Prologue | None, input: Tensor) -> tuple[Tensor, float, float, bool]:
+def norm_arguments(prologue: Norm | None, input: Tensor) -> tuple[Tensor, float, float, bool]:
     """Return the norm's weight (any tensor where it has none), eps, offset, and whether it has a weight."""
     if prologue is None or prologue.weight is None:
         return input, 0.0 if prologue is None else prologue.eps, 0.0, False
     return prologue.weight, prologue.eps, prologue.offset, True
+
+
+def shift_of(prologue: Norm | None) -> Tensor | None:
+    """Return what the norm adds at the end."""
+    return prologue.bias if isinstance(prologue, LayerNormPrologue) else None

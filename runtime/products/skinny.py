@@ -36,6 +36,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.arrivals import publish
+    from .gated_activation import _activate
 
     @triton.jit
     def _weight(  # type: ignore[no-untyped-def]
@@ -102,6 +103,7 @@ if backend.triton_installed():
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
         BIAS: tl.constexpr,
+        ACTIVATION: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
         WAIT: tl.constexpr,
@@ -164,6 +166,8 @@ if backend.triton_installed():
             y *= tl.rsqrt(squares / I + eps)[None, :]
         if BIAS:
             y += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "":
+            y = _activate(y, ACTIVATION)
         at = rows[None, :] * O + column[:, None]
         if RESIDUAL:
             y += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
@@ -209,6 +213,7 @@ def launch_skinny_linear(
     residual: Tensor | None,
     out: Tensor,
     form: tuple[int, ...],
+    activation: str = "",
 ) -> None:
     """Run the kernel of `linear` for up to `MOST_ROWS` rows with a `Form`, or the first fields of one."""
     block_rows, block_cols, num_warps, splits, stages = Form(*form)
@@ -238,8 +243,8 @@ def launch_skinny_linear(
             (),
             (eps, offset),
             (
-                cols, rows, prologue is not None, has_weight, bias is not None, residual is not None, overlap,
-                wait_for_stores(input) if splits > 1 else "", height, block_rows, block_cols, splits, stages,
+                cols, rows, prologue is not None, has_weight, bias is not None, activation, residual is not None,
+                overlap, wait_for_stores(input) if splits > 1 else "", height, block_rows, block_cols, splits, stages,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -1,29 +1,368 @@
-"""Products of a decode step that no rule has rewritten: another library's layers, models of other files.
+"""Products of a decode step that no rule has rewritten: other forms of layers, another library's, of other files.
 
-A step is captured once, so that looking at every call costs nothing later.
+A step is captured once, so that looking at every call costs nothing later. Norms and products of few rows are put off
+(`deferred`) until something reads them: a product that reads a norm computes it, and an activation, a bias or a
+residual that follows a product is its last stage. Whatever else reads what was put off gets it computed first; so does
+whatever may write what it is computed from. Every call of torch's Python functions and of a tensor's methods passes
+here, `data_ptr` included, by which kernels get at memory.
+
+Not seen are functions that take tensors apart in C++ without asking torch (`torch.jit.script`, extensions by
+pybind11): what was put off is not a number until it is computed, so a step that reads it shows in `DecodeGraph.prove`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .linear import product
+from ..core import deferring
+from .deferred import POINTS, Deferred, Normed, Pointwise, Product
+from .linear import is_one_row, takes_few_rows, takes_product
+from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
+from .transposed import takes_transposed
 
-OFFERS: dict[str, dict[str, str]] = {}
+Instead = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
+Handlers = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
+
+_ASKS = {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
+    torch.Tensor.is_contiguous, torch.Tensor.get_device, torch.Tensor.element_size, torch.Tensor.is_floating_point,
+    torch.Tensor.storage_offset, torch.Tensor.__len__, torch.is_floating_point, torch.numel,
+}  # fmt: skip
+_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested"}
+_VIEWS = {
+    torch.Tensor.view, torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.squeeze,
+    torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.Tensor.unflatten,
+    torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split, torch.unflatten,
+}  # fmt: skip
+"""What never reads a number."""
+_SAME_ORDER = {
+    torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous, torch.reshape, torch.flatten,
+}  # fmt: skip
+"""What reads none of a contiguous tensor."""
+_POINTWISE: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.add: torch.add, torch.add: torch.add,
+    torch.Tensor.sub: torch.sub, torch.sub: torch.sub,
+    torch.Tensor.mul: torch.mul, torch.mul: torch.mul,
+    torch.Tensor.div: torch.div, torch.div: torch.div,
+    torch.Tensor.pow: torch.pow, torch.pow: torch.pow,
+    torch.Tensor.neg: torch.neg, torch.neg: torch.neg,
+    torch.Tensor.exp: torch.exp, torch.exp: torch.exp,
+    torch.Tensor.erf: torch.erf, torch.erf: torch.erf,
+    torch.Tensor.tanh: torch.tanh, torch.tanh: torch.tanh,
+    torch.Tensor.sigmoid: torch.sigmoid, torch.sigmoid: torch.sigmoid,
+}  # fmt: skip
+"""Functions of numbers, by what is called: those with an argument `out`."""
+_ACTIVATIONS = {
+    F.relu, torch.relu, torch.Tensor.relu, F.gelu, F.silu, torch.square, torch.Tensor.square,
+}  # fmt: skip
+"""Functions of one tensor, put off where a product has them."""
+_VALUES = (Tensor, int, float, torch.dtype)
+_MATMULS = {torch.Tensor.matmul, torch.matmul}
+_SUMS = {torch.Tensor.add, torch.add}
 
 
 class StepProducts(TorchFunctionMode):
-    """Takes `F.linear` of few rows at the speed of memory, whoever calls it."""
+    """Takes products of few rows at the speed of memory, with what is before and after them, whoever calls them.
+
+    Args:
+        instead: by functions of torch, what to call first; it returns None where torch's is to run.
+        handlers: by functions of torch that are called with tensors and values, what may put off more than products;
+            they are given the step before the arguments, and return None for what they do not take.
+        poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
+    """
+
+    def __init__(
+        self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
+    ) -> None:
+        super().__init__()
+        self._instead = instead or {}
+        self._handlers = handlers or {}
+        self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+        self._poisons = poisons
+        self._deferred: dict[int, Deferred] = {}
+        self._norms: AbstractContextManager[None] = deferring.to(self)
+
+    def __enter__(self) -> StepProducts:
+        """Begin a step."""
+        self._norms = deferring.to(self)
+        self._norms.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Compute what the model still holds."""
+        super().__exit__(kind, error, trace)
+        self._norms.__exit__(kind, error, trace)
+        if kind is None:
+            while self._deferred:  # the last first: what it was made of may then be of no use
+                self._compute(next(reversed(self._deferred)))
+                self._forget()
+        self._deferred.clear()
+        self._sums.clear()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, or what stands for it in a step."""
+        """Run a function of torch, or put off what it computes."""
         given = kwargs or {}
-        if func is F.linear and (taken := product(*args, **given)) is not None:
+        if torch.compiler.is_compiling():
+            return func(*args, **given)
+        taken = self._taken(func, args, given)
+        if taken is None and func in self._handlers and all(isinstance(a, _VALUES) for a in args):
+            taken = self._handlers[func](self, *args, **given)
+        if taken is not None:
             return taken
-        return func(*args, **given)
+        if (self._deferred or self._sums) and not self._reads_no_number(func, args):
+            self._settle(args, given)
+        instead = self._instead.get(func)
+        taken = None if instead is None else instead(*args, **given)
+        return func(*args, **given) if taken is None else taken
+
+    def _taken(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Any:
+        """Return what stands for the result of a call that is put off, None for any other."""
+        if func is F.linear:
+            return self._product(*args, **given)
+        if func in _MATMULS and len(args) == 2 and not given:
+            return self._matmul(*args)
+        if func is torch.addmm and len(args) == 3 and not given:
+            return self._transposed(*args)
+        if func is F.layer_norm:
+            return self._layer_norm(*args, **given)
+        if func is F.dropout:
+            return self._dropout(*args, **given)
+        if not self._deferred:
+            return None
+        if func is torch.Tensor.to and len(args) == 2 and not given and self.of(args[0]) is not None:
+            return args[0] if args[1] is args[0].dtype else None
+        if func in _POINTWISE or func in _ACTIVATIONS:
+            taken = self._pointwise(func, args, given)
+            return self._sum(*args) if taken is None and func in _SUMS and len(args) == 2 and not given else taken
+        return None
+
+    @staticmethod
+    def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
+        return None if training else input
+
+    def _layer_norm(
+        self,
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        if len(normalized_shape) != 1 or tuple(input.shape[-1:]) != tuple(normalized_shape):
+            return None
+        return self._norm(input, LayerNormPrologue(weight, bias, eps))
+
+    def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off an RMSNorm of one row."""
+        with torch._C.DisableTorchFunction():  # what is asked here is no call of the model's
+            return self._norm(input, Prologue(*prologue))
+
+    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off a LayerNorm of one row."""
+        with torch._C.DisableTorchFunction():
+            return self._norm(input, LayerNormPrologue(*prologue))
+
+    def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
+        """Put off the sum of a product and of something of its shape."""
+        with torch._C.DisableTorchFunction():
+            return self._sum(first, second)
+
+    def normed(self, tensor: Tensor) -> tuple[Tensor, Norm] | None:
+        """Return what a norm that was put off is computed from."""
+        with torch._C.DisableTorchFunction():
+            found = self.of(tensor)
+            return (found.input, found.prologue) if isinstance(found, Normed) else None
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Norm | None) -> Tensor | None:
+        """Put off a product that knows its norm."""
+        with torch._C.DisableTorchFunction():
+            if not input.is_contiguous() or not takes_product(input, weight, bias):
+                return None
+            self.settle(input)
+            return self.put_off(Product(input, weight, bias, prologue), (*input.shape[:-1], weight.shape[0]), input)
+
+    def _norm(self, input: Tensor, prologue: Norm) -> Tensor | None:
+        given = [p for p in (prologue.weight, shift_of(prologue)) if p is not None]
+        fits = all(p.shape == input.shape[-1:] and p.dtype == input.dtype and p.is_contiguous() for p in given)
+        if not fits or not is_one_row(input) or not takes_few_rows(input) or not input.is_contiguous():
+            return None
+        self.settle(input)
+        return self.put_off(Normed(input, prologue), input.shape, input)
+
+    def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        if not input.is_contiguous() or not takes_product(input, weight, bias):
+            return None
+        product = Product(*self._before(input, weight, bias, (Prologue, LayerNormPrologue)))
+        return self.put_off(product, (*input.shape[:-1], weight.shape[0]), input)
+
+    def _matmul(self, input: Tensor, weight: Tensor) -> Tensor | None:
+        """Put off a product with a weight that is written as `x @ W.T`."""
+        if weight.dim() != 2 or weight.is_contiguous():
+            return None
+        if type(weight._base) is not nn.Parameter:
+            return None  # what a step computes is not there before it, when kernels begin to load weights
+        return self._product(input, weight.T)
+
+    def _before(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, norms: tuple[type, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Norm | None]:
+        """Return the first fields of a product: it computes the norm before it, if that is one of `norms`."""
+        before = self.of(input)
+        if isinstance(before, Normed) and isinstance(before.prologue, norms):
+            if before.input.shape[-1] == input.shape[-1]:
+                return before.input, weight, bias, before.prologue
+        self.settle(input)
+        return input, weight, bias, None
+
+    def _transposed(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
+        if not input.is_contiguous() or not takes_transposed(input, weight, bias):
+            return None
+        product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
+        return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)
+
+    def _pointwise(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Tensor | None:
+        """Put off a function of a product and of numbers."""
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        products = [_bare(self.of(a)) for a in tensors]
+        plain = all(isinstance(a, (Tensor, int, float)) for a in args) and (not given or func in _ACTIVATIONS)
+        if not plain or not tensors or any(a.shape != tensors[0].shape for a in tensors):
+            return None
+        of = products[0]
+        if of is None or any(product is not of for product in products):
+            return None
+        at = [_values(self.of(a)) if isinstance(a, Tensor) else a for a in args]
+        result = Pointwise(of, func(*at, **given), _POINTWISE.get(func, func), tuple(args), self.settle)
+        if func in _ACTIVATIONS and result.activated is None:
+            return None
+        return self.put_off(result, tensors[0].shape, tensors[0])
+
+    def _sum(self, first: Any, second: Any) -> Tensor | None:
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+            return None
+        if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
+            return None
+        if not (first.is_contiguous() and second.is_contiguous()):
+            return None
+        for one, other in ((first, second), (second, first)):
+            product = _whole(self.of(one))
+            if product is None:
+                continue
+            beside = self.of(other)
+            inner = beside if isinstance(beside, Product) and beside.residual is None else None
+            total = product.plus(other if inner is None else inner)
+            if total is not None:
+                if inner is None:
+                    self.settle(other)
+                return self.put_off(total, one.shape, one)
+        return None
+
+    def put_off(
+        self, deferred: Deferred, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the tensor that it stands for."""
+        place = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
+        if self._poisons:
+            place.fill_(float("nan"))
+        deferred.stands_for(place)
+        self._forget()
+        self._deferred[_key(place)] = deferred
+        return place
+
+    def _forget(self) -> None:
+        """Drop what nothing reads any more, last what was for that."""
+        for key in [*self._deferred][::-1]:
+            if self._deferred[key].place() is None:
+                del self._deferred[key]
+
+    def of(self, tensor: Any) -> Deferred | None:
+        """Return what a tensor stands for: all of it, in its order."""
+        if not isinstance(tensor, Tensor) or (found := self._deferred.get(_key(tensor))) is None:
+            return None
+        whole = found.place() is not None and tensor.numel() == found.shape.numel() and tensor.is_contiguous()
+        return found if whole and tensor.dtype == found.dtype else None
+
+    @staticmethod
+    def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        if func in _ASKS or func in _VIEWS:
+            return True
+        if func in _SAME_ORDER:
+            return bool(args[0].is_contiguous())
+        attribute = getattr(func, "__self__", None)
+        return getattr(func, "__name__", "") == "__get__" and getattr(attribute, "__name__", "") in _ATTRIBUTES
+
+    def _settle(self, *arguments: Any) -> None:
+        """Compute what a call reads, and what is computed from something that it may write."""
+        self._forget()
+        keys = {_key(tensor) for tensor in _tensors(arguments)}
+        self._sums = {at: kept for at, kept in self._sums.items() if keys.isdisjoint(map(_key, (*kept[0], kept[1])))}
+        for key in [*self._deferred][::-1]:
+            if key in self._deferred and (key in keys or not keys.isdisjoint(map(_key, self._deferred[key].reads))):
+                self._compute(key)
+
+    def sum_of(self, tensors: list[Tensor]) -> Tensor:
+        """Return the sum of what every layer adds, computed once a step for the same tensors."""
+        if len(tensors) == 1:
+            return tensors[0]
+        at = tuple(number for t in tensors for number in (_key(t), t.storage_offset(), *t.shape, *t.stride()))
+        if at not in self._sums:
+            self._sums[at] = (tensors, functools.reduce(torch.add, tensors))
+        return self._sums[at][1]
+
+    def settle(self, tensor: Tensor) -> None:
+        """Compute a tensor that was put off."""
+        if _key(tensor) in self._deferred:
+            self._compute(_key(tensor))
+
+    def _compute(self, key: int) -> None:
+        deferred = self._deferred.pop(key)
+        if (storage := deferred.place()) is None:
+            return
+        out = torch.empty(0, dtype=deferred.dtype, device=storage.device).set_(storage)
+        deferred.compute(out.view(deferred.shape))
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bare(deferred: Deferred | None) -> Product | None:
+    """Return the product that a function of numbers may follow."""
+    if isinstance(deferred, Pointwise):
+        return deferred.of
+    bare = isinstance(deferred, Product) and not deferred.activation and deferred.residual is None
+    return deferred if bare else None  # type: ignore[return-value]
+
+
+def _whole(deferred: Deferred | None) -> Product | None:
+    """Return the product to which something may be added."""
+    if isinstance(deferred, Pointwise):
+        return deferred.activated
+    return deferred if isinstance(deferred, Product) else None
+
+
+def _values(deferred: Deferred | None) -> Tensor:
+    return deferred.values if isinstance(deferred, Pointwise) else POINTS
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for item in given:
+            yield from _tensors(item)
+    elif isinstance(given, dict):
+        yield from _tensors(tuple(given.values()))

@@ -40,8 +40,8 @@ class Rewriting(cst.CSTTransformer):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    keeps_checkpoint: ClassVar[bool] = True
-    """Whether parameters keep their names, so that the original's weights load as they are."""
+    keeps_names: ClassVar[bool] = True
+    """Whether the weights and arguments of modules keep their names: what fits the original fits this too."""
 
     def __init__(self, file: File):
         super().__init__()

@@ -58,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _respelled(source: Source, each: int) -> list[tuple[str, int, str]]:
+    """Respellings of a file; where weights or arguments get other names, the original cannot stand beside it."""
     found: list[tuple[str, int, str]] = []
-    for name in turned(tuple(all_rewritings()), source.path.name):
+    kept = tuple(name for name, rewriting in all_rewritings().items() if rewriting.keeps_names)
+    for name in turned(kept, source.path.name):
         respelled = respell(source.text, all_rewritings()[name])
         if respelled.places:
             found.append((name, respelled.places, respelled.text))

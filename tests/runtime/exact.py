@@ -61,6 +61,7 @@ def router(
     eps: float = 0.0,
     scaling: float = 1.0,
     bias: torch.Tensor | None = None,
+    least_sum: float = 0.0,
 ) -> torch.Tensor:
     """The weights `[N, K]` of experts that were chosen, token by token."""
     logits = x.double() @ weight.double().T
@@ -70,8 +71,19 @@ def router(
     values = 1.0 / (1.0 + (-logits).exp()) if scores == "sigmoid" else exp / exp.sum(-1, keepdim=True)
     chosen = values.gather(-1, index)
     if normalize:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + eps)
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + eps).clamp_min(least_sum)
     return chosen * scaling
+
+
+def in_groups(keys: torch.Tensor, groups: int, wanted: int, best: int, left_out: float) -> torch.Tensor:
+    """What experts are chosen by, `[N, E]`: as given in the `wanted` groups with the largest sums of `best` keys."""
+    keys = keys.clone()
+    size = keys.shape[-1] // groups
+    for row in keys:
+        sums = [sum(sorted(row[g * size : (g + 1) * size].tolist())[-best:]) for g in range(groups)]
+        for g in sorted(range(groups), key=lambda g: -sums[g])[wanted:]:
+            row[g * size : (g + 1) * size] = left_out
+    return keys
 
 
 def experts(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewrite.runtime.moe.form import ExpertsForm
 from rewrite.runtime.moe.router import RoutingRule, select_experts
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.prologue import Prologue
@@ -42,3 +43,20 @@ class Gate(nn.Module):
     def rule(self) -> RoutingRule:
         biases = {"bias": self.bias, "correction_bias": self.correction_bias}
         return RoutingRule(weight=self.weight, **biases, **self.described)
+
+
+class Every(nn.Module):
+    """Experts that are all computed: `[E N, H]`, N tokens for each, of weights `[E, H, 2 M]` and `[E, M, H]`."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+        self.down_proj = nn.Parameter(down, requires_grad=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        gate, up = torch.bmm(inputs.unflatten(0, (self.down_proj.shape[0], -1)), self.gate_up_proj).chunk(2, -1)
+        return torch.bmm(self.act_fn(gate) * up, self.down_proj).flatten(0, 1)
+
+    def form(self) -> ExpertsForm:
+        return ExpertsForm(self.act_fn, transposed=True, every_expert=True)

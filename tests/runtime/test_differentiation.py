@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from mixture import EPS, Gate, Norm
+from mixture import EPS, Every, Gate, Norm
 from tolerances import assert_same_gradient
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -30,10 +30,12 @@ from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.gated_activation import gated_activation
 from rewrite.runtime.products.gemm import routed_linear, routed_packed_linear
 from rewrite.runtime.products.linear import gated_linear, linear
+from rewrite.runtime.products.packed_step import packed_step
 from rewrite.runtime.products.packing import packed_linear
 
 experts = importlib.import_module("rewrite.runtime.moe.experts")
 router = importlib.import_module("rewrite.runtime.moe.router")
+every_expert = importlib.import_module("rewrite.runtime.moe.every_expert")
 
 H, E, K = 16, 4, 2
 
@@ -50,6 +52,7 @@ class Layer(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.randn(E, 12, H) / 4)
         self.down_proj = nn.Parameter(torch.randn(E, H, 6) / 4)
         self.gate, self.rms = Gate(torch.randn(E, H), K, normalize=True, weights_in_fp32=True), Norm(torch.rand(H))
+        self.every = Every(self.gate_up_proj.detach().mT.contiguous(), self.down_proj.detach().mT.contiguous())
         self.num_key_value_groups = 2
         self.to(dtype).requires_grad_(False)
 
@@ -93,9 +96,10 @@ class Case(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
-THROUGH_FP32 = {"rms_norm", "add_rms_norm", "layer_norm", "linear", "gated_linear", "router"}
+THROUGH_FP32 = {"rms_norm", "add_rms_norm", "layer_norm", "linear", "gated_linear", "packed_step", "router"}
 """Operators that the modeling files compute in fp32, whatever comes in."""
 STATES, HEADS, TABLE = (2, 3, H), (2, 4, 3, 8), (2, 3, 8)
+SHARES = torch.eye(E)[:2]
 INDEX = torch.tensor([[0, 2], [1, 3], [2, 1]])
 CASES: dict[str, Case] = {
     "rms_norm": Case(lambda _, x, w: rms_norm(x, w, EPS), lambda _, x, w: normed(x, w), (STATES, (H,))),
@@ -142,12 +146,19 @@ CASES: dict[str, Case] = {
         lambda m, x: gated_linear(x, (m.k, m.v), F.silu, norm=m.rms),
         lambda m, x: F.silu(m.k(normed(x, m.rms.weight))) * m.v(normed(x, m.rms.weight)), ((1, 1, H),),
     ),
+    "packed_step": Case(
+        lambda m, x: packed_step(x, m.q, m.k, norm=m.rms),
+        lambda m, x: (m.q(normed(x, m.rms.weight)), m.k(normed(x, m.rms.weight))), ((1, 1, H),),
+    ),
     "router": Case(
         lambda m, x: router.router(x, m.gate, norm=m.rms)[:2],
         lambda m, x: (normed(x, m.rms.weight), m.gate(normed(x, m.rms.weight))[1]), ((3, H),),
     ),
     "fused_experts": Case(
         lambda m, x, w: experts.fused_experts(x, m, INDEX, w), lambda m, x, w: m(x, INDEX, w), ((3, H), (3, K))
+    ),
+    "chosen_experts": Case(
+        lambda m, x: every_expert.chosen_experts(x, m.every, SHARES, 1), lambda m, x: m.every(x), ((2 * E, H),)
     ),
     "fp8_linear": Case(lambda m, x: fp8_linear(x, m.q), lambda m, x: m.q(x), (STATES,)),
     "fp8_packed_linear": Case(
@@ -167,9 +178,14 @@ WRITES = "writes a cache in place, which torch transforms for nobody; it asks `w
 OTHERS = {
     "decode_attention": WRITES,
     "qkv_step": WRITES,
+    "latent_attention": WRITES,
+    "projected_step": WRITES,
     "fp8_qkv_step": WRITES,
     "conv_step": WRITES,
     "state_space_step": WRITES,
+    "selective_scan_step": WRITES,
+    "gated_norm": "None, and the file's own operators run, wherever something is differentiated",
+    "log_decay": "the torch form runs wherever something is differentiated; its rates are no module of these tests",
     "delta_rule_step": "None, and the file's own operators run, wherever something is differentiated",
     "rotary_rows": "rows of tables by integer positions, which nothing differentiates",
 }

@@ -43,6 +43,14 @@ RULES: dict[str, dict[str, Any]] = {
         "weights_in_fp32": True,
     },
 }
+GROUPS = {"scores": "sigmoid", "eps": 1e-20, "correction_bias": True, "logits_in_fp32": True, "num_group": 4}
+RULES |= {
+    "softmax, corrected, a least sum": {"correction_bias": True, "least_sum": 0.9, "logits_in_fp32": True},
+    "sigmoid, in groups": {**GROUPS, "topk_group": 2, "scaling": 2.5},
+    "softmax, in groups by their best": {
+        "normalize": False, "num_group": 4, "topk_group": 2, "group_best": 1, "left_out": 0.0, "logits_in_fp32": True,
+    },
+}  # fmt: skip
 # tokens, experts, experts a token, hidden size
 ROUTERS = [(1, 128, 8, 64), (3, 8, 2, 33), (1, 1, 1, 16), (5, 60, 4, 127), (2, 257, 9, 128), (0, 8, 2, 32)]
 # tokens, experts, experts a token, hidden size, intermediate size
@@ -79,15 +87,23 @@ def check_router(x: Tensor, gate: Gate, norm: Norm | None) -> None:
             scores=rule.scores, normalize=False, bias=rule.bias,
         )  # fmt: skip
         keys = logits if rule.correction_bias is None else logits + rule.correction_bias.double()
+        if rule.num_group > 1:
+            keys = exact.in_groups(keys, rule.num_group, rule.topk_group, rule.group_best, rule.left_out)
         worst = keys.gather(-1, index).amin(-1)
         ahead = worst - keys.scatter(-1, index, -torch.inf).amax(-1)
-        unclear = 16 * eps * keys.abs().amax(-1)
+        unclear = 16 * eps * keys.masked_fill(keys.isinf(), 0.0).abs().amax(-1)
         assert (ahead >= -unclear).all(), "another expert's score is larger"
         assert (weights.diff(dim=-1) <= 0).all() or rule.correction_bias is not None, "not in descending order"
         (index, order), (index_there, order_there) = index.sort(-1), index_there.sort(-1)
         same = (index == index_there).all(-1)
         assert (same | (ahead <= unclear)).all()
-        form = {"scores": rule.scores, "normalize": rule.normalize, "eps": rule.eps, "scaling": rule.scaling}
+        form = {
+            "scores": rule.scores,
+            "normalize": rule.normalize,
+            "eps": rule.eps,
+            "scaling": rule.scaling,
+            "least_sum": rule.least_sum,
+        }
         wanted = exact.router(tokens, rule.weight, index, bias=rule.bias, **form)
         weights, weights_there = weights.gather(-1, order), weights_there.gather(-1, order_there)
         # A softmax turns a rounding of a logit into an error of its weight that is larger by the logit.

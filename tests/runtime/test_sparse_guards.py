@@ -147,7 +147,7 @@ def special(weight: Tensor, top_k: int) -> Gate:
 GATES: dict[str, Callable[[Tensor], Any]] = {
     "observed": lambda weight: Watched(weight, 2),
     "router_without_rule": lambda weight: Unruled(weight, 2),
-    "grouped_choice": lambda weight: Gate(weight, 2, num_group=2),
+    "grouped_choice": lambda weight: Gate(weight, 2, num_group=6, group_best=1),  # one expert in the best group
     "gradient": lambda weight: Gate(weight, 2).requires_grad_(True),
     "not_a_plain_parameter": lambda weight: special(weight, 2),
 }

@@ -10,7 +10,14 @@ import torch
 from conftest import KERNEL_DTYPES
 from torch import Tensor
 
-from rewrite.runtime.mixers import conv_step, delta_rule_step, state_space_step
+from rewrite.runtime.mixers import (
+    conv_step,
+    delta_rule_step,
+    gated_norm,
+    log_decay,
+    selective_scan_step,
+    state_space_step,
+)
 
 WIDTHS = [(1, 16, 4), (3, 300, 3), (2, 256, 2)]
 HEADS = [(1, 2, 2, 16, 16), (2, 2, 6, 24, 40), (1, 1, 3, 128, 20)]
@@ -93,13 +100,74 @@ def test_delta_rule_step(
 @dtypes
 @pytest.mark.parametrize("sizes", SPACES)
 @pytest.mark.parametrize("softplus", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
 def test_state_space_step(
-    device: torch.device, poisoned: None, sizes: tuple[int, ...], dtype: torch.dtype, softplus: bool
+    device: torch.device, poisoned: None, sizes: tuple[int, ...], dtype: torch.dtype, softplus: bool, gated: bool
 ) -> None:
-    arguments = [*space(*sizes, dtype)[:-1], softplus]
+    rows, heads, channels = sizes[:3]
+    gate = torch.randn(rows, 2 * heads * channels).to(dtype)[:, heads * channels :].view(rows, heads, channels)
+    arguments = [*space(*sizes, dtype)[:-1], softplus, gate if gated else None]
     if not softplus:  # a rate for each number of the state, as Mamba has
         arguments[3] = -torch.rand(*sizes[1:3], sizes[4])
     check(state_space_step.state_space_step, state_space_step, arguments, device, written=0)
+
+
+def scan(rows: int, channels: int, size: int, dtype: torch.dtype, gated: bool) -> list[Any]:
+    x, dt, z = (torch.randn(rows, 2 * channels).to(dtype)[:, channels:] for _ in range(3))
+    enters, reads = torch.randn(rows, 2 * size).to(dtype).split(size, dim=-1)
+    rates, skip, bias = -torch.rand(channels, size), torch.randn(channels).to(dtype), torch.randn(channels)
+    state = torch.randn(rows, channels, size)
+    return [state, x, dt, rates, enters, reads, skip, bias, True, z if gated else None]
+
+
+@dtypes
+@pytest.mark.parametrize("sizes", [(1, 40, 16), (3, 24, 5)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_selective_scan_step(
+    device: torch.device, poisoned: None, sizes: tuple[int, int, int], dtype: torch.dtype, gated: bool
+) -> None:
+    arguments = scan(*sizes, dtype, gated)
+    check(selective_scan_step.selective_scan_step, selective_scan_step, arguments, device, written=0)
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "groups", "size"), [(1, 1, 40), (3, 4, 16), (5, 2, 127)])
+@pytest.mark.parametrize("order", ["gate_first", "weight_in_fp32", "weight_rounded"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, None], ids=str)
+def test_gated_norm(
+    device: torch.device, poisoned: None, rows: int, groups: int, size: int, dtype: torch.dtype, order: str,
+    weight_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    columns = groups * size
+    x, gate = torch.randn(rows, columns).to(dtype), torch.randn(rows, 3 * columns).to(dtype)[:, columns : 2 * columns]
+    weight = torch.randn(columns).to(weight_dtype or dtype)
+    kind = "sigmoid" if order == "weight_in_fp32" else "silu"
+    flags = {"gate_first": order == "gate_first", "weight_in_fp32": order == "weight_in_fp32"}
+    for given in (gate, None):
+        on_device = copied([x, given, weight], device)
+        ours = gated_norm.gated_norm(*on_device, 1e-5, kind, size, **flags)
+        assert ours is not None
+        assert_close(ours, gated_norm.reference(*on_device, 1e-5, kind, size, **flags), dtype)
+
+
+def test_gated_norm_leaves_other_rows_to_torch(device: torch.device) -> None:
+    x, weight = torch.randn(2, 3, 8, device=device), torch.ones(8, device=device)
+    for other in (x.transpose(0, 1), x.double(), x[..., :5], x.clone().requires_grad_()):
+        assert gated_norm.gated_norm(other, other, weight, 1e-5, "silu") is None
+    assert gated_norm.gated_norm(x, x, weight, 1e-5, "silu", 3) is None
+    assert gated_norm.gated_norm(x, x, weight, 1e-5, "tanh") is None
+    assert gated_norm.gated_norm(x, x[:1], weight, 1e-5, "silu") is None
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (3, 33)])
+def test_log_decay(device: torch.device, poisoned: None, rows: int, heads: int, dtype: torch.dtype) -> None:
+    packed = torch.randn(rows, 1, 3 * heads).to(dtype) * 8
+    arguments = copied([packed, torch.randn(heads).to(dtype), torch.randn(heads)], device)
+    x = arguments[0][..., heads : 2 * heads]
+    ours = log_decay.log_decay(x, *arguments[1:])
+    assert ours.is_contiguous()
+    assert_close(ours, log_decay.reference(x, *arguments[1:]), dtype)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_torch(device: torch.device) -> None:
@@ -112,7 +180,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch(device: torch.device) -> 
     assert delta_rule_step.delta_rule_step(*rule[:5], rule[5].double(), True) is None
     assert delta_rule_step.delta_rule_step(rule[0].requires_grad_(), *rule[1:6], True) is None
     step = copied(space(1, 4, 16, 1, 16, torch.float32), device)
-    assert state_space_step.state_space_step(*step, z=step[1]) is None
+    assert state_space_step.state_space_step(*step, z=step[1].transpose(1, 2)) is None
     assert state_space_step.state_space_step(step[0].transpose(2, 3), *step[1:]) is None
 
 

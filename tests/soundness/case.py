@@ -65,8 +65,14 @@ def _section(text: str) -> dict[str, str]:
 
 @cache
 def scaffold(name: str) -> tuple[str, dict[str, str]]:
-    """Return the text around what a case gives, and what holes and fields are where the case says nothing."""
+    """Return the text around what a case gives, and what holes and fields are where the case says nothing.
+
+    A scaffold that is `like` another one has its text.
+    """
     given = _section((FIXTURES / "scaffolds" / f"{name}.txt").read_text())
+    if "like" in given:
+        text, usual = scaffold(given.pop("like"))
+        return text, usual | given
     text = given.pop("body")
     if "default_body" in given:
         given["body"] = given.pop("default_body")

@@ -8,9 +8,17 @@ import hypothesis.strategies as st
 
 from soundness.case import Case
 from soundness.random_computations import expansions, layer_norms, rms_norms, rotations
-from soundness.random_models import HOST_SITES, LENGTH_SITES, decoders, host_values, loops, sparse_blocks
+from soundness.random_models import (
+    HOST_SITES,
+    LENGTH_SITES,
+    decoders,
+    host_values,
+    latent_decoders,
+    loops,
+    sparse_blocks,
+)
 from soundness.random_modules import gated, pairs, projections, residuals
-from soundness.random_states import windows
+from soundness.random_states import gated_norms, windows
 
 
 @dataclass(frozen=True)
@@ -27,13 +35,14 @@ _STEP = (
 
 PLACES = {
     "decode_head": Place(decoders(("head",))),
-    "decode_layers": Place(decoders(("feed", "attention", "layer")), _STEP),
+    "decode_layers": Place(st.one_of(decoders(("feed", "attention", "layer")), latent_decoders()), _STEP),
     "decode_masks": Place(decoders(("model",)), (*_STEP, "decode_layers")),
     "fixed_count_loops": Place(loops()),
     "fuse_add_norm": Place(residuals(), ("fuse_rms_norm",)),
     "fuse_experts": Place(sparse_blocks(), ("fuse_gated_activation",)),
     "fuse_gate_up": Place(pairs()),
     "fuse_gated_activation": Place(gated()),
+    "fuse_gated_norm": Place(gated_norms()),
     "fuse_layer_norm": Place(layer_norms()),
     "fuse_qkv": Place(projections()),
     "fuse_rms_norm": Place(rms_norms()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import hypothesis.strategies as st
 
 from soundness.case import Case, case_of, scaffold
@@ -34,6 +36,17 @@ _LOCALS = (
     "flag, late = len({0}) == 2, lambda: {0}\n"
     "self.kept = {0}\n"
 )
+
+
+_EACH = {
+    "a": "a = {0} * 1", "c": "c = {0}", "xs": "xs = [{0}]", "d": "d = {{'k': {0}}}", "n": "n = None", "z": "z = None",
+    "flag": "flag = len({0}) == 2", "late": "late = lambda: {0}", "kept": "self.kept = {0}",
+}  # fmt: skip
+
+
+def _needed(text: str) -> str:
+    """Return those locals that a body reads: with a list or a function among them nothing is rewritten."""
+    return "".join(f"{line}\n" for name, line in _EACH.items() if re.search(rf"\b{name}\b", text))
 
 
 @st.composite
@@ -115,15 +128,15 @@ _PARTS = ("feed", "rotary", "attention", "layer", "model", "head")
 _READS = {"feed": "x", "rotary": "x"}
 
 
-def _decoder(draw: Draw, parts: tuple[str, ...]) -> Case:
+def _decoder(draw: Draw, parts: tuple[str, ...], kind: str = "decoder") -> Case:
     """Return a decoder with statements in some of its parts."""
-    given = dict(scaffold("decoder")[1])
+    given = dict(scaffold(kind)[1])
     holes: dict[str, str] = {}
     for part in parts:
         source = _READS.get(part, "inputs_embeds" if part == "model" else "hidden_states")
         text = _changed(draw, given[part], Names((source, "a"), ("a", "c"), layout=part == "head"), 1)
         if text != given[part]:
-            holes[part] = _LOCALS.format(source) + text
+            holes[part] = (_LOCALS if kind == "decoder" else _needed(text)).format(source) + text
     inits = {"feed": "layer_init", "rotary": "rotary_init", "attention": "attention_init", "layer": "layer_init"}
     supports = supported(dict(holes))
     holes |= {key: supports[key] for key in ("imports", "before") if key in supports}
@@ -131,7 +144,7 @@ def _decoder(draw: Draw, parts: tuple[str, ...]) -> Case:
         own = inits.get(part, f"{part}_init")
         if part in holes and "init" in supports:
             text = supports["init"].replace("self.", "self.mlp.") if part == "feed" else supports["init"]
-            holes[own] = text
+            holes[own] = "\n".join(filter(None, (given.get(own), text)))
     for part, hole in (
         ("attention", "attention_methods"),
         ("layer", "layer_methods"),
@@ -140,7 +153,7 @@ def _decoder(draw: Draw, parts: tuple[str, ...]) -> Case:
     ):
         if part in holes and "methods" in supports:
             holes[hole] = supports["methods"]
-    return case_of("random/decoder.model", "decoder", holes)
+    return case_of(f"random/{kind}.model", kind, holes)
 
 
 @st.composite
@@ -148,6 +161,12 @@ def decoders(draw: Draw, parts: tuple[str, ...]) -> Case:
     """Return a decoder with statements in one or two of the given parts."""
     chosen = tuple(sorted({draw(st.sampled_from(parts)), draw(st.sampled_from(parts))}))
     return _decoder(draw, chosen)
+
+
+@st.composite
+def latent_decoders(draw: Draw) -> Case:
+    """Return a decoder with statements in its attention, whose keys and values are made of latents."""
+    return _decoder(draw, ("attention",), "latents")
 
 
 _HOST = (

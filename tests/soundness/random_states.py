@@ -39,3 +39,37 @@ def windows(draw: Draw) -> Case:
         inputs=f"randn(b, 6, {_pick(draw, '1', '2')}), randn(b, 6, {_pick(draw, '3', '4')})",
         kind=_pick(draw, "'silu'", "None", "'gelu'"),
     )
+
+
+@st.composite
+def gated_norms(draw: Draw) -> Case:
+    """Return a norm with a gate, or what is nearly one."""
+    first = draw(st.booleans())
+    usual, other = "ACT2FN[self.kind](gate.float())", "F.silu(gate.float())"
+    opened = _pick(draw, *((other, usual) if first else (usual, other)), "gate.float()", "F.silu(gate).float()")
+    normed = _pick(
+        draw,
+        "y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)",
+        "y * (y.square().mean(dim=-1, keepdim=True) + self.eps) ** -0.5",
+        "y * torch.rsqrt(y.pow(2).mean(-2, keepdim=True) + self.eps)",
+        "y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True)) + self.eps",
+    )
+    grouped = [
+        "*rows, columns = y.shape",
+        f"count = columns // {_pick(draw, 'self.width', '2')}",
+        f"y = y.view(*rows, {_pick(draw, 'count, self.width', 'self.width, count')})",
+        f"y = {normed}",
+        f"y = y.view(*rows, {_pick(draw, 'count * self.width', 'columns')})",
+    ]
+    ways = f"if gate is not None:\n    y = y * {opened}", f"y = y * {opened}", f"y = {opened} * y"
+    gate = _pick(draw, *(ways if first else ways[::-1]))
+    weighed = _pick(
+        draw, "self.weight * y.to(dtype)", "self.weight.float() * y", "(1 + self.weight) * y.to(dtype)", "y.to(dtype)"
+    )
+    lines = ["dtype = x.dtype", f"y = x{_pick(draw, '.float()', '.to(torch.float32)', '')}"]
+    if first:
+        lines += [gate, *grouped, f"return {weighed}"]
+    else:
+        result = _pick(draw, "y.to(dtype)", "y", "y.to(x.dtype) + gate")
+        lines += [f"y = {normed}", f"y = {weighed}", gate, f"return {result}"]
+    return _made("gated_norm", "gated_norm", body="\n".join(lines))

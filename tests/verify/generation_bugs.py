@@ -24,14 +24,11 @@ from .copies import planted, upstream
 class LoopBug(Bug):
     """A bug in the loop of `model_class`; `check` is the end of the name of the check that catches it.
 
-    With `refuses` the package itself finds out, before it generates, and takes the original's loop: the check, which
-    runs without the bug, is then not run. `also` are more replacements, `(file, old, new)`: where the code is safe
-    twice.
+    `also` are more replacements, `(file, old, new)`: where the code is safe twice.
     """
 
     model_class: str = ""
     check: str = ""
-    refuses: bool = False
     also: tuple[tuple[str, str, str], ...] = ()
 
 
@@ -44,6 +41,9 @@ CLASSES = {
     "llava": "LlavaForConditionalGeneration",
     "paligemma": "PaliGemmaForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 FILES = {
     "states": "runtime/cache/states.py",
@@ -54,6 +54,7 @@ FILES = {
     "loop": "runtime/decode/generation.py",
     "fitness": "runtime/decode/fitness.py",
     "sampling": "runtime/decode/sampling.py",
+    "latents": "runtime/attention/latent_attention.py",
 }
 ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
     "a row", "rows with padding, one ends", "draws", "calls one after another", "a cache that came back",
@@ -99,7 +100,7 @@ STATE_INIT = "super().lazy_initialization(*args, **kwargs)"
 STATES = (
     bug("lfm2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
     bug("mamba2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
-    bug("lfm2", "states not restored after the proof", ONE, "states", old=RESTORED, new="pass", refuses=True),
+    bug("lfm2", "states not restored after the proof", ONE, "states", old=RESTORED, new="pass"),
     bug(
         "mamba2",
         "only the first state restored",
@@ -107,7 +108,6 @@ STATES = (
         "states",
         old=RESTORED,
         new="torch._foreach_copy_(written[:1], copies[:1])",
-        refuses=True,
     ),
     bug(
         "mamba2",

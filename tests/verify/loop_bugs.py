@@ -36,8 +36,8 @@ LOOP = (
     bug(
         "cache slot off by one",
         "runtime/cache/layers.py",
-        "self.keys.index_copy_(2, self.cache.position, key_states)",
-        "self.keys.index_copy_(2, (self.cache.position - 1).clamp(min=0), key_states)",
+        "write_token(self.keys, self.values, key_states, value_states, self.cache.position)",
+        "write_token(self.keys, self.values, key_states, value_states, (self.cache.position - 1).clamp(min=0))",
     ),
     bug(
         "a slot ahead is read",

@@ -121,3 +121,11 @@ def test_the_verdict_says_which_fields_kept_their_values() -> None:
     assert "return_dict: the original raises" in render(verdict)
     assert "varied      rms_norm_eps: 0.01" in render(verdict, verbose=True)
     assert verdict.to_json()["config_fields"][1]["reason"] == "the original raises"
+
+
+def test_heads_that_follow_from_the_width_get_one_of_their_own() -> None:
+    """Otherwise the projections of attention are square, and their sides can change places."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    assert {"head_dim": 32} in [one.changes for one in by_field(config, "head_dim")["head_dim"].variations]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rewrite.verify import Options, verify
-from rewrite.verify.generation.loop import _poison
+from rewrite.verify.generation.poison import poison
 from rewrite.verify.generation.talk import TALKS
 
 from .bugs import Bug
@@ -35,7 +35,7 @@ def test_the_loop_is_checked_where_there_is_one(package: Path) -> None:
     verdict = verify(upstream("llama"), package, CHECKED)
     assert verdict.passed, verdict.reason
     checks = [check for check in verdict.gates[-1].checks if check.name.startswith("decode loop")]
-    assert len(checks) == 8 + len(TALKS)
+    assert len(checks) == 10 + len(TALKS)
     assert {check.status for check in checks} == {"passed"}
 
 
@@ -58,7 +58,7 @@ def test_a_layer_that_the_decoder_does_not_have_is_not_poisoned() -> None:
     written = SimpleNamespace(keys=keys, values=values, is_initialized=True)
     missing = SimpleNamespace(keys=None, values=None, is_initialized=False)
     cache = SimpleNamespace(attention_layers=[written, missing], starts=torch.tensor([0, 2]), length=4)
-    _poison(SimpleNamespace(cache=cache), 7.0)
+    poison(SimpleNamespace(cache=cache), 7.0)
     expected = torch.tensor([[0.0, 0, 0, 0, 7], [7, 7, 0, 0, 7]])[:, None, :, None].expand(2, 1, 5, 2)
     assert torch.equal(keys, expected)
     assert torch.equal(values, expected)

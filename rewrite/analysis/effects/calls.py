@@ -76,6 +76,8 @@ class _Call:
             if _is_super(func.value) and self.scope.owner is not None:
                 return self._inherited(func.attr.value, self.scope.owner)
             return self._method(func)
+        if isinstance(func, cst.Subscript) and isinstance(func.value, cst.Name) and not self._is_local(func.value):
+            return _with(self._built(func, "a computed function"), self.scope.value(func).effect)
         return self._unknown("a computed function")
 
     def _inherited(self, name: str, owner: ClassInfo) -> Value:

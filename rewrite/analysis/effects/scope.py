@@ -80,6 +80,12 @@ class Scope:
             if isinstance(target, cst.Tuple) and all(times[name] == 1 or name == "_" for name in targets(target))
         ]
 
+    @cached_property
+    def gathered(self) -> frozenset[str]:
+        """The locals that are lists since a star gathers them, `*rest, last = shape`, and nothing else binds them."""
+        stars = [e for target, _ in self.unpacked for e in target.elements if isinstance(e, cst.StarredElement)]
+        return frozenset(star.value.value for star in stars if isinstance(star.value, cst.Name))
+
     def assigned(self, name: str) -> list[cst.BaseExpression]:
         """Return every value that a statement `name = value` gives a local."""
         return self._assigned.get(name, [])
@@ -300,6 +306,8 @@ class Scope:
         if isinstance(node, cst.Attribute) and is_self(node.value) and not self.names.own_operators:
             return NOTHING
         if not self.value(node).roots:  # sizes
+            return NOTHING
+        if isinstance(node, cst.Name) and node.value in self.gathered:
             return NOTHING
         return Effect(anything=f"iterating over {self.module.code(node)} may run code")
 

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from rewrite.analysis.step.terms import MAX_DEPTH, Step, check_calls, run_step
+from rewrite.analysis.moe.gating import OtherForm, experts_form
+from rewrite.analysis.moe.ways import Ways
+from rewrite.analysis.step.terms import MAX_DEPTH, check_calls, run_step, source
 from rewrite.analysis.syntax.module import ClassInfo, Module, dotted
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import NotComputable
-from rewrite.analysis.terms.spelling import Term, constant
+from rewrite.analysis.terms.spelling import NONE, Term, constant
 
 _DECORATOR = "integrations.use_experts_implementation"
-_PARTS = ("gate_up_proj", "down_proj", "act_fn")
 
 
 class OtherBlock(NotComputable):
@@ -32,6 +33,12 @@ class Mixture:
     """A module for all tokens, whose output is added."""
     shared_gate: str | None
     """A module whose sigmoid that output is multiplied by."""
+    given: tuple[str, ...] = ()
+    """What the router is given besides the hidden states."""
+    scaling: str | None = None
+    """What the experts' sum is multiplied by."""
+    may_lack_shared: bool = False
+    """Whether the module for all tokens may be None, of which nothing is added then."""
 
 
 def experts_attributes(info: ClassInfo, module: Module) -> list[str]:
@@ -39,7 +46,7 @@ def experts_attributes(info: ClassInfo, module: Module) -> list[str]:
     return [
         attribute
         for attribute, values in info.assigned.items()
-        if any(isinstance(v, cst.Call) and (c := class_of(v, module)) and _decorator(c, module) for v in values)
+        if any(isinstance(v, cst.Call) and (c := class_of(v, module)) and decorator_of(c, module) for v in values)
     ]
 
 
@@ -54,15 +61,16 @@ def classes_of(info: ClassInfo, attribute: str, module: Module) -> list[ClassInf
     return None if not found or None in found else [f for f in found if f is not None]
 
 
-def layout_of(experts: ClassInfo, module: Module) -> str | None:
-    """Return what is unusual about the layout of an experts class; None for gates above ups, as nn.Linear has them."""
-    decorator = _decorator(experts, module)
+def form_of(experts: ClassInfo, module: Module) -> tuple[str, ...]:
+    """Return the arguments of the `ExpertsForm` of a class of experts; none for packed weights and `act_fn`.
+
+    Raises:
+        NotComputable: if it computes something that `ExpertsForm` does not describe.
+    """
+    decorator = decorator_of(experts, module)
     if decorator is None:
-        return f"{experts.name} is not decorated"
-    if isinstance(decorator, cst.Call) and decorator.args:
-        return ", ".join(module.code(argument) for argument in decorator.args)
-    missing = [part for part in _PARTS if part not in experts.assigned]
-    return f"{experts.name} has no {missing[0]}" if missing else None
+        raise OtherForm(f"{experts.name} is not decorated")
+    return experts_form(experts, decorator, module)
 
 
 def mixture(info: ClassInfo, module: Module) -> Mixture:
@@ -76,13 +84,16 @@ def mixture(info: ClassInfo, module: Module) -> Mixture:
     if len(names) != 1:
         raise OtherBlock("it takes more than the hidden states")
     hidden = Term("parameter", (), names[0])
-    step = Step(module, info, MAX_DEPTH)
+    step = Ways(module, info, MAX_DEPTH)
     result = run_step(step, forward, {}, trusted=None)
-    total = _bare(result)
+    # What it returns besides is not computed in a step; a layer that reads it has none.
+    total = _bare(result.args[0] if result.op == "tuple" and result.args else result)
+    total, lacking = _with_shared(total)
     routed, shared = (total, None)
     if total.op == "add" and len(total.args) == 2:
         sides = [_bare(side) for side in total.args]
-        routed, shared = sides if _is_routed(sides[0]) else sides[::-1]
+        routed, shared = sides if _is_routed(_unscaled(sides[0])[0]) else sides[::-1]
+    routed, scaling = _unscaled(routed)
     if not _is_routed(routed):
         raise OtherBlock("it returns something else than the experts' sum")
     experts, x, index, weights = routed.args
@@ -93,11 +104,39 @@ def mixture(info: ClassInfo, module: Module) -> Mixture:
     call = index.args[0] if index.args else index
     if (index, weights) != (Term("index", (call, constant(2))), Term("index", (call, constant(1)))):
         raise OtherBlock("the experts are given something else than the router's weights and index")
-    if not _is_call(call, 2) or _bare(call.args[1]) != hidden or _bare(x) != hidden:
+    if not _is_call(call) or len(call.args) < 2 or _bare(call.args[1]) != hidden or _bare(x) != hidden:
         raise OtherBlock("the router or the experts are given something else than the hidden states")
+    given = call.args[2:]
+    if any(argument.op != "attribute" for argument in given):
+        raise OtherBlock("the router is given more than hidden states and what the block holds")
     module_name, gate = _shared(shared, hidden)
+    if lacking is not None and module_name != lacking:
+        raise OtherBlock("another module than the one that is added may be None")
     check_calls(step.calls, result, trusted=(experts.value, call.args[0].value))
-    return Mixture(experts.value, call.args[0].value, call.args[1] != hidden, module_name, gate)
+    return Mixture(
+        experts.value, call.args[0].value, call.args[1] != hidden, module_name, gate,
+        tuple(source(argument, module) for argument in given),
+        None if scaling is None else source(scaling, module), lacking is not None,
+    )  # fmt: skip
+
+
+def _with_shared(total: Term) -> tuple[Term, str | None]:
+    """Return the sum with the module for all tokens, and its attribute where nothing is added if it is None."""
+    if total.op != "select" or total.args[0].op != "is" or total.args[0].args[1] != NONE:
+        return total, None
+    (held, _), lone, both = total.args[0].args, *map(_bare, total.args[1:])
+    if held.op != "attribute" or both.op != "add" or lone not in map(_bare, both.args):
+        raise OtherBlock("it returns different things")
+    return both, held.value
+
+
+def _unscaled(term: Term) -> tuple[Term, Term | None]:
+    """Return what is multiplied by an attribute or a number, and that factor."""
+    if term.op == "mul" and len(term.args) == 2:
+        for factor, rest in (term.args, term.args[::-1]):
+            if factor.op in ("attribute", "constant"):
+                return _bare(rest), factor
+    return term, None
 
 
 def _shared(term: Term | None, hidden: Term) -> tuple[str | None, str | None]:
@@ -117,18 +156,18 @@ def _shared(term: Term | None, hidden: Term) -> tuple[str | None, str | None]:
 
 
 def _reads_hidden(term: Term, hidden: Term) -> bool:
-    return _is_call(term, 2) and _bare(term.args[1]) == hidden
+    return _is_call(term) and len(term.args) == 2 and _bare(term.args[1]) == hidden
 
 
 def _is_routed(term: Term) -> bool:
     """Whether `term` may call experts, as the file does or as the rewriter has put it."""
     fused = term.op == "fused_experts" and len(term.args) == 4 and term.args[1].op == "attribute"
-    return fused or _is_call(term, 4)
+    return fused or (_is_call(term) and len(term.args) == 4)
 
 
-def _is_call(term: Term, length: int) -> bool:
-    """Whether `term` calls an attribute of `self` with `length - 1` plain arguments."""
-    plain = term.op == "call" and len(term.args) == length and term.args[0].op == "attribute"
+def _is_call(term: Term) -> bool:
+    """Whether `term` calls an attribute of `self` with plain arguments."""
+    plain = term.op == "call" and term.args[0].op == "attribute"
     return plain and all(argument.op != "keyword" for argument in term.args)
 
 
@@ -141,7 +180,8 @@ def _bare(term: Term) -> Term:
     return term
 
 
-def _decorator(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
+def decorator_of(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
+    """Return what decorates a class of experts: the decorator itself, or its call."""
     for decorator in info.node.decorators:
         node = decorator.decorator
         name = node.func if isinstance(node, cst.Call) else node

@@ -16,6 +16,9 @@ class Norm:
     def norm(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.EPS)
 
+    def wide(self, x):
+        return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.EPS)
+
     def forward(self, x):
         return {}
 """
@@ -46,6 +49,11 @@ RMS_NORMS = tuple(
             "(self.norm(x.float()) * self.WEIGHT.float()).to(x.dtype)"
             " if self.WITH else self.norm(x.float()).to(x.dtype)",
             {"CAST": ".float()", **_FP32},
+        ),
+        (
+            "self.WEIGHT * (self.wide(x).to(self.WEIGHT.dtype)"
+            " if self.WEIGHT.dtype in [torch.float16, torch.bfloat16] else self.wide(x))",
+            {"rounds_as_weight": "True"},
         ),
     )
 )
@@ -130,6 +138,8 @@ def runtime_norm(info: ClassInfo, module: Module) -> tuple[cst.FunctionDef, Norm
     if short not in ("rms_norm", "layer_norm") or not is_runtime_name(short, module):
         return None
     tensor, *rest = (module.code(argument).rstrip(", ") for argument in value.args)
+    if any(argument.startswith("rounds_as_weight") for argument in rest):
+        return None  # no other operator has this order of roundings
     return function, NormCall(short, tensor, tuple(rest))
 
 

@@ -47,11 +47,11 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
         NoStep: if they are made in another way.
     """
     if term.op == "select":
-        test, yes, no = _positive(term, lambda way: _rotation_of(way) is not None)
-        turned = turned_heads(yes, info, module) if _rotation_of(yes) else None
+        test, yes, no = _positive(term, lambda way: rotation_of(way) is not None)
+        turned = turned_heads(yes, info, module) if rotation_of(yes) else None
         if turned is not None and turned.turned_if is None and turned.heads == split_heads(no, info, module):
             return replace(turned, turned_if=test)
-    rotation = _rotation_of(term)
+    rotation = rotation_of(term)
     if rotation is None:
         return Turned(split_heads(term, info, module), False)
     call, number, partial = rotation
@@ -63,7 +63,7 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
     unsqueeze_dim = plain[0] if plain else keyword(call, "unsqueeze_dim") or constant(1)
     if unsqueeze_dim != constant(1):
         raise NoStep("other_rotation", "heads are not the second dimension")
-    halves = [_is_half(table, number) for number, table in enumerate((cos, sin))]
+    halves = [is_half(table, number) for number, table in enumerate((cos, sin))]
     if halves[0] != halves[1]:
         raise NoStep("other_rotation", "one table is halved")
     return Turned(split_heads(tensor, info, module), True, halves[0], _options(call))
@@ -89,7 +89,7 @@ def _options(call: Term) -> tuple[str, ...]:
     return tuple(f"{name}=True" for name in ("interleaved", "half_table", "in_fp32", "keep_dtype") if name in names)
 
 
-def _is_half(table: Term, number: int) -> bool:
+def is_half(table: Term, number: int) -> bool:
     """Whether a table is the first half of the given one; all of it else."""
     given = Term("index", (POSITIONS, constant(number)))
     if table == given:
@@ -100,11 +100,11 @@ def _is_half(table: Term, number: int) -> bool:
     return True
 
 
-def _rotation_of(term: Term) -> tuple[Term, int, Term | None] | None:
+def rotation_of(term: Term) -> tuple[Term, int, Term | None] | None:
     """Return the rotation that `term` is a result of, which one, and the part that passes if that is joined."""
     if term.op == "cat" and len(term.args) == 2 and term.args[0].op == "tuple" and term.args[1] == constant(-1):
         parts = term.args[0].args
-        if len(parts) == 2 and (inner := _rotation_of(parts[0])) is not None and inner[2] is None:
+        if len(parts) == 2 and (inner := rotation_of(parts[0])) is not None and inner[2] is None:
             return inner[0], inner[1], parts[1]
     if term.op == "rotary_single":
         return term, 0, None
@@ -152,6 +152,12 @@ def _normed_if(term: Term, read: Reader, info: ClassInfo, module: Module) -> Hea
     return None
 
 
+def _unpacked(size: Term) -> Sequence[Term]:
+    """Return the sizes of a tuple, which may be given as it is or with a star."""
+    inner = size.args[0] if size.op == "star" else size
+    return inner.args if inner.op == "tuple" else (size,)
+
+
 def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     """Read `view(projection(x), (…, -1, head_dim))`, normalised before or after."""
     norm = _norm_of(term, info, module)
@@ -161,7 +167,7 @@ def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
         return normed
     if term.op not in ("view", "reshape"):
         raise NoStep("other_heads", str(term)[:60])
-    sizes = term.args[1].args if len(term.args) == 2 and term.args[1].op == "tuple" else term.args[1:]
+    sizes = [size for given in term.args[1:] for size in _unpacked(given)]
     dimensions = [2 if size.op == "star" else 1 for size in sizes]
     if sum(dimensions) != 4 or dimensions[-1] != 1 or dimensions[-2] != 1:
         raise NoStep("other_heads", "heads are split another way")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import eq
 
 import libcst as cst
@@ -19,9 +19,21 @@ from rewrite.analysis.step.attention_heads import (
     turned_heads,
 )
 from rewrite.analysis.step.eager_attention import check_eager_attention
+from rewrite.analysis.step.latent_rotation import complex_tables
+from rewrite.analysis.step.latent_step import LatentStep, is_latent, latent_step
 from rewrite.analysis.step.mlp_step import NAME
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
-from rewrite.analysis.step.terms import CACHE, NoStep, computed_in_step, is_linear, keyword, source
+from rewrite.analysis.step.terms import (
+    CACHE,
+    MAX_DEPTH,
+    Assuming,
+    NoStep,
+    computed_in_step,
+    is_linear,
+    keyword,
+    run_step,
+    source,
+)
 from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line
@@ -60,11 +72,18 @@ class AttentionStep:
     """The last projection."""
     window: Term
     """The window that the attention function is given; None's term for none."""
+    unless: tuple[Term, ...] = ()
+    """Tests of attributes that do not hold where this is what it computes."""
 
     @property
     def norms(self) -> list[str]:
         """The attributes that normalise queries and keys."""
         return [t.heads.norm.value for t in (self.query, self.key) if t.heads.norm is not None]
+
+    @property
+    def positions(self) -> str:
+        """The type of `position_embeddings`."""
+        return f"{TABLES} | None"
 
     def method(self, module: Module) -> Method:
         """Return its `decode_residual`."""
@@ -148,7 +167,7 @@ def _refuses_sdpa(module: Module) -> bool:
     return any(m.matches(line, m.SimpleStatementLine(body=[refusal])) for line in lines)
 
 
-def attention_step(info: ClassInfo, module: Module) -> AttentionStep:
+def attention_step(info: ClassInfo, module: Module) -> AttentionStep | LatentStep:
     """Return what the attention class `info` computes in one decode step.
 
     Raises:
@@ -158,13 +177,40 @@ def attention_step(info: ClassInfo, module: Module) -> AttentionStep:
     if forward is None:
         raise NoStep("other_attention", "no forward of its own")
     try:
-        as_named = computed_in_step(forward, module, info)
+        run = Assuming(module, info, MAX_DEPTH)
+        as_named = run_step(run, forward, {})
         takes = _roles(as_named, info, module)
         names = {name: role for role, name in takes.items()}
-        term = as_named if all(map(eq, names, names.values())) else computed_in_step(forward, module, info, names)
-        return _read(term, takes, info, module)
+        if all(map(eq, names, names.values())):
+            term = as_named
+        else:
+            term = run_step(Assuming(module, info, MAX_DEPTH), forward, names)
+        return replace(_read(term, takes, info, module), unless=tuple(run.assumed))
     except NotComputable as error:
         raise NoStep("other_attention", error.what) from error
+
+
+def attention_term(info: ClassInfo, module: Module) -> tuple[Term, dict[str, str]]:
+    """Return what an attention class computes in one decode step, and its parameters by what they are.
+
+    Raises:
+        NotComputable: if it has no canonical form.
+    """
+    forward = info.methods["forward"]
+    takes = _roles(computed_in_step(forward, module, info), info, module)
+    return computed_in_step(forward, module, info, {name: role for role, name in takes.items()}), takes
+
+
+def step_of(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) -> AttentionStep:
+    """Return the attention that a term is of.
+
+    Raises:
+        NoStep: with the reason why that is not what the step's operators compute.
+    """
+    step = _read(term, takes, info, module)
+    if not isinstance(step, AttentionStep):
+        raise NoStep("other_attention", "latents with something behind their products")
+    return step
 
 
 def _roles(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
@@ -176,6 +222,8 @@ def _roles(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
         elif inner.op in ("rotary", "rotary_single"):
             tables = inner.args[2 if inner.op == "rotary" else 1 :]
             found[POSITIONS.value] |= {name for table in tables[:2] for name in _tables(table)}
+        elif inner.op == "view_as_real":
+            found[POSITIONS.value] |= set().union(*map(_parameter, complex_tables(inner.args[0])))
         elif inner.op == "call" and _implementation(inner.args[0]) is not None:
             mask = _arguments(inner).get(MASK)
             found[MASK] |= _parameter(mask) if mask is not None else set()
@@ -199,7 +247,7 @@ def _arguments(call: Term) -> dict[str, Term]:
     return dict(zip(_SIGNATURE, plain, strict=False)) | named
 
 
-def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) -> AttentionStep:
+def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) -> AttentionStep | LatentStep:
     output = term.args[0] if term.op == "tuple" else term
     if output.op != "call" or len(output.args) != 2 or output.args[0].op != "attribute":
         raise NoStep("other_attention", "what is returned is no projection")
@@ -210,6 +258,9 @@ def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) ->
     if not {"query", "key", "value", MASK} <= {*given} or given[MASK] != Term("parameter", (), MASK):
         raise NoStep("other_attention", f"the mask is changed: {given.get(MASK, NONE)}"[:90])
     query, key, value = given["query"], given["key"], given["value"]
+    if is_latent(key):
+        _check_arguments(call, given, module)
+        return latent_step(info, takes, call, given, output.args[0], module)
     update = key.args[0] if key.op == "index" else key
     if update.op != "update" or update.args[0] != CACHE_PARAMETER or len(update.args) < 4:
         raise NoStep("other_attention", "keys do not come from the cache")
@@ -219,6 +270,17 @@ def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) ->
     values = split_heads(update.args[2], info, module)
     check_alike(turned_query, turned_key, values)
     projections, kv_heads = projections_of((turned_query.heads, turned_key.heads, values), info, module)
+    _check_arguments(call, given, module)
+    step = AttentionStep(
+        info, takes, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
+        output.args[0], given.get("sliding_window", NONE),
+    )  # fmt: skip
+    step.method(module)
+    return step
+
+
+def _check_arguments(call: Term, given: Mapping[str, Term], module: Module) -> None:
+    """Refuse a call of an attention function that a step cannot stand for."""
     if "scaling" not in given:
         raise NoStep("other_attention", "the scaling is not given")
     if given.get("dropout", constant(0)) != constant(0):
@@ -226,12 +288,6 @@ def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) ->
     if unknown := sorted({*given} - {*_SIGNATURE, *KEYWORDS}):
         raise NoStep("attention_argument", unknown[0])
     check_eager_attention(call.args[0], given, module)
-    step = AttentionStep(
-        info, takes, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
-        output.args[0], given.get("sliding_window", NONE),
-    )  # fmt: skip
-    step.method(module)
-    return step
 
 
 def _attention_call(term: Term) -> Term:

@@ -13,6 +13,7 @@ from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.sites.residual import choices, norm_classes
 from rewrite.analysis.step.attention_step import PARAMETERS as ATTENTION_PARAMETERS
 from rewrite.analysis.step.attention_step import AttentionStep, attention_step
+from rewrite.analysis.step.latent_step import LatentStep
 from rewrite.analysis.step.layer_step import (
     ORDER,
     PARAMETERS,
@@ -23,17 +24,22 @@ from rewrite.analysis.step.layer_step import (
     layer_step,
 )
 from rewrite.analysis.step.layer_text import LayerText
+from rewrite.analysis.step.mixer_step import MixerStep, keeps_states, mixer_step
 from rewrite.analysis.step.mlp_step import NAME, mlp_method
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
 from rewrite.analysis.step.own_methods import is_own_method, why_taken
-from rewrite.analysis.step.terms import CACHE, NoStep
+from rewrite.analysis.step.prepared_attention import prepared_attention
+from rewrite.analysis.step.terms import CACHE, NoStep, held, of_the_object
 from rewrite.analysis.step.windows import agreed_window, stacked_in
 from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.syntax.replacement import line
 from rewrite.analysis.terms.computation import subterms
-from rewrite.analysis.terms.spelling import Term
+from rewrite.analysis.terms.spelling import NONE, Term, make
+
+TokenStep = AttentionStep | LatentStep | MixerStep
+"""What a part of a layer that is given the cache computes for one token."""
 
 
 def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerStep]:
@@ -48,25 +54,33 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     if not cache_of(info, module):
         raise NoStep("other_layer", "its attention is given a cache that is no parameter of the layer")
     layer = layer_step(info, lambda call: _takes(_classes(info, call.args[0].value, module), module), module)
-    if layer.missing:
-        raise NoStep("other_layer", f"it takes no {layer.missing[0]}")
     methods: list[Method] = []
     blocks: dict[str, tuple[str, ...]] = {}
     inputs: dict[Term, Term] = {}
     norms: list[ClassInfo] = []
+    taken = dict(PARAMETERS)
+    unless: list[Term] = []
     for call in attention_calls(layer.output):
         attribute = call.args[0].value
         for owner in _classes(info, attribute, module):
-            step = _windowed(attention_step(owner, module), layer, info, module)
+            step = _windowed(_token_step(owner, module), layer, info, module)
+            if missing := [name for name in layer.missing if name != "position_embeddings" or _turns(step)]:
+                raise NoStep("other_layer", f"it takes no {missing[0]}")
             if not _has_own(owner, ATTENTION_PARAMETERS, module):
                 _check_free(owner, NAME, module)
                 methods.append(step.method(module))
+            taken["position_embeddings"] = step.positions
             norms += [n for attr in step.norms for n in _norms(owner, attr, module)]
+            if not isinstance(step, MixerStep):
+                unless += [held(test, attribute) for test in step.unless]
             inputs[call] = attention_input(call, _takes([owner], module))
         blocks[attribute] = ("position_embeddings", CACHE)
     for attribute, found in _blocks(info, module):
         methods += found
         blocks[attribute] = ()
+    if unless and layer.output.op == "select":
+        raise NoStep("other_layer", "what an attention is asked that only some layers have")
+    layer = replace(layer, unless=tuple(dict.fromkeys(unless)))
     _check_order(layer, blocks)
     norms += [n for attribute in info.assigned for n in _norms(info, attribute, module)]
     methods += _prologues(norms, module)
@@ -74,7 +88,7 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     body = writer.write(layer.output)
     text = "Returns the layer's output for one token a row, against a preallocated cache."
     types = ("cache.PreallocatedCache",)
-    methods.append(Method(layer.forward, "decode", PARAMETERS, TENSOR, text, body, tuple(sorted(writer.uses)), types))
+    methods.append(Method(layer.forward, "decode", taken, TENSOR, text, body, tuple(sorted(writer.uses)), types))
     return list({(id(method.after), method.name): method for method in methods}.values()), layer
 
 
@@ -86,7 +100,7 @@ def _takes(owners: list[ClassInfo], module: Module) -> Mapping[str, str]:
     """
     found = []
     for owner in owners:
-        takes = attention_step(owner, module).takes
+        takes = _token_step(owner, module).takes
         names = parameters(owner.methods["forward"])[1:]
         found.append({**takes, CACHE: cache_of(owner, module), ORDER: " ".join(names)})
     if any(other != found[0] for other in found):
@@ -94,11 +108,37 @@ def _takes(owners: list[ClassInfo], module: Module) -> Mapping[str, str]:
     return found[0]
 
 
-def _windowed(step: AttentionStep, layer: LayerStep, info: ClassInfo, module: Module) -> AttentionStep:
-    window = agreed_window(step.window, step.layer_idx, step.info, stacked_in(info, module), module)
-    if window is None:
+def _token_step(owner: ClassInfo, module: Module) -> TokenStep:
+    """Return what attention, or a mixer that keeps states, computes in a step."""
+    if keeps_states(owner):
+        return mixer_step(owner, cache_of(owner, module), module)
+    try:
+        return attention_step(owner, module)
+    except NoStep:
+        prepared = prepared_attention(owner, module) if "forward" in owner.methods else None
+        if prepared is None:
+            raise
+        return prepared
+
+
+def _turns(step: TokenStep) -> bool:
+    """Whether queries and keys are rotated, for which the layer has to be given the tables."""
+    if isinstance(step, LatentStep):
+        return bool(step.turned.ways)
+    return isinstance(step, AttentionStep) and step.query.turns
+
+
+def _windowed(step: TokenStep, layer: LayerStep, info: ClassInfo, module: Module) -> TokenStep:
+    if isinstance(step, MixerStep):
+        return step
+    place = (step.layer_idx, step.info, stacked_in(info, module), module)
+    window = agreed_window(step.window, *place)
+    if window is not None:
+        return replace(step, window=window)
+    told = not isinstance(step, AttentionStep) or not of_the_object(step.window)
+    if told or agreed_window(NONE, *place) != NONE:
         raise NoStep("window_differs", step.info.name)
-    return replace(step, window=window)
+    return replace(step, window=NONE, unless=(*step.unless, make("isnot", step.window, NONE)))
 
 
 def _check_order(layer: LayerStep, blocks: Mapping[str, tuple[str, ...]]) -> None:

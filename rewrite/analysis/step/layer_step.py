@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import libcst as cst
+import libcst.matchers as m
 
+from rewrite.analysis.effects.bound import targets
 from rewrite.analysis.sites.residual import choices
 from rewrite.analysis.step.attention_step import KEYWORDS, MASK
 from rewrite.analysis.step.terms import CACHE, MAX_DEPTH, NoStep, Step, cache_parameters, run_step
 from rewrite.analysis.syntax.methods import TABLES, TENSOR
-from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters
 from rewrite.analysis.terms.computation import NotComputable, subterms
-from rewrite.analysis.terms.spelling import Term
+from rewrite.analysis.terms.spelling import NONE, Term, constant
 
 ORDER = "order"
 """Beside the roles of an attention's parameters: all their names, in order."""
@@ -36,6 +38,8 @@ class LayerStep:
     """The parameter of `forward` that is the mask of attention; empty for none."""
     step: Step
     """The execution that read it."""
+    unless: tuple[Term, ...] = ()
+    """Tests that do not hold where this is what its attention computes."""
 
     @property
     def missing(self) -> list[str]:
@@ -67,7 +71,29 @@ def layer_step(info: ClassInfo, attention: Callable[[Term], Mapping[str, str]], 
         return LayerStep(forward, term, "{}", takes, mask, step)
     if len(term.args) == 1:
         return LayerStep(forward, term.args[0], "({},)", takes, mask, step)
+    if len(term.args) == 2 and _is_weights(term.args[1], term.args[0], forward):
+        return LayerStep(forward, term.args[0], "{}, None", takes, mask, step)
     raise NoStep("other_layer", "it returns more than hidden states")
+
+
+def _is_weights(term: Term, output: Term, forward: cst.FunctionDef) -> bool:
+    """Whether a term is the second result of a call that is given the cache, or None: the weights of attention."""
+    if term.op == "select":
+        return all(_is_weights(way, output, forward) for way in term.args[1:])
+    if term.op == "name" and term != NONE:  # a local that one of several ways does not bind
+        attentions = {call.args[0].value for call in attention_calls(output)}
+        lines = [line for line in walk(forward.body) if isinstance(line, cst.Assign)]
+        binding = [line for line in lines if term.value in targets(line.targets[0].target)]
+        return bool(binding) and all(_binds_weights(line, term.value, attentions) for line in binding)
+    of_attention = term.op == "index" and term.args[1:] == (constant(1),) and term.args[0] in attention_calls(term)
+    return term == NONE or of_attention
+
+
+def _binds_weights(line: cst.Assign, name: str, attentions: set[str]) -> bool:
+    if m.matches(line, m.Assign(targets=[m.AssignTarget(m.Name(name))], value=m.Name("None"))):
+        return True
+    pair = m.Tuple(elements=[m.Element(m.Name()), m.Element(m.Name(name))])
+    return m.matches(line.targets[0].target, pair) and called_attribute(line.value) in attentions
 
 
 def _execute(info: ClassInfo, forward: cst.FunctionDef, names: Mapping[str, str], module: Module) -> tuple[Term, Step]:
@@ -83,8 +109,11 @@ def _roles(term: Term, attention: Callable[[Term], Mapping[str, str]]) -> dict[s
     """
     found: dict[str, set[str]] = {}
     for call in attention_calls(term):
-        for role, given in bound(call, attention(call)).items():
+        takes = attention(call)
+        for role, given in bound(call, takes).items():
             names = {inner.value for inner in subterms(given) if inner.op == "parameter"}
+            if role == MASK and MASK not in takes:  # of a mixer: what is padding
+                continue
             if role in ("hidden_states", "position_embeddings", MASK):
                 found.setdefault(role, set()).update(names - {CACHE})
     if not found:

@@ -16,7 +16,8 @@ from rewrite.analysis.step.terms import NoStep, source
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.analysis.syntax.replacement import line
-from rewrite.analysis.terms.spelling import Term, constant
+from rewrite.analysis.terms.computation import subterms
+from rewrite.analysis.terms.spelling import Term, constant, make
 
 
 @dataclass
@@ -41,8 +42,12 @@ class LayerText:
         """
         if output.op == "select":
             return (self._choice(output),)
+        if (choice := next(self._choices(output), None)) is not None:
+            ways = (_chosen(output, choice, way) for way in choice.args[1:])
+            return (self._choice(Term("select", (choice.args[0], *ways))),)
         output = self._ordered(output)
         steps = self._steps(output)
+        self._check_once(steps)
         names: dict[Term, str] = {HIDDEN: "hidden_states"}
         for number, step in enumerate(steps):
             later = {t for s in steps[number + 1 :] for t in self._reads(s, steps)}
@@ -60,6 +65,26 @@ class LayerText:
             names = {t: n for t, n in names.items() if n != name} | {step: name}
         return tuple(self.lines)
 
+    def _check_once(self, steps: list[Term]) -> None:
+        """Refuse to call a block twice that may keep something of its call.
+
+        Raises:
+            NoStep: if it would be.
+        """
+        fused = [fused for step in steps if (fused := self._fused(step)) is not None]
+        called = Counter((block, hidden) for block, _, hidden, _ in fused)
+        if twice := [block for (block, _), count in called.items() if count > 1]:
+            raise NoStep("other_layer", f"{twice[0]} would be called twice")
+
+    def _choices(self, term: Term) -> Iterator[Term]:
+        """Yield what is chosen from ways that are not the same block: what follows is written for each."""
+        if term.op == "select":
+            calls = [{t.args[0] for t in subterms(way) if self._alone(t) is not None} for way in term.args[1:]]
+            if calls[0] != calls[1]:
+                yield term
+        for argument in term.args:
+            yield from self._choices(argument)
+
     def _choice(self, output: Term) -> cst.If:
         test, yes, no = output.args
         branches = [
@@ -71,10 +96,10 @@ class LayerText:
         )
         if not isinstance(statement, cst.If):
             raise TypeError("not a condition")
-        block = statement.body
-        return statement.with_changes(
-            body=block.with_changes(body=branches[0]), orelse=cst.Else(body=block.with_changes(body=branches[1]))
-        )
+        block, last = statement.body, branches[1][-1]
+        other = cst.Else(body=block.with_changes(body=branches[1]))
+        chained = isinstance(last, cst.If) and len(branches[1]) == 1
+        return statement.with_changes(body=block.with_changes(body=branches[0]), orelse=last if chained else other)
 
     def _normed(self, step: Term, output: Term) -> Term | None:
         """Return the norm of a sum that a module reads which is called as it stands."""
@@ -107,8 +132,10 @@ class LayerText:
         if len(parts) < 3:
             return output
         blocks = [part for part in parts if self._alone(part) is not None]
-        first, *rest = [*(part for part in parts if part not in blocks), *blocks]
-        return reduce(lambda total, part: Term("add", (total, part)), rest, first)
+        if any(_sums(output) & {*subterms(part)} for part in parts):
+            return output  # a sum of some of them is read again, and would have to be computed again
+        first, *rest = _by_need([*(part for part in parts if part not in blocks), *blocks])
+        return reduce(lambda total, part: make("add", total, part), rest, first)
 
     def _order(self, output: Term) -> tuple[list[Term], Counter[Term]]:
         """Return the terms that are evaluated, in order, and how often each is read."""
@@ -211,6 +238,12 @@ class LayerText:
         return wanted
 
 
+def _sums(output: Term) -> set[Term]:
+    """Return the sums that a sum is made of."""
+    inner = {term for term in output.args if term.op == "add"} if output.op == "add" else set()
+    return inner.union(*map(_sums, inner))
+
+
 def _addends(term: Term) -> Iterator[Term]:
     if term.op == "add":
         for side in term.args:
@@ -219,10 +252,27 @@ def _addends(term: Term) -> Iterator[Term]:
         yield term
 
 
+def _by_need(parts: list[Term]) -> list[Term]:
+    """Return terms in their order, but each behind those that it is computed from."""
+    found: list[Term] = []
+    while waiting := [part for part in parts if part not in found]:
+        inside = {part: {*subterms(part)} - {part} for part in waiting}
+        found.append(next(part for part in waiting if inside[part].isdisjoint(waiting)))
+    return found
+
+
 def _renamed(term: Term, names: Mapping[Term, Term]) -> Term:
     if term in names:
         return names[term]
     return Term(term.op, tuple(_renamed(a, names) for a in term.args), term.value) if term.args else term
+
+
+def _chosen(term: Term, choice: Term, way: Term) -> Term:
+    """Return a term with one way in the place of a choice."""
+    if term == choice or not term.args:
+        return way if term == choice else term
+    args = tuple(_chosen(argument, choice, way) for argument in term.args)
+    return make(term.op, *args) if term.commutes else Term(term.op, args, term.value)
 
 
 def _leaves(term: Term) -> set[Term]:

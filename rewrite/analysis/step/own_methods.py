@@ -10,8 +10,8 @@ from rewrite.analysis.effects import effects_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.syntax.nodes import parameters
 
-_LAST = ("linear", "fused_experts", "fp8_linear", "Prologue", "RoutingRule")
-"""What the methods of blocks, norms and routers return the result of."""
+_LAST = ("linear", "fused_experts", "fp8_linear", "Prologue", "RoutingRule", "ExpertsForm")
+"""What the methods of blocks, norms, routers and experts return the result of."""
 
 
 def why_taken(info: ClassInfo, name: str, module: Module) -> str | None:

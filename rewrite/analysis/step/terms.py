@@ -6,8 +6,9 @@ that earlier transforms have put in by what their operators declare.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import libcst as cst
 import libcst.matchers as m
@@ -25,9 +26,17 @@ CACHE = "past_key_values"
 """What transformers calls the cache wherever it is passed on."""
 CACHES = (CACHE, "past_key_value", "layer_past")
 """That, and what files call it that are older than the name."""
+_OF_CACHES = ("update", "get_conv_state", "get_recurrent_state")
 _DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
 LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
 _IN_PLACE = {cst.AddAssign: "add", cst.MultiplyAssign: "mul", cst.DivideAssign: "div"}
+_FILLS = m.Call(
+    func=m.Attribute(
+        value=m.SaveMatchedNode(m.Subscript(value=m.Name(m.SaveMatchedNode(m.DoNotCare(), "name"))), "target"),
+        attr=m.Name("copy_"),
+    ),
+    args=[m.Arg(keyword=None, star="")],
+)
 _COMPLAINS = m.SimpleStatementLine(
     body=[
         m.Raise()
@@ -103,10 +112,10 @@ def why_not_read(owner: ClassInfo, function: cst.FunctionDef, module: Module) ->
 
 
 def cache_parameters(function: cst.FunctionDef) -> list[str]:
-    """Return the parameters that are caches: by what transformers calls them, or because they are updated."""
+    """Return the parameters that are caches: by what transformers calls them, or because of what they are asked."""
     takes = parameters(function)
     named = [name for name in takes if name in CACHES]
-    updated = [m.Attribute(value=m.Name(name), attr=m.Name("update")) for name in takes]
+    updated = [m.Attribute(value=m.Name(name), attr=m.OneOf(*map(m.Name, _OF_CACHES))) for name in takes]
     return named or [
         name
         for name, update in zip(takes, updated, strict=True)
@@ -160,6 +169,8 @@ def _callee(term: Term) -> str:
 class Step(Run):
     """One symbolic execution of a decode step."""
 
+    max_size: ClassVar[int] = 20_000
+    """Latents are the result of one update, and everything after it is made of them: DeepSeek-V3's takes 8,790."""
     calls: list[Called] = field(default_factory=list)
     """Every call of something else than torch's functions, in the order of execution."""
     scope: Scope | None = None
@@ -187,8 +198,25 @@ class Step(Run):
             environment[small.target.value] = self.augmented(small, environment)
             return
         if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call):
+            if self.fills(small.value, environment):
+                return
             raise NotComputable(f"a call for its effect: {self.module.code(small.value.func)}")
         super().small(small, environment)
+
+    def fills(self, call: cst.Call, environment: Bindings) -> bool:
+        """Execute `new[..., a:b].copy_(part)` of a local that is a new tensor of nobody else: see `filled`."""
+        found = m.extract(call, _FILLS)
+        if found is None or (name := str(found["name"])) not in environment:
+            return False
+        old = environment[name]
+        if any(inner == old for other, term in environment.items() if other != name for inner in subterms(term)):
+            return False
+        target = cst.ensure_type(found["target"], cst.Subscript)
+        items = [self.slice(element.slice, environment) for element in target.slice]
+        new = filled(old, items, self.expression(call.args[0].value, environment))
+        if new is not None:
+            environment[name] = new
+        return new is not None
 
     def augmented(self, small: cst.AugAssign, environment: Bindings) -> Term:
         """Return what the target of `x += y` is afterwards, unless another local may share the tensor."""
@@ -278,6 +306,21 @@ class Step(Run):
                 raise NotComputable(f"self.{method} may be replaced" if heirs or assigned else why)
 
 
+def filled(tensor: Term, items: Sequence[Term], part: Term) -> Term | None:
+    """Return a new tensor after a part of its last dimension was written, None where that has no term.
+
+    Both parts written, it is `joined(first, second, new)`: `cat((first, second), -1)` in the shape and dtype of `new`.
+    """
+    if len(items) != 2 or items[0] != Term("constant", (), "...") or items[1].op != "slice":
+        return None
+    start, end, step = items[1].args
+    if tensor.op == "new_empty" and (start, step) == (NONE, NONE) and end != NONE:
+        return Term("half_filled", (tensor, end, part))
+    if tensor.op == "half_filled" and (start, end, step) == (tensor.args[1], NONE, NONE):
+        return Term("joined", (tensor.args[2], part, tensor.args[0]))
+    return None
+
+
 def _takes(module: Module, name: str) -> list[str]:
     """Return what `forward` of a class takes, in order: of the file, or one of torch's with a single input."""
     if name in module.classes:
@@ -352,6 +395,48 @@ def _outcome(test: Term) -> bool | None:
     return None
 
 
+@dataclass
+class Assuming(Step):
+    """An execution that takes for granted that what the configuration decides and nobody can read is not asked for.
+
+    Who writes a step by what it returns asks, before the step, that no test of `assumed` holds.
+    """
+
+    assumed: list[Term] = field(default_factory=list)
+
+    def branch(self, test: Term, statement: cst.If, environment: Bindings) -> None:
+        """Execute a conditional statement, or leave out one without an `else`."""
+        calls = len(self.calls)
+        try:
+            super().branch(test, statement, environment)
+        except NotComputable:
+            if statement.orelse is not None or not of_the_object(test):
+                raise
+            del self.calls[calls:]
+            self.assumed.append(test)
+
+
+def of_the_object(term: Term) -> bool:
+    """Whether a term is made of the object's attributes, and of constants beside them."""
+    plain, leaves = (NONE, Term("name", (), "True"), Term("name", (), "False")), list(_leaves(term))
+    known = all(leaf.op in ("attribute", "constant") or leaf in plain for leaf in leaves)
+    return known and any(leaf.op == "attribute" for leaf in leaves)
+
+
+def _leaves(term: Term) -> Iterator[Term]:
+    if not term.args:
+        yield term
+    for argument in term.args:
+        yield from _leaves(argument)
+
+
+def held(term: Term, attribute: str) -> Term:
+    """Return a term over the attributes of a part as one over those of the object that holds it."""
+    if term.op == "attribute":
+        return Term("attribute", (), f"{attribute}.{term.value}")
+    return Term(term.op, tuple(held(argument, attribute) for argument in term.args), term.value)
+
+
 class NotWritable(NotComputable):
     """A term that has no source over the attributes of `self`."""
 
@@ -393,6 +478,8 @@ def source(term: Term, module: Module, known: Container[str] | None = None) -> s
         return f"getattr({', '.join(source(argument, module) for argument in term.args)})"
     if term.op == "call" and len(term.args) == 2 and term.args[0].op == "attribute":
         return f"self.{term.args[0].value}({source(term.args[1], module)})"
+    if term.op == "cast" and len(term.args) == 2:
+        return f"{_within(term.args[0], 9, module)}.to({source(term.args[1], module)})"
     if term.op in ("shape", "dtype"):
         return f"{_within(term.args[0], 9, module)}.{term.op}"
     if term.op.startswith(".") and len(term.args) == 1:

@@ -17,6 +17,8 @@ from rewrite.analysis.terms.computation import NotComputable, Run, subterms
 from rewrite.analysis.terms.spelling import NONE, Term, make
 
 FULL, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
+_OF_STATES = "create_recurrent_attention_mask"
+"""Makes what mixers with states are given: None for a single token."""
 _CONFIG = Term("parameter", (), "config")
 _WINDOWS = (
     Term(".sliding_window", (_CONFIG,)),
@@ -144,7 +146,7 @@ def _masked(model: ClassInfo, module: Module) -> str | None:
     if forward is None:
         return None
     functions = mask_functions(forward, module)
-    made = set(functions.values())
+    made = {*functions.values()} - {_OF_STATES}
     if any(name.endswith("mask_function") and name != "mask_function" for name in names_in([forward.body])):
         return None
     if made == {FULL}:
@@ -155,7 +157,7 @@ def _masked(model: ClassInfo, module: Module) -> str | None:
         return None
     kinds = list(_kinds(forward, functions, module))
     if any(key == _TYPE for key, _ in kinds):
-        agrees = all(made == {SLIDING if key == _TYPE else FULL} for key, made in kinds)
+        agrees = all(made in ({SLIDING if key == _TYPE else FULL}, {_OF_STATES}) for key, made in kinds)
         return _BY_TYPE if agrees else None
     reading = _Reading(model, forward, module)
     choices = (reading.term(node) for node in walk(forward.body) if isinstance(node, cst.IfExp))

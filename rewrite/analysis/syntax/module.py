@@ -123,7 +123,9 @@ class Module:
         found: dict[str, list[str]] = {}
         for info in self.classes.values():
             init = info.methods.get("__init__")
-            for name in dict.fromkeys(self._repeated(init.body) if init is not None else ()):
+            called = [info.methods.get(str(self_attribute(c.func))) for c in _calls(init)] if init is not None else []
+            bodies = [method.body for method in (init, *called) if method is not None]
+            for name in dict.fromkeys(name for body in bodies for name in self._repeated(body)):
                 if name in self.classes and name != info.name:
                     found.setdefault(name, []).append(info.name)
         return found
@@ -135,8 +137,32 @@ class Module:
             node, repeated = stack.pop()
             repeated = repeated or isinstance(node, (cst.BaseComp, cst.For))
             if repeated and isinstance(node, cst.Call):
-                yield self.qualified(node.func)
+                yield from self._named_in(node.func, top)
             stack.extend((part, repeated) for part in reversed(parts(node)))
+
+    def _named_in(self, func: cst.BaseExpression, top: cst.CSTNode) -> Iterator[str]:
+        """Yield the qualified name of what is called; those in a table of the file where it is taken from one."""
+        chosen = func
+        if isinstance(func, cst.Name):
+            lines = (node for node in walk(top) if isinstance(node, cst.Assign) and len(node.targets) == 1)
+            given = [line.value for line in lines if func.deep_equals(line.targets[0].target)]
+            chosen = given[0] if len(given) == 1 else func
+        if isinstance(chosen, cst.Subscript) and isinstance(chosen.value, cst.Name):
+            for table in self._tables.get(chosen.value.value, ()):
+                yield from (self.qualified(e.value) for e in table.elements if isinstance(e, cst.DictElement))
+        else:
+            yield self.qualified(func)
+
+    @cached_property
+    def _tables(self) -> dict[str, list[cst.Dict]]:
+        """The dictionaries in braces that the file gives a name at its top."""
+        found: dict[str, list[cst.Dict]] = {}
+        lines = (statement for statement in self.tree.body if isinstance(statement, cst.SimpleStatementLine))
+        for small in (small for line in lines for small in line.body if isinstance(small, cst.Assign)):
+            for target in small.targets:
+                if isinstance(target.target, cst.Name) and isinstance(small.value, cst.Dict):
+                    found.setdefault(target.target.value, []).append(small.value)
+        return found
 
     def _adopt(self) -> None:
         stack: list[cst.CSTNode] = [self.tree]
@@ -236,6 +262,10 @@ def small_statements(block: cst.CSTNode) -> Iterator[cst.BaseSmallStatement]:
             yield part
         elif not isinstance(part, (cst.BaseExpression, cst.BaseParenthesizableWhitespace)):
             yield from small_statements(part)
+
+
+def _calls(node: cst.CSTNode) -> Iterator[cst.Call]:
+    return (inner for inner in walk(node) if isinstance(inner, cst.Call))
 
 
 def self_attribute(node: cst.CSTNode) -> str | None:

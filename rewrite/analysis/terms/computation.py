@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 import libcst as cst
 
@@ -57,6 +58,7 @@ class Run:
     module: Module
     owner: ClassInfo | None
     depth: int
+    max_size: ClassVar[int] = MAX_SIZE
 
     def function(self, function: cst.FunctionDef, environment: Bindings) -> Term:
         """Return what the function returns where its parameters are bound as in `environment`."""
@@ -139,7 +141,7 @@ class Run:
     def expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         """Return the term of an expression."""
         term = self._expression(node, environment)
-        if term.size > MAX_SIZE:
+        if term.size > self.max_size:
             raise NotComputable("too large")
         return term
 

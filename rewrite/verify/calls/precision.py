@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, Observations, finite, same_names
+from ..judging.compare import Mismatch, NotRun, Observations, finite, require_same_dtypes, same_names
 from ..judging.verdict import Figure
 from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
@@ -163,7 +163,7 @@ class Modules:
 
         Raises:
             NotRun: the original's module does not run alone.
-            Mismatch: the rewritten one has other outputs.
+            Mismatch: the rewritten one has other outputs, or in another dtype.
         """
         import torch
 
@@ -178,6 +178,7 @@ class Modules:
             raise NotRun("the original has other outputs in fp64, or not finite ones")
         new = run(self._pair.rewritten.get_submodule(name), *given)
         same_names(own, new)
+        require_same_dtypes(own, new)
         return Runs(truth, own, new)
 
     def draw(self, name: str, scale: float, first: Runs, number: int) -> Runs:

@@ -84,6 +84,8 @@ class _Chooser:
 
     def __post_init__(self) -> None:
         self.values = self.config.to_dict()
+        if "head_dim" in self._read() and self._first(KV_HEADS) is not None:
+            self.values.setdefault("head_dim", None)  # read with a default; no field of many configurations
 
     def all(self) -> Iterator[Choices]:
         for name, value in self.values.items():
@@ -141,6 +143,9 @@ class _Chooser:
             yield self._of(name, f"{count} of {2 * count}", {heads: 2 * count, name: count}, always=True)
         if name == heads and shared is not None:
             yield self._of(name, f"{2 * count} of {2 * count}", {heads: 2 * count, shared: 2 * count})
+        if name == "head_dim" and self.values[name] is None and self._first(("hidden_size",)) is not None:
+            wide = 2 * self.values["hidden_size"] // count  # all heads together are wider than the hidden states
+            yield self._of(name, str(wide), {name: wide})
         if name in (heads, "head_dim") and self._first(("head_dim",)) is not None:
             size = self.values["head_dim"] // 2
             yield self._of(name, f"{2 * count} heads of {size}", {heads: 2 * count, "head_dim": size})

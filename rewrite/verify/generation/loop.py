@@ -20,6 +20,7 @@ from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import Batch, prompt
 from ..models.workbench import Pair, Workbench, on_original
+from .poison import poison, poison_for, reads_padding
 from .texts import Sink, generate, near_tie, noise_of
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ LOOP = ".decode.generation"
 PARTS = ("core.backend", "decode.graph", "decode.graph_store", "core.capture")
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
 NEW, LONGER = 16, 40
-FINITE_POISON = 1e3
-"""Where ordinary attention reads whole buffers it multiplies what it masks by zero, and NaN would show there too."""
+TRIED = {"step_fails", "step_differs", "step_not_capturable", "cache_kind", "cache_unused", "inputs"}
+"""Why a package's loop leaves a plain call to the original's: what it finds out of the model where it tries a step."""
 
 
 def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]:
@@ -40,6 +41,7 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
     if not hasattr(bench.subject.rewritten, SWITCH):
         return
     dtypes = ["float32"] if bench.options.quick else ["float32", bench.options.dtype]
+    yield CheckRun("decode loop, runs as the package says", partial(_runs, bench, variants[0]))
     for variant in variants:
         for dtype in dtypes:
             yield CheckRun(f"decode loop, greedy, {dtype}, {variant.name}", partial(_greedy, bench, variant, dtype))
@@ -51,6 +53,7 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
     for name, run in (
         ("sampling with a fixed seed", _sampled),
         ("an end token, and a streamer", _ended),
+        ("rows that end one after another", _rows_ended),
         ("reused, with other shapes between", _reused),
         ("unused slots poisoned while it runs", _poisoned),
         ("two models in turn", _two_models),
@@ -119,6 +122,27 @@ def _batch(bench: Workbench, variant: Variant, rows: int, length: int, name: str
     return prompt(seed, variant.vocab_size, rows, length, padded, bench.options.device)  # type: ignore[arg-type]
 
 
+def _runs(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """One plain `generate()`: a class that has the loop takes it, unless the model itself is found not to suit it.
+
+    Raises:
+        Mismatch: it does not; the message says why.
+    """
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 1, 9, "runs")
+    on_original(generate, pair.original, batch, 3, 0, do_sample=False, disable_compile=True)
+    try:
+        with package.taken(pair.rewritten):
+            generate(pair.rewritten, batch, 3, 0, do_sample=False)
+    except NotRun as reason:
+        refused = {why for operator, why in package.backend.fallbacks() if operator == "generate"}
+        if refused <= TRIED:
+            raise
+        raise Mismatch(f"the class has the decode loop, and it does not run: {reason}") from reason
+    return {"tokens": 3}
+
+
 def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figure]:
     """Several batch sizes and lengths one after another on one model, each with left padding."""
     pair = loop_pair(bench, variant, dtype)
@@ -139,7 +163,7 @@ def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figu
 
 
 def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
-    """The logits of every step by hand, against the original's forward, with poison in every unused slot.
+    """The logits of every step by hand, against the original's own steps, with poison in every unused slot.
 
     In fp64; in fp32 where the original's fp64 run is not finite: eager attention gives NaN there for padded rows.
     """
@@ -148,11 +172,17 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 3, 14, "stepwise")
     feed = _batch(bench, variant, 3, NEW, "stepwise tokens").input_ids
+    ids = torch.cat([batch.input_ids, feed], 1)
+    mask = None if batch.mask is None else torch.cat([batch.mask, torch.ones_like(feed)], 1)
     for dtype in ("float64", "float32"):
         pair = loop_pair(bench, variant, dtype)
-        expected = on_original(_forced, bench, pair.original, batch, feed)
-        if bool(expected.isfinite().all()):
+        expected = on_original(step_by_step, bench, pair.original, ids, mask, batch.input_ids.shape[1])[:, 1:]
+        padded = on_original(_prompt_logits, pair.original, batch)  # NaN there may be out of a window's sight, or not
+        if bool(expected.isfinite().all() and padded.isfinite().all()):
             break
+    with package.taken(pair.rewritten):
+        generate(pair.rewritten, batch, 3, 0, do_sample=False)
+    padding = not on_original(reads_padding, bench, pair.original, batch)
     found: list[Tensor] = []
     try:
         with torch.no_grad():
@@ -160,7 +190,7 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
             graph.prefill(batch.input_ids, batch.mask)
             graph.cache.fused = fused(pair.rewritten)
             for step in range(NEW):
-                _poison(graph, poison_for(pair.rewritten))
+                poison(graph, poison_for(pair.rewritten), padding)
                 found.append(graph.step(feed[:, step]).clone())
     except (package.graph.UnknownCache, package.graph.CacheFull) as error:
         raise NotRun(str(error)) from error
@@ -173,45 +203,14 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     )
 
 
-def _forced(bench: Workbench, model: Any, batch: Batch, feed: Tensor) -> Tensor:
-    """The original's logits `[B, n, V]` after each of the tokens `[B, n]` that follow a prompt, all fed at once."""
+def _prompt_logits(model: Any, batch: Batch) -> Tensor:
+    """The logits of a prompt, those of its padding too."""
     import torch
 
-    if bench.rounding is not None:  # one token a sequence is rounded in another way than several
-        ids = torch.cat([batch.input_ids, feed], 1)
-        mask = None if batch.mask is None else torch.cat([batch.mask, torch.ones_like(feed)], 1)
-        return step_by_step(bench, model, ids, mask, batch.input_ids.shape[1])[:, 1:]
-    real = batch.mask if batch.mask is not None else torch.ones_like(batch.input_ids)
-    mask = torch.cat([real, torch.ones_like(feed)], 1)
-    arguments = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if bench.subject.accepts("position_ids") else {}
+    mask = {} if batch.mask is None else {"attention_mask": batch.mask}
     with torch.no_grad():
-        logits = model(input_ids=torch.cat([batch.input_ids, feed], 1), attention_mask=mask, **arguments).logits
-    found: Tensor = logits[:, -feed.shape[1] :]
+        found: Tensor = model(input_ids=batch.input_ids, **mask).logits
     return found
-
-
-def poison_for(model: Any) -> float:
-    """What may stand in slots that no step may read: NaN where every attention has a method for one token."""
-    attentions = [
-        module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")
-    ]
-    names = ("decode_residual", "decode")  # the second in packages made before the first
-    own = bool(attentions) and all(any(hasattr(module, name) for name in names) for module in attentions)
-    return float("nan") if own else FINITE_POISON
-
-
-def _poison(graph: Any, value: float) -> None:
-    """Fill the slots that no ordered step has written, and those of the padding, of every layer that has been written.
-
-    A configuration can count more layers than a decoder has: those of an encoder, of another number.
-    """
-    cache = graph.cache
-    starts = cache.starts.tolist()
-    for layer in (layer for layer in cache.attention_layers if layer.is_initialized):
-        for buffer in (layer.keys, layer.values):
-            buffer[:, :, cache.length :] = value
-            for row, start in enumerate(starts):
-                buffer[row, :, :start] = value
 
 
 def _sampled(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
@@ -249,6 +248,26 @@ def _ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     if sinks[0].tokens != sinks[1].tokens or not sinks[1].ended:
         raise Mismatch(f"the streamer got {sinks[1].tokens}, not {sinks[0].tokens}")
     return {"steps": int(original.tokens.shape[1])}
+
+
+def _rows_ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """A row that ends while others go on is padded from there."""
+    import torch
+
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 3, 10, "rows ended")
+    free = on_original(generate, pair.original, batch, NEW, 0, do_sample=False).tokens
+    ends = [int(token) for token in free[0] if not bool((free[1:] == token).any())]
+    if not ends:
+        raise NotRun("every token of one row is in another one too")
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": ends[len(ends) // 4], "pad_token_id": 3}
+    original = on_original(generate, pair.original, batch, NEW, 0, **settings).tokens
+    with package.taken(pair.rewritten):
+        rewritten = generate(pair.rewritten, batch, NEW, 0, **settings).tokens
+    if not torch.equal(original, rewritten):
+        raise Mismatch(f"{rewritten.tolist()} instead of {original.tolist()}")
+    return {"steps": int(original.shape[1]), "padded": int((original[0] == 3).sum())}
 
 
 def _reused(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
@@ -316,11 +335,12 @@ def _poisoned(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = _batch(bench, variant, 3, 14, "poisoned")
+    padding = not on_original(reads_padding, bench, pair.original, batch)
 
     def spoil() -> None:
         for graph in package.store.store_of(pair.rewritten).graphs.values():
             if graph.cache.buffers and graph.cache.length:
-                _poison(graph, poison_for(pair.rewritten))
+                poison(graph, poison_for(pair.rewritten), padding)
 
     streamer = _Spoiler(spoil)
     with package.taken(pair.rewritten):

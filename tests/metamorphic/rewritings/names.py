@@ -102,6 +102,7 @@ class RenameParameters(_Renaming):
 
     name = "rename_parameters"
     summary = "parameters of functions and layers renamed, with the keywords of their calls"
+    keeps_names: ClassVar[bool] = False
 
     def choose(self) -> None:
         calls = Calls(self.module)
@@ -182,7 +183,7 @@ class RenameAttributes(_Renaming):
 
     name = "rename_attributes"
     summary = "private attributes of layers renamed"
-    keeps_checkpoint: ClassVar[bool] = False
+    keeps_names: ClassVar[bool] = False
 
     def choose(self) -> None:
         allowed = {name for info in self.module.classes.values() if self._own(info) for name in info.assigned}

@@ -1,0 +1,288 @@
+"""Attention of one new token a row to keys and values with a mask of any kind (split-KV, as in Flash-Decoding, 2023).
+
+B rows, H query heads, Hk key/value heads, G = H / Hk, S slots, D and Dv head_dim of keys and values:
+
+    scores = q kᵀ * scaling + mask          a mask of bools is 0 where true and leaves the slot out where false
+    out = softmax(scores) v
+
+It stands for torch's `scaled_dot_product_attention` in a decode step, for models whose attention has no method for one
+token: ALiBi, relative positions, cross-attention, heads of any layout. Torch's kernels for one query have one program
+a head and want masks of another dtype and width, which is four kernels more. Here a program takes the query heads of
+one key/value head and a part of the slots, and reads no tile whose mask leaves all of it out; the last program of a
+head to finish adds up the parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core import backend
+from ..core.arrivals import arrivals
+from ..core.launch import Kernel, overlaps, wait_for_stores
+from ..core.rows import KERNEL_DTYPES
+
+MOST_HEADS = 8
+"""Query heads of a program."""
+PROGRAMS = 528
+"""Four for each processor of an H100."""
+
+CASES = """
+def attend(rows, heads, kv_heads, head_dim, mask):
+    keys, values = (tensor(rows, kv_heads, CONTEXT, head_dim) for _ in range(2))
+    return masked_attention(tensor(rows, heads, 1, head_dim), keys, values, mask, enable_gqa=True)
+
+case("32 heads of 64, bools", attend, 1, 32, 32, 64, tensor(1, 1, 1, CONTEXT, dtype=torch.bool))
+case("32 heads of 128, ALiBi", attend, 1, 32, 32, 128, tensor(1, 32, 1, CONTEXT))
+case("71 of 1 heads of 64", attend, 1, 71, 1, 64, tensor(1, 1, 1, CONTEXT, dtype=torch.bool))
+case("32 of 8 heads of 128, no mask", attend, 1, 32, 8, 128, None)
+"""
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from ..core.arrivals import publish
+    from .decode_attention import _sum_of_parts
+
+    @triton.jit(do_not_specialize=["slots"])
+    def _masked_attention_kernel(  # type: ignore[no-untyped-def]
+        query_ptr,
+        keys_ptr,
+        values_ptr,
+        mask_ptr,
+        part_ptr,
+        top_ptr,
+        sum_ptr,
+        arrived_ptr,
+        out_ptr,
+        slots,
+        key_row_stride,
+        key_head_stride,
+        key_slot_stride,
+        value_row_stride,
+        value_head_stride,
+        value_slot_stride,
+        mask_row_stride,
+        mask_head_stride,
+        mask_query_stride,
+        mask_slot_stride,
+        scaling,
+        HK: tl.constexpr,
+        G: tl.constexpr,
+        SHARES: tl.constexpr,
+        D: tl.constexpr,
+        DV: tl.constexpr,
+        MASK: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        WAIT: tl.constexpr,
+        BLOCK_HEADS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_DV: tl.constexpr,
+        BLOCK_SLOTS: tl.constexpr,
+        SPLITS: tl.constexpr,
+        PARTS: tl.constexpr,
+    ):
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        row = tl.program_id(0).to(tl.int64)
+        kv_head = tl.program_id(1) // SHARES
+        part = tl.program_id(2)
+        share = tl.cdiv(tl.cdiv(slots, SPLITS), BLOCK_SLOTS) * BLOCK_SLOTS
+        begin = part * share
+        end = tl.minimum(begin + share, slots)
+        keys_ptr += row * key_row_stride + kv_head * key_head_stride
+        values_ptr += row * value_row_stride + kv_head * value_head_stride
+        mask_ptr += row * mask_row_stride + kv_head * mask_head_stride
+        head = tl.program_id(1) % SHARES * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        column = tl.arange(0, BLOCK_D)
+        value_column = tl.arange(0, BLOCK_DV)
+        out_row = (row * HK + kv_head) * G + head
+        query = tl.load(
+            query_ptr + out_row[:, None] * D + column[None, :],
+            mask=(head < G)[:, None] & (column < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_HEADS], tl.float32)
+        mixed = tl.zeros([BLOCK_HEADS, BLOCK_DV], tl.float32)
+        for at in range(begin, end, BLOCK_SLOTS):
+            slot = at + tl.arange(0, BLOCK_SLOTS)
+            live = (head < G)[:, None] & (slot < end)[None, :]
+            added = tl.zeros([BLOCK_HEADS, BLOCK_SLOTS], tl.float32)
+            if MASK != "":
+                mask_at = mask_ptr + head[:, None] * mask_query_stride + slot.to(tl.int64)[None, :] * mask_slot_stride
+                mask = tl.load(mask_at, mask=live, other=0)
+                if MASK == "bool":
+                    live = live & (mask != 0)
+                else:
+                    added = mask.to(tl.float32)
+                    live = live & (added > -1e30)
+            if tl.max(tl.max(live.to(tl.int32), 1), 0) > 0:
+                held = (slot < end)[:, None]
+                key_at = keys_ptr + slot.to(tl.int64)[:, None] * key_slot_stride + column[None, :]
+                keys = tl.load(key_at, mask=held & (column < D)[None, :], other=0.0).to(tl.float32)
+                value_at = values_ptr + slot.to(tl.int64)[:, None] * value_slot_stride + value_column[None, :]
+                seen = tl.max(live.to(tl.int32), 0) > 0
+                values = tl.load(value_at, mask=seen[:, None] & (value_column < DV)[None, :], other=0.0).to(tl.float32)
+                scores = tl.sum(query[:, None, :] * keys[None, :, :], 2) * scaling + added
+                scores = tl.where(live, scores, -1e30)
+                higher = tl.maximum(top, tl.max(scores, 1))
+                weights = tl.where(live, tl.exp(scores - higher[:, None]), 0.0)
+                shrink = tl.exp(top - higher)
+                total = total * shrink + tl.sum(weights, 1)
+                mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)
+                top = higher
+        there = (head < G)[:, None] & (value_column < DV)[None, :]
+        out_at = out_ptr + out_row[:, None] * DV + value_column[None, :]
+        if SPLITS == 1:
+            tl.store(out_at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+        else:
+            at = out_row * SPLITS + part
+            tl.store(top_ptr + at, top, mask=head < G)
+            tl.store(sum_ptr + at, total, mask=head < G)
+            tl.store(part_ptr + at[:, None] * DV + value_column[None, :], mixed, mask=there)
+            publish(WAIT)
+            arrived_ptr += row * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+                return
+            tl.store(arrived_ptr, 0)
+            number = tl.arange(0, SPLITS)[None, :]
+            held = (head < G)[:, None] & (number < SPLITS)
+            at = out_row[:, None] * SPLITS + number
+            tops = tl.load(top_ptr + at, mask=held, other=-1e30, cache_modifier=".cg")
+            sums = tl.load(sum_ptr + at, mask=held, other=0.0, cache_modifier=".cg")
+            highest = tl.max(tops, 1)
+            whole = tl.sum(sums * tl.exp(tops - highest[:, None]), 1)
+            mixed = tl.zeros([BLOCK_HEADS, BLOCK_DV], tl.float32)
+            for first in tl.static_range(0, SPLITS, PARTS):
+                some = first + tl.arange(0, PARTS)[None, :]
+                held = (head < G)[:, None] & (some < SPLITS)
+                parts = out_row[:, None] * SPLITS + some
+                scale = tl.exp(
+                    tl.load(top_ptr + parts, mask=held, other=-1e30, cache_modifier=".cg") - highest[:, None]
+                )
+                mixed += _sum_of_parts(part_ptr, parts, held, scale, value_column[None, :], DV)
+            tl.store(out_at, (mixed / whole[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+
+    masked_attention_kernel = Kernel(_masked_attention_kernel)
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Attend as torch's `scaled_dot_product_attention` does; None where these are not few queries.
+
+    Args:
+        query: `[B, H, 1, D]`, or `[B, Hk, G, D]`: a few queries of a head are to the kernel what heads that share keys
+            are.
+        key: `[B, Hk, S, D]`.
+        value: `[B, Hk, S, Dv]`.
+        attn_mask: `[1 or B, 1 or H, 1 or G, S]`, bools or numbers to add; None for none.
+        dropout_p, is_causal: taken only where they are 0 and False.
+        scale: of the scores; None for `D ** -0.5`.
+        enable_gqa: whether H may be more than Hk, also where that is not 1.
+
+    Returns:
+        As `query`, with Dv for D.
+    """
+    if dropout_p or is_causal or not _fits(query, key, value, attn_mask, enable_gqa):
+        return None
+    batch, kv_heads = key.shape[:2]
+    group = query.shape[1] * query.shape[2] // kv_heads
+    out = query.new_empty(batch, *query.shape[2:0:-1], value.shape[3]).transpose(1, 2)
+    if query.shape[2] > 1:
+        out = query.new_empty(*query.shape[:3], value.shape[3])
+    _launch(query, key, value, attn_mask, query.shape[3] ** -0.5 if scale is None else scale, group, out)
+    return out
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    if any(t.dim() != 4 or t.device != query.device for t in tensors) or key.shape[:3] != value.shape[:3]:
+        return False
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or not key.shape[2]:
+        return False
+    if query.shape[1] != key.shape[1]:
+        shared = (enable_gqa or key.shape[1] == 1) and query.shape[1] % key.shape[1] == 0
+        if not shared or query.shape[2] != 1:
+            return False
+    if query.shape[2] > MOST_HEADS or max(key.shape[3], value.shape[3]) > 256:
+        return False
+    if key.stride(3) != 1 or value.stride(3) != 1 or not query.dtype == key.dtype == value.dtype:
+        return False
+    return _takes_mask(query, key, mask) and query.dtype in KERNEL_DTYPES and takes_rows(query)
+
+
+def _takes_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    if mask is None:
+        return True
+    rows, heads, queries, slots = mask.shape
+    if mask.dtype != torch.bool and mask.dtype not in KERNEL_DTYPES:
+        return False
+    fits = rows in (1, query.shape[0]) and heads in (1, query.shape[1]) and slots == key.shape[2]
+    return fits and queries in (1, query.shape[2])
+
+
+def takes_rows(query: Tensor) -> bool:
+    """Return whether a step's kernels read such rows: nobody traces them or wants gradients."""
+    return (
+        query.shape[0] > 0
+        and backend.nothing_watches(query)
+        and not backend.wants_gradient(query)
+        and backend.uses_triton(query)
+    )
+
+
+def _launch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, group: int, out: Tensor
+) -> None:
+    batch, kv_heads, slots, head_dim = key.shape
+    value_dim = value.shape[3]
+    block_d, block_dv, block_heads = _power(head_dim), _power(value_dim), min(MOST_HEADS, _power(group))
+    shares = -(-group // block_heads)
+    block_slots = max(4, min(128, 2048 // (max(block_d, block_dv) * block_heads)))
+    splits = _power(max(1, min(32, PROGRAMS // (batch * kv_heads * shares), -(-slots // 48))) + 1) // 2
+    top, total = query.new_empty((2, out.numel() // value_dim * splits), dtype=torch.float32)
+    parts = query.new_empty(out.numel() * splits, dtype=torch.float32)
+    strides = (0, 0, 0, 0) if mask is None else _mask_strides(mask, query, kv_heads)
+    kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "number"
+    overlap = overlaps(query)
+    with backend.device_guard(query):
+        masked_attention_kernel.launch(
+            (batch, kv_heads * shares, splits),
+            4,
+            (
+                query.contiguous(), key, value, query if mask is None else mask, parts, top, total,
+                arrivals(query, batch * kv_heads * shares), out,
+            ),
+            (slots,),
+            (*key.stride()[:3], *value.stride()[:3], *strides),
+            (scaling,),
+            (
+                kv_heads, group, shares, head_dim, value_dim, kind, overlap,
+                wait_for_stores(query) if splits > 1 else "", block_heads, block_d, block_dv, block_slots, splits,
+                max(1, min(splits, 16384 // (block_heads * block_dv))),
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+def _mask_strides(mask: Tensor, query: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
+    """Return the strides of rows, key/value heads, queries of one such head, and slots; 0 for what is broadcast."""
+    row, head, one, slot = (0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True))
+    if query.shape[2] > 1:
+        return row, head, one, slot
+    return row, head * (query.shape[1] // kv_heads), head, slot
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()

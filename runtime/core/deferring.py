@@ -1,0 +1,76 @@
+"""Who puts off norms and sums of a decode step until it is known what reads them.
+
+The operators for norms ask here first: a norm that is the first stage of the product that reads it, and a sum that is
+the last stage of the product before it, are no kernels of their own. `products.step_products` answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+
+class Puts(Protocol):
+    """Something that puts off; each method returns what stands for the result, None where nothing is put off."""
+
+    def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off an RMSNorm of `input`; the rest are the fields of a `Prologue`."""
+
+    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off a LayerNorm of `input`; the rest are the fields of a `LayerNormPrologue`."""
+
+    def normed(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
+        """Return input and prologue of a norm that was put off."""
+
+    def product(self, input: Tensor, *product: Any) -> Tensor | None:
+        """Put off a product of `input`; the rest is weight, bias and prologue."""
+
+    def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
+        """Put off a sum with something that is itself put off."""
+
+
+class _Thread(threading.local):
+    puts: Puts | None = None
+
+
+_THREAD = _Thread()
+
+
+@contextlib.contextmanager
+def to(puts: Puts) -> Iterator[None]:
+    """Let `puts` have what this thread may put off."""
+    before, _THREAD.puts = _THREAD.puts, puts
+    try:
+        yield
+    finally:
+        _THREAD.puts = before
+
+
+def rms_norm(input: Tensor, *prologue: Any) -> Tensor | None:
+    """Return what stands for a norm that is computed later, None where it has to be computed now."""
+    return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.rms_norm(input, *prologue)
+
+
+def layer_norm(input: Tensor, *prologue: Any) -> Tensor | None:
+    """Return what stands for a norm that is computed later, None where it has to be computed now."""
+    return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.layer_norm(input, *prologue)
+
+
+def sum(first: Tensor, second: Tensor) -> Tensor | None:
+    """Return what stands for a sum that is computed later, None where it has to be computed now."""
+    return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.sum(first, second)
+
+
+def normed(tensor: Tensor) -> tuple[Tensor, Any] | None:
+    """Return what a norm that was put off is computed from, and its prologue; None for any other tensor."""
+    return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.normed(tensor)
+
+
+def product(input: Tensor, *product: Any) -> Tensor | None:
+    """Return what stands for a product that is computed later, None where it has to be computed now."""
+    return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.product(input, *product)

@@ -1,0 +1,401 @@
+"""What a step puts off: which kernels are left, and that whoever reads or writes something else sees no difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import INTERPRETED
+from torch import Tensor, nn
+
+from rewrite.runtime.attention.eager_step import HANDLERS
+from rewrite.runtime.attention.masked_attention import masked_attention
+from rewrite.runtime.cache.token import write_token
+from rewrite.runtime.core import launch
+from rewrite.runtime.norms.add_layer_norm import add_layer_norm
+from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.deferred import POINTS, activation_of
+from rewrite.runtime.products.prologue import LayerNormPrologue
+from rewrite.runtime.products.step_products import StepProducts
+from rewrite.runtime.products.transposed import launch_transposed
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+SIZE = 16
+CLOSE = 1e-5
+"""Relative, in fp32: sums in another order."""
+
+
+class Transposed(nn.Module):
+    """A product whose weight lies `[in, out]`."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.size()[:-1], self.weight.shape[1])
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(shape)
+
+
+class Layer(nn.Module):
+    """Two norms, a product of three parts and what stands for attention, a product, two more with an activation."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], product: Callable[[int, int], nn.Module] = nn.Linear):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(SIZE), nn.LayerNorm(SIZE)
+        self.qkv, self.out = product(SIZE, 3 * SIZE), product(SIZE, SIZE)
+        self.up, self.down = product(SIZE, 2 * SIZE), product(2 * SIZE, SIZE)
+        self.dropout, self.activation = nn.Dropout(0.5), activation
+        for norm in (self.first, self.second):
+            nn.init.uniform_(norm.weight, 0.5, 2.0)
+            nn.init.normal_(norm.bias)
+
+    def attention(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).split(SIZE, dim=-1)
+        return self.out(torch.softmax(query * key, -1) * value)
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.activation(self.up(x))))
+
+
+class Sequential(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.first(x)))
+        residual = x
+        return residual + self.block(self.second(x))
+
+
+class Parallel(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.second(x)) + self.attention(self.first(x)) + x
+
+
+class Added(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        second = self.second
+        normed, residual = add_layer_norm(self.attention(self.first(x)), x, second.weight, second.bias, second.eps)
+        return self.block(normed) + residual
+
+
+def new_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def seven_digits(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": nn.GELU(),
+    "new_gelu": new_gelu,
+    "seven_digits": seven_digits,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "relu": nn.ReLU(),
+    "relu2": lambda x: torch.square(F.relu(x)),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched."""
+    names: list[str] = []
+    run = launch.Kernel.launch
+
+    def recorded(kernel: launch.Kernel, *arguments: Any, **options: Any) -> None:
+        run(kernel, *arguments, **options)
+        names.append(kernel.jit_function.__name__.strip("_").removesuffix("_kernel"))
+
+    monkeypatch.setattr(launch.Kernel, "launch", recorded)
+    return names
+
+
+def assert_close(ours: Tensor, exact: Tensor, close: float = CLOSE) -> None:
+    assert (ours.double() - exact).norm() < close * exact.norm()
+
+
+@torch.no_grad()
+def stepped(model: Callable[..., Any], *given: Any) -> Any:
+    with StepProducts(poisons=True):
+        return model(*given)
+
+
+@pytest.mark.parametrize("form", [Sequential, Parallel, Added])
+def test_a_layer_is_four_products(form: type[Layer], device: torch.device, kernels: list[str]) -> None:
+    model, x = form(new_gelu).eval().to(device), torch.randn(1, 1, SIZE, device=device) + 3.0
+    ours = stepped(model, x)
+    assert kernels == ["linear"] * 4
+    assert_close(ours, model.double()(x.double()))
+
+
+@pytest.mark.parametrize("form", [Sequential, Parallel])
+def test_weights_that_lie_transposed(form: type[Layer], device: torch.device, kernels: list[str]) -> None:
+    model, x = form(new_gelu, Transposed).eval().to(device), torch.randn(1, 1, SIZE, device=device)
+    ours = stepped(model, x)
+    assert kernels == ["transposed_linear"] * 4
+    assert_close(ours, model.double()(x.double()))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_is_the_last_stage_of_its_product(
+    activation: str, device: torch.device, kernels: list[str]
+) -> None:
+    product, function = nn.Linear(SIZE, SIZE, device=device), ACTIVATIONS[activation]
+    x = 3.0 * torch.randn(1, 1, SIZE, device=device)
+    ours = stepped(lambda: function(product(x)))
+    assert kernels == ["linear"]
+    assert_close(ours, function(product.double()(x.double())))
+
+
+def test_several_rows(device: torch.device, kernels: list[str]) -> None:
+    model = Sequential(new_gelu).eval().to(device, torch.float16)
+    x = torch.randn(3, 1, SIZE, device=device).half()
+    ours = stepped(model, x)
+    assert kernels == ["skinny_linear"] * 4
+    assert_close(ours, model.double()(x.double()), 5e-3)
+
+
+def test_a_norm_with_a_root_mean_square(device: torch.device, kernels: list[str]) -> None:
+    product, weight = nn.Linear(SIZE, SIZE, device=device), torch.rand(SIZE, device=device)
+    x = torch.randn(1, 1, SIZE, device=device)
+    ours = stepped(lambda: product(rms_norm(x, weight, 1e-5)))
+    assert kernels == ["linear"]
+    assert_close(ours, product(rms_norm(x, weight, 1e-5)).double())
+
+
+def test_a_parameter_s_other_side_is_a_weight(device: torch.device, kernels: list[str]) -> None:
+    """What the step computes itself is none: kernels begin to load weights before the one before them has ended."""
+    product, x = nn.Linear(SIZE, 8, device=device), torch.randn(1, 1, SIZE, device=device)
+    kept, other = product.weight.T, torch.randn(8, SIZE, device=device).T
+    for weight in (product.weight.T, kept, other):
+        assert_close(stepped(torch.matmul, x, weight), torch.matmul(x, weight).double())
+    assert kernels == ["linear"] * 2
+
+
+def read_twice(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    normed = norm(x)
+    return product(normed) + normed, normed.sum(), product(normed)[..., 3:], product(normed) * product(normed)
+
+
+def written_after(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    x = x.clone()
+    normed = norm(x)
+    x.mul_(2.0)
+    y = product(normed)
+    return y, x
+
+
+def written_itself(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    y = product(norm(x))
+    y += x
+    z = product(x)
+    z[..., 1:] = 0.0
+    return y, z, torch.add(product(x), x, alpha=2)
+
+
+def residual_written(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    residual = x.clone()
+    y = residual + product(x)
+    residual.zero_()
+    return y, residual
+
+
+def seen_in_part(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    y = product(norm(x)).view(SIZE, 1)
+    return y.T, y[2:5], y.transpose(0, 1).reshape(-1), y.view(4, -1).transpose(0, 1).reshape(-1), y.to(torch.float64)
+
+
+def half_an_activation(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    y = product(x)
+    inner = torch.tanh(0.79 * (y + 0.04 * torch.pow(y, 3.0)))
+    return 0.5 * y * (1.0 + inner), inner, 2 * y, y * torch.sigmoid(1.7 * y), -y, F.relu(y + 1.0), F.gelu(2 * y)
+
+
+def of_two_products(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    first, second = product(x), product(norm(x))
+    return F.silu(first) * second, first + second, first + second + x, F.relu(first) + F.relu(second), first + first
+
+
+def with_other_shapes(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    y = product(x)
+    sums = y + x[0, 0, :1], y + torch.ones(3, 1, SIZE, device=x.device), y + x.double(), y - x
+    return *sums, F.layer_norm(x.view(2, -1, 8), (8,)), product(x.expand(2, 3, SIZE)), x @ product.weight.T
+
+
+def dropped(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    return F.dropout(product(x), 0.5, training=False), F.dropout(x, 1.0, training=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        read_twice, written_after, written_itself, residual_written, seen_in_part, half_an_activation,
+        of_two_products, with_other_shapes, dropped,
+    ],
+)  # fmt: skip
+def test_whoever_else_reads_or_writes_sees_no_difference(function: Callable[..., Any], device: torch.device) -> None:
+    norm, product = nn.LayerNorm(SIZE, device=device), nn.Linear(SIZE, SIZE, device=device)
+    x = torch.randn(1, 1, SIZE, device=device)
+    ours = stepped(function, x, norm, product)
+    with torch.no_grad():
+        theirs = function(x, norm, product)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_reads_unseen_reads_nan(device: torch.device) -> None:
+    """The comparison with an ordinary step is what catches code that torch's functions do not tell of."""
+    product, x = nn.Linear(SIZE, SIZE, device=device), torch.randn(1, 1, SIZE, device=device)
+
+    def unseen() -> Tensor:
+        y = product(x)
+        with torch._C.DisableTorchFunction():
+            return y * 2
+
+    assert stepped(unseen).isnan().all()
+
+
+def test_activations_are_told_by_their_values() -> None:
+    names = {"new_gelu": "gelu_tanh", "seven_digits": "gelu_tanh"}
+    for name, activation in ACTIVATIONS.items():
+        assert activation_of(activation(POINTS)) == names.get(name, name)
+    others = [
+        lambda x: x * torch.sigmoid(1.7 * x),
+        torch.tanh,
+        lambda x: 1.001 * F.gelu(x),
+        lambda x: F.relu(x) + 1e-3,
+    ]
+    assert [activation_of(other(POINTS)) for other in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(70, 50), (600, 70)])
+def test_transposed_products(inputs: int, outputs: int, device: torch.device, poisoned: None) -> None:
+    x, weight = torch.randn(1, 1, inputs) + 5.0, torch.randn(inputs, outputs) / inputs**0.5
+    gain, shift, bias = torch.rand(inputs) + 0.5, torch.randn(inputs), torch.randn(outputs)
+    residual = torch.randn(1, 1, outputs)
+    out = torch.empty(1, 1, outputs, device=device)
+    on = [t.to(device) for t in (x, weight, bias, gain, shift, residual)]
+    with torch.no_grad():
+        launch_transposed(*on[:3], LayerNormPrologue(on[3], on[4], 1e-5), on[5], out, "gelu_tanh")
+    normed = F.layer_norm(x.double(), (inputs,), gain.double(), shift.double(), 1e-5)
+    exact = F.gelu(normed @ weight.double() + bias, approximate="tanh") + residual
+    assert_close(out.cpu(), exact)
+
+
+MASKS: dict[str, Callable[[int, int, int, int], Tensor | None]] = {
+    "none": lambda rows, heads, queries, slots: None,
+    "bools": lambda rows, heads, queries, slots: (
+        torch.arange(slots).remainder(7).lt(2).expand(rows, 1, queries, slots)
+    ),
+    "holes": lambda rows, heads, queries, slots: torch.arange(slots).gt(slots - 9).expand(rows, 1, 1, slots),
+    "of heads": lambda rows, heads, queries, slots: torch.randn(1, heads, 1, slots).where(
+        torch.arange(slots) < slots - 5, torch.finfo(torch.float32).min
+    ),
+    "of queries": lambda rows, heads, queries, slots: torch.randn(rows, heads, queries, slots),
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "queries", "dims", "slots", "mask"),
+    [
+        (1, 3, 3, 1, (16, 16), 100, "bools"),
+        (1, 3, 3, 1, (16, 16), 100, "of heads"),
+        (2, 4, 2, 1, (12, 20), 70, "holes"),
+        (2, 4, 2, 1, (12, 20), 70, "of heads"),
+        (2, 4, 2, 1, (12, 20), 50, "none"),
+        (2, 2, 2, 3, (16, 8), 33, "of queries"),
+        (2, 2, 2, 3, (16, 8), 33, "bools"),
+        (1, 11, 1, 1, (8, 8), 60, "of heads"),
+        (1, 11, 1, 1, (8, 8), 60, "holes"),
+    ],
+)
+def test_masked_attention(
+    rows: int, heads: int, kv_heads: int, queries: int, dims: tuple[int, int], slots: int, mask: str,
+    device: torch.device, poisoned: None, kernels: list[str],
+) -> None:  # fmt: skip
+    query = torch.randn(rows, queries, heads, dims[0]).transpose(1, 2)
+    key, value = torch.randn(rows, kv_heads, slots, dims[0]), torch.randn(rows, kv_heads, slots, dims[1])
+    given = MASKS[mask](rows, heads, queries, slots)
+    if given is not None and given.dtype == torch.bool:  # what nobody may see may be anything
+        hidden = ~given.expand(rows, 1, queries, slots).any(2)[:, :, :, None]
+        key, value = key.masked_fill(hidden, math.nan), value.masked_fill(hidden, math.nan)
+    on = [None if t is None else t.to(device) for t in (query, key, value, given)]
+    with torch.no_grad():
+        ours = masked_attention(*on, scale=0.3, enable_gqa=True)  # type: ignore[arg-type]
+    wide = [t.nan_to_num().double() for t in (query, key, value)]
+    exact = F.scaled_dot_product_attention(
+        *wide, given.double() if given is not None and given.dtype != torch.bool else given, scale=0.3, enable_gqa=True
+    )
+    assert kernels == ["masked_attention"]
+    assert ours is not None
+    assert_close(ours.cpu(), exact)
+
+
+def test_attention_of_other_forms_is_torch_s(device: torch.device) -> None:
+    query, key = torch.randn(1, 2, 1, 16, device=device), torch.randn(1, 2, 9, 16, device=device)
+    with torch.no_grad():
+        assert masked_attention(query, key, key, is_causal=True) is None
+        assert masked_attention(query, key, key, dropout_p=0.1) is None
+        assert masked_attention(query.repeat(1, 2, 1, 1), key, key) is None
+        assert masked_attention(query.expand(1, 2, 9, 16), key, key) is None
+        assert masked_attention(query, key, key, torch.zeros(9, device=device)) is None
+    assert masked_attention(query.requires_grad_(), key, key) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_write_of_key_and_value(rows: int, device: torch.device, kernels: list[str]) -> None:
+    keys, values = torch.zeros(rows, 3, 9, 8, device=device), torch.zeros(rows, 3, 9, 20, device=device)
+    key = torch.randn(rows, 1, 3, 8, device=device).transpose(1, 2)
+    value, position = torch.randn(rows, 3, 1, 20, device=device), torch.tensor([4], device=device)
+    exact = keys.index_copy(2, position, key), values.index_copy(2, position, value)
+    with torch.no_grad():
+        write_token(keys, values, key, value, position)
+    assert kernels == ["write_token"]
+    assert torch.equal(keys, exact[0])
+    assert torch.equal(values, exact[1])
+
+
+def bloom(query: Tensor, keys: Tensor, values: Tensor, alibi: Tensor, mask: Tensor) -> Tensor:
+    heads = query.shape[1]
+    flat = [t.reshape(heads, -1, t.shape[-1]) for t in (query, keys, values)]
+    scores = alibi.baddbmm(batch1=flat[0], batch2=flat[1].transpose(-1, -2), beta=1.0, alpha=0.3)
+    weights = F.softmax(scores.view(1, heads, 1, -1) + mask, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.bmm(F.dropout(weights, 0.1, training=False).view(heads, 1, -1), flat[2])
+
+
+def usual(query: Tensor, keys: Tensor, values: Tensor, alibi: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.matmul(query, keys.transpose(-1, -2)) / 3.0
+    return torch.matmul(torch.softmax((scores + mask).float(), dim=-1).to(values.dtype), values)
+
+
+def read_between(query: Tensor, keys: Tensor, values: Tensor, alibi: Tensor, mask: Tensor) -> Tensor:
+    scores = 0.3 * torch.matmul(query, keys.transpose(-1, -2)) + mask
+    weights = scores.softmax(-1)
+    attended = torch.matmul(weights, values)
+    other = torch.add(torch.matmul(query, keys.transpose(-1, -2)), mask, alpha=2).to("cpu", torch.float64, copy=True)
+    return attended + weights.amax() + scores[..., :1] + other.to(query)[..., :1]
+
+
+@pytest.mark.parametrize(("form", "taken"), [(bloom, 1), (usual, 1), (read_between, 1)])
+def test_attention_that_is_written_out(
+    form: Callable[..., Tensor], taken: int, device: torch.device, kernels: list[str]
+) -> None:
+    query = torch.randn(1, 3, 1, 8, device=device)
+    keys, values = torch.randn(1, 3, 20, 8, device=device), torch.randn(1, 3, 20, 8, device=device)
+    alibi, mask = torch.randn(3, 1, 20, device=device), torch.zeros(1, 1, 1, 20, device=device)
+    mask[..., 15:] = torch.finfo(torch.float32).min
+    with torch.no_grad(), StepProducts({}, HANDLERS, poisons=True):
+        ours = [form(query, keys, values, alibi, mask) for _ in range(2)]
+        mask[..., 10:] = torch.finfo(torch.float32).min
+        ours.append(form(query, keys, values, alibi, mask))
+    shorter = form(query, keys, values, alibi, mask)
+    mask[..., 10:15] = 0.0
+    whole = form(query, keys, values, alibi, mask)
+    assert kernels == ["masked_attention"] * 3 * taken
+    for mine, expected in zip(ours, (whole, whole, shorter), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
