@@ -68,13 +68,6 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
         assert all(len(note) <= 78 for note in table.notes)
 
 
-def test_names_of_launches_leave_room_for_their_figures() -> None:
-    """A table of launches is 80 columns wide, of which its figures take 53 at most; seen without a compiler."""
-    for path in RUNTIME.rglob("*.py"):
-        for name in re.findall(r'\bcase\(\s*"([^"]*)"', path.read_text(encoding="utf-8")):
-            assert len(name) <= 25, f"{path.name}: {name}"
-
-
 @compiles
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
 def test_what_is_wrong_with_a_kernel_is_found(arch: str) -> None:
