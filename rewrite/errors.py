@@ -479,12 +479,19 @@ class VerificationError(RewriteError):
 
 
 class RelativeImport(UsageError):
-    """A modeling file from outside transformers imports its neighbours, which the output would not have."""
+    """A modeling file from outside transformers has a relative import that cannot work in a package."""
 
-    def __init__(self, path: object, statement: str):
+    def __init__(self, path: object, statement: str, why: str):
+        super().__init__(f"{path} says `{statement}`, {why}: make the import absolute, or move or rename the file.")
+
+
+class NeighbourMissing(UsageError):
+    """A modeling file imports a file beside it that is not there."""
+
+    def __init__(self, path: object, statement: str, name: str):
         super().__init__(
-            f"{path} imports a file beside it (`{statement}`), which the output folder would not have: "
-            f"make the import absolute first."
+            f"{path} says `{statement}`, and there is no {name} beside it: put that file there (of a model on the "
+            "Hub, download all its .py files)."
         )
 
 

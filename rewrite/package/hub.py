@@ -84,7 +84,7 @@ def _replaceable(path: Path, text: str, own_config: bool) -> bool:
         return False
     if path.name == CONFIG_NAME:
         return own_config or path.read_text("utf-8", "replace") == text or "modeling_" in _names_code(path)
-    return _is_ours(path)
+    return _is_ours(path) or path.read_text("utf-8", "replace") == text
 
 
 def _names_code(config: Path) -> str:
