@@ -21,7 +21,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import rewrite
-from rewrite.errors import NameTaken, PathNotUsable, RewriteError, StreamLost, TransformError
+from rewrite.errors import EXTRAS, MissingLibrary, NameTaken, PathNotUsable, RewriteError, StreamLost, TransformError
 from rewrite.show import streams
 
 VERSION = getattr(rewrite, "__version__", "unknown")
@@ -159,9 +159,10 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
     except RewriteError as error:
         return _say(f"error: {error}", error.exit_code)
     except ModuleNotFoundError as error:
-        if error.name not in ("libcst", "rich"):
+        if error.name is None or error.name not in ("libcst", "rich", *EXTRAS):
             return _bug(error)
-        return _say(f"error: {error.name} is not installed: pip install hf-rewrite", RewriteError.exit_code)
+        missing = MissingLibrary(error.name, "this command")
+        return _say(f"error: {missing}", missing.exit_code)
     except OSError as error:
         if error.errno not in _OF_PATHS:
             return _bug(error)

@@ -111,11 +111,26 @@ class CheckpointNotUsable(UsageError):
         super().__init__(f"cannot use the checkpoint {folder}: {why}")
 
 
+EXTRAS = {
+    **dict.fromkeys(("coverage", "torch", "transformers", "triton"), "'hf-rewrite[verify]'"),
+    "huggingface_hub": "'hf-rewrite[hub]'",
+}
+"""What brings a library that `pip install hf-rewrite` alone does not."""
+
+
 class MissingLibrary(UsageError):
     """A library that the request needs is not installed."""
 
-    def __init__(self, library: str, needed_for: str):
-        super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {library}")
+    def __init__(self, library: str, needed_for: str, instead: str = ""):
+        brought_by = EXTRAS.get(library, "hf-rewrite")
+        super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {brought_by}{instead}")
+
+
+class MissingTransformers(MissingLibrary):
+    """No transformers is installed to read from; another can be named where the command has the option."""
+
+    def __init__(self, needed_for: str):
+        super().__init__("transformers", needed_for, ", or name one to read: --transformers VERSION|PATH|project")
 
 
 class DeviceNotUsable(UsageError):
@@ -464,12 +479,19 @@ class VerificationError(RewriteError):
 
 
 class RelativeImport(UsageError):
-    """A modeling file from outside transformers imports its neighbours, which the output would not have."""
+    """A modeling file from outside transformers has a relative import that cannot work in a package."""
 
-    def __init__(self, path: object, statement: str):
+    def __init__(self, path: object, statement: str, why: str):
+        super().__init__(f"{path} says `{statement}`, {why}: make the import absolute, or move or rename the file.")
+
+
+class NeighbourMissing(UsageError):
+    """A modeling file imports a file beside it that is not there."""
+
+    def __init__(self, path: object, statement: str, name: str):
         super().__init__(
-            f"{path} imports a file beside it (`{statement}`), which the output folder would not have: "
-            f"make the import absolute first."
+            f"{path} says `{statement}`, and there is no {name} beside it: put that file there (of a model on the "
+            "Hub, download all its .py files)."
         )
 
 

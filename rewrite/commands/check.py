@@ -7,17 +7,12 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, json_option
+from rewrite.commands.options import FOLDER, json_option, transformers_option
 
 
 @click.command(short_help="Say whether packages are up to date; for CI and pre-commit.")
 @click.argument("folders", type=FOLDER, nargs=-1, metavar="[DIR]...")
-@click.option(
-    "--transformers",
-    "asked",
-    metavar="VERSION|PATH",
-    help="Compare with that, not with what is installed: a version, a wheel, a folder, or `project`.",
-)
+@transformers_option("Compare with that, not with what is installed")
 @click.option(
     "--format",
     "style",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rewrite.commands.options import FOLDER, diff_option
+
+if TYPE_CHECKING:
+    from rewrite.package.lock import Lock
 
 
 @click.command(short_help="Show what a package changed against its original.")
@@ -46,11 +50,27 @@ def diff(folder: Path, diff_style: str, given: Path | None, generated: bool, mar
         text = before if before is not None else original.text_of(original.find(folder, lock, given).path)
         sys.stdout.write(review.markdown(folder, lock, text, after))
         return 0
+
     screen = Screen(quiet_output=True)
     if generated:
         before, path = edits.generated_like_yours(folder, lock, lock.modeling), lock.modeling
     else:
-        source = original.find(folder, lock, given)
-        before, path = original.text_of(source.path), original.patch_path(source)
+        before, path = _before(folder, lock, given)
     screen.show_diff(before, after, path, diff_style)
     return 0
+
+
+def _before(folder: Path, lock: Lock, given: Path | None) -> tuple[str, str]:
+    """Return the original's text and its name in a patch; the kept text where no transformers is installed."""
+    from rewrite.errors import MissingTransformers
+    from rewrite.package import original
+    from rewrite.sync import rebuild
+
+    try:
+        source = original.find(folder, lock, given)
+    except MissingTransformers:
+        kept = rebuild.kept_original(folder, lock)
+        if kept is None:
+            raise
+        return kept, Path(lock.source.path).name
+    return original.text_of(source.path), original.patch_path(source)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER
+from rewrite.commands.options import FOLDER, transformers_option
 
 
 @click.command(short_help="Write a package in the form that loads from the Hub.")
@@ -18,7 +18,8 @@ from rewrite.commands.options import FOLDER
 @click.option(
     "--checkpoint", type=FOLDER, metavar="DIR", help="Take config.json from here and name the classes in it."
 )
-def export(folder: Path, out: Path, checkpoint: Path | None) -> int:
+@transformers_option("Name the classes for that one's Auto classes, not for the installed one's")
+def export(folder: Path, out: Path, checkpoint: Path | None, asked: str | None) -> int:
     """Write the package FOLDER as flat files to OUT, to be uploaded beside a checkpoint's weights.
 
     At the other end `from_pretrained(..., trust_remote_code=True)` builds the rewritten classes; neither this tool nor
@@ -28,9 +29,11 @@ def export(folder: Path, out: Path, checkpoint: Path | None) -> int:
     from rewrite.package import hub
     from rewrite.package.lock import read_lock
     from rewrite.show.console import Screen
+    from rewrite.upstream import release
 
     lock = read_lock(folder)
-    made = hub.export(folder, lock, checkpoint)
+    with release.library(asked) as library:
+        made = hub.export(folder, lock, checkpoint, library)
     gone = hub.write(out, made, checkpoint)
     screen = Screen()
     runtime = sum(1 for name in made.files if name.startswith("rewrite_"))

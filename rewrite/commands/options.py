@@ -55,6 +55,12 @@ def verification_options(command: Command) -> Command:
     return command
 
 
+def transformers_option(help_text: str) -> Callable[[Command], Command]:
+    """Return the option `--transformers`, which `rewrite.upstream.release.library` resolves."""
+    text = f"{help_text}: a version, a wheel, a folder, or `project`."
+    return click.option("--transformers", "asked", metavar="VERSION|PATH", help=text)
+
+
 def json_option(command: Command) -> Command:
     """Add the option `--json`."""
     path = click.Path(dir_okay=False, path_type=Path)

@@ -53,6 +53,7 @@ def sweep(
     """
     import tempfile
 
+    from rewrite.deliver import verification
     from rewrite.show.console import Screen
     from rewrite.sweep import plan, pool, table
     from rewrite.sweep.against import previous, regressions
@@ -60,6 +61,8 @@ def sweep(
 
     if changed and against is None:
         raise click.UsageError("--changed needs --against: what was rewritten before")
+    if not no_verify:
+        verification.require_libraries("verification (--no-verify leaves it out)")
     devices = Devices() if no_verify else every(device)
     screen = Screen(quiet_output=str(json_path) == "-")
     installed = plan.library(root)

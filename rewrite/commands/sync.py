@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import FOLDER, diff_option, json_option, verification_options
+from rewrite.commands.options import FOLDER, diff_option, json_option, transformers_option, verification_options
 
 if TYPE_CHECKING:
     from rewrite.show.console import Screen
@@ -20,7 +20,7 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 
 @click.command(short_help="Make packages anew and merge your edits.")
 @click.argument("folders", type=FOLDER, nargs=-1, metavar="[DIR]...")
-@click.option("--transformers", "asked", metavar="VERSION|PATH", help="Take the original from there, not from what is installed: a version, a wheel, a folder, or `project`.")  # fmt: skip  # noqa: E501
+@transformers_option("Take the original from there, not from what is installed")
 @click.option("--accept", "accepted", multiple=True, metavar="RULE", help="Go on although RULE lost a place; repeatable.")  # fmt: skip  # noqa: E501
 @click.option("--replace", "replaced", multiple=True, metavar="NAME", help="Drop the edits in this generated file; repeatable.")  # fmt: skip  # noqa: E501
 @click.option("--resolved", type=FILE, multiple=True, metavar="FILE", help="Take FILE as the merged text; repeatable.")

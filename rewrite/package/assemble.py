@@ -1,4 +1,4 @@
-"""The files of an output package, as bytes: modeling file, `__init__.py`, the runtime it needs, lock."""
+"""The files of an output package, as bytes: modeling file, neighbours, `__init__.py`, the runtime it needs, lock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
 KEPT = ".rewrite"
-"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
+"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's with
+its neighbours."""
 ORIGINAL = ".original"
 """Ends the name of the kept original."""
 INIT = "__init__.py"
@@ -125,6 +126,7 @@ def assemble(
         f"{KEPT}/{INIT}": init,
         f"{KEPT}/{name}.py": text,
         f"{KEPT}/{name}.py{ORIGINAL}": build.source.path.read_bytes(),
+        **{f"{place}{file.name}": file.data for file in build.neighbours for place in ("", f"{KEPT}/")},
         **runtime_files.files(runtime),
         UPSTREAM: _upstream(build, runtime).encode("utf-8"),
     }
@@ -135,7 +137,7 @@ def assemble(
         rules=rule_hashes(transforms),
         transforms=build.rewritten.transforms,
         decode_loops=build.rewritten.decode_loops,
-        upstream={origin.path: build.source.sha256},
+        upstream={origin.path: build.source.sha256, **{file.name: file.sha256 for file in build.neighbours}},
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
         syntax=syntax.digests(files),
@@ -188,7 +190,8 @@ def _upstream(build: Build, runtime: Sequence[str]) -> str:
     called: dict[str, list[str]] = {}
     imported: dict[str, str] = {}
     if root is not None:
-        texts = [build.rewritten.text, *(runtime_file(file).decode("utf-8") for file in runtime)]
+        own = [build.rewritten.text, *(file.text for file in build.neighbours)]
+        texts = [*own, *(runtime_file(file).decode("utf-8") for file in runtime)]
         names = {name for text in texts for name in definitions.imported_names(text).values()}
         imported = fingerprints.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
         given = definitions.calls(build.rewritten.text)

@@ -79,7 +79,7 @@ class Lock:
     @property
     def modeling(self) -> str:
         """Name of the modeling file."""
-        return next(name for name in self.files if name.startswith("modeling_"))
+        return lock_text.modeling_file(self.files)
 
     def as_generated(self, folder: Path, name: str) -> bool:
         """Return whether a file in `folder` is as it was generated, in whatever layout; not where it is missing."""

@@ -93,14 +93,15 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
     yield from _files(folder, lock)
     try:
         source = rebuild.source_of(folder, lock, library=library)
+        moved = rebuild.moved(lock, source)
     except RewriteError as error:  # gone, unreadable, or no original at all: in words, and the other packages go on
         yield _finding("transformers-moved", str(error), folder / LOCK_NAME)
         source = None
     if source is not None:
-        if (moved := _moved(lock, source)) is not None:
-            yield Finding("transformers-moved", moved, _lines(folder, lock, source))
+        if moved:
+            yield Finding("transformers-moved", _said(lock, source, moved), _lines(folder, lock, source))
         if full or not rebuild.is_current(folder, lock, source):
-            yield from _anew(folder, lock, source)
+            yield from _anew(folder, lock, source, bool(moved))
         yield from _pin(folder, lock, source)
     if (stale := rebuild.stale_verdict(folder, lock)) is not None:
         yield _finding("stale-verification", stale, folder / VERDICT_NAME)
@@ -138,19 +139,17 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
                 yield Finding("edited-runtime", message, _changed_places(path, text))
 
 
-def _moved(lock: Lock, source: Source) -> str | None:
-    if source.sha256 == lock.source.sha256:
-        return None
+def _said(lock: Lock, source: Source, moved: Sequence[str]) -> str:
     versions = (lock.source.transformers, source.transformers_version)
     if lock.source.module is not None and versions[0] != versions[1]:
         return f"transformers {versions[0]} → {versions[1]}, upstream {lock.source.path}: changed"
-    return f"upstream {lock.source.path}: changed"
+    return f"upstream {', '.join(moved)}: changed"
 
 
-def _anew(folder: Path, lock: Lock, source: Source) -> Iterator[Finding]:
-    """Rewrite the original and compare; what follows from another original is said by `_moved` alone."""
+def _anew(folder: Path, lock: Lock, source: Source, moved: bool) -> Iterator[Finding]:
+    """Rewrite the original and compare; what follows from an original that `moved` is said with that alone."""
     try:
-        if source.sha256 != lock.source.sha256:
+        if moved:
             _, rules = rebuild.rebuilt(folder, lock, source)
             yield from _lost(folder, lock, rules)
         else:

@@ -18,6 +18,7 @@ from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
 from rewrite.transform import Transform
 from rewrite.transforms import select
+from rewrite.upstream import neighbours
 from rewrite.upstream.installed import Installed
 from rewrite.upstream.source import Source
 
@@ -80,7 +81,7 @@ def is_current(folder: Path, lock: Lock, source: Source) -> bool:
 
     Rules, engine, runtime files and original are those of the lock, and nobody edited the lock.
     """
-    if not lock.intact or lock.engine != engine_digest() or lock.source.sha256 != source.sha256:
+    if not lock.intact or lock.engine != engine_digest() or moved(lock, source):
         return False
     if lock.source.transformers not in (None, source.transformers_version):
         return False  # what the guard is told of it may have moved
@@ -90,6 +91,18 @@ def is_current(folder: Path, lock: Lock, source: Source) -> bool:
         return dict(lock.rules) == rule_hashes(_selected(folder, lock))
     except UnknownTransform:
         return False
+
+
+def moved(lock: Lock, source: Source) -> list[str]:
+    """Return the names of the files that a package was made from and that have other bytes now, or are gone or new.
+
+    Raises:
+        NeighbourMissing, RelativeImport: if the original imports what does not lie beside it.
+    """
+    files = {lock.source.path: source.sha256}
+    if source.module is None:
+        files |= {file.name: file.sha256 for file in neighbours.of(source.path, source.text)}
+    return sorted(name for name in {*files, *lock.upstream} if files.get(name) != lock.upstream.get(name))
 
 
 def own_runtime(lock: Lock) -> dict[str, str]:

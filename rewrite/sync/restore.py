@@ -13,7 +13,6 @@ from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, Packag
 from rewrite.package.lock import Lock, read_lock
 from rewrite.package.runtime_files import shipped
 from rewrite.sync import rebuild
-from rewrite.sync.edits import merged_names
 from rewrite.sync.unguarded import unguarded
 from rewrite.upstream.source import LOCK_NAME
 
@@ -83,7 +82,7 @@ def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:
 def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
     """Return the generated text of a file: the kept one, or this version's own where it is the same."""
     kept, inner = f"{KEPT}/{name}", name.removeprefix(f"{KEPT}/")
-    if name in merged_names(lock) and lock.as_generated(folder, kept):
+    if kept in lock.files and lock.as_generated(folder, kept):
         return (folder / kept).read_bytes()
     if inner != name and inner in lock.files and lock.as_generated(folder, inner):
         return (folder / inner).read_bytes()

@@ -19,7 +19,7 @@ from typing import Any
 from rewrite.errors import (
     AlreadyRewritten,
     CheckpointNotUsable,
-    MissingLibrary,
+    MissingTransformers,
     NoModelingFile,
     SourceNotReadable,
     UnknownModel,
@@ -71,7 +71,7 @@ def resolve(target: str, trust_remote_code: bool = False) -> Source:
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
         SourceNotReadable: if the file cannot be read as UTF-8 text.
         AlreadyRewritten: if a folder is given that this tool wrote.
-        MissingLibrary: if a model type is given and transformers is not installed.
+        MissingTransformers: if a model type is given and transformers is not installed.
     """
     installed = find_transformers()
     path = Path(os.path.expanduser(target))
@@ -84,7 +84,7 @@ def resolve(target: str, trust_remote_code: bool = False) -> Source:
     if (found := _module_file(target)) is not None:
         return _read(target, found, installed)
     if installed is None and _is_word(target):
-        raise MissingLibrary("transformers", f"the model type '{target}'")
+        raise MissingTransformers(f"the model type '{target}'")
     if installed is not None and _is_word(target):
         if (name := installed.spelled(target)) is not None:
             return _of_model_type(target, name, installed)
@@ -139,7 +139,7 @@ def _of_folder(target: str, folder: Path, installed: Installed | None, trust_rem
     if remote is not None and (trust_remote_code or not known):
         return _read(target, remote, installed, checkpoint=folder)
     if installed is None:
-        raise MissingLibrary("transformers", f"the model type '{name}' of {folder}")
+        raise MissingTransformers(f"the model type '{name}' of {folder}")
     if not known:
         near = UnknownModel(str(name), list(installed.model_types))
         raise CheckpointNotUsable(folder, f"its config.json asks for {near}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 MARK = "# Flat copy by hf-rewrite (Apache-2.0) of "
-"""Begins every flat file but the modeling file, whose own header and licence notice stay."""
+"""Begins every flat file of the runtime; the modeling file and those beside it keep their own headers and notices."""
 UPSTREAM = "runtime/upstream.py"
 _GUARD = "runtime/origin/guard.py"
 _LOCK = " rewrite.lock lists what was changed and what was skipped."
@@ -42,8 +42,13 @@ def flat_files(folder: Path, modeling: str) -> dict[str, str]:
     if len(set(names.values())) < len(names):
         raise NotFlat(f"two files would have one name: {', '.join(sorted(names.values()))}")
     runtime = [names[name] for name in sorted(found) if name != modeling]
-    texts = {names[name]: f"{MARK}{name}\n{text}" for name, text in sorted(found.items()) if name != modeling}
+    texts = {names[name]: _marked(name, text) for name, text in sorted(found.items()) if name != modeling}
     return {modeling: _with_names(found[modeling].replace(_LOCK, "", 1), guard, runtime), **texts}
+
+
+def _marked(name: str, text: str) -> str:
+    """Return the text of a flat file; one that lies beside the modeling file is the user's own."""
+    return f"{MARK}{name}\n{text}" if "/" in name else text
 
 
 def flat_name(name: str) -> str:
@@ -62,6 +67,8 @@ def _flattened(folder: Path, name: str) -> tuple[str, list[str]]:
     for node in sorted(imports, key=lambda node: node.lineno, reverse=True):
         found = [_imported(folder, name, node, alias) for alias in node.names]
         needed += [one.file for one in found]
+        if not any("/" in file for file in (name, *(one.file for one in found))):
+            continue  # files beside the modeling file are flat
         _replace(lines, node, list(_statements(found)))
     return "\n".join(lines), needed
 

@@ -126,7 +126,7 @@ def test_the_whole_runtime_has_a_flat_form(tmp_path: Path) -> None:
         ("from .runtime.room.second import *", "from .rewrite_runtime_room_second import *"),
         ("from .runtime.room import second as s", "from . import rewrite_runtime_room_second as s"),
         ("from .runtime import room", "from . import rewrite_runtime_room as room"),
-        ("from . import mine", "from . import mine as mine"),
+        ("from . import mine", "from . import mine"),
         ("from .mine import a; b = a", "from .mine import a; b = a"),
         (
             "def f():\n    from .runtime.room import second, first\n    return first",
