@@ -48,11 +48,11 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
         data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
         if verdict is not None and not verdict.passed and not _accepted(delivery, screen, built, staged, verdict):
             report.show_rejected(screen, verdict, staged.reject(), place)
-            report.write(delivery.json_path, {**data, "written": False})
+            report.write(delivery.json_path, "apply", {**data, "written": False})
             return verdict.exit_code
         staged.commit()
     report.show_written(screen, place, package, verdict, note)
-    report.write(delivery.json_path, {**data, "written": True})
+    report.write(delivery.json_path, "apply", {**data, "written": True})
     return 0
 
 
@@ -84,12 +84,12 @@ def _accepted(delivery: Delivery, screen: Screen, built: Build, staged: Staged, 
     if accepted is None:
         return False
     if worse := accepted.refused(verdict):
-        screen.line("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}", "red")
+        screen.problem("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}")
         return False
     with acceptance.generated(staged.folder, staged.package.lock) as copy, screen.working("verifying") as progress:
         plain = (delivery.judge or verification.judge)(built.source.path, copy, delivery.request, progress)
     if not plain.passed:
-        screen.line("refused", f"without your edits it fails too: {verification.summary(plain)}", "red")
+        screen.problem("refused", f"without your edits it fails too: {verification.summary(plain)}")
         return False
     again = acceptance.renewed(accepted, staged.folder, staged.package.lock, verdict)
     staged.add(acceptance.NAME, again.to_json())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,9 +60,9 @@ def show_written(screen: Screen, place: Output, package: Package, verdict: Verdi
 
 def show_rejected(screen: Screen, verdict: Verdict, kept: Path, place: Output) -> None:
     """Say that the verification failed, why, and where the rejected package is."""
-    screen.said.print(verification.rendered(verdict), markup=False, soft_wrap=True)
+    screen.text(verification.rendered(verdict))
     screen.line("written", f"nothing: {place.shown} is as it was; the rejected package is in {kept}")
-    screen.line("verify", verification.summary(verdict), "red")
+    screen.problem("verify", verification.summary(verdict))
 
 
 def describe(source: Source) -> str:
@@ -77,7 +78,6 @@ def of_build(build: Build) -> dict[str, Any]:
     """Return the report of a build as JSON values."""
     source = build.source
     return {
-        "tool": rewrite.__version__,
         "source": {
             "target": source.target,
             "path": str(source.path),
@@ -93,15 +93,25 @@ def of_build(build: Build) -> dict[str, Any]:
     }
 
 
-def write(path: Path | None, data: dict[str, Any]) -> None:
-    """Write a report to `path`, to standard output for `-`, nowhere for None.
+VERSION = 1
+"""Of the form of reports: it grows where a key goes, or means something else."""
+
+
+def envelope(command: str) -> dict[str, Any]:
+    """Return what begins every report: the version of its form, the command and the tool that made it."""
+    return {"version": VERSION, "command": command, "tool": rewrite.__version__}
+
+
+def write(path: Path | None, command: str, data: Mapping[str, Any]) -> None:
+    """Write the report of a command to `path`, to standard output for `-`, nowhere for None.
 
     Raises:
         OutputNotWritable: if the disk refuses.
     """
     if path is None:
         return
-    write_raw(path, json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    text = json.dumps({**data, **envelope(command)}, indent=2, sort_keys=True, ensure_ascii=False)
+    write_raw(path, text + "\n")
 
 
 def write_raw(path: Path, text: str) -> None:

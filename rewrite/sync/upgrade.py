@@ -39,6 +39,8 @@ class Wish:
     trust_remote_code: bool = False
     views: Sequence[str] = ()
     diff_style: str = "stat"
+    bisect: bool = True
+    """Look for the transform at fault where the verification fails."""
     dry_run: bool = False
 
 
