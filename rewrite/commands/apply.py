@@ -173,7 +173,7 @@ def _all(job: Job, screen: Screen) -> int:
 
 
 def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
-    from rewrite.deliver import report, verification
+    from rewrite.deliver import report, summary, verification
     from rewrite.deliver.delivery import Delivery, deliver
     from rewrite.engine.build import build
     from rewrite.package import original
@@ -182,15 +182,30 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
 
     if job.verify:
         verification.require_libraries("verification (--no-verify leaves it out)")
+    summary.show_source(screen, source)
     with screen.working(f"rewriting {source.path.name}"):
         built = build(source, transforms)
-    report.show_build(screen, built)
     before, name = original.text_of(source.path), original.patch_path(source)
     screen.show_diff(before, built.rewritten.text, name, job.diff_style)
     if place is None:
+        summary.show_build(screen, built, transforms)
         screen.line("written", "nothing (--dry-run)")
+        screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
         report.write(job.json_path, "apply", report.of_build(built))
         return 0
     package = assemble(built, transforms, Options(job.only, job.skip, job.also), place.folder)
-    delivery = Delivery(job.verify, job.request, job.trust_remote_code, job.force, job.json_path, judge=job.judge)
+    delivery = Delivery(
+        job.verify,
+        job.request,
+        job.trust_remote_code,
+        job.force,
+        job.json_path,
+        judge=job.judge,
+        bisect=job.bisect,
+    )
     return deliver(delivery, screen, built, package, place)
+
+
+def _folder_for(source: Source) -> str:
+    """Return a folder that a package could go to."""
+    return f"./optimized_{source.path.stem.removeprefix('modeling_')}"

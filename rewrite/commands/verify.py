@@ -69,10 +69,11 @@ def _package(
     bisect: bool,
     json_path: Path | None,
 ) -> int:
-    from rewrite.deliver import acceptance, report, verification
+    from rewrite.deliver import acceptance, bisection, report, summary, verification
     from rewrite.package import original, output
     from rewrite.package.assemble import VERDICT_NAME
     from rewrite.package.lock import read_lock
+    from rewrite.sync import rebuild
     from rewrite.upstream.source import weights_fit
 
     lock = read_lock(folder)
@@ -89,7 +90,14 @@ def _package(
     output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
     if record.note:
         screen.line("kept", record.note)
-    report.write(json_path, "verify", verdict.to_json())
+    found = None
+    if bisect and accepted is None and not verdict.passed:
+        transforms = rebuild.transforms_of(folder, lock)
+        summary.show_search(screen, verdict)
+        with screen.working("bisecting") as progress:
+            found = bisection.bisect(source, transforms, verdict, request, verification.judge, progress)
+        summary.show_bisection(screen, found)
+    report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
     if accepted is None or verdict.passed:
         return verdict.exit_code
     if worse := accepted.refused(verdict):
