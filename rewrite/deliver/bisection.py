@@ -131,7 +131,9 @@ class _Search:
         if not self._fails(self.left, self.sharp):
             self.sharp = ()  # it may need what ran before it
             if not self._fails(self.left, ()):
-                return self._end(False, "no transform: what all of them generate passes, run once more")
+                return self._end(
+                    False, "no transform: what they generate passes; look at your edits, if there are any"
+                )
         while True:
             self.at_fault.append(self._last_of_shortest())
             self.left = tuple(name for name in self.left if name != self.at_fault[-1])

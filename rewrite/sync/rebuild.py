@@ -164,7 +164,12 @@ def _selected(folder: Path, lock: Lock) -> list[Transform]:
     return select(lock.options.only, lock.options.skip, lock.options.also, folder)
 
 
-def _transforms(folder: Path, lock: Lock) -> list[Transform]:
+def transforms_of(folder: Path, lock: Lock) -> list[Transform]:
+    """Return the transforms that the options of a lock choose.
+
+    Raises:
+        RuleGone: if one is named that this version does not have.
+    """
     try:
         return _selected(folder, lock)
     except UnknownTransform as error:
