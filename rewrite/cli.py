@@ -105,6 +105,12 @@ class DefaultGroup(click.Group):
         formatter.write_usage(ctx.command_path, "MODEL --out DIR [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", prefix="       ")
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show where there is more, and an example, a line each."""
+        with formatter.section("Examples"):
+            for line in ("rewrite llama --out ./optimized_llama", "rewrite COMMAND --help   # more about a command"):
+                formatter.write(f"{' ' * formatter.current_indent}{line}\n")
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show the options of the default command, then the commands."""
         default = self.get_command(ctx, DEFAULT_COMMAND)
@@ -119,8 +125,7 @@ class DefaultGroup(click.Group):
 
 @click.group(
     cls=DefaultGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="`rewrite COMMAND --help` says more about a command. Example: rewrite llama --out ./optimized_llama",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
 @click.version_option(VERSION, prog_name="rewrite (hf-rewrite)")
 def cli() -> None:

@@ -48,6 +48,13 @@ class PathNotUsable(UsageError):
         super().__init__(f"cannot use the path {shortened(path)}: {why}")
 
 
+class ConfigurationNotUsable(UsageError):
+    """The table of pyproject.toml names an option that there is not, or gives one a wrong value."""
+
+    def __init__(self, path: object, where: str, why: str):
+        super().__init__(f"{shortened(path)}: {where}: {why}")
+
+
 class StreamLost(RewriteError):
     """Standard output or standard error cannot be written."""
 

@@ -50,7 +50,7 @@ def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
     if source.sha256 == lock.source.sha256:
         # the same file in another version is no change: the package keeps saying what it was made from
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
-    transforms = _transforms(folder, lock)
+    transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
     package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
@@ -63,7 +63,7 @@ def rebuilt(folder: Path, lock: Lock, source: Source) -> tuple[Build, tuple[Rule
         NothingToRewrite: if no rule matches any more.
         RuleGone: if the lock asks for a rule that this version does not have.
     """
-    built = build(source, _transforms(folder, lock))
+    built = build(source, transforms_of(folder, lock))
     return built, tuple(rule_changes(lock, built.rewritten.transforms, kept_original(folder, lock), source.text))
 
 
@@ -177,7 +177,12 @@ def _selected(folder: Path, lock: Lock) -> list[Transform]:
     return select(lock.options.only, lock.options.skip, lock.options.also, folder)
 
 
-def _transforms(folder: Path, lock: Lock) -> list[Transform]:
+def transforms_of(folder: Path, lock: Lock) -> list[Transform]:
+    """Return the transforms that the options of a lock choose.
+
+    Raises:
+        RuleGone: if one is named that this version does not have.
+    """
     try:
         return _selected(folder, lock)
     except UnknownTransform as error:
