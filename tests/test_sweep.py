@@ -62,7 +62,7 @@ def worse(change):
     ("change", "text"),
     [
         (lambda row: row.sites.clear(), "fuse_qkv rewrites Attention.forward: q, k no more"),
-        (lambda row: row.decode_loops.update(TinyForCausalLM="no: why"), "TinyForCausalLM has no decode loop any more"),
+        (lambda row: row.decode_loops.update(TinyForCausalLM="no: why"), "TinyForCausalLM has no decode loop any"),
         (lambda row: setattr(row, "stable", False), "stable no more"),
         (lambda row: setattr(row, "error", "its process ended with -11"), "its process ended with -11"),
         (lambda row: setattr(row.classes[0], "outcome", "fail"), "TinyForCausalLM was 'pass' and is fail"),
