@@ -1,4 +1,4 @@
-"""Which causal LMs decode inside a captured graph, before and after rewriting: the table in docs/capture.md.
+"""Which causal LMs decode inside a captured graph, before and after rewriting: the table in bench/results/capture.md.
 
     python bench/capture.py [CLASS …] [--jobs N] [--write]           on a CPU, under the rules of a stream capture
     python bench/capture.py --generate DIR                           write the packages and configs for a GPU machine
@@ -335,7 +335,7 @@ def main():
         from capture_table import table
 
         (ROOT / "bench" / "results" / "capture.json").write_text(json.dumps(result, indent=1) + "\n")
-        (ROOT / "docs" / "capture.md").write_text(table(result))
+        (ROOT / "bench" / "results" / "capture.md").write_text(table(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page docs/capture.md from the result of bench/capture.py."""
+"""The page bench/results/capture.md from the result of bench/capture.py."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     python bench/decode.py measure PACKAGES [--only 1b,8b] [--for 480] [--results bench/results] [OPTION …]
     python -m rewrite.benchmark.ladder PACKAGES/ladder --json bench/results/ladder-1b-h100.json
     python bench/generation.py PACKAGES/llama --json bench/results/generation-1b-h100.json
-    python bench/decode.py render [--check]                 # writes docs/performance.md and README.md from the JSON
+    python bench/decode.py render [--check]                 # writes docs/performance.md from the JSON
 
 `measure` needs torch and transformers only; options that it does not know go to `python -m rewrite.benchmark`. A
 shape's results are in `decode-<shape>-<card>.json` from its first figure on and grow as it runs, so a run that is
@@ -25,9 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- bench/decode.py render: begin -->", "<!-- bench/decode.py render: end -->"
-README_BEGIN, README_END = "<!-- figures: generated -->", "<!-- figures: end -->"
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def card() -> str:
 
 
 def render(check: bool) -> int:
-    """Put the tables of all recorded results between the markers of docs/performance.md and README.md."""
+    """Put the tables of all recorded results between the markers of docs/performance.md."""
     sys.path.insert(0, str(ROOT))
     from rewrite.benchmark import pages
 
@@ -114,8 +113,7 @@ def render(check: bool) -> int:
     for records in found.values():
         records.sort(key=lambda record: order.index(record["shape"]))
     tables = pages.decoding(found["decode"], found["ladder"], found["generation"])
-    changed = between(PAGE, BEGIN, END, tables, check)
-    return int(between(README, README_BEGIN, README_END, pages.summary(found["decode"]), check) or changed)
+    return int(between(PAGE, BEGIN, END, tables, check))
 
 
 def between(page: Path, begin: str, end: str, text: str, check: bool) -> bool:

@@ -3,11 +3,11 @@
     python bench/families.py prepare PACKAGES                   # needs libcst; writes PACKAGES/<file>
     python bench/families.py measure PACKAGES --rows ROWS [--devices cuda:0,cuda:1] [--limit-seconds 550]
     python bench/families.py measure PACKAGES --rows ROWS --tiny --devices cpu [--families llama,whisper]
-    python bench/families.py render --rows ROWS --markdown docs/families.md [--chart docs/families.png]
+    python bench/families.py render [--check]
 
 `measure` writes the packages that are missing, runs each family in a process of its own, one at a time on a device
 (the next one imports meanwhile), and keeps a row of JSON for each: a later call goes on with the families that have
-none of the package as it is. `render` needs rows only.
+none of the package as it is. `render` needs rows only, and writes docs/families.md, README's table and both charts.
 """
 
 from __future__ import annotations
@@ -187,15 +187,24 @@ def measure(given: argparse.Namespace, families: list[str]) -> int:
     return int(bool(failed))
 
 
-def render(given: argparse.Namespace) -> None:
-    """Write the page and the chart."""
+def render(given: argparse.Namespace) -> int:
+    """Write the page, the block of README and the charts; with `--check`, only say whether a text is another."""
     import family_page
 
     rows = read_rows(given.rows)
-    chart = given.chart.name if given.chart else None
-    given.markdown.write_text(family_page.page(rows, chart), "utf-8")
-    if given.chart:
-        family_page.draw(rows, given.chart)
+    head, begin, rest = given.readme.read_text("utf-8").partition(family_page.README_BEGIN)
+    tail = rest.partition(family_page.README_END)[2]
+    texts = {
+        given.markdown: family_page.page(rows, given.chart.name),
+        given.readme: f"{head}{begin}\n{family_page.readme(rows)}\n{family_page.README_END}{tail}",
+    }
+    if given.check:
+        return int(any(path.read_text("utf-8") != text for path, text in texts.items()))
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
+    family_page.draw(rows, given.chart)
+    family_page.draw_speed_up(rows, given.chart.with_stem(f"{given.chart.stem}-speed-up"))
+    return 0
 
 
 def main() -> int:
@@ -209,14 +218,15 @@ def main() -> int:
     measuring.add_argument("--devices", default="cuda:0", help="one family at a time on each: cuda:0,cuda:1")
     measuring.add_argument("--limit-seconds", type=float, default=1e9, help="start no family that would end later")
     measuring.add_argument("--tiny", action="store_true", help="tiny sizes: tries the command, on any device")
-    for command in (measuring, rendering):
-        command.add_argument("--rows", type=Path, required=True)
-    rendering.add_argument("--markdown", type=Path, required=True)
-    rendering.add_argument("--chart", type=Path)
+    measuring.add_argument("--rows", type=Path, required=True)
+    rendering.add_argument("--rows", type=Path, default=ROOT / "bench" / "results" / "families-h200")
+    rendering.add_argument("--markdown", type=Path, default=ROOT / "docs" / "families.md")
+    rendering.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    rendering.add_argument("--chart", type=Path, default=ROOT / "docs" / "families.png")
+    rendering.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a text is another")
     given = parser.parse_args()
     if given.command == "render":
-        render(given)
-        return 0
+        return render(given)
     families = given.families.split(",")
     if unknown := sorted(set(families) - set(BY_KEY)):
         parser.error(f"no such families: {', '.join(unknown)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -9,21 +10,36 @@ from typing import Any
 
 Row = Mapping[str, Any]
 GRAPH, NO_GRAPH, ORIGINAL = "#d1495b", "#e8a598", "#9aa5b1"
+ROOT = Path(__file__).resolve().parents[1]
+README_BEGIN, README_END = "<!-- families: generated -->", "<!-- families: end -->"
+README_CHART = "docs/families-speed-up.png"
+README_FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma3_image", "qwen2_5_vl", "qwen3_moe", "gpt_oss", "mixtral", "qwen3_5", "mamba2",
+    "t5", "whisper",
+)  # fmt: skip
+"""What README's table shows, of all kinds; the page has the others."""
 INTRODUCTION = """\
-Made by `python bench/families.py render` from rows that `python bench/families.py measure` left:
-{device}, {versions}. {tiny}
+How fast the rewritten model generates, beside its original. Made by `python bench/families.py render` from rows that
+`python bench/families.py measure` left: {device}, {versions}. {tiny}
 
-Random bf16 weights at the published sizes, batch 1, about 512 tokens before (more where an image takes more; 512
-tokens in an encoder; 30 s of sound for Whisper, 10 s for Moonshine), `generate()` greedy. Original and rewritten model
-share the weights and run in turn in one process; ms per token is the slope between a short and a long call, the median
-of the turns. {kernels}
+| measured | how |
+|---|---|
+| weights | random, bf16, at the published sizes; the layers of the largest are cut |
+| call | greedy `generate()`, batch 1, about 512 tokens before (more where an image takes more; 512 tokens in an \
+encoder; 30 s of sound for Whisper, 10 s for Moonshine) |
+| the two sides | share the weights and run in turn in one process; {kernels} |
+| ms per token | the slope between a short and a long call, the median of the turns |
 
-*Limit* is the bytes that a step has to move, over the bandwidth measured in the same process: weights that one token
-reads (an embedding only where it is the head, experts by top-k, no encoder), keys and values of what was before,
-states read and written. *Share* is the limit over the rewritten model's time. *bf16 error* is the RMS error of the
-rewritten model's logits in bf16 against the original in fp32, as a multiple of the original's own. *Gap* is how far
-below the best logit of the original in fp32 a generated token was at most, of the rewritten model's tokens and of the
-original's.
+| column | is |
+|---|---|
+| limit | the bytes that a step has to move, over the bandwidth measured in the same process: the weights that one \
+token reads (an embedding only where it is the head, experts by top-k, no encoder), keys and values of what was \
+before, states read and written |
+| share | the limit over the rewritten model's time |
+| bf16 error | RMS error of the rewritten model's logits in bf16 against the original in fp32, as a multiple of the \
+original's own |
+| gap | how far below the best logit of the original in fp32 a generated token was at most: of the rewritten model's \
+tokens, and in brackets of the original's |
 """
 COLUMNS = (
     "family", "sizes of", "prompt", "GB a token", "limit ms", "original ms", "rewritten ms", "speed-up", "share",
@@ -38,7 +54,7 @@ def page(rows: Mapping[str, Row], chart: str | None) -> str:
     if chart:
         parts.append(f"![share of the memory limit by family]({chart})")
     parts += ["\n".join([*_head(), *(_line(name, row) for name, row in timed.items())])]
-    if slow := [f"- `{name}`: {row['reason']}" for name, row in timed.items() if not row["graph"]]:
+    if slow := [f"- `{name}`: {_reason(row['reason'])}" for name, row in timed.items() if not row["graph"]]:
         parts += ["## Without the graph", "\n".join(slow)]
     if failed := [f"- `{name}`: {row['error']}" for name, row in rows.items() if "ours_ms" not in row]:
         parts += ["## Not measured", "\n".join(failed)]
@@ -73,6 +89,41 @@ def summary(timed: Mapping[str, Row]) -> str:
     return "; ".join(parts) + "."
 
 
+def readme(rows: Mapping[str, Row]) -> str:
+    """Return what README shows: the figures over all families, and some of them."""
+    timed = measured(rows)
+    around = _surroundings(list(timed.values()))
+    speed = geometric_mean([row["speed_up"] for row in timed.values()])
+    slower = sum(row["speed_up"] < 1 for row in timed.values())
+    graphs = sum(row["graph"] for row in timed.values())
+    lines = [
+        f"**How fast.** {speed:.1f} times as fast as eager transformers, the geometric mean of {len(timed)} families;",
+        f"{graphs} decode in a captured graph, {slower} are slower than their original. {around['device']}, random bf16",
+        "weights, batch 1, 512 tokens before:",
+        "",
+        f"[![how many times as fast as its original each family generates]({README_CHART})](docs/families.md)",
+        "",
+        "| ms per token | original | rewritten | | memory limit |",
+        "|---|---|---|---|---|",
+    ]
+    for name in README_FAMILIES:
+        row = timed[name]
+        sizes = f"{row['published']}, {row['cut']}" if row["cut"] else row["published"]
+        times = f"{row['eager_ms']:.1f} | **{row['ours_ms']:.2f}** | {row['speed_up']:.1f}×"
+        lines.append(f"| {sizes} | {times} | {row['limit_ms']:.2f} |")
+    limit = "The memory limit is the time that reading weights and cache once takes."
+    lines += ["", f"{around['versions']}. {limit}"]
+    return "\n".join(lines)
+
+
+def _reason(reason: str) -> str:
+    """Return in words why a call had no graph; the rows have the short name of some reasons."""
+    tree = ast.parse((ROOT / "runtime" / "decode" / "fitness.py").read_text("utf-8"))
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    found = next(node.value for node in assigned if ast.unparse(node.targets[0]) == "REASONS")
+    return ast.literal_eval(found).get(reason, reason.removeprefix("no: "))
+
+
 def _surroundings(rows: Sequence[Row]) -> dict[str, str]:
     kernels = sorted({name for row in rows for name in row["kernels"]})
     have = f"with {', '.join(kernels)}" if kernels else "without their optional kernels (no library of them installed)"
@@ -82,7 +133,7 @@ def _surroundings(rows: Sequence[Row]) -> dict[str, str]:
         "tiny": "**Tiny sizes: these figures try the command and mean nothing.**"
         if any(r["tiny"] for r in rows)
         else "",
-        "kernels": f"The originals of hybrids ran {have}.",
+        "kernels": f"the originals of hybrids ran {have}",
     }
 
 
@@ -135,5 +186,36 @@ def draw(rows: Mapping[str, Row], path: Path) -> None:
     axes.set_xlabel("% of the memory limit: rewritten in red (paler without a graph), original in grey")
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=150)
+
+
+def draw_speed_up(rows: Mapping[str, Row], path: Path) -> None:
+    """Draw how many times as fast as its original every family is, and write a PNG that is wider than high.
+
+    Raises:
+        MatplotlibMissing: if matplotlib is not installed.
+    """
+    from rewrite.benchmark.chart import require_matplotlib
+
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timed = dict(sorted(measured(rows).items(), key=lambda item: -item[1]["speed_up"]))
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(timed))
+    colours = [GRAPH if row["graph"] else NO_GRAPH for row in timed.values()]
+    axes.bar(places, [row["speed_up"] for row in timed.values()], color=colours, width=0.72)
+    axes.axhline(1, color="#222222", linestyle="--", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_yticks((1, 2, 5, 10, 20, 50), ("1×", "2×", "5×", "10×", "20×", "50×"))
+    axes.set_xticks(places, timed, rotation=90, fontsize=7)
+    axes.set_xlim(-0.7, len(timed) - 0.3)
+    axes.set_ylim(0.5, 60)
+    device = _surroundings(list(timed.values()))["device"]
+    axes.set_title(f"generate(), rewritten against original, {device}, batch 1 (paler: no decode graph)", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=150)

@@ -38,7 +38,7 @@ def row():
         "tiny/modeling_tiny.py", "a", "b", round_trip=True, deterministic=True, stable=True, imported=True,
         sites={"fuse_qkv": ["Attention.forward: q, k"]}, skipped={"fuse_rope": [("rotate", "name_taken", "")]},
         classes=[ClassRow("TinyForCausalLM", "pass", causal=True), ClassRow("TinyModel", "not run", "no PIL")],
-        gates={"parity": "pass"},
+        gates={"parity": "pass"}, decode_loops={"TinyForCausalLM": "yes"},
     )  # fmt: skip
 
 
@@ -62,6 +62,7 @@ def worse(change):
     ("change", "text"),
     [
         (lambda row: row.sites.clear(), "fuse_qkv rewrites Attention.forward: q, k no more"),
+        (lambda row: row.decode_loops.update(TinyForCausalLM="no: why"), "TinyForCausalLM has no decode loop any"),
         (lambda row: setattr(row, "stable", False), "stable no more"),
         (lambda row: setattr(row, "error", "its process ended with -11"), "its process ended with -11"),
         (lambda row: setattr(row.classes[0], "outcome", "fail"), "TinyForCausalLM was 'pass' and is fail"),

@@ -37,22 +37,6 @@ def decoding(records: Sequence[Record], ladders: Sequence[Record] = (), texts: S
     return "\n\n".join(blocks)
 
 
-def summary(records: Sequence[Record]) -> str:
-    """What the README shows: the first cell of every shape."""
-    rows = []
-    for record in records:
-        _, cell = next(_cells([record]))
-        sides = cell["sides"]
-        compiled = [sides[name]["decode_ms"] for name in (STATIC, STEP) if "decode_ms" in sides.get(name, {})]
-        times = [sides[ORIGINAL]["decode_ms"], min(compiled, default=None), cell["limit"]["weights_ms"]]
-        shown = [NONE if time is None else f"{time:.3g}" for time in times]
-        share = f"{cell['limit']['weights_ms'] / sides[OURS]['decode_ms']:.0%}"
-        ours = f"**{sides[OURS]['decode_ms']:.3g}**"
-        rows.append((f"{record['model']}, {record['shape']}", *shown[:2], ours, shown[2], share))
-    headings = ("", "original", "original, compiled", "rewritten", "limit", "of the limit")
-    return f"{_about(records)}\n\n{markdown(headings, rows)}"
-
-
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table."""
     lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rewrite.engine.decode_loops import YES
 from rewrite.sweep.row import Row
 
 _RANK = {"pass": 2, "not run": 1, "fail": 0}
@@ -35,6 +36,9 @@ def _worse(old: Row, new: Row) -> Iterator[str]:
         lost = sorted(set(old.sites[name]) - set(new.sites.get(name, ())))
         if lost and old.sha256 == new.sha256:
             yield f"{where}: {name} rewrites {', '.join(lost)} no more"
+    for name, loop in old.decode_loops.items():
+        if loop.startswith(YES) and not new.decode_loops.get(name, "no").startswith(YES) and old.sha256 == new.sha256:
+            yield f"{where}: {name} has no decode loop any more"
     if not verified:
         return
     outcomes = {found.name: found for found in new.classes}

@@ -67,6 +67,7 @@ def _rewritten(row: Row, source: Source, depth: Depth) -> Build:
             row.sites[report.name] = list(report.rewritten)
         if report.skipped:
             row.skipped[report.name] = [(s.site, s.reason, s.detail) for s in report.skipped]
+    row.decode_loops = dict(first.decode_loops)
     build = Build(source, first)
     row.rewritten_sha256 = hashlib.sha256(first.text.encode()).hexdigest()
     return build

@@ -36,6 +36,8 @@ class Row:
     sites: dict[str, list[str]] = field(default_factory=dict)
     skipped: dict[str, list[tuple[str, str, str]]] = field(default_factory=dict)
     """By transform: site, reason, detail."""
+    decode_loops: dict[str, str] = field(default_factory=dict)
+    """What the tool says of each class that generates: `yes`, or why it has no decode loop."""
     classes: list[ClassRow] = field(default_factory=list)
     gates: dict[str, Outcome] = field(default_factory=dict)
     """Of the file's main class, by the verifier's gates."""

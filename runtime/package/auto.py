@@ -32,6 +32,8 @@ def register(module: ModuleType) -> list[str]:
             original = auto._model_mapping[config]
             if not isinstance(original, tuple) and original.__name__ in own:
                 auto.register(config, own[original.__name__], exist_ok=True)
+                if auto._model_mapping[config] is original:  # as 5.17, which leaves configurations of its own alone
+                    auto._model_mapping._extra_content[config] = own[original.__name__]
                 changed.append(f"{auto.__name__} → {original.__name__}")
     return changed
 

@@ -1,0 +1,405 @@
+"""A user's way with a package, from an empty machine to the Hub and the way out, recorded screen by screen.
+
+    python bench/walk.py --write docs/walk.md [--pip-option=-c --pip-option=FILE] [--before COMMIT] [--keep DIR]
+
+Every step runs in a git repository in a temporary folder, with an environment that the script makes, on a terminal of
+80 columns (`bench/screens.py`). Its exit code and what it left are checked, and a step that is not as it should be
+ends the walk. The tool is installed from this repository's last commit. Verifications are quick ones, on a CPU.
+`--before` also makes the package with an earlier commit and puts its size beside today's. pip's time is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from screens import COLUMNS, Screen, run
+
+ROOT = Path(__file__).parents[1]
+OLD, NEW = "5.17.0", "5.23.0"
+PACKAGE, SECOND = "optimized_llama", "optimized_qwen3"
+FILE = f"{PACKAGE}/modeling_llama.py"
+GENERATED = "logits = linear(hidden_states[:, slice_indices, :], self.lm_head)"
+EDITED = "logits = 30.0 * torch.tanh(linear(hidden_states[:, slice_indices, :], self.lm_head) / 30.0)"
+RESOLVED = """\
+        hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
+        logits = 30.0 * torch.tanh(linear(hidden_states, self.lm_head) / 30.0)
+"""
+REASON = "logits are capped at 30: our checkpoints are trained with it"
+SMALL = """\
+import torch
+from optimized_llama import LlamaForCausalLM
+from transformers import LlamaConfig
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+model = LlamaForCausalLM(config).eval()
+model.save_pretrained("checkpoint")
+with torch.no_grad():
+    torch.save(model(torch.arange(16)[None]).logits, "logits.pt")
+"""
+LOAD = """\
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("checkpoint", trust_remote_code=True).eval()
+with torch.no_grad():
+    logits = model(torch.arange(16)[None]).logits
+print(type(model).__module__.rpartition(".")[2], torch.equal(logits, torch.load("logits.pt")))
+"""
+SPEAKS = """\
+import torch
+from optimized_llama import LlamaForCausalLM
+
+model = LlamaForCausalLM.from_pretrained("checkpoint").eval()
+with torch.no_grad():
+    logits = model(torch.arange(16)[None]).logits
+print(torch.equal(logits, torch.load("logits.pt")), model.generate(torch.arange(4)[None], max_new_tokens=4).shape)
+"""
+
+
+@dataclass
+class Size:
+    """What a package adds to a repository."""
+
+    files: int
+    lines: int
+    changed: int
+    """Lines of the modeling file that the original does not have, or lost."""
+    megabytes: float
+    seconds: float
+    """Of `rewrite llama --out DIR --no-verify`."""
+
+
+@dataclass
+class Walk:
+    """The repository, its environment, and what was recorded."""
+
+    home: Path
+    pip_options: Sequence[str]
+    parts: list[str] = field(default_factory=list)
+    screens: list[Screen] = field(default_factory=list)
+    pip: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def project(self) -> Path:
+        """The user's repository."""
+        return self.home / "project"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a user's shell has: pip's settings, and nothing of the process that walks."""
+        kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "LANG", "LC_"))}
+        names = {"GIT_AUTHOR_NAME": "A User", "GIT_AUTHOR_EMAIL": "user@example.com"}
+        names |= {name.replace("AUTHOR", "COMMITTER"): value for name, value in names.items()}
+        path = f"{self.home / 'venv' / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+        return {**kept, **names, "HOME": str(self.home), "PATH": path, "GIT_PAGER": "cat", "HF_HUB_OFFLINE": "1"}
+
+    def say(self, text: str) -> None:
+        """Add prose to the page."""
+        self.parts.append(text)
+
+    def step(self, command: str, code: int = 0, shows: Sequence[str] = (), shown: bool = True) -> Screen:
+        """Run a command, check how it ended and what it said, and record its screen."""
+        screen = run(command, self.project, self.environment)
+        print(f"{screen.seconds:7.1f} s  {screen.code}  {command.splitlines()[0]}", flush=True)
+        flat = " ".join(screen.text.split())
+        missing = [text for text in shows if text not in flat]
+        if screen.code != code or missing:
+            sys.exit(f"{command}: exit code {screen.code}, expected {code}; not shown: {missing}\n{screen.text}")
+        if shown:
+            self.screens.append(screen)
+            self.parts.append(self._block(screen))
+        return screen
+
+    def install(self, what: str, *arguments: str, venv: str = "venv") -> None:
+        """Run pip, whose time is counted apart and whose screen is not recorded."""
+        started = time.monotonic()
+        pip = self.home / venv / "bin" / "pip"
+        done = subprocess.run(
+            [pip, "install", "-q", *self.pip_options, *arguments], env=self.environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            sys.exit(f"pip install {what}: {done.stderr}")
+        self.pip[what] = time.monotonic() - started
+
+    def edit(self, old: str, new: str) -> None:
+        """Change the modeling file as an editor would."""
+        path = self.project / FILE
+        text = path.read_text()
+        require(text.count(old) == 1, f"{old!r} is once in {FILE}")
+        path.write_text(text.replace(old, new))
+
+    def _block(self, screen: Screen) -> str:
+        notes = [f"exit code {screen.code}", f"{screen.seconds:.1f} s"]
+        if screen.progress:
+            notes.append(f"while it ran: `{_clean(screen.progress, self.home)}`")
+        text = _clean(screen.text, self.home)
+        command = "\n".join(f"{'$' if not n else '>'} {line}" for n, line in enumerate(screen.command.splitlines()))
+        return f"```text\n{command}\n{text}".rstrip() + f"\n```\n\n*{' · '.join(notes)}*"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Walk, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page; without it only the times are printed")
+    parser.add_argument("--pip-option", action="append", default=[], help="for every `pip install`; repeatable")
+    parser.add_argument("--before", metavar="COMMIT", help="compare the package's size with this commit's")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="walk here, and leave everything")
+    given = parser.parse_args(argv)
+    with _folder(given.keep) as home:
+        walk = Walk(home, given.pip_option)
+        sizes = walked(walk, given.before)
+        page = _page(walk, sizes, given.before)
+    if given.write is not None:
+        given.write.write_text(page, encoding="utf-8")
+
+
+def walked(walk: Walk, before: str | None) -> dict[str, Size]:
+    """Take every step, and return the sizes of the packages that were made."""
+    install(walk)
+    sizes = package(walk)
+    if before is not None:
+        sizes["before"] = earlier(walk, before)
+    edit(walk)
+    upgrade(walk)
+    intend(walk)
+    leave(walk)
+    return sizes
+
+
+def install(walk: Walk) -> None:
+    """A clean machine: an environment with the tool, and a repository."""
+    walk.say("## A clean machine")
+    for name in ("venv", "lean"):
+        subprocess.run([sys.executable, "-m", "venv", walk.home / name], check=True)
+    with checkout(walk, "HEAD") as tool:
+        extra = "[verify]" if re.search(r"^verify = ", (tool / "pyproject.toml").read_text(), re.M) else ""
+        walk.install("hf-rewrite", str(tool), venv="lean")
+        walk.install(f"hf-rewrite{extra} transformers=={OLD}", f"{tool}{extra}", f"transformers=={OLD}")
+    rows = [
+        ("`pip install hf-rewrite`", walk.pip["hf-rewrite"], megabytes(walk.home / "lean")),
+        (f"`pip install 'hf-rewrite{extra}' transformers=={OLD}`", list(walk.pip.values())[-1],
+         megabytes(walk.home / "venv")),
+    ]  # fmt: skip
+    walk.say("\n".join([
+        "| in an empty environment | seconds | MB |", "|---|---|---|",
+        *(f"| {what} | {seconds:.0f} | {size:,.0f} |" for what, seconds, size in rows),
+    ]))  # fmt: skip
+    walk.project.mkdir()
+    (walk.project / "requirements.txt").write_text(f"transformers=={OLD}\n")
+    (walk.project / ".gitignore").write_text("__pycache__/\n")
+    walk.step("git init -q && git add . && git commit -qm 'The project'", shown=False)
+
+
+def package(walk: Walk) -> dict[str, Size]:
+    """Make a package and a second one, look at them and commit them."""
+    walk.say("## A package")
+    walk.step(f"rewrite llama --out {PACKAGE} --quick", shows=["LlamaForCausalLM", "pass"])
+    walk.step(f"git add {PACKAGE} && git commit -qm 'Llama, rewritten' && git show --stat=80 --format=%s | tail -n 3")
+    require("rewrite.lock" in walk.step("git ls-files", shown=False).text, "the lock is committed")
+    walk.step(f'python -c "import {PACKAGE}; print({PACKAGE}.selftest())"')
+    walk.step(f"rewrite check {PACKAGE}", shows=["up to date"])
+    walk.say("A second model of the same repository:")
+    walk.step(f"rewrite qwen3 --out {SECOND} --no-verify --diff none")
+    walk.step("git add . && git commit -qm 'Qwen3, rewritten' && git show --stat=80 --format=%s | tail -n 1")
+    return {"now": measured(walk, []), "second": counted(walk, "HEAD", 0.0)}
+
+
+def edit(walk: Walk) -> None:
+    """Change a line that the next release changes too."""
+    walk.say(
+        "## An edit\n\nThe team's checkpoints were trained with capped logits, so a line of the model is changed:"
+    )
+    walk.edit(GENERATED, EDITED)
+    walk.step(f"rewrite diff {PACKAGE} --edits", shows=["torch.tanh"])
+    walk.step(f"rewrite check {PACKAGE}", code=1, shows=["out of date"])
+    walk.step("git commit -qam 'Cap the logits'", shown=False)
+
+
+def upgrade(walk: Walk) -> None:
+    """Install the next release, meet a conflict and resolve it."""
+    walk.say(f"## transformers {OLD} → {NEW}")
+    walk.install(f"transformers=={NEW}", f"transformers=={NEW}")
+    walk.step(f"rewrite check {PACKAGE}", code=1, shows=["out of date"])
+    before = (walk.project / FILE).read_bytes()
+    walk.step(f"rewrite sync {PACKAGE}", code=1, shows=["conflict"])
+    require((walk.project / FILE).read_bytes() == before, "the file stays as it was while there is a conflict")
+    walk.step(f"grep -n -A 9 '<<<<<<<' {FILE}.conflict", shows=["torch.tanh", "slice_logits_to_keep"])
+    walk.say("Both sides meant something: the new slicing, and the cap. In the copy:")
+    copy = walk.project / f"{FILE}.conflict"
+    text, count = re.subn(r"<<<<<<<.*?>>>>>>>[^\n]*\n", RESOLVED, copy.read_text(), flags=re.S)
+    require(count == 1, "there is one conflict")
+    copy.write_text(text)
+    walk.step(f"rewrite sync {PACKAGE} --resolved {FILE}.conflict", shows=["written"])
+    require("torch.tanh" in (walk.project / FILE).read_text(), "the edit is in the merged file")
+    require("slice_logits_to_keep" in (walk.project / FILE).read_text(), "the upgrade is in the merged file")
+    require(not copy.exists(), "no copy is left")
+    walk.step(f"rewrite sync {SECOND} --diff none", shows=["written"])
+
+
+def intend(walk: Walk) -> None:
+    """Say that the edit is meant, and commit."""
+    walk.say("## The change is meant")
+    walk.step(f"rewrite check {PACKAGE}", code=1, shows=["out of date"])
+    walk.step(f"rewrite verify {PACKAGE} --quick", code=1)
+    walk.step(f'rewrite accept {PACKAGE} --quick --reason "{REASON}"', shows=["accepted.json"])
+    walk.step("rewrite check", shows=["up to date"])
+    walk.step(f"rewrite diff {PACKAGE} --format markdown | head -n 40", shows=[REASON])
+    walk.step("git add . && git commit -qm 'transformers 5.23' && git show --stat=80 --format=%s | tail -n 1")
+
+
+def leave(walk: Walk) -> None:
+    """Export the package with a checkpoint, and do without the tool."""
+    walk.say("## To the Hub\n\nA small checkpoint with random weights, saved by the package (`small.py`):")
+    for name, text in {"small.py": SMALL, "load.py": LOAD, "speaks.py": SPEAKS}.items():
+        (walk.project / name).write_text(text)
+    walk.step("python small.py && ls checkpoint", shows=["model.safetensors"])
+    walk.step(f"rewrite export {PACKAGE} --hub checkpoint --checkpoint checkpoint", shows=["written"])
+    walk.say("`load.py` builds it with `trust_remote_code=True` and compares the logits:")
+    walk.step("python load.py", shows=["True"])
+    walk.say("## The way out")
+    walk.step(f"rewrite eject {PACKAGE}", shows=["ejected"])
+    require(not (walk.project / PACKAGE / "rewrite.lock").exists(), "the lock is gone")
+    walk.step("pip uninstall -qy hf-rewrite && python speaks.py", shows=["True", "[1, 8]"])
+
+
+def earlier(walk: Walk, commit: str) -> Size:
+    """Return what the package of an earlier commit adds."""
+    with checkout(walk, commit) as tree:
+        return measured(walk, [f"PYTHONPATH={tree}"])
+
+
+@contextmanager
+def checkout(walk: Walk, commit: str) -> Iterator[Path]:
+    """Yield the files of a commit of this repository."""
+    tree = walk.home / "checkout"
+    subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", tree, commit], check=True)
+    try:
+        yield tree
+    finally:
+        subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
+
+
+def measured(walk: Walk, settings: Sequence[str]) -> Size:
+    """Make the package again beside the repository, and count it in a commit that is taken back."""
+    line = " ".join([*settings, "python -m rewrite.cli llama --out measured/llama --no-verify --diff none"])
+    seconds = min(walk.step(f"rm -rf measured && {line}", shown=False).seconds for _ in range(2))
+    walk.step("git add measured && git commit -qm measured", shown=False)
+    size = counted(walk, "HEAD", seconds)
+    walk.step("git reset -q --hard HEAD~1", shown=False)
+    return size
+
+
+def counted(walk: Walk, commit: str, seconds: float) -> Size:
+    """Return what a commit added, the text files counted as git counts them."""
+    stat = walk.step(f"git show --numstat --format= {commit}", shown=False).text.splitlines()
+    rows = [(int(line.split()[0]), line.split()[2]) for line in stat if line[:1].isdigit()]
+    folder = walk.project / rows[0][1].split("/")[0]
+    model = next(walk.project / name for _, name in rows if "/modeling_" in name and "/.rewrite/" not in name)
+    return Size(len(rows), sum(lines for lines, _ in rows), changed(model), megabytes(folder), seconds)
+
+
+def changed(model: Path) -> int:
+    """Return the lines of the diff between a modeling file and its original, kept beside it."""
+    originals = sorted((model.parent / ".rewrite").glob("*.original"))
+    if not originals:
+        return 0
+    import difflib
+
+    pair = [path.read_text().splitlines() for path in (originals[0], model)]
+    return sum(1 for line in difflib.ndiff(*pair) if line[:2] in ("+ ", "- "))
+
+
+def megabytes(folder: Path) -> float:
+    """Return the size of the files of a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink()) / 1e6
+
+
+def require(holds: bool, what: str) -> None:
+    """End the walk if something is not as it should be."""
+    if not holds:
+        sys.exit(f"not so: {what}")
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True)
+        yield keep.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="walk-") as folder:
+        yield Path(folder).resolve()
+
+
+def _clean(text: str, home: Path) -> str:
+    """Return a text without the folder that the walk took place in."""
+    return text.replace(str(home), "~").replace("```", "'''")
+
+
+def _page(walk: Walk, sizes: dict[str, Size], before: str | None) -> str:
+    screens = walk.screens
+    spent = sum(screen.seconds for screen in screens)
+    head = f"""\
+# A walk
+
+Made by `python bench/walk.py --write docs/walk.md` on {_machine(walk)}. \
+Every command was run in a git repository, on a terminal of {COLUMNS} columns, and what it left was checked.
+Verifications are quick ones (`--quick`); a full one takes minutes on such a machine.
+
+{len(screens)} screens, {spent:.0f} s of commands; pip took another {sum(walk.pip.values()):.0f} s. \
+{_cut(screens)}
+
+{_sizes(sizes, before)}
+"""
+    page = "\n\n".join([head.rstrip(), *walk.parts]) + "\n"
+    for secret in (str(walk.home), str(ROOT), str(Path.home()) + "/", "://"):
+        require(secret not in page, f"{secret!r} is not on the page")
+    return page
+
+
+def _cut(screens: Sequence[Screen]) -> str:
+    cut = {screen.command.splitlines()[0]: screen.cut for screen in screens if screen.cut}
+    if not cut:
+        return "No line was longer than the terminal."
+    return f"Lines longer than the terminal: {', '.join(f'{count} of `{name}`' for name, count in cut.items())}."
+
+
+def _sizes(sizes: dict[str, Size], before: str | None) -> str:
+    names = {"before": f"at {before}", "now": "now", "second": "a second model beside it"}
+    shown = [name for name in names if name in sizes]
+    rows = {
+        "files": lambda size: f"{size.files}",
+        "lines": lambda size: f"{size.lines:,}",
+        "of these changed in the modeling file": lambda size: f"{size.changed}" if size.changed else "–",
+        "MB": lambda size: f"{size.megabytes:.2f}",
+        "seconds, without verification": lambda size: f"{size.seconds:.1f}" if size.seconds else "–",
+    }
+    lines = [
+        f"| a package of Llama in git | {' | '.join(names[name] for name in shown)} |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
+    lines += [f"| {what} | {' | '.join(value(sizes[name]) for name in shown)} |" for what, value in rows.items()]
+    return "\n".join(lines)
+
+
+def _machine(walk: Walk) -> str:
+    versions = walk.step("python -m pip list --format=freeze", shown=False).text
+    found = dict(line.split("==") for line in versions.splitlines() if "==" in line)
+    named = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton") if name in found)
+    return f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, {named}, without a GPU"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Links between the repository's pages lead to files and headings that are there, on GitHub and on the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+CODE = re.compile(r"^(`{3,}).*?^\1|`[^`\n]*`", re.S | re.M)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.M)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings; the site's are made alike (mkdocs.yml)."""
+    found: set[str] = set()
+    for heading in HEADING.findall(re.sub(r"^(`{3,}).*?^\1", "", text, flags=re.S | re.M)):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.add(next(name for name in (slug, *(f"{slug}-{n}" for n in range(1, 99))) if name not in found))
+    return found
+
+
+def dead(page: Path, text: str) -> list[str]:
+    """The links of a page that lead nowhere."""
+    found = []
+    for target in LINK.findall(CODE.sub("", text)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        there = path.exists()
+        if there and anchor:
+            there = anchor in anchors(text if path == page else path.read_text(encoding="utf-8"))
+        if not there:
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    assert dead(page, page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](gone.md)", ["gone.md"]),
+        ("[a](amd.md#gone)", ["amd.md#gone"]),
+        ("[a](#gone)", ["#gone"]),
+        ("[![a](gone.png)](amd.md)", ["gone.png"]),
+        ("# Sums, of *several*\n[a](#sums-of-several) [b](amd.md) `[c](gone.md)` [d](https://example.com/x)", []),
+        ("# A\n# A\n[a](#a-1)", []),
+    ],
+)
+def test_a_dead_link_is_found(text: str, expected: list[str]) -> None:
+    assert dead(ROOT / "docs" / "fp8.md", text) == expected
+
+
+def test_every_page_is_on_the_site() -> None:
+    listed = set(re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} | {"index.md", "contributing.md"} == listed
