@@ -18,6 +18,7 @@ from rewrite.commands.options import (
     json_option,
     verification_options,
 )
+from rewrite.package.targets import TARGETS
 
 if TYPE_CHECKING:
     from rewrite.deliver.beside import Judge
@@ -38,6 +39,7 @@ class Job:
     only: tuple[str, ...]
     skip: tuple[str, ...]
     also: tuple[str, ...]
+    target: str | None
     verify: bool
     dry_run: bool
     diff_style: str
@@ -69,6 +71,11 @@ class Job:
     metavar="TRANSFORM",
     shell_complete=complete_transforms,
     help="Run this too, which only runs on request; repeatable.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(TARGETS),
+    help="GPUs that the runtime is for: rocm adds AMD's aiter and settings to what cuda has. Default: this machine's.",
 )
 @click.option("--no-verify", is_flag=True, help="Write without running anything; works without torch.")
 @click.option("--dry-run", is_flag=True, help="Show the diff and write nothing.")
@@ -162,6 +169,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
+    from rewrite.package.targets import of_machine
 
     if job.verify:
         verification.require_libraries("verification (--no-verify leaves it out)")
@@ -174,6 +182,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("written", "nothing (--dry-run)")
         report.write(job.json_path, report.of_build(built))
         return 0
-    package = assemble(built, transforms, Options(job.only, job.skip, job.also), place.folder)
+    options = Options(job.only, job.skip, job.also, job.target or of_machine())
+    package = assemble(built, transforms, options, place.folder)
     delivery = Delivery(job.verify, job.request, job.trust_remote_code, job.force, job.json_path, judge=job.judge)
     return deliver(delivery, screen, built, package, place)
