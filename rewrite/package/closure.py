@@ -10,14 +10,15 @@ from rewrite.package.parts import Outside, Own, Part
 
 CALLED_BY_NAME = "describe"
 """`explain` looks for this function in every file that is in use."""
-CALLED_BY_THE_TOOL = {
+CALLED_FROM_OUTSIDE = {
     "core/arrivals": ("new", "of_graph"),
     "core/tiles": ("forget", "listen", "try_out"),
     "decode/compile_ahead": ("compile_all", "variants"),
-    "decode/graph_store": ("store_of",),
+    "decode/graph": ("DecodeGraph",),
+    "decode/graph_store": ("release_graphs", "store_of"),
     "products/gemm": ("PATHS", "by_path", "forget", "listen"),
 }
-"""What `rewrite tune`, `verify` and `bench` ask a package for, of the files that are in use."""
+"""What `rewrite tune`, `verify` and `bench`, and users, ask a package for, of the files that are in use."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def closure(roots: Iterable[Own], without: frozenset[str] = frozenset()) -> Clos
         if here.name not in seen:
             seen.add(here.name)
             found = [*found, *(part for part in here.parts if not part.names or CALLED_BY_NAME in part.names)]
-            waiting += [Own(here.name, name) for name in CALLED_BY_THE_TOOL.get(here.name, ())]
+            waiting += [Own(here.name, name) for name in CALLED_FROM_OUTSIDE.get(here.name, ())]
         for part in found:
             if part in reached or parts.is_left_out(part, without):
                 continue

@@ -55,8 +55,6 @@ def closure_of(uses: Iterable[str], target: str) -> Closure:
     """
     roots = [own_of(use) for use in uses]
     roots += [Own(file, name) for file, names in _ALWAYS.items() for name in names]
-    if any(root.file.startswith("decode/") for root in roots):
-        roots += [Own("decode/graph", "DecodeGraph"), Own("decode/graph_store", "release_graphs")]
     if target == ROCM:
         roots += [Own("rocm/settings", name) for name in ("configure", "tunable_op")]
     return closure(roots, left_out(target))
