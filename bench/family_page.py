@@ -98,8 +98,8 @@ def readme(rows: Mapping[str, Row]) -> str:
     graphs = sum(row["graph"] for row in timed.values())
     lines = [
         f"**How fast.** {speed:.1f} times as fast as eager transformers, the geometric mean of {len(timed)} families;",
-        f"{graphs} decode in a captured graph, {slower} are slower than their original. {around['device']}, random bf16",
-        "weights, batch 1, 512 tokens before:",
+        f"{graphs} decode in a captured graph, {slower} are slower than their original. {around['device']}, random",
+        "bf16 weights, batch 1, 512 tokens before:",
         "",
         f"[![how many times as fast as its original each family generates]({README_CHART})](docs/families.md)",
         "",

@@ -118,14 +118,12 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
 
 
 def test_the_runtime_of_a_package_exports_what_it_has() -> None:
-    plain = runtime_files.init(runtime_files.closure(["norms.rms_norm"]))
+    plain = runtime_files.init(runtime_files.closure_of(["norms.rms_norm"], "cuda"))
     assert plain == (
         '"""What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""\n\n'
-        "from .core import rocm\n"
-        "from .core.backend import get_backend, set_backend, use_backend\n"
-        "from .core.explain import explain\n\n"
-        '__all__ = ["explain", "get_backend", "rocm", "set_backend", "use_backend"]\n'
+        "from .core import explain, get_backend, set_backend, use_backend\n\n"
+        '__all__ = ["explain", "get_backend", "set_backend", "use_backend"]\n'
     )
-    decoding = runtime_files.init(runtime_files.closure(["decode.GraphGeneration"]))
-    assert "from .decode.graph import DecodeGraph\nfrom .decode.graph_store import release_graphs\n" in decoding
+    decoding = runtime_files.init(runtime_files.closure_of(["decode.GraphGeneration"], "cuda"))
+    assert "from .decode import DecodeGraph, release_graphs\n" in decoding
     assert '__all__ = ["DecodeGraph", "explain", ' in decoding

@@ -22,6 +22,7 @@ from rewrite.commands.options import (
     reporting_options,
     verification_options,
 )
+from rewrite.package.targets import TARGETS
 
 if TYPE_CHECKING:
     from rewrite.deliver.beside import Judge
@@ -42,6 +43,7 @@ class Job:
     only: tuple[str, ...]
     skip: tuple[str, ...]
     also: tuple[str, ...]
+    target: str | None
     verify: bool
     dry_run: bool
     diff_style: str
@@ -80,6 +82,11 @@ class Job:
     metavar="TRANSFORM",
     shell_complete=complete_transforms,
     help="Run this too, which only runs on request; repeatable.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(TARGETS),
+    help="GPUs that the runtime is for: rocm adds AMD's aiter and settings to what cuda has. Default: this machine's.",
 )
 @click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; in a pipe, print a patch that git applies.")
@@ -179,6 +186,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
+    from rewrite.package.targets import of_machine
 
     if job.verify:
         verification.require_libraries("verification (--no-verify leaves it out)")
@@ -193,7 +201,8 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
         report.write(job.json_path, "apply", report.of_build(built))
         return 0
-    package = assemble(built, transforms, Options(job.only, job.skip, job.also), place.folder)
+    options = Options(job.only, job.skip, job.also, job.target or of_machine())
+    package = assemble(built, transforms, options, place.folder)
     delivery = Delivery(
         job.verify,
         job.request,

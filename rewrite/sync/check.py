@@ -13,8 +13,7 @@ from pathlib import Path
 from rewrite.errors import NotAPackage, NothingToRewrite, RewriteError, SourceNotReadable, TransformError
 from rewrite.package import original
 from rewrite.package.assemble import KEPT, VERDICT_NAME
-from rewrite.package.lock import Lock, read_lock
-from rewrite.package.runtime_files import shipped
+from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.sync import edits, lines, merge, rebuild
 from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
@@ -123,7 +122,6 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
     """Compare the generated files with the lock; the modeling file and `__init__.py` are the user's to edit."""
     if not lock.intact:
         yield _finding("not-reproducible", f"{LOCK_NAME} was edited by hand", folder / LOCK_NAME)
-    own = rebuild.own_runtime(lock)
     for name, digest in sorted(lock.files.items()):
         path = folder / name
         if path.is_symlink() or any((folder / above).is_symlink() for above in list(Path(name).parents)[:-1]):
@@ -134,7 +132,8 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
             if name.startswith(f"{KEPT}/"):
                 yield _finding("not-reproducible", f"{name} was edited: it is the text as it was generated", path)
             else:
-                text = shipped(name).decode("utf-8") if own.get(name) == digest else None
+                own = rebuild.own_runtime(folder, lock).get(name, b"")
+                text = own.decode("utf-8") if sha256(own) == digest else None
                 message = f"{name} was edited; a sync does not merge that (`rewrite sync --help`, --replace)"
                 yield Finding("edited-runtime", message, _changed_places(path, text))
 
