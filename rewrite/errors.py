@@ -73,15 +73,22 @@ class NameTaken(UsageError):
 
 
 class UnknownModel(UsageError):
-    """MODEL is neither a model type, nor a file, nor a module, nor a checkpoint folder."""
+    """MODEL is neither a model type, nor a class, nor a file, nor a module, nor a checkpoint folder."""
 
     def __init__(self, model: str, known: Sequence[str]):
-        near = difflib.get_close_matches(model, known, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}?" if near else "`rewrite models` lists the model types."
-        super().__init__(
-            f"no model '{model}': it is no model type of the installed transformers, no file, no folder with a "
-            f"config.json and no module. {hint}"
+        near = close(model.rpartition(".")[2].removeprefix("modeling_") or model, known)
+        kinds = (
+            "it is no model type or class of transformers (`rewrite models` lists the types), no file, no module, no "
+            "folder with a config.json and no ORG/NAME of the Hub."
         )
+        said = f"did you mean {', '.join(near)}?" if near else kinds
+        super().__init__(f"no model '{model}': {said}")
+
+
+def close(word: str, known: Sequence[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return what of `known` a word may be a misspelling of, in any case, the closest first."""
+    spelled = {name.lower(): name for name in reversed(known)}
+    return [spelled[name] for name in difflib.get_close_matches(word.lower(), spelled, most, cutoff)]
 
 
 class OutsideTransformNotLoadable(UsageError):
@@ -108,6 +115,23 @@ class NoModelingFile(UsageError):
         choice = f"choose one of {', '.join(files)} and give its path" if files else "it is made of other models' code"
         super().__init__(
             f"transformers {version} has no modeling file of its own for '{model_type}' ({config}): {choice}."
+        )
+
+
+class NoCode(UsageError):
+    """A file or folder is given that holds weights only."""
+
+    def __init__(self, path: object, instead: str):
+        super().__init__(f"cannot rewrite {shortened(path)}: {instead}.")
+
+
+class CodeNotTrusted(UsageError):
+    """A model on the Hub is made by code of its own, which is not downloaded unasked."""
+
+    def __init__(self, name: str, file: str):
+        super().__init__(
+            f"'{name}' is made by code of its own, {file}: --trust-remote-code downloads it and lets the verification "
+            "run it (--no-verify only reads it)."
         )
 
 
@@ -361,6 +385,16 @@ class OtherTransformers(UsageError):
         )
 
 
+class NotInstalled(UsageError):
+    """A model of another transformers than the installed one is to be verified, which would run both."""
+
+    def __init__(self, model: str, asked: str, installed: str):
+        super().__init__(
+            f"'{model}' of transformers {asked} cannot be verified here, where transformers {installed} is installed: "
+            f"pip install transformers=={asked} first, or write it with --no-verify, and `rewrite verify` it there."
+        )
+
+
 class BaseLost(UsageError):
     """The text that a merge starts from is not the one that was generated, so edits could not be told from it."""
 
@@ -490,6 +524,17 @@ class RelativeImport(UsageError):
 
     def __init__(self, path: object, statement: str, why: str):
         super().__init__(f"{path} says `{statement}`, {why}: make the import absolute, or move or rename the file.")
+
+
+class NotOnTheHub(UsageError):
+    """A file of a model on the Hub cannot be had."""
+
+    def __init__(self, name: str, why: str, download: bool = False, missing: str | None = None):
+        hint = f" Download it where there is a network, and give the folder: hf download {name} --include config.json "
+        hint += f"'*.py' --local-dir {name.rpartition('/')[2]}"
+        super().__init__(f"cannot take '{name}' from the Hub: {why}.{hint if download else ''}")
+        self.missing = missing
+        """The file that the repository does not have, if that is what is wrong."""
 
 
 class NeighbourMissing(UsageError):

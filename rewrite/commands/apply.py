@@ -20,6 +20,7 @@ from rewrite.commands.options import (
     complete_transforms,
     diff_option,
     reporting_options,
+    transformers_option,
     verification_options,
 )
 from rewrite.package.targets import TARGETS
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rewrite.package.output import Output
     from rewrite.show.console import Screen
     from rewrite.transform import Transform
+    from rewrite.upstream.installed import Installed
     from rewrite.upstream.source import Source
 
 
@@ -49,6 +51,9 @@ class Job:
     diff_style: str
     force: bool
     trust_remote_code: bool
+    revision: str | None
+    asked: str | None
+    """Which transformers, as the user named it; None is the installed one."""
     request: Request
     json_path: Path | None
     quiet: bool = False
@@ -83,6 +88,8 @@ class Job:
     shell_complete=complete_transforms,
     help="Run this too, which only runs on request; repeatable.",
 )
+@transformers_option("Take the model from there, not from what is installed")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the Hub.")
 @click.option(
     "--target",
     type=click.Choice(TARGETS),
@@ -98,8 +105,8 @@ class Job:
 def apply(**given: Any) -> int:
     """Rewrite the modeling file of MODEL and write the result, verified, to a folder.
 
-    MODEL is a model type of the installed transformers (llama, qwen3), a class (LlamaForCausalLM), a path of a
-    modeling file, a dotted module, or a local checkpoint folder.
+    MODEL is a model type of transformers (llama, XLM-RoBERTa), a class (LlamaForCausalLM), a path of a modeling file,
+    which takes its neighbours along, a dotted module, a checkpoint folder or its config.json, or ORG/NAME on the Hub.
     """
     from rewrite.show.console import Screen
 
@@ -164,12 +171,25 @@ def _run(job: Job, screen: Screen) -> int:
 
 
 def _all(job: Job, screen: Screen) -> int:
+    from rewrite.upstream import release
+
+    with release.library(job.asked) as library:
+        return _with(library, job, screen)
+
+
+def _with(library: Installed | None, job: Job, screen: Screen) -> int:
+    """Run the job on the model that a transformers has."""
+    from rewrite.deliver import verification
     from rewrite.package import output, swap
     from rewrite.transforms import select
+    from rewrite.upstream import verifiable
     from rewrite.upstream.source import resolve, weights_fit
 
     transforms = select(job.only, job.skip, job.also, job.out)
-    source = resolve(job.model, job.trust_remote_code)
+    source = resolve(job.model, job.trust_remote_code, job.revision, library)
+    if job.verify:
+        verification.require_libraries("verification (--no-verify leaves it out)")
+        source = verifiable.as_installed(source) if job.asked is not None else source
     if job.request.weights is not None:
         weights_fit(source, job.request.weights)
     if job.dry_run or job.out is None:
@@ -180,7 +200,7 @@ def _all(job: Job, screen: Screen) -> int:
 
 
 def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
-    from rewrite.deliver import report, summary, verification
+    from rewrite.deliver import report, summary
     from rewrite.deliver.delivery import Delivery, deliver
     from rewrite.engine.build import build
     from rewrite.package import original
@@ -188,8 +208,6 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     from rewrite.package.lock import Options
     from rewrite.package.targets import of_machine
 
-    if job.verify:
-        verification.require_libraries("verification (--no-verify leaves it out)")
     summary.show_source(screen, source)
     with screen.working(f"rewriting {source.path.name}"):
         built = build(source, transforms)

@@ -15,8 +15,9 @@ from rewrite.package import output
 from rewrite.package.lock import Lock
 from rewrite.runtime.package.flat import MARK, NotFlat, flat_files
 from rewrite.upstream.auto_classes import auto_classes
+from rewrite.upstream.checkpoint import CONFIG_NAME, read_config
 from rewrite.upstream.installed import Installed
-from rewrite.upstream.source import CONFIG_NAME, LOCK_NAME, read_config
+from rewrite.upstream.source import LOCK_NAME
 
 
 @dataclass(frozen=True)
