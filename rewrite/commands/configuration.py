@@ -69,14 +69,19 @@ def defaults(path: Path, ctx: click.Context) -> dict[str, Any]:
         if name not in commands:
             raise ConfigurationNotUsable(path, f"[{TABLE}.{name}]", _unknown("command", name, sorted(commands)))
         _check(path, f"{TABLE}.{name}", own[name], sorted(_options(commands[name])), [])
-    name = ctx.command.name or ""
-    found: dict[str, Any] = {}
-    for where, values in ((TABLE, general), (f"{TABLE}.{name}", own.get(name, {}))):
-        options = _options(ctx.command)
+    found = {name: _of_command(path, command, general, own.get(name, {}), ctx) for name, command in commands.items()}
+    return found[ctx.command.name or ""]
+
+
+def _of_command(
+    path: Path, command: click.Command, general: Mapping[str, Any], own: Mapping[str, Any], ctx: click.Context
+) -> dict[str, Any]:
+    """Return the values of one command's options; those of its own table go before the general ones."""
+    options, found = _options(command), {}
+    for where, values in ((TABLE, general), (f"{TABLE}.{command.name}", own)):
         for key, value in values.items():
             if key in options:
-                option = options[key]
-                found[str(option.name)] = _converted(path, f"[{where}] {key}", option, value, ctx)
+                found[str(options[key].name)] = _converted(path, f"[{where}] {key}", options[key], value, ctx)
     return found
 
 

@@ -39,7 +39,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
               help="Where classes run; `cuda` spreads the processes over all cards and runs the kernels.")  # fmt: skip
 @click.option("--beside", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="OTHER.json",
               help="The table of another device, to stand as a column in --markdown.")  # fmt: skip
-@click.option("--no-verify", is_flag=True, help="Only rewrite; runs nothing.")
+@click.option("--verify/--no-verify", default=True, help="Without: only rewrite; runs nothing.")
 @reporting_options
 def sweep(
     models: tuple[str, ...],
@@ -53,7 +53,7 @@ def sweep(
     changed: bool,
     device: str,
     beside: Path | None,
-    no_verify: bool,
+    verify: bool,
     quiet: bool,
 ) -> int:
     """Rewrite every modeling file of the installed transformers, verify every class that can be built small.
@@ -72,16 +72,16 @@ def sweep(
 
     if changed and against is None:
         raise click.UsageError("--changed needs --against: what was rewritten before")
-    if not no_verify:
+    if verify:
         verification.require_libraries("verification (--no-verify leaves it out)")
-    devices = Devices() if no_verify else every(device)
+    devices = every(device) if verify else Devices()
     screen = Screen(json=json_path, quiet=quiet)
     installed = plan.library(root)
     before = previous(against) if against is not None else {}
     chosen = plan.files(installed, models)
     with tempfile.TemporaryDirectory() as scratch:
         kept = rows or Path(scratch)
-        depth: Depth = "rewritten" if no_verify else "verified"
+        depth: Depth = "verified" if verify else "rewritten"
         tasks = plan.tasks(chosen, kept, depth, devices.names)
         if sample is not None or changed:
             wanted = plan.sampled(tasks, sample or 0) | (plan.changed(tasks, before, jobs) if changed else set())

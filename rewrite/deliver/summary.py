@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from rewrite.upstream.source import Source
     from rewrite.verify import Verdict
 
+NO_LOOP = "no graph: generate() takes transformers' own loop and launches every kernel for each token"
 COSTS: Mapping[Stage, str] = {
-    Stage.OPERATOR: "runs as in the original, at its speed",
-    Stage.GRAPH: "generate() takes transformers' own loop, which launches every kernel anew for each token",
-    Stage.STEP: "a step in the graph runs the operators one by one",
+    Stage.OPERATOR: "as fast as in the original",
+    Stage.GRAPH: "as in the original",
+    Stage.STEP: "one operator after the other in a step, instead of few kernels for a layer",
 }
 """What it costs that a place is left alone, by what its transform speeds up."""
 MOST_LEFT_OUT = 6
 """Reasons that are said; the lock and a report have all."""
+LONGEST_PLACE = 40
+"""Characters of a place that are shown."""
 
 
 def show_source(screen: Screen, source: Source) -> None:
@@ -45,11 +48,17 @@ def show_build(screen: Screen, build: Build, transforms: Sequence[Transform]) ->
     for number, text in enumerate(_loops(rewritten.decode_loops, main)):
         screen.line("" if number else "generate", text)
     screen.line("sites", _sites(rewritten))
-    left_out = list(_left_out(rewritten, transforms))
-    for number, text in enumerate(left_out[:MOST_LEFT_OUT]):
-        screen.line("" if number else "left out", text, "dim")
-    if len(left_out) > MOST_LEFT_OUT:
-        screen.line("", f"and {len(left_out) - MOST_LEFT_OUT} more reasons: --json has them all", "dim")
+    label, shown = "left out", 0
+    left_out = _left_out(rewritten, transforms)
+    for cost, reasons in left_out.items():
+        for number, reason in enumerate(reasons[: MOST_LEFT_OUT - shown]):
+            screen.line(label, reason if number else f"{cost}:")
+            label = ""
+            if not number:
+                screen.line("", reason)
+        shown += len(reasons)
+    if shown > MOST_LEFT_OUT:
+        screen.line("", f"and {shown - MOST_LEFT_OUT} more reasons: --json has them all")
 
 
 def show_written(
@@ -125,10 +134,10 @@ def _loops(loops: Mapping[str, str], main: str) -> Iterator[str]:
     """Say which classes generate in a captured graph, the main one first, and of the others why not."""
     names = sorted(loops, key=lambda name: name != main)
     plain = [name for name in names if loops[name] == YES]
-    if plain:
-        yield f"in a captured graph, on a GPU: {', '.join(plain)}"
     for name in names:
-        if name not in plain and loops[name].startswith(YES):
+        if name in plain[:1]:
+            yield f"in a captured graph, on a GPU: {', '.join(plain)}"
+        elif loops[name].startswith(YES):
             yield f"in a captured graph, on a GPU: {name}{loops[name].removeprefix(YES)}"
         elif name not in plain:
             yield f"not in a graph: {name}: {loops[name].removeprefix('no: ')}"
@@ -148,18 +157,27 @@ def _sites(rewritten: Rewritten) -> str:
     return f"{text} ({unreached} of them for a decode loop: {nowhere})"
 
 
-def _left_out(rewritten: Rewritten, transforms: Sequence[Transform]) -> Iterator[str]:
-    """Say what was not possible, each reason of a transform once: how often, why, where, and what that costs."""
+def _left_out(rewritten: Rewritten, transforms: Sequence[Transform]) -> dict[str, list[str]]:
+    """Return what was not possible by what that costs, each reason of a transform once: how often, why and where."""
     known = {transform.name: transform for transform in transforms}
-    skips: dict[tuple[str, str], list[SkippedSite]] = {}
+    found: dict[str, dict[tuple[str, str], list[SkippedSite]]] = {}
     for report in rewritten.transforms:
         for skip in report.skipped:
-            skips.setdefault((report.name, skip.reason), []).append(skip)
-    for (name, reason), sites in skips.items():
-        transform = known[name]
-        why = {**COMMON_REASONS, **transform.reasons}.get(reason, reason)
-        where = f"{' '.join(sites[0].site.split())}{', …' if len(sites) > 1 else ''}"
-        yield f"{name}: {reason} × {len(sites)} ({where}): {why}. Costs: {COSTS[transform.stage]}"
+            stage = known[report.name].stage
+            refused = stage is Stage.GRAPH and rewritten.decode_loops.get(skip.site, "").startswith("no")
+            reasons = found.setdefault(NO_LOOP if refused else COSTS[stage], {})
+            reasons.setdefault((report.name, skip.reason), []).append(skip)
+    return {
+        cost: [_reason(known[name], reason, sites) for (name, reason), sites in reasons.items()]
+        for cost, reasons in found.items()
+    }
+
+
+def _reason(transform: Transform, reason: str, sites: Sequence[SkippedSite]) -> str:
+    why = {**COMMON_REASONS, **transform.reasons}.get(reason, reason)
+    place = " ".join(sites[0].site.split())
+    place = place if len(place) <= LONGEST_PLACE else f"{place[: LONGEST_PLACE - 1]}…"
+    return f"{transform.name} × {len(sites)}: {why} ({place}{', …' if len(sites) > 1 else ''})"
 
 
 def _verified(verdict: Verdict, main: str) -> str:
