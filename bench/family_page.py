@@ -97,11 +97,11 @@ def readme(rows: Mapping[str, Row]) -> str:
     slower = sum(row["speed_up"] < 1 for row in timed.values())
     graphs = sum(row["graph"] for row in timed.values())
     lines = [
-        f"**How fast.** {speed:.1f} times as fast as eager transformers, the geometric mean of {len(timed)} families;",
-        f"{graphs} decode in a captured graph, {slower} are slower than their original. {around['device']}, random",
-        "bf16 weights, batch 1, 512 tokens before:",
+        f"**How fast.** {speed:.1f} times as fast as eager transformers, the geometric mean of {len(timed)} families.",
+        f"{graphs} of them decode in a captured graph, {slower} are slower than their original ({around['device']},",
+        "random bf16 weights, batch 1, 512 tokens before):",
         "",
-        f"[![how many times as fast as its original each family generates]({README_CHART})](docs/families.md)",
+        f"[![how many times as fast as the original each family is]({README_CHART})](docs/families.md)",
         "",
         "| ms per token | original | rewritten | | memory limit |",
         "|---|---|---|---|---|",
@@ -112,7 +112,8 @@ def readme(rows: Mapping[str, Row]) -> str:
         times = f"{row['eager_ms']:.1f} | **{row['ours_ms']:.2f}** | {row['speed_up']:.1f}×"
         lines.append(f"| {sizes} | {times} | {row['limit_ms']:.2f} |")
     limit = "The memory limit is the time that reading weights and cache once takes."
-    lines += ["", f"{around['versions']}. {limit}"]
+    kernels = around["kernels"].replace("the originals", "The originals", 1)
+    lines += ["", f"{around['versions']}. {limit}", f"{kernels}."]
     return "\n".join(lines)
 
 

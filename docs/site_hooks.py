@@ -11,24 +11,19 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 """Files of the repository's root by their names on the site."""
-_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+_CODE = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!docs/|#|[a-z]+://|README|CONTRIBUTING)[^)\s]+\)")
+_TARGET = re.compile(r"\]\(([^)\s#]+)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that lie in the repository's root."""
     for source, name in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, name, content=_LINK.sub(_moved, text)))
+        text = _CODE.sub(r"`\1`", text)  # the site does not hold the code: it is named only
+        files.append(File.generated(config, name, content=_TARGET.sub(_moved, text)))
     return files
 
 
-def _moved(link: re.Match[str]) -> str:
-    """Return a link as it is from the site's first page: code, which the site does not hold, is named only."""
-    image, label, target = link.groups()
-    path, _, anchor = target.partition("#")
-    if "://" in target or not path:
-        return link[0]
-    if path in PAGES or path.startswith("docs/"):
-        name = PAGES.get(path, path.removeprefix("docs/"))
-        return f"{image}[{label}]({name}{'#' * bool(anchor)}{anchor})"
-    return label if label.startswith("`") else f"`{label}`"
+def _moved(target: re.Match[str]) -> str:
+    """Return the target of a link as it is from the site's first page."""
+    return f"]({PAGES.get(target[1], target[1].removeprefix('docs/'))}"

@@ -145,9 +145,9 @@ def _loop(answer: str) -> tuple[str, str, str]:
 
 
 def section(transform: Transform) -> str:
-    """Return the documentation of one transform from its class, the reasons for leaving a place alone included."""
+    """Return the documentation of one transform from its class, its reasons for skipping a site included."""
     lines = [f"## {transform.name}", "", *_markdown(inspect.getdoc(type(transform)) or transform.summary)]
-    lines += ["", "### When it leaves a place alone", "", "| reason | meaning |", "|---|---|"]
+    lines += ["", "### When it skips a site", "", "| reason | meaning |", "|---|---|"]
     reasons = {**transform.reasons, **COMMON_REASONS}
     lines += [f"| `{reason}` | {reasons[reason]} |" for reason in sorted(reasons)]
     return "\n".join(lines) + "\n"
