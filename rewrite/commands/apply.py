@@ -186,7 +186,8 @@ def _with(library: Installed | None, job: Job, screen: Screen) -> int:
     from rewrite.upstream.source import resolve, weights_fit
 
     transforms = select(job.only, job.skip, job.also, job.out)
-    source = resolve(job.model, job.trust_remote_code, job.revision, library)
+    with screen.working(f"finding {job.model}"):
+        source = resolve(job.model, job.trust_remote_code, job.revision, library)
     if job.verify:
         verification.require_libraries("verification (--no-verify leaves it out)")
         source = verifiable.as_installed(source) if job.asked is not None else source

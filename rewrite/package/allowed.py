@@ -28,7 +28,8 @@ def check_place(shown: Path, folder: Path, source: Path) -> None:
         raise OutputNotOurs(shown, "is, or contains, the folder you are in", forcible=False)
     if Path(os.path.expanduser("~")).resolve().is_relative_to(folder):
         raise OutputNotOurs(shown, "is, or contains, your home folder", forcible=False)
-    if source.resolve().is_relative_to(folder):
+    resolved = source.resolve()
+    if resolved.is_relative_to(folder) and not resolved.is_relative_to(folder / KEPT):  # a package keeps its original
         raise OutputNotOurs(shown, f"contains the source {source.name}", forcible=False)
 
 

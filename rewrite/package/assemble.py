@@ -24,8 +24,9 @@ from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
 KEPT = ".rewrite"
-"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's with
-its neighbours."""
+"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
+WHOLE = f"{KEPT}/original"
+"""Folder with the original of a model that brings its own code: it runs there, beside its neighbours."""
 ORIGINAL = ".original"
 """Ends the name of the kept original."""
 INIT = "__init__.py"
@@ -124,7 +125,8 @@ def assemble(
         f"{KEPT}/{INIT}": init,
         f"{KEPT}/{name}.py": text,
         f"{KEPT}/{name}.py{ORIGINAL}": build.source.path.read_bytes(),
-        **{f"{place}{file.name}": file.data for file in build.neighbours for place in ("", f"{KEPT}/")},
+        **{file.name: file.data for file in build.neighbours},
+        **_kept_whole(build),
         **runtime,
         UPSTREAM: _upstream(build, runtime).encode("utf-8"),
     }
@@ -141,6 +143,15 @@ def assemble(
         syntax=syntax.digests(files),
     )
     return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)
+
+
+def _kept_whole(build: Build) -> dict[str, bytes]:
+    """Return the original under its own name, with the files that it imports; nothing where it needs none of that."""
+    source = build.source
+    if source.origin is None and not build.neighbours:
+        return {}
+    files = {source.path.name: source.path.read_bytes(), **{file.name: file.data for file in build.neighbours}}
+    return {f"{WHOLE}/{name}": data for name, data in files.items()}
 
 
 def modeling_name(source: Source) -> str:
@@ -228,6 +239,8 @@ def _argument(text: str) -> str:
 def _origin(source: Source, folder: Path) -> Origin:
     if source.module is not None:
         target, path = source.module, "/".join(source.module.split(".")[1:]) + ".py"
+    elif source.origin is not None:
+        target, path = source.origin, source.path.name
     else:
         target, path = _relative_target(source.path, folder), source.path.name
     version = source.transformers_version if source.module is not None else None

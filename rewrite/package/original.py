@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rewrite.errors import MissingTransformers, OriginalChanged, OriginalGone, OriginalNotFound, SourceNotReadable
+from rewrite.package.assemble import WHOLE
 from rewrite.package.lock import Lock
+from rewrite.upstream import hub
 from rewrite.upstream.installed import Installed, find_transformers
 from rewrite.upstream.source import Source, of_library, resolve
 
@@ -30,7 +32,7 @@ def patch_path(source: Source) -> str:
     """Return the name that a patch of the original has: relative to the working folder where it lies in it."""
     here = Path.cwd().resolve()
     resolved = source.path.resolve()
-    if source.module is None and resolved.is_relative_to(here):
+    if source.module is None and source.origin is None and resolved.is_relative_to(here):
         return resolved.relative_to(here).as_posix()
     return source.path.name
 
@@ -79,8 +81,11 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None, library: I
             raise OriginalGone(folder, origin.module, library.version)
         source = replace(found, target=origin.module)
     else:
-        path = folder.resolve() / origin.target
+        kept = origin.target.startswith(hub.SCHEME)
+        path = folder.resolve() / (f"{WHOLE}/{origin.path}" if kept else origin.target)
         if not path.is_file():
             raise OriginalNotFound(folder, origin.path, origin.sha256)
         source = resolve(os.path.normpath(path))
+        if kept:  # a commit of the Hub does not change, and the package has it
+            source = replace(source, remote_code=True, origin=origin.target)
     return source

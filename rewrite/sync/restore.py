@@ -9,7 +9,7 @@ from rewrite.deliver import precheck
 from rewrite.engine.relocate import HEADER_LOCK
 from rewrite.errors import NotRestorable
 from rewrite.package import output, swap
-from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, Package
+from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, WHOLE, Package
 from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.sync import rebuild
 from rewrite.sync.unguarded import unguarded
@@ -81,8 +81,9 @@ def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:
 def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
     """Return the generated text of a file: the kept one, or this version's own where it is the same."""
     kept, inner = f"{KEPT}/{name}", name.removeprefix(f"{KEPT}/")
-    if kept in lock.files and lock.as_generated(folder, kept):
-        return (folder / kept).read_bytes()
+    for place in (kept, f"{WHOLE}/{name}"):
+        if lock.as_generated(folder, place) and lock.files[place] == lock.files[name]:
+            return (folder / place).read_bytes()
     if inner != name and inner in lock.files and lock.as_generated(folder, inner):
         return (folder / inner).read_bytes()
     own = rebuild.own_runtime(folder, lock).get(name, b"")

@@ -31,11 +31,12 @@ def file(name: str, path: str, revision: str | None) -> Path:
         MissingLibrary: if huggingface_hub is not installed.
     """
     try:
-        from huggingface_hub import errors, hf_hub_download
+        from huggingface_hub import errors, hf_hub_download, logging
     except ImportError as error:
         raise MissingLibrary(
             "huggingface_hub", f"'{name}', no file or folder here but maybe a model on the Hub,"
         ) from error
+    logging.set_verbosity_error()  # what it tries again is not our user's to read
     try:
         return Path(hf_hub_download(name, path, revision=revision))
     except errors.LocalEntryNotFoundError as error:
@@ -75,11 +76,11 @@ def code(name: str, path: str, revision: str | None) -> Path:
             try:
                 file(name, needed, commit)
             except NotOnTheHub as error:
+                if wanted.optional:  # offline nobody knows whether the repository has it
+                    continue
                 if error.missing is None:
                     raise
-                if not wanted.optional:
-                    raise NeighbourMissing(f"{name}/{one}", wanted.statement, needed) from error
-                continue
+                raise NeighbourMissing(f"{name}/{one}", wanted.statement, needed) from error
             waiting.append(needed)
     return modeling
 

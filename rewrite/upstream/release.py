@@ -95,6 +95,10 @@ def _wheel(version: str) -> Path:
             )
             found = list(Path(folder).glob("transformers-*.whl"))
             if done.returncode != 0 or not found:
+                if "No module named pip" in done.stderr:
+                    raise ReleaseNotFound(
+                        version, "this environment has no pip to download it: name a wheel or a folder"
+                    )
                 lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [""]
                 raise ReleaseNotFound(version, f"pip could not download it. {lines[-1]}".strip())
             cache.mkdir(parents=True, exist_ok=True)

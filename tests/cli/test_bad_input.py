@@ -35,6 +35,11 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
     [
         (("lama", "--out", "o"), ("did you mean llama",)),
         (("llama",), ("--out DIR is missing",)),
+        (("verfy", "out"), ("did you mean `rewrite verify`?",)),
+        (("chek",), ("did you mean `rewrite check`?",)),
+        (("Snyc", "--out", "o"), ("did you mean `rewrite sync`?",)),
+        (("llama", "--otu", "o"), ("'--out'",)),
+        (("llama", "--out", "o", "--transformers", "nowhere"), ("no transformers 'nowhere'",)),
         (("llama", "--out", "o", "--frob"), ("--frob",)),
         (("llama", "--out", "o", "--only", "fuse_qvk"), ("did you mean fuse_qkv",)),
         (("llama", "--out", "o", "--no-verify", "--device", "cuda"), ("drop --no-verify",)),

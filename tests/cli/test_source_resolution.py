@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
 
-from rewrite.errors import CheckpointNotUsable, MissingLibrary, NoModelingFile, SourceNotReadable, UnknownModel
+from rewrite.errors import CheckpointNotUsable, MissingLibrary, NoCode, NoModelingFile, SourceNotReadable, UnknownModel
 from rewrite.upstream.installed import copy_at, find_transformers
 from rewrite.upstream.source import resolve, weights_fit
 
@@ -111,8 +112,12 @@ def test_a_dotted_module_is_found_without_importing_it(here: Path) -> None:
 def test_unknown_names_get_the_nearest(here: Path) -> None:
     with pytest.raises(UnknownModel, match="did you mean llama"):
         resolve("lama")
-    with pytest.raises(UnknownModel):
-        resolve("no.such.module")
+    for word, meant in (("Lama", "llama"), ("modeling_lama", "mllama"), ("LlamaForCausalML", "LlamaForCausalLM")):
+        with pytest.raises(UnknownModel, match=meant):
+            resolve(word)
+    for word in ("no.such.module", "./nowhere", "a/b/c"):
+        with pytest.raises(UnknownModel):
+            resolve(word)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +132,8 @@ def test_unknown_names_get_the_nearest(here: Path) -> None:
         ("LlamaConfig", "llama/modeling_llama.py"),
         ("LlamaForCausalLM", "llama/modeling_llama.py"),
         ("modeling_llama", "llama/modeling_llama.py"),
+        ("transformers.models.llama", "llama/modeling_llama.py"),
+        ("transformers.LlamaForCausalLM", "llama/modeling_llama.py"),
     ],
 )
 def test_other_names_of_a_model(here: Path, word: str, file: str) -> None:
@@ -156,6 +163,43 @@ def test_a_checkpoint_names_its_model_type_and_architecture(here: Path) -> None:
     other = checkpoint(here / "d", model_type="llama", architectures=["QwenForCausalLM"])
     with pytest.raises(CheckpointNotUsable, match="QwenForCausalLM, which is not in modeling_llama"):
         resolve(str(other))
+
+
+def test_a_configuration_names_its_folder(here: Path) -> None:
+    folder = checkpoint(here / "c", model_type="llama")
+    assert resolve(str(folder / "config.json")).checkpoint == folder
+
+
+def gguf(architecture: bytes) -> bytes:
+    key = b"general.architecture"
+    text = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, len(architecture)) + architecture
+    return b"GGUF" + struct.pack("<IQQ", 3, 10, 20) + text
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (gguf(b"qwen3"), "its architecture is 'qwen3': try `rewrite qwen3`"),
+        (gguf(b"\xff"), "give its model type"),
+        (b"", "give its model type"),
+        (b"GGUF", "give its model type"),
+    ],
+)
+def test_a_gguf_file_says_what_to_give(here: Path, data: bytes, said: str) -> None:
+    (here / "g").mkdir()
+    (here / "g" / "model.gguf").write_bytes(data)
+    for target in ("g", "g/model.gguf"):
+        with pytest.raises(NoCode, match=said):
+            resolve(target)
+    checkpoint(here / "c", model_type="llama")
+    (here / "c" / "model.gguf").write_bytes(data)
+    assert resolve("./c").model_type == "llama"
+
+
+def test_weights_are_no_model(here: Path) -> None:
+    (here / "model.safetensors").write_bytes(b"\xff")
+    with pytest.raises(NoCode, match="give the folder that it lies in"):
+        resolve("model.safetensors")
 
 
 def test_a_checkpoint_with_its_own_code_is_read_not_run(here: Path) -> None:

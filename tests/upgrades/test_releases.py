@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from rewrite.errors import NotInstalled
 from rewrite.package.lock import Lock, Options, Origin, read_lock
 from rewrite.sync.changes import rule_changes
 from rewrite.transform import SkippedSite, TransformReport
-from rewrite.upstream import pins, release
+from rewrite.upstream import pins, release, verifiable
+from rewrite.upstream.installed import copy_at
+from rewrite.upstream.source import resolve
 
 from .conftest import Releases, edit
 
@@ -288,3 +291,34 @@ def test_a_rule_that_this_version_does_not_have_loses_its_places() -> None:
     lock = Lock("0", Origin("t", "t.py", "", None, None, None), Options(), {}, (TransformReport("old", ("MLP",)),), {})
     (change,) = rule_changes(lock, [], BEFORE, BEFORE)
     assert "no such rule" in change.lost[0].why
+
+
+def test_the_main_command_takes_another_release(here: Path, releases: Releases, rewrite: CommandLine) -> None:
+    wheel = releases.wheel("6.3.0")
+    arguments = ("Tiny", "--out", "made", "--transformers", wheel, "--only", "fuse_qkv")
+    refused = rewrite(*arguments)
+    assert refused.code == 2
+    assert "'Tiny' of transformers 6.3.0 cannot be verified here" in refused.err
+    assert "pip install transformers==6.3.0 first, or write it with --no-verify" in refused.err
+    assert not (here / "made").exists()
+    assert rewrite(*arguments, "--no-verify").code == 0
+    origin = read_lock(here / "made").source
+    assert (origin.module, origin.transformers) == ("transformers.models.tiny.modeling_tiny", "6.3.0")
+    assert rewrite("check", "made", "--transformers", wheel).code == 0
+    listed = rewrite("models", "tin", "--transformers", wheel)
+    assert listed.out == "tiny\tmodels/tiny/modeling_tiny.py\n"
+
+
+def test_what_is_installed_is_verified_whatever_names_it(
+    here: Path, releases: Releases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trees = {"one": (), "same": (), "changed": (DROPOUT,)}
+    one, same, changed = (
+        copy_at(releases("6.0.0", *changes).rename(here / name) / "transformers") for name, changes in trees.items()
+    )
+    assert one is not None
+    monkeypatch.setattr("rewrite.upstream.verifiable.find_transformers", lambda: one)
+    source = resolve("tiny", library=same)
+    assert verifiable.as_installed(source).path == one.root / "models" / "tiny" / "modeling_tiny.py"
+    with pytest.raises(NotInstalled, match=r"6\.0\.0 with another text of this file"):
+        verifiable.as_installed(resolve("tiny", library=changed))
