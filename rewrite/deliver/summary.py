@@ -26,7 +26,7 @@ NO_LOOP = "no graph: generate() takes transformers' own loop and launches every 
 COSTS: Mapping[Stage, str] = {
     Stage.OPERATOR: "as fast as in the original",
     Stage.GRAPH: "as in the original",
-    Stage.STEP: "one operator after the other in a step, instead of few kernels for a layer",
+    Stage.STEP: "operator by operator in a step of the graph, not in few kernels a layer",
 }
 """What it costs that a place is left alone, by what its transform speeds up."""
 MOST_LEFT_OUT = 6

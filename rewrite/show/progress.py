@@ -22,7 +22,7 @@ SHORT_SECONDS = 1.0
 PLAIN_SECONDS = (5.0, 10.0, 20.0, 40.0)
 """From one line to the next in a pipe; the last one goes on."""
 ESTIMATED_SECONDS = 5.0
-"""What the time that is left is told from at least."""
+"""What the time that is left is told from at least, once it is known how many parts there are."""
 REFRESHES = 4
 """Of the line on a terminal in a second."""
 
@@ -36,6 +36,9 @@ class Work:
         self.started = clock()
         self.message = ""
         self.done = self.total = 0
+        self.first: tuple[int, float] | None = None
+        """How many parts were done when it was first known how many there are, and when that was: what prepares the
+        parts says nothing of how long they take."""
         self.end: float | None = None
         """When it is estimated to end, by `clock`."""
 
@@ -46,9 +49,15 @@ class Work:
             return
         if (message.done, message.total) != (self.done, self.total):
             self.done, self.total = message.done, message.total
-            elapsed = self.seconds
-            known = self.done and elapsed >= ESTIMATED_SECONDS
-            self.end = self.started + elapsed * self.total / self.done if known else None
+            self.first = self.first or (self.done, self.clock())
+            self.end = self._estimated(self.done - self.first[0], message.beside, self.clock() - self.first[1])
+
+    def _estimated(self, done: int, beside: int, seconds: float) -> float | None:
+        """Return when it may end, by how long some parts took; of those that run beside, half is done on average."""
+        if not done or seconds < ESTIMATED_SECONDS:
+            return None
+        part = seconds / (done + beside / 2)
+        return self.clock() + part * (self.total - self.done - beside / 2)
 
     @property
     def seconds(self) -> float:

@@ -12,9 +12,17 @@ class Step(str):
 
     done: int
     total: int
+    beside: int
 
-    def __new__(cls: type[Said], message: str, done: int = 0, total: int = 0) -> Said:
-        """Return a message; `total` of 0 says that nobody knows how many parts there are."""
+    def __new__(cls: type[Said], message: str, done: int = 0, total: int = 0, beside: int = 0) -> Said:
+        """Return a message.
+
+        Args:
+            message: what is done now.
+            done: how many parts are.
+            total: how many there are; 0 where nobody knows.
+            beside: how many parts run at the same time as the one that is done now.
+        """
         step = super().__new__(cls, message)
-        step.done, step.total = done, total
+        step.done, step.total, step.beside = done, total, beside
         return step

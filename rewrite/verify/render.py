@@ -94,7 +94,8 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
     lines += _reached(verdict.reached, verbose)
     lines += _unasked(verdict.asked)
     if not verdict.reached and verdict.options.reach and not verdict.options.quick:
-        lines.append("not counted   which lines ran: none did, or a debugger or another counter is at work")
+        text = "not counted   which lines ran: none did, or a debugger or another counter is at work"
+        lines += _wrap(text, " " * 14)
     lines += _config_fields(verdict.config_fields, verbose)
     if verdict.reason and not verdict.passed:
         lines += _wrap(f"failed: {verdict.reason}", "")

@@ -119,14 +119,15 @@ class _Run:
         """The checks of a gate as they run, in several processes where that is possible."""
 
         def progress(message: str) -> None:
-            self.progress(Step(f"{name}: {message}", self.ended, self.parts))
+            self.progress(Step(f"{name}: {message}", self.ended, self.parts, beside))
 
         parts = () if name == "structure" else self._parts(name)
-        options = self.options
+        options, beside = self.options, 0
         if len(parts) > 1 and options.workers > 1 and options.device == "cpu" and options.weights is None:
             from .parallel import Pool
 
             assert self.bench is not None
+            beside = options.workers - 1
             pool = Pool(self.bench, options.workers, progress, self._reach, reach, self._one_ended)
             yield from pool.run(parts)
             return

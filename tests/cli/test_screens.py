@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import click
 import pytest
 from click.testing import CliRunner
 from command_line import CommandLine
+from rich.console import Console
 
 from rewrite.cli import COMMANDS, cli
 from rewrite.commands.options import Command
-from rewrite.show.progress import Work, duration
+from rewrite.show.progress import Work, duration, in_pipe
 from rewrite.show.step import Step
 
 WIDTH = 80
@@ -135,15 +137,39 @@ class Clock:
 def test_progress_says_what_is_left_and_counts_down() -> None:
     clock = Clock()
     work = Work("verifying", clock)
-    clock.now = 2.0
-    work(Step("parity: a", 1, 4))
-    assert work.facts() == "1 of 4, 0:02"
+    clock.now = 20.0
+    work(Step("structure", 1, 5))
+    assert work.facts() == "1 of 5, 0:20"  # what came before says nothing of the parts
     clock.now = 30.0
-    work(Step("parity: b", 2, 4))
-    assert work.facts() == "2 of 4, 0:30, about 0:30 left"
+    work(Step("parity: a", 2, 5))
+    assert work.facts() == "2 of 5, 0:30, about 0:30 left"
     clock.now = 40.0
     work("what has no place keeps the count")
-    assert work.facts() == "2 of 4, 0:40, about 0:20 left"
+    assert work.facts() == "2 of 5, 0:40, about 0:20 left"
+    work(Step("parity: b", 3, 5, beside=2))
+    assert work.facts() == "3 of 5, 0:40, about 0:07 left"
     clock.now = 75.0
-    assert work.facts() == "2 of 4, 1:15"
+    assert work.facts() == "3 of 5, 1:15"
     assert (duration(59.6), duration(3725)) == ("1:00", "1:02:05")
+
+
+def test_the_line_on_a_terminal_is_one_line_whose_beginning_stays() -> None:
+    work = Work("verifying", Clock())
+    work(Step("parity: " + "a long name " * 20, 3, 24))
+    console = Console(width=WIDTH, force_terminal=True, file=io.StringIO())
+    (line,) = console.render_lines(work, pad=False)
+    shown = "".join(segment.text for segment in line)
+    assert len(shown) <= WIDTH
+    assert shown.endswith("…")
+    assert shown.startswith("verifying  3 of 24, 0:00  parity: a long name")
+
+
+def test_in_a_pipe_there_is_a_line_now_and_then_and_one_at_the_end() -> None:
+    clock, said = Clock(), list[str]()
+    work = Work("verifying", clock)
+    with in_pipe(said.append, work) as progress:
+        for second in range(100):
+            clock.now = float(second)
+            progress(Step(f"check {second}", second, 100))
+    assert [line.split(":")[-1].split()[-1] for line in said[:-1]] == ["5", "15", "35", "75"]
+    assert said[-1] == "verifying … done: 100 of 100, 1:39"
