@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 import transformers  # the children are forks: they start with it loaded
 
+from rewrite.measure.runtime_part import runtime_part
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 BATCH, PROMPT, STEPS, WARM, CAPACITY, PADDING = 2, 6, 5, 2, 16, 2
@@ -246,9 +248,7 @@ def check(name, device, packages):
         sys.path.insert(0, str(packages))
         ours = importlib.import_module(package.name) if package.exists() else None
         has_cache = (package / "runtime" / "cache.py").exists()
-        cache = importlib.import_module(
-            f"{package.name}.runtime.cache.preallocated" if has_cache else "rewrite.runtime.cache.preallocated"
-        )
+        cache = runtime_part(package.name if has_cache else "rewrite", "cache/preallocated")
     except Exception as error:  # model code and configurations raise what they like
         return entry | {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     sides = {"before": (cls, PreallocatedCache)}

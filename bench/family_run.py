@@ -38,6 +38,7 @@ from family_sizes import BY_KEY, Family
 from rewrite.benchmark.models import build, lock_of, sharing
 from rewrite.benchmark.plan import write_json
 from rewrite.measure.limits import bandwidths
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.measure.timing import interleaved, wall_ms
 from rewrite.verify.generation.loop import SWITCH
 from rewrite.verify.models import sides
@@ -89,7 +90,7 @@ class Classes:
         """Import the original and the package, without touching a device."""
         module = importlib.import_module(f"transformers.models.{family.file}.modeling_{family.file}")
         rewritten = sides.load(sides.locate(package))
-        explain = importlib.import_module(f"{rewritten.__package__}.runtime.core.explain").explain
+        explain = runtime_part(rewritten.__package__, "core/explain").explain
         original, ours = getattr(module, family.class_name), getattr(rewritten, family.class_name)
         return cls(original, ours, explain, lock_of(package)["digest"])
 

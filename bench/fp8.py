@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rewrite.measure.runtime_part import runtime_part
+
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
     "1b": (2048, 8192, 16, 32, 8, 64, 128256),
@@ -72,7 +74,7 @@ class Models:
         self.device = torch.device(device)
         plain = importlib.import_module("llama.modeling_llama").LlamaForCausalLM
         fp8 = importlib.import_module("llama_fp8.modeling_llama").LlamaForCausalLM
-        self.runtime = {name: importlib.import_module(f"llama_fp8.runtime.{name}") for name in RUNTIME}
+        self.runtime = {name: runtime_part("llama_fp8", name.replace(".", "/")) for name in RUNTIME}
         with torch.device(self.device), default_dtype(torch.bfloat16):
             self.plain = plain(self.config).eval()
         with torch.no_grad():

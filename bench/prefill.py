@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.verify.generation.latency import bootstrap_ratio
 from rewrite.verify.models.shapes import FIELDS, SHAPES
 
@@ -99,7 +100,7 @@ def run(package, shape, lengths, seconds):
     del exact
     torch.cuda.empty_cache()
     result["lengths"] = {n: measure(original, rewritten, n, config.vocab_size, seconds) for n in lengths}
-    explain = importlib.import_module(f"{package.name}.runtime.core.explain").explain
+    explain = runtime_part(package.name, "core/explain").explain
     result["fallbacks"] = explain(rewritten).fallbacks
     return result
 

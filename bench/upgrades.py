@@ -97,7 +97,7 @@ def chain(
             if synced.returncode:
                 row["said"] = synced.stderr.strip().splitlines()[-1:]
             else:
-                (result,) = json.loads((folder / "report.json").read_text()).values()
+                (result,) = json.loads((folder / "report.json").read_text())["packages"].values()
                 row["rules"] = {
                     rule["rule"]: {
                         what: rule[what] if what in ("lost", "adopted") else len(rule[what])

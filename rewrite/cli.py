@@ -21,7 +21,17 @@ import click
 from click.shell_completion import CompletionItem
 
 import rewrite
-from rewrite.errors import NameTaken, PathNotUsable, RewriteError, StreamLost, TransformError
+from rewrite.errors import (
+    EXTRAS,
+    MissingLibrary,
+    NameTaken,
+    PathNotUsable,
+    RewriteError,
+    StreamLost,
+    TransformError,
+    UnknownModel,
+    close,
+)
 from rewrite.show import streams
 
 VERSION = getattr(rewrite, "__version__", "unknown")
@@ -105,6 +115,12 @@ class DefaultGroup(click.Group):
         formatter.write_usage(ctx.command_path, "MODEL --out DIR [OPTIONS]")
         formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", prefix="       ")
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show where there is more, and an example, a line each."""
+        with formatter.section("Examples"):
+            for line in ("rewrite llama --out ./optimized_llama", "rewrite COMMAND --help   # more about a command"):
+                formatter.write(f"{' ' * formatter.current_indent}{line}\n")
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show the options of the default command, then the commands."""
         default = self.get_command(ctx, DEFAULT_COMMAND)
@@ -119,14 +135,14 @@ class DefaultGroup(click.Group):
 
 @click.group(
     cls=DefaultGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="`rewrite COMMAND --help` says more about a command. Example: rewrite llama --out ./optimized_llama",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
 )
 @click.version_option(VERSION, prog_name="rewrite (hf-rewrite)")
 def cli() -> None:
     """Rewrite a transformers modeling file into fast source code that you keep, and prove that it computes the same.
 
-    MODEL is a model type (llama), a class, a path of a modeling file, a dotted module, or a checkpoint folder.
+    MODEL is a model type (llama), a class, a modeling file, a dotted module, a checkpoint folder or its config.json,
+    or ORG/NAME on the Hub.
     """
 
 
@@ -146,7 +162,8 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
     except click.UsageError as error:
         command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
         of = "" if command in (None, DEFAULT_COMMAND) else f" {command}"
-        return _say(f"error: {error.format_message()} (`rewrite{of} --help` shows the usage)", error.exit_code)
+        said = _meant(args) or f"{error.format_message()} (`rewrite{of} --help` shows the usage)"
+        return _say(f"error: {said}", error.exit_code)
     except click.ClickException as error:
         return _say(f"error: {error.format_message()}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -156,12 +173,15 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
         return 0
     except TransformError as error:
         return _say(f"error: {error} A log to attach: {_log()}", error.exit_code)
+    except UnknownModel as error:
+        return _say(f"error: {_meant(args) or error}", error.exit_code)
     except RewriteError as error:
         return _say(f"error: {error}", error.exit_code)
     except ModuleNotFoundError as error:
-        if error.name not in ("libcst", "rich"):
+        if error.name is None or error.name not in ("libcst", "rich", *EXTRAS):
             return _bug(error)
-        return _say(f"error: {error.name} is not installed: pip install hf-rewrite", RewriteError.exit_code)
+        missing = MissingLibrary(error.name, "this command")
+        return _say(f"error: {missing}", missing.exit_code)
     except OSError as error:
         if error.errno not in _OF_PATHS:
             return _bug(error)
@@ -169,6 +189,20 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
         return _say(f"error: {unusable}", unusable.exit_code)
     except Exception as error:  # the outermost handler: whatever gets here is a bug of ours
         return _bug(error)
+
+
+def _meant(args: Sequence[str] | None) -> str:
+    """Return which command a first word may have been meant as that is neither a command nor a model; or nothing."""
+    from rewrite.upstream.installed import find_transformers
+
+    word = next(iter(sys.argv[1:] if args is None else args), "")
+    if not word or word.startswith("-") or word in COMMANDS or Path(word).exists():
+        return ""
+    near = close(word, [name for name in COMMANDS if name != DEFAULT_COMMAND], most=1, cutoff=0.7)
+    installed = find_transformers() if near else None
+    if not near or (installed is not None and installed.spelled(word) is not None):
+        return ""
+    return f"no command and no model '{word}': did you mean `rewrite {near[0]}`? (`rewrite --help` lists the commands)"
 
 
 def _say(message: str, code: int) -> int:

@@ -48,6 +48,13 @@ class PathNotUsable(UsageError):
         super().__init__(f"cannot use the path {shortened(path)}: {why}")
 
 
+class ConfigurationNotUsable(UsageError):
+    """The table of pyproject.toml names an option that there is not, or gives one a wrong value."""
+
+    def __init__(self, path: object, where: str, why: str):
+        super().__init__(f"{shortened(path)}: {where}: {why}")
+
+
 class StreamLost(RewriteError):
     """Standard output or standard error cannot be written."""
 
@@ -66,15 +73,22 @@ class NameTaken(UsageError):
 
 
 class UnknownModel(UsageError):
-    """MODEL is neither a model type, nor a file, nor a module, nor a checkpoint folder."""
+    """MODEL is neither a model type, nor a class, nor a file, nor a module, nor a checkpoint folder."""
 
     def __init__(self, model: str, known: Sequence[str]):
-        near = difflib.get_close_matches(model, known, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}?" if near else "`rewrite models` lists the model types."
-        super().__init__(
-            f"no model '{model}': it is no model type of the installed transformers, no file, no folder with a "
-            f"config.json and no module. {hint}"
+        near = close(model.rpartition(".")[2].removeprefix("modeling_") or model, known)
+        kinds = (
+            "it is no model type or class of transformers (`rewrite models` lists the types), no file, no module, no "
+            "folder with a config.json and no ORG/NAME of the Hub."
         )
+        said = f"did you mean {', '.join(near)}?" if near else kinds
+        super().__init__(f"no model '{model}': {said}")
+
+
+def close(word: str, known: Sequence[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return what of `known` a word may be a misspelling of, in any case, the closest first."""
+    spelled = {name.lower(): name for name in reversed(known)}
+    return [spelled[name] for name in difflib.get_close_matches(word.lower(), spelled, most, cutoff)]
 
 
 class OutsideTransformNotLoadable(UsageError):
@@ -104,6 +118,23 @@ class NoModelingFile(UsageError):
         )
 
 
+class NoCode(UsageError):
+    """A file or folder is given that holds weights only."""
+
+    def __init__(self, path: object, instead: str):
+        super().__init__(f"cannot rewrite {shortened(path)}: {instead}.")
+
+
+class CodeNotTrusted(UsageError):
+    """A model on the Hub is made by code of its own, which is not downloaded unasked."""
+
+    def __init__(self, name: str, file: str):
+        super().__init__(
+            f"'{name}' is made by code of its own, {file}: --trust-remote-code downloads it and lets the verification "
+            "run it (--no-verify only reads it)."
+        )
+
+
 class CheckpointNotUsable(UsageError):
     """A checkpoint folder does not say which model it holds, or holds another one than was asked for."""
 
@@ -111,11 +142,26 @@ class CheckpointNotUsable(UsageError):
         super().__init__(f"cannot use the checkpoint {folder}: {why}")
 
 
+EXTRAS = {
+    **dict.fromkeys(("coverage", "torch", "transformers", "triton"), "'hf-rewrite[verify]'"),
+    "huggingface_hub": "'hf-rewrite[hub]'",
+}
+"""What brings a library that `pip install hf-rewrite` alone does not."""
+
+
 class MissingLibrary(UsageError):
     """A library that the request needs is not installed."""
 
-    def __init__(self, library: str, needed_for: str):
-        super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {library}")
+    def __init__(self, library: str, needed_for: str, instead: str = ""):
+        brought_by = EXTRAS.get(library, "hf-rewrite")
+        super().__init__(f"{library} is not installed and {needed_for} needs it: pip install {brought_by}{instead}")
+
+
+class MissingTransformers(MissingLibrary):
+    """No transformers is installed to read from; another can be named where the command has the option."""
+
+    def __init__(self, needed_for: str):
+        super().__init__("transformers", needed_for, ", or name one to read: --transformers VERSION|PATH|project")
 
 
 class DeviceNotUsable(UsageError):
@@ -339,6 +385,16 @@ class OtherTransformers(UsageError):
         )
 
 
+class NotInstalled(UsageError):
+    """A model of another transformers than the installed one is to be verified, which would run both."""
+
+    def __init__(self, model: str, asked: str, installed: str):
+        super().__init__(
+            f"'{model}' of transformers {asked} cannot be verified here, where transformers {installed} is installed: "
+            f"pip install transformers=={asked} first, or write it with --no-verify, and `rewrite verify` it there."
+        )
+
+
 class BaseLost(UsageError):
     """The text that a merge starts from is not the one that was generated, so edits could not be told from it."""
 
@@ -464,12 +520,30 @@ class VerificationError(RewriteError):
 
 
 class RelativeImport(UsageError):
-    """A modeling file from outside transformers imports its neighbours, which the output would not have."""
+    """A modeling file from outside transformers has a relative import that cannot work in a package."""
 
-    def __init__(self, path: object, statement: str):
+    def __init__(self, path: object, statement: str, why: str):
+        super().__init__(f"{path} says `{statement}`, {why}: make the import absolute, or move or rename the file.")
+
+
+class NotOnTheHub(UsageError):
+    """A file of a model on the Hub cannot be had."""
+
+    def __init__(self, name: str, why: str, download: bool = False, missing: str | None = None):
+        hint = f" Download it where there is a network, and give the folder: hf download {name} --include config.json "
+        hint += f"'*.py' --local-dir {name.rpartition('/')[2]}"
+        super().__init__(f"cannot take '{name}' from the Hub: {why}.{hint if download else ''}")
+        self.missing = missing
+        """The file that the repository does not have, if that is what is wrong."""
+
+
+class NeighbourMissing(UsageError):
+    """A modeling file imports a file beside it that is not there."""
+
+    def __init__(self, path: object, statement: str, name: str):
         super().__init__(
-            f"{path} imports a file beside it (`{statement}`), which the output folder would not have: "
-            f"make the import absolute first."
+            f"{path} says `{statement}`, and there is no {name} beside it: put that file there (of a model on the "
+            "Hub, download all its .py files)."
         )
 
 

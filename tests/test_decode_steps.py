@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rewrite.engine.build import build
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
 from rewrite.transforms import select
@@ -96,7 +97,7 @@ def inputs(variant):
 
 def prefilled(package, model, ours, ids, mask, positions):
     """Return a cache with the prompt in it, and NaN in the slots behind."""
-    cache_file = importlib.import_module(f"{package(model).__name__}.runtime.cache.preallocated")
+    cache_file = runtime_part(package(model).__name__, "cache/preallocated")
     cache = cache_file.PreallocatedCache(ours.config.get_text_config().num_hidden_layers, ROWS, LENGTH + 5, "cpu")
     cache.starts[0] = PADDING
     part = {"attention_mask": mask[:, :PROMPT], "position_ids": positions[:, :PROMPT]}

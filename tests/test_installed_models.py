@@ -17,6 +17,7 @@ import pytest
 
 from rewrite.engine.build import build
 from rewrite.engine.passes import rewrite_text
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
 from rewrite.transforms import select
@@ -119,8 +120,8 @@ def test_two_packages_and_the_original_live_in_one_process(package):
     ids = torch.arange(12).view(2, 6)
     with torch.no_grad():
         assert torch.allclose(original(ids).logits, rewritten(ids).logits, atol=1e-6)
-    backend = importlib.import_module(f"{llama.__name__}.runtime.core.backend")
-    other = importlib.import_module(f"{qwen.__name__}.runtime.core.backend")
+    backend = runtime_part(llama.__name__, "core/backend")
+    other = runtime_part(qwen.__name__, "core/backend")
     assert backend.NAMESPACE == llama.__name__ != other.NAMESPACE
     assert LlamaForCausalLM.__module__.startswith("transformers.")
 

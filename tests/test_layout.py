@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rewrite.engine.build import build
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
 from rewrite.transforms import select
@@ -60,7 +61,7 @@ def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layout")
     transforms = select()
     built = build(resolve("llama"), transforms)
-    for path, content in assemble(built, transforms, Options((), ()), Path("laid_out")).files.items():
+    for path, content in assemble(built, transforms, Options(target="rocm"), Path("laid_out")).files.items():
         (folder / "laid_out" / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / "laid_out" / path).write_bytes(content)
     sys.path.insert(0, str(folder))
@@ -73,10 +74,10 @@ def package(tmp_path_factory):
 @pytest.fixture
 def runtime(package, monkeypatch):
     """The runtime of the package, whose operators show their inside to a dispatch mode."""
-    backend = importlib.import_module("laid_out.runtime.core.backend")
+    backend = runtime_part("laid_out", "core/backend")
     monkeypatch.setattr(backend, "_len_torch_dispatch_stack", lambda: 0)
-    modules = {"aiter_calls": "aiter.calls", "aiter_probe": "core.aiter_probe"}
-    return {name: importlib.import_module(f"laid_out.runtime.{module}") for name, module in modules.items()}
+    modules = {"aiter_calls": "aiter/calls", "aiter_probe": "core/aiter_probe"}
+    return {name: runtime_part("laid_out", module) for name, module in modules.items()}
 
 
 @pytest.fixture

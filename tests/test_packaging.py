@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,12 @@ from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from rewrite.errors import EXTRAS
 from rewrite.package import runtime_files
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +42,54 @@ def test_every_package_is_listed() -> None:
     assert listed is not None
     names = set(re.findall(r'"([^"]+)"', listed.group(1)))
     assert names == {str(Path(module).parent).replace("/", ".") for module in modules()}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=;\[ ]", requirement)[0] for requirement in requirements}
+
+
+def test_what_runs_models_is_not_installed_with_the_tool() -> None:
+    """The pre-commit hook installs the dependencies alone: under a minute, under 300 MB."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert names(project["dependencies"]) == {"click", "libcst", "rich", "ruff", "tomli"}
+    assert names(extras["verify"]) == {"coverage", "torch", "transformers", "triton"}
+    assert all("hf-rewrite[verify]" in extras[name] for name in ("bench", "dev"))
+    brought = {library: extra for extra in ("verify", "hub") for library in names(extras[extra])}
+    assert {library: f"'hf-rewrite[{extra}]'" for library, extra in brought.items()} == EXTRAS
+    commands = re.findall(r"pip install -e ('.*?') ", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert commands == ["'.[verify]'", "'.[dev]'"]
+
+
+WITHOUT_THE_EXTRAS = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+from rewrite.cli import run
+for line in {lines!r}:
+    code = run(line.split())
+    print(f"{{line}}: {{code}}", file=sys.stderr)
+"""
+LEAN = (
+    "modeling_tiny_llama.py --out out --no-verify --diff none", "check out", "sync out", "diff out --diff stat",
+    "diff out --edits", "diff out --format markdown", "explain fuse_qkv", "transforms", "models llama",
+    "export out --hub hub", "undo out", "eject out",
+)  # fmt: skip
+
+
+def test_what_runs_no_model_runs_without_the_extras(tmp_path: Path) -> None:
+    (tmp_path / "modeling_tiny_llama.py").write_bytes(
+        (ROOT / "fixtures" / "models" / "modeling_tiny_llama.py").read_bytes()
+    )
+    lean = WITHOUT_THE_EXTRAS.format(missing={*EXTRAS, "tokenizers", "numpy"} - {"transformers"}, lines=LEAN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", lean]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    codes = [line for line in done.stderr.splitlines() if not line.startswith("rewriting")]
+    assert codes == [f"{line}: 0" for line in LEAN], done.stderr
 
 
 @pytest.mark.parametrize("folder", MAPPED)
@@ -63,14 +118,12 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
 
 
 def test_the_runtime_of_a_package_exports_what_it_has() -> None:
-    plain = runtime_files.init(runtime_files.closure(["norms.rms_norm"]))
+    plain = runtime_files.init(runtime_files.closure_of(["norms.rms_norm"], "cuda"))
     assert plain == (
         '"""What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""\n\n'
-        "from .core import rocm\n"
-        "from .core.backend import get_backend, set_backend, use_backend\n"
-        "from .core.explain import explain\n\n"
-        '__all__ = ["explain", "get_backend", "rocm", "set_backend", "use_backend"]\n'
+        "from .core import explain, get_backend, set_backend, use_backend\n\n"
+        '__all__ = ["explain", "get_backend", "set_backend", "use_backend"]\n'
     )
-    decoding = runtime_files.init(runtime_files.closure(["decode.GraphGeneration"]))
-    assert "from .decode.graph import DecodeGraph\nfrom .decode.graph_store import release_graphs\n" in decoding
+    decoding = runtime_files.init(runtime_files.closure_of(["decode.GraphGeneration"], "cuda"))
+    assert "from .decode import DecodeGraph, release_graphs\n" in decoding
     assert '__all__ = ["DecodeGraph", "explain", ' in decoding

@@ -11,6 +11,7 @@ import pytest
 from tolerances import BLOCK_IN_FP64, SOFTMAX_IN_FP32
 
 from rewrite.engine.build import build
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
 from rewrite.transforms import select
@@ -104,7 +105,7 @@ def test_decode_is_the_block_after_the_norm_and_before_the_residual(
     rewritten: Callable[[str], Any], model: str
 ) -> None:
     module = rewritten(model)
-    backend = importlib.import_module(f"sparse_{model}.runtime.core.backend")
+    backend = runtime_part(f"sparse_{model}", "core/backend")
     theirs, ours = blocks(module, model)
     x, residual = inputs()
     norm = Norm()
@@ -122,7 +123,7 @@ def test_decode_is_the_block_after_the_norm_and_before_the_residual(
 @pytest.mark.parametrize("kept", [1, 2])
 def test_experts_are_chosen_from_the_best_groups(rewritten: Callable[[str], Any], model: str, kept: int) -> None:
     module = rewritten(model)
-    backend = importlib.import_module(f"sparse_{model}.runtime.core.backend")
+    backend = runtime_part(f"sparse_{model}", "core/backend")
     theirs, ours = blocks(module, model, n_group=4, topk_group=kept, topk_method="group_limited_greedy")
     x, residual = inputs()
     backend.reset_fallbacks()
@@ -134,7 +135,7 @@ def test_experts_are_chosen_from_the_best_groups(rewritten: Callable[[str], Any]
 
 def test_hooks_on_the_router_and_the_experts_are_called(rewritten: Callable[[str], Any]) -> None:
     module = rewritten("qwen3_moe")
-    backend = importlib.import_module("sparse_qwen3_moe.runtime.core.backend")
+    backend = runtime_part("sparse_qwen3_moe", "core/backend")
     theirs, ours = blocks(module, "qwen3_moe")
     x, residual = inputs()
     seen: list[str] = []

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rewrite.engine.build import build
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
 from rewrite.transforms import select
@@ -61,8 +62,8 @@ class Pair:
     def __init__(self, package: Any, device: str, packed: bool = True, **config: Any):
         torch.manual_seed(0)
         self.config = transformers.LlamaConfig(**{**SIZES, **config})
-        self.backend = importlib.import_module("state_llama.runtime.core.backend")
-        self.memory = importlib.import_module("state_llama.runtime.products.memory")
+        self.backend = runtime_part("state_llama", "core/backend")
+        self.memory = runtime_part("state_llama", "products/memory")
         dtype = torch.float64 if device == "cuda" else torch.float32  # of which no kernel takes part
         self.theirs = transformers.LlamaForCausalLM(self.config).to(device, dtype).eval()
         self.ours = package.LlamaForCausalLM(self.config).to(device, dtype).eval()
@@ -111,7 +112,7 @@ def test_every_weight_has_a_storage_of_its_own(pair: Pair) -> None:
 
 def test_the_memory_goes_with_the_model(package: Any, device: str) -> None:
     gc.collect()
-    groups = importlib.import_module("state_llama.runtime.products.memory")._groups
+    groups = runtime_part("state_llama", "products/memory")._groups
     before = len(groups)
     pair = Pair(package, device)
     assert len(groups) == before + 10

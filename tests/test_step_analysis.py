@@ -5,7 +5,8 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.step.terms import NotWritable, computed_in_step, source
+from rewrite.analysis.step.source import NotWritable, source
+from rewrite.analysis.step.terms import computed_in_step
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.terms.computation import NotComputable
 

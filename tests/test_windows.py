@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 import pytest
 
-from rewrite.analysis.step.terms import source
+from rewrite.analysis.step.source import source
 from rewrite.analysis.step.windows import agreed_window, stacked_in
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.terms.computation import Run

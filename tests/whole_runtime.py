@@ -8,8 +8,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from rewrite import operators
-from rewrite.package import runtime_files
+from rewrite.package import parts, runtime_files
+from rewrite.package.closure import closure
+from rewrite.package.parts import Own
 
 
 @cache
@@ -17,14 +18,15 @@ def whole_runtime() -> Path:
     """Return a folder, made once a process, whose `runtime` has every file."""
     folder = Path(tempfile.mkdtemp(prefix="whole_runtime_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    names = [name for name in operators.files() if not name.endswith("/__init__")]
-    for path, content in runtime_files.files(names).items():
+    for path, content in runtime_files.files(closure(parts.final_names())).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content + _by_reference(path))
+        (folder / path).write_bytes(content + (_by_reference() if path == "runtime/mixers.py" else b""))
     return folder
 
 
-def _by_reference(path: str) -> bytes:
-    """Return what makes a mixer's operator compute its reference, where it would leave a CPU's tensors to the file."""
-    room, _, name = path.removeprefix("runtime/").removesuffix(".py").partition("/")
-    return f"\n\n{name} = reference\n".encode() if room == "mixers" and not name.startswith("_") else b""
+def _by_reference() -> bytes:
+    """Return what makes mixers' operators compute references, where they would leave a CPU's tensors to the file."""
+    files = sorted(name for name in parts.modules() if name.startswith("mixers/"))
+    names = parts.final_names()
+    lines = [f"{names[Own(file, file.split('/')[1])]} = {names[Own(file, 'reference')]}\n" for file in files]
+    return "".join(["\n\n", *lines]).encode()

@@ -9,7 +9,8 @@ import libcst as cst
 
 from rewrite.analysis.step.layer_methods import layer_methods
 from rewrite.analysis.step.layer_step import LayerStep, is_decoded, takes_cache
-from rewrite.analysis.step.terms import NoStep, NotWritable, source
+from rewrite.analysis.step.source import NotWritable, source
+from rewrite.analysis.step.terms import NoStep
 from rewrite.analysis.step.windows import stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import is_docstring, name_is_free

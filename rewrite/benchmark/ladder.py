@@ -19,6 +19,7 @@ from typing import Any
 from rewrite.errors import RewriteError, UsageError
 from rewrite.measure import profiling, timing
 from rewrite.measure.presets import SHAPES, config_for
+from rewrite.show.step import Step
 
 from . import contenders, parity
 from .models import build, load, sharing
@@ -78,8 +79,8 @@ def measure(
         baseline = contenders.original(theirs, plan.new_tokens)
         first = _profiled(baseline, prompts[: cell.batch], plan.device)
         record["rungs"].append({"name": "original, eager", "sites": 0, **first})
-        for step in steps:
-            progress(step["name"])
+        for number, step in enumerate(steps):
+            progress(Step(step["name"], number, len(steps)))
             last = step is steps[-1]
             model = donor if last else sharing(load(folder / step["package"], plan.original).rewritten, donor)
             side = contenders.rewritten(model, plan.new_tokens, plan.device)

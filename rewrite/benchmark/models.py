@@ -8,7 +8,6 @@ and the addresses and layouts that the products read are the same on both sides.
 from __future__ import annotations
 
 import copy
-import importlib
 import importlib.util
 import json
 import sys
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from rewrite.errors import NotAPackage, OriginalNotFound, VerificationError
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.verify.models import sides
 from rewrite.verify.models.subjects import find_subjects
 
@@ -52,7 +52,7 @@ def load(package: Path, original: str | None = None) -> Subject:
     main = find_subjects(module, rewritten).main
     if not main.causal or not hasattr(main.original, "generate"):
         raise VerificationError(f"{main.name} does not generate, so there is no decoding to measure.")
-    explain = importlib.import_module(f"{rewritten.__package__}.runtime.core.explain").explain
+    explain = runtime_part(str(rewritten.__package__), "core/explain").explain
     return Subject(package, main.original, main.rewritten, explain, module)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure import timing
+from rewrite.measure.runtime_part import runtime_part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ def new_graph(model: Any, rows: int, tokens: int) -> Any:
     """
     package = type(model).__module__.rpartition(".")[0]
     try:
-        graphs = importlib.import_module(f"{package}.runtime.decode.graph")
+        graphs = runtime_part(package, "decode/graph")
     except ModuleNotFoundError:
         return None
     graph = graphs.DecodeGraph(model, rows, -(-tokens // ROUNDING) * ROUNDING)
@@ -44,7 +44,7 @@ def replays(subject: Subject, model: Any, prompt: Tensor, steps: int, room: int)
     if graph is None:
         return None
     package = subject.rewritten.__module__.rpartition(".")[0]
-    sampling = importlib.import_module(f"{package}.runtime.decode.sampling").Sampling([], False, None, None)
+    sampling = runtime_part(package, "decode/sampling").Sampling([], False, None, None)
     tokens = graph.prefill(prompt).argmax(-1)
     program = graph.program(sampling)
     position_ids = prompt.new_full((rows, 1), length)

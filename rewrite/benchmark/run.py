@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.measure import limits, profiling, timing
 from rewrite.measure.presets import config_for
+from rewrite.show.step import Step
 
 from . import cold, contenders, overhead, parity, prefill
 from .models import Subject, build, from_checkpoint, load, sharing
@@ -51,6 +52,8 @@ class _Run:
     subject: Subject = field(init=False)
     ours: Any = None
     theirs: Any = None
+    steps: int = 0
+    """Begun so far."""
 
     @property
     def gpu(self) -> bool:
@@ -65,7 +68,7 @@ class _Run:
         torch.manual_seed(plan.seed)
         with _quiet():
             if self.gpu:
-                self.progress("memory bandwidth")
+                self._say("memory bandwidth")
                 self.record["bandwidth"] = limits.bandwidths(plan.device)
                 torch.cuda.empty_cache()
             self._cold(ORIGINAL, OURS)
@@ -87,6 +90,19 @@ class _Run:
         self._keep()
         return self.record
 
+    def _say(self, message: str) -> None:
+        """Say what is measured now, and how much of what the plan has was measured before."""
+        self.progress(Step(message, self.steps, max(self._planned(), self.steps + 1)))
+        self.steps += 1
+
+    def _planned(self) -> int:
+        """How many steps there are at most: models, bandwidth, first tokens, and what each cell and length takes."""
+        plan = self.plan
+        first_tokens = len({ORIGINAL, OURS, *([STATIC] if self.gpu else [])} & {*plan.sides}) if plan.cold else 0
+        compiled = sum(plan.wants(name, cell) for cell in plan.cells for name in COMPILED) if self.gpu else 0
+        passes = 2 if self.gpu else 1
+        return passes + first_tokens + 2 * passes * len(plan.cells) + compiled + passes * len(plan.prefill)
+
     def _keep(self) -> None:
         self.record["seconds"] = time.perf_counter() - self.started
         self.keep(self.record)
@@ -97,13 +113,13 @@ class _Run:
     def _cold(self, *sides: str) -> None:
         for side in sides if self.plan.cold else ():
             if side in self.plan.sides:
-                self.progress(f"first token of a new process, {side}")
+                self._say(f"first token of a new process, {side}")
                 self.record["cold"][side] = cold.first_token(self.plan, side, self.plan.cells[0])
                 self._keep()
 
     def _build(self) -> None:
         plan, subject = self.plan, self.subject
-        self.progress("building the models")
+        self._say("building the models")
         if plan.weights is not None:
             self.ours = from_checkpoint(subject.rewritten, plan.weights, plan.dtype, plan.device)
         else:
@@ -149,9 +165,9 @@ class _Run:
             sides.append(contenders.original(self.theirs, new))
         if self.plan.wants(LIGER, cell) and contenders.liger_installed() and self.gpu:
             sides += self._tried(entry, LIGER, lambda: [contenders.liger(self.subject, self.ours, new)]) or []
-        self.progress(f"{cell}: tokens")
+        self._say(f"{cell}: tokens")
         self._tried(entry, OURS, lambda: self._parity(cell, entry, sides[0]))
-        self.progress(f"{cell}: {', '.join(side.name for side in sides)}")
+        self._say(f"{cell}: {', '.join(side.name for side in sides)}")
         self._time(cell, entry, sides)
 
     def _parity(self, cell: Cell, entry: dict[str, Any], ours: Contender) -> None:
@@ -173,7 +189,7 @@ class _Run:
             if not self._time_is_left():
                 entry["sides"].setdefault(name, {})["error"] = "not run: the time budget was spent"
                 continue
-            self.progress(f"{cell}: compiling, {name}")
+            self._say(f"{cell}: compiling, {name}")
             capacity = cell.context + 16 + new
             makers: dict[str, Callable[[], Contender]] = {
                 STATIC: lambda: contenders.static(self.theirs, new),
@@ -230,7 +246,7 @@ class _Run:
         prompt = self._prompts(cell.batch, cell.context, 2)
         for side in (contenders.rewritten(self.ours, new, self.plan.device), contenders.original(self.theirs, new)):
             if "decode_ms" in entry["sides"].get(side.name, {}):
-                self.progress(f"{cell}: kernels of {side.name}")
+                self._say(f"{cell}: kernels of {side.name}")
                 found = self._tried(entry, side.name, lambda: profiling.kernels(side, prompt))  # noqa: B023
                 entry["sides"][side.name]["profile"] = found
         ours = contenders.rewritten(self.ours, new, self.plan.device)
@@ -243,7 +259,7 @@ class _Run:
         for length in self.plan.prefill:
             if compiled and not self._time_is_left():
                 return
-            self.progress(f"prefill of {length} tokens" + (", compiled" if compiled else ""))
+            self._say(f"prefill of {length} tokens" + (", compiled" if compiled else ""))
             prompts = lambda number: self._prompts(1, length, 200 + number)  # noqa: B023
             rows = prefill.measure(self.plan, self.ours, self.theirs, prompts, compiled)
             entry = next((e for e in self.record["prefill"] if e["tokens"] == length), None)

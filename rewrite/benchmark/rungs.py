@@ -16,6 +16,7 @@ from rewrite.engine.build import build
 from rewrite.errors import NothingToRewrite
 from rewrite.package.assemble import Package, assemble
 from rewrite.package.lock import Options
+from rewrite.show.step import Step
 from rewrite.transform import Stage, Transform
 from rewrite.upstream.source import Source
 
@@ -36,7 +37,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     climbing = sorted(transforms, key=lambda transform: list(Stage).index(transform.stage))
     for count, transform in enumerate(climbing, start=1):
-        progress(transform.name)
+        progress(Step(transform.name, count - 1, len(climbing)))
         below = [other for other in transforms if other in climbing[:count]]
         try:
             built = build(source, below)

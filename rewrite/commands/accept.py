@@ -8,30 +8,43 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import FOLDER, verification_options
+from rewrite.commands.options import FOLDER, Command, reporting_options, verification_options
 
 if TYPE_CHECKING:
+    from rewrite.deliver.acceptance import Acceptance
     from rewrite.deliver.verification import Request
     from rewrite.package.lock import Lock
     from rewrite.show.console import Screen
     from rewrite.upstream.source import Source
 
 
-@click.command(short_help="Record that an edit is meant to change the numbers.")
-@click.argument("folder", type=FOLDER)
+@click.command(
+    cls=Command,
+    short_help="Record that an edit is meant to change the numbers.",
+    examples=('rewrite accept ./optimized_llama --reason "logits are capped at 30"',),
+)
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--reason", required=True, metavar="TEXT", help="Why; it is shown in the pull request.")
 @verification_options
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
+@reporting_options
 def accept(
-    folder: Path, reason: str, given: Path | None, trust_remote_code: bool, weights: Path | None, **options: Any
+    folder: Path,
+    reason: str,
+    given: Path | None,
+    trust_remote_code: bool,
+    weights: Path | None,
+    json_path: Path | None,
+    quiet: bool,
+    **options: Any,
 ) -> int:
-    """Verify the package in FOLDER, and record what fails as an intended change of numbers or structure.
+    """Verify the package in DIR, and record what fails as an intended change of numbers or structure.
 
     The package is compared with its original and with its text as it was generated; the figures of both, and the
     reason, go to accepted.json. `rewrite check` is green again for these files, the pull request's comment shows it,
     and a later sync or verification fails if anything else differs, or an error more than doubles.
     """
-    from rewrite.deliver import verification
+    from rewrite.deliver import report, verification
     from rewrite.package import original
     from rewrite.package.lock import read_lock
     from rewrite.show.console import Screen
@@ -43,10 +56,18 @@ def accept(
     source = original.find(folder, lock, given)
     verification.require_trust(source, trust_remote_code)
     request = replace(verification.Request(weights=weights, **options), keep_going=True)
-    return _accept(Screen(), folder, lock, source, reason.strip(), request)
+    screen = Screen(json=json_path, quiet=quiet)
+    accepted = _accept(screen, folder, lock, source, reason.strip(), request)
+    failed = {"original": accepted.against_original, "generated": accepted.against_generated} if accepted else {}
+    data = {"folder": str(folder), "accepted": accepted is not None, "reason": reason.strip(), "failed": failed}
+    report.write(json_path, "accept", data)
+    return 0
 
 
-def _accept(screen: Screen, folder: Path, lock: Lock, source: Source, reason: str, request: Request) -> int:
+def _accept(
+    screen: Screen, folder: Path, lock: Lock, source: Source, reason: str, request: Request
+) -> Acceptance | None:
+    """Record what fails and return it; None where nothing does."""
     from rewrite.deliver import acceptance, verification
     from rewrite.package import output
     from rewrite.package.assemble import VERDICT_NAME
@@ -57,7 +78,7 @@ def _accept(screen: Screen, folder: Path, lock: Lock, source: Source, reason: st
     if verdict.passed:
         output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
         screen.line("accepted", "nothing: the package passed its verification, so there is nothing to accept")
-        return 0
+        return None
     with (
         acceptance.generated(folder, lock) as copy,
         screen.working("verifying against the generated text") as progress,
@@ -69,4 +90,4 @@ def _accept(screen: Screen, folder: Path, lock: Lock, source: Source, reason: st
     screen.line("original", acceptance.worst(accepted.against_original))
     screen.line("generated", acceptance.worst(accepted.against_generated))
     screen.line("accepted", f"{folder / acceptance.NAME}: commit it with the edit")
-    return 0
+    return accepted

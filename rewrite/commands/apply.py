@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from rewrite.commands.options import (
     FOLDER,
+    OUTPUT,
+    Command,
+    bisect_option,
     complete_models,
     complete_transforms,
     diff_option,
-    json_option,
+    reporting_options,
+    transformers_option,
     verification_options,
 )
+from rewrite.package.targets import TARGETS
 
 if TYPE_CHECKING:
     from rewrite.deliver.beside import Judge
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from rewrite.package.output import Output
     from rewrite.show.console import Screen
     from rewrite.transform import Transform
+    from rewrite.upstream.installed import Installed
     from rewrite.upstream.source import Source
 
 
@@ -38,18 +45,29 @@ class Job:
     only: tuple[str, ...]
     skip: tuple[str, ...]
     also: tuple[str, ...]
+    target: str | None
     verify: bool
     dry_run: bool
     diff_style: str
     force: bool
     trust_remote_code: bool
+    revision: str | None
+    asked: str | None
+    """Which transformers, as the user named it; None is the installed one."""
     request: Request
     json_path: Path | None
+    quiet: bool = False
+    bisect: bool = True
     judge: Judge | None = None
     """What verifies, if not this process."""
 
 
-@click.command(name="apply", short_help="Rewrite a model into a folder (the default command).")
+@click.command(
+    cls=Command,
+    name="apply",
+    short_help="Rewrite a model into a folder (the default command).",
+    examples=("rewrite llama --out ./optimized_llama", "rewrite llama --dry-run > llama.patch"),
+)
 @click.argument("model", shell_complete=complete_models)
 @click.option("--out", "-o", type=FOLDER, metavar="DIR", help="Folder to write; created with its parents.")
 @click.option(
@@ -70,29 +88,37 @@ class Job:
     shell_complete=complete_transforms,
     help="Run this too, which only runs on request; repeatable.",
 )
-@click.option("--no-verify", is_flag=True, help="Write without running anything; works without torch.")
-@click.option("--dry-run", is_flag=True, help="Show the diff and write nothing.")
-@diff_option(None, "How to show the changes. Default: unified on a terminal, stat elsewhere.")
+@transformers_option("Take the model from there, not from what is installed")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the Hub.")
+@click.option(
+    "--target",
+    type=click.Choice(TARGETS),
+    help="GPUs that the runtime is for: rocm adds AMD's aiter and settings to what cuda has. Default: this machine's.",
+)
+@click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
+@click.option("--dry-run", is_flag=True, help="Write nothing; in a pipe, print a patch that git applies.")
+@diff_option(None, "Show the changes instead of their statistics.")
 @verification_options
-@json_option
+@bisect_option
+@reporting_options
 @click.option("--force", is_flag=True, help="Replace an edited package or another model's; kept as a backup.")
 def apply(**given: Any) -> int:
     """Rewrite the modeling file of MODEL and write the result, verified, to a folder.
 
-    MODEL is a model type of the installed transformers (llama, qwen3), a class (LlamaForCausalLM), a path of a
-    modeling file, a dotted module, or a local checkpoint folder.
+    MODEL is a model type of transformers (llama, XLM-RoBERTa), a class (LlamaForCausalLM), a path of a modeling file,
+    which takes its neighbours along, a dotted module, a checkpoint folder or its config.json, or ORG/NAME on the Hub.
     """
     from rewrite.show.console import Screen
 
     job = _job(**given)
-    screen = Screen(quiet_output=_patch_on_output(job))
+    screen = Screen(patch=job.diff_style == "unified", json=job.json_path, quiet=job.quiet)
     return _run(job, screen)
 
 
 def _job(
     model: str,
     out: Path | None,
-    no_verify: bool,
+    verify: bool,
     dry_run: bool,
     diff_style: str | None,
     json_path: Path | None,
@@ -101,34 +127,39 @@ def _job(
     weights: Path | None,
     seed: int | None,
     quick: bool,
+    quiet: bool,
     **rest: Any,
 ) -> Job:
     from rewrite.deliver.verification import Request
 
     if out is None and not dry_run:
         raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
-    if no_verify and (device or dtype or weights or seed is not None or quick):
-        raise click.UsageError(
-            "--device, --dtype, --weights, --seed and --quick are for the verification: drop --no-verify"
-        )
-    if diff_style is None:
-        terminal = sys.stdout.isatty()
-        diff_style = "none" if str(json_path) == "-" else "unified" if terminal or dry_run else "stat"
+    if not verify and any(map(_typed, ("device", "dtype", "weights", "seed", "quick"))):
+        if _typed("verify"):
+            raise click.UsageError(
+                "--device, --dtype, --weights, --seed and --quick are for the verification: drop --no-verify"
+            )
+        verify = True  # what is typed goes before what a file says
+    if str(json_path) == OUTPUT or (quiet and not _typed("diff_style")):
+        diff_style = "none"
+    elif diff_style is None:
+        diff_style = "unified" if dry_run and not sys.stdout.isatty() else "stat"
     return Job(
         model=model,
         out=out,
-        verify=not no_verify and not dry_run,
+        verify=verify and not dry_run,
         dry_run=dry_run,
         diff_style=diff_style,
         json_path=json_path,
+        quiet=quiet,
         request=Request(device, dtype, weights, seed=seed, quick=quick),
         **rest,
     )
 
 
-def _patch_on_output(job: Job) -> bool:
-    """Whether standard output is for the patch, or the report, alone."""
-    return job.diff_style == "unified" or str(job.json_path) == "-"
+def _typed(option: str) -> bool:
+    """Return whether an option stands on the command line."""
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
 def _run(job: Job, screen: Screen) -> int:
@@ -140,12 +171,25 @@ def _run(job: Job, screen: Screen) -> int:
 
 
 def _all(job: Job, screen: Screen) -> int:
+    from rewrite.upstream import release
+
+    with release.library(job.asked) as library:
+        return _with(library, job, screen)
+
+
+def _with(library: Installed | None, job: Job, screen: Screen) -> int:
+    """Run the job on the model that a transformers has."""
+    from rewrite.deliver import verification
     from rewrite.package import output, swap
     from rewrite.transforms import select
+    from rewrite.upstream import verifiable
     from rewrite.upstream.source import resolve, weights_fit
 
     transforms = select(job.only, job.skip, job.also, job.out)
-    source = resolve(job.model, job.trust_remote_code)
+    source = resolve(job.model, job.trust_remote_code, job.revision, library)
+    if job.verify:
+        verification.require_libraries("verification (--no-verify leaves it out)")
+        source = verifiable.as_installed(source) if job.asked is not None else source
     if job.request.weights is not None:
         weights_fit(source, job.request.weights)
     if job.dry_run or job.out is None:
@@ -156,24 +200,39 @@ def _all(job: Job, screen: Screen) -> int:
 
 
 def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Transform], place: Output | None) -> int:
-    from rewrite.deliver import report, verification
+    from rewrite.deliver import report, summary
     from rewrite.deliver.delivery import Delivery, deliver
     from rewrite.engine.build import build
     from rewrite.package import original
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
+    from rewrite.package.targets import of_machine
 
-    if job.verify:
-        verification.require_libraries("verification (--no-verify leaves it out)")
+    summary.show_source(screen, source)
     with screen.working(f"rewriting {source.path.name}"):
         built = build(source, transforms)
-    report.show_build(screen, built)
     before, name = original.text_of(source.path), original.patch_path(source)
     screen.show_diff(before, built.rewritten.text, name, job.diff_style)
     if place is None:
+        summary.show_build(screen, built, transforms)
         screen.line("written", "nothing (--dry-run)")
-        report.write(job.json_path, report.of_build(built))
+        screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
+        report.write(job.json_path, "apply", report.of_build(built))
         return 0
-    package = assemble(built, transforms, Options(job.only, job.skip, job.also), place.folder)
-    delivery = Delivery(job.verify, job.request, job.trust_remote_code, job.force, job.json_path, judge=job.judge)
+    options = Options(job.only, job.skip, job.also, job.target or of_machine())
+    package = assemble(built, transforms, options, place.folder)
+    delivery = Delivery(
+        job.verify,
+        job.request,
+        job.trust_remote_code,
+        job.force,
+        job.json_path,
+        judge=job.judge,
+        bisect=job.bisect,
+    )
     return deliver(delivery, screen, built, package, place)
+
+
+def _folder_for(source: Source) -> str:
+    """Return a folder that a package could go to."""
+    return f"./optimized_{source.path.stem.removeprefix('modeling_')}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import DTYPES, FOLDER, complete_models, json_option
+from rewrite.commands.options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
 
 if TYPE_CHECKING:
     from rewrite.benchmark import Plan
@@ -41,7 +41,11 @@ class Target:
     source: Source
 
 
-@click.command(short_help="Measure a package against its original.")
+@click.command(
+    cls=Command,
+    short_help="Measure a package against its original.",
+    examples=("rewrite bench ./optimized_llama --device cuda --shape 8b --batch 1,8",),
+)
 @click.argument("target", metavar="DIR|MODEL", shell_complete=complete_models)
 @click.option(
     "--shape", type=click.Choice(SHAPES), help="Sizes, with random weights. Default: 1b on a GPU, else tiny."
@@ -68,8 +72,8 @@ class Target:
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
 )
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
-@json_option
-def bench(target: str, ladder: bool, ladder_prepare: Path | None, **options: Any) -> int:
+@reporting_options
+def bench(target: str, ladder: bool, ladder_prepare: Path | None, quiet: bool, **options: Any) -> int:
     """Measure prefill, decode and generate() of a package, its original, and the original compiled.
 
     DIR is a package, or what --ladder-prepare wrote; a MODEL is rewritten for the measurement. All sides are timed in
@@ -79,7 +83,7 @@ def bench(target: str, ladder: bool, ladder_prepare: Path | None, **options: Any
     from rewrite.deliver import verification
     from rewrite.show.console import Screen
 
-    screen = Screen(quiet_output=str(options["json_path"]) == "-")
+    screen = Screen(json=options["json_path"], quiet=quiet)
     if ladder_prepare is not None:
         return _prepare(screen, _source(target, options), ladder_prepare)
     verification.require_libraries("measuring")
@@ -106,7 +110,7 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
         screen.line(label, text)
     for table in tables.tables(record):
         _show(screen, table)
-    report.write(json_path, plain(record))
+    report.write(json_path, "bench", plain(record))
     if options["png"] is not None:
         chart.draw(record, options["png"])
     return tables.exit_code(record)
@@ -129,7 +133,7 @@ def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
         with screen.working("climbing") as progress:
             record = ladder.measure(folder, _plan(folder, original, options), keep, progress)
     _show(screen, ladder.table(record))
-    report.write(json_path, plain(record))
+    report.write(json_path, "bench", plain(record))
     return ladder.exit_code(record)
 
 
@@ -210,7 +214,7 @@ def _is_package(target: str) -> bool:
 
 
 def _is_file(path: Path | None) -> bool:
-    return path is not None and str(path) != "-"
+    return path is not None and str(path) != OUTPUT
 
 
 def _show(screen: Screen, table: Table) -> None:

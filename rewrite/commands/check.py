@@ -7,17 +7,16 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER, json_option
+from rewrite.commands.options import FOLDER, OUTPUT, Command, reporting_options, transformers_option
 
 
-@click.command(short_help="Say whether packages are up to date; for CI and pre-commit.")
-@click.argument("folders", type=FOLDER, nargs=-1, metavar="[DIR]...")
-@click.option(
-    "--transformers",
-    "asked",
-    metavar="VERSION|PATH",
-    help="Compare with that, not with what is installed: a version, a wheel, a folder, or `project`.",
+@click.command(
+    cls=Command,
+    short_help="Say whether packages are up to date; for CI and pre-commit.",
+    examples=("rewrite check", "rewrite check ./optimized_llama --transformers 5.23.0 --format github"),
 )
+@click.argument("folders", type=FOLDER, nargs=-1, metavar="[DIR]...")
+@transformers_option("Compare with that, not with what is installed")
 @click.option(
     "--format",
     "style",
@@ -27,11 +26,14 @@ from rewrite.commands.options import FOLDER, json_option
     help="How to say it; github annotates the lines of a pull request.",
 )
 @click.option("--full", is_flag=True, help="Rewrite every original anew, even where nothing has moved.")
-@json_option
-def check(folders: tuple[Path, ...], asked: str | None, style: str, full: bool, json_path: Path | None) -> int:
+@reporting_options
+def check(
+    folders: tuple[Path, ...], asked: str | None, style: str, full: bool, json_path: Path | None, quiet: bool
+) -> int:
     """Check the packages in DIR, or every package below the working folder; exit with 1 if one is out of date.
 
-    What a formatter changes is no edit. A package that was never verified is said to be `unverified`.
+    With --quiet only the packages that are. What a formatter changes is no edit. A package that was never verified is
+    said to be `unverified`.
     """
     from rewrite.deliver import report
     from rewrite.package import find
@@ -42,7 +44,10 @@ def check(folders: tuple[Path, ...], asked: str | None, style: str, full: bool, 
     places = folders or find.packages(Path())
     with release.library(asked) as library:
         found = of_all(places, library, full)
-    if json_path is None or str(json_path) != "-":
+    if quiet and style == "text":
+        stale = {folder: several for folder, several in found.items() if several}
+        sys.stderr.write(formats.FORMATS[style](stale) if stale else "")
+    elif str(json_path) != OUTPUT:
         sys.stdout.write(formats.FORMATS[style](found))
     if json_path is not None:
         report.write_raw(json_path, formats.as_json(found))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.commands.options import FOLDER, diff_option
+from rewrite.commands.options import FOLDER, Command, diff_option, reporting_options
+
+if TYPE_CHECKING:
+    from rewrite.package.lock import Lock
 
 
-@click.command(short_help="Show what a package changed against its original.")
-@click.argument("folder", type=FOLDER)
+@click.command(
+    cls=Command,
+    short_help="Show what a package changed against its original.",
+    examples=("rewrite diff ./optimized_llama --stat", "rewrite diff ./optimized_llama --edits | git apply --check"),
+)
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @diff_option("unified", "How to show the changes; unified in a pipe is a patch that git applies.")
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option(
@@ -29,28 +38,62 @@ from rewrite.commands.options import FOLDER, diff_option
     is_flag=True,
     help="Compare your file with the text as it was generated: your edits only.",
 )
-def diff(folder: Path, diff_style: str, given: Path | None, generated: bool, markdown: bool) -> int:
-    """Show what the package in FOLDER changed against the file that it was made from.
+@reporting_options
+def diff(
+    folder: Path,
+    diff_style: str,
+    given: Path | None,
+    generated: bool,
+    markdown: bool,
+    json_path: Path | None,
+    quiet: bool,
+) -> int:
+    """Show what the package in DIR changed against the file that it was made from.
 
-    `rewrite sync DIR --dry-run --show upstream` and `--show rewritten` show the other differences of an upgrade.
+    With --quiet how much, in a line. `rewrite sync DIR --dry-run --show upstream` and `--show rewritten` show the
+    other differences of an upgrade.
     """
+    from rewrite.deliver import report
     from rewrite.package import original
     from rewrite.package.lock import read_lock
+    from rewrite.show import diff as differences
     from rewrite.show.console import Screen
     from rewrite.sync import edits, rebuild, review
 
+    if markdown and str(json_path) == "-":
+        raise click.UsageError("--format markdown and --json both want standard output: give --json a FILE")
     lock = read_lock(folder)
     after = original.text_of(folder / lock.modeling)
-    if markdown:
-        before = rebuild.kept_original(folder, lock) if given is None else None
-        text = before if before is not None else original.text_of(original.find(folder, lock, given).path)
-        sys.stdout.write(review.markdown(folder, lock, text, after))
-        return 0
-    screen = Screen(quiet_output=True)
     if generated:
         before, path = edits.generated_like_yours(folder, lock, lock.modeling), lock.modeling
+    elif markdown and given is None and (kept := rebuild.kept_original(folder, lock)) is not None:
+        before, path = kept, lock.modeling
     else:
-        source = original.find(folder, lock, given)
-        before, path = original.text_of(source.path), original.patch_path(source)
-    screen.show_diff(before, after, path, diff_style)
+        before, path = _before(folder, lock, given)
+    screen = Screen(patch=True, json=json_path, quiet=quiet)
+    changes = differences.statistics(before, after)
+    if markdown:
+        sys.stdout.write(review.markdown(folder, lock, before, after))
+    elif quiet:
+        screen.payload(f"{differences.total(changes, path)}\n")
+    else:
+        screen.show_diff(before, after, path, diff_style)
+    places, patch = [asdict(change) for change in changes], differences.unified(before, after, path)
+    report.write(json_path, "diff", {"path": path, "places": places, "patch": patch})
     return 0
+
+
+def _before(folder: Path, lock: Lock, given: Path | None) -> tuple[str, str]:
+    """Return the original's text and its name in a patch; the kept text where no transformers is installed."""
+    from rewrite.errors import MissingTransformers
+    from rewrite.package import original
+    from rewrite.sync import rebuild
+
+    try:
+        source = original.find(folder, lock, given)
+    except MissingTransformers:
+        kept = rebuild.kept_original(folder, lock)
+        if kept is None:
+            raise
+        return kept, Path(lock.source.path).name
+    return original.text_of(source.path), original.patch_path(source)

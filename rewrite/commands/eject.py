@@ -6,21 +6,28 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER
+from rewrite.commands.options import FOLDER, Command, reporting_options
 
 
-@click.command(short_help="Drop the lock and the guard, and leave plain files.")
-@click.argument("folder", type=FOLDER)
-def eject(folder: Path) -> int:
-    """Drop the lock of the package in FOLDER, the kept texts, and the guard that compares the installed transformers.
+@click.command(
+    cls=Command,
+    short_help="Drop the lock and the guard, and leave plain files.",
+    examples=("rewrite eject ./optimized_llama",),
+)
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@reporting_options
+def eject(folder: Path, json_path: Path | None, quiet: bool) -> int:
+    """Drop the lock of the package in DIR, the kept texts, and the guard that compares the installed transformers.
 
     The other files stay as they are, your edits too: plain files, which sync and check forget.
     """
+    from rewrite.deliver import report
     from rewrite.show.console import Screen
     from rewrite.sync import restore
 
     gone = restore.eject(folder)
-    screen = Screen()
+    screen = Screen(json=json_path, quiet=quiet)
     screen.line("ejected", f"{folder}: plain files, and yours; only the imports of the __init__.py were changed")
     screen.line("dropped", ", ".join(gone))
+    report.write(json_path, "eject", {"folder": str(folder), "dropped": list(gone)})
     return 0

@@ -7,37 +7,50 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER
+from rewrite.commands.options import FOLDER, Command, reporting_options, transformers_option
 
 
-@click.command(short_help="Write a package in the form that loads from the Hub.")
-@click.argument("folder", type=FOLDER)
+@click.command(
+    cls=Command,
+    short_help="Write a package in the form that loads from the Hub.",
+    examples=("rewrite export ./optimized_llama --hub OUT --checkpoint ./my-llama",),
+)
+@click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option(
     "--hub", "out", type=FOLDER, metavar="OUT", required=True, help="Folder to write, or a checkpoint's own."
 )
 @click.option(
     "--checkpoint", type=FOLDER, metavar="DIR", help="Take config.json from here and name the classes in it."
 )
-def export(folder: Path, out: Path, checkpoint: Path | None) -> int:
-    """Write the package FOLDER as flat files to OUT, to be uploaded beside a checkpoint's weights.
+@transformers_option("Name the classes for that one's Auto classes, not for the installed one's")
+@reporting_options
+def export(
+    folder: Path, out: Path, checkpoint: Path | None, asked: str | None, json_path: Path | None, quiet: bool
+) -> int:
+    """Write the package DIR as flat files to OUT, to be uploaded beside a checkpoint's weights.
 
     At the other end `from_pretrained(..., trust_remote_code=True)` builds the rewritten classes; neither this tool nor
     the package needs to be there. With --checkpoint, OUT gets its config.json with an `auto_map` that names them; OUT
     may be the checkpoint's own folder, where nothing else is changed.
     """
+    from rewrite.deliver import report
     from rewrite.package import hub
     from rewrite.package.lock import read_lock
     from rewrite.show.console import Screen
+    from rewrite.upstream import release
 
     lock = read_lock(folder)
-    made = hub.export(folder, lock, checkpoint)
+    with release.library(asked) as library:
+        made = hub.export(folder, lock, checkpoint, library)
     gone = hub.write(out, made, checkpoint)
-    screen = Screen()
+    screen = Screen(json=json_path, quiet=quiet)
     runtime = sum(1 for name in made.files if name.startswith("rewrite_"))
     config = ", config.json" if checkpoint is not None else ""
     screen.line("written", f"{out}/{{{lock.modeling}, {runtime} files rewrite_*.py{config}}}")
     if gone:
         screen.line("", f"taken out, of an earlier export: {', '.join(gone)}")
+    data = {"out": str(out), "files": sorted(made.files), "removed": list(gone), "auto_map": dict(made.auto_map)}
+    report.write(json_path, "export", data)
     if checkpoint is None:
         screen.line("config", "not written (--checkpoint takes one); its auto_map has to be:")
         screen.line("", json.dumps(made.auto_map))

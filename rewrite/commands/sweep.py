@@ -7,20 +7,28 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rewrite.commands.options import Command, reporting_options
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rewrite.sweep.examine import Depth
+    from rewrite.sweep.row import Row
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(short_help="Rewrite and verify every modeling file of a transformers.")
+@click.command(
+    cls=Command,
+    short_help="Rewrite and verify every modeling file of a transformers.",
+    examples=("rewrite sweep llama qwen3 --jobs 2", "rewrite sweep --sample 8 --against fixtures/sweep.json"),
+)
 @click.argument("models", nargs=-1, metavar="[FOLDER]...")
 @click.option("--transformers", "root", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
               help="An unpacked transformers: the folder that holds the package, or the package itself.")  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(1), default=4, show_default=True, help="Processes at a time.")
 @click.option("--rows", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Where rows are kept; a run that is started again with the same DIR goes on.")  # fmt: skip
-@click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write the table as JSON.")
 @click.option("--markdown", "markdown_path", type=FILE, metavar="FILE", help="Write the table as Markdown.")
 @click.option("--against", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PREVIOUS.json",
               help="Fail where anything is worse than there.")  # fmt: skip
@@ -31,7 +39,8 @@ FILE = click.Path(dir_okay=False, path_type=Path)
               help="Where classes run; `cuda` spreads the processes over all cards and runs the kernels.")  # fmt: skip
 @click.option("--beside", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="OTHER.json",
               help="The table of another device, to stand as a column in --markdown.")  # fmt: skip
-@click.option("--no-verify", is_flag=True, help="Only rewrite; runs nothing.")
+@click.option("--verify/--no-verify", default=True, help="Without: only rewrite; runs nothing.")
+@reporting_options
 def sweep(
     models: tuple[str, ...],
     root: Path | None,
@@ -44,7 +53,8 @@ def sweep(
     changed: bool,
     device: str,
     beside: Path | None,
-    no_verify: bool,
+    verify: bool,
+    quiet: bool,
 ) -> int:
     """Rewrite every modeling file of the installed transformers, verify every class that can be built small.
 
@@ -53,6 +63,8 @@ def sweep(
     """
     import tempfile
 
+    from rewrite.deliver import report as reports
+    from rewrite.deliver import verification
     from rewrite.show.console import Screen
     from rewrite.sweep import plan, pool, table
     from rewrite.sweep.against import previous, regressions
@@ -60,33 +72,36 @@ def sweep(
 
     if changed and against is None:
         raise click.UsageError("--changed needs --against: what was rewritten before")
-    devices = Devices() if no_verify else every(device)
-    screen = Screen(quiet_output=str(json_path) == "-")
+    if verify:
+        verification.require_libraries("verification (--no-verify leaves it out)")
+    devices = every(device) if verify else Devices()
+    screen = Screen(json=json_path, quiet=quiet)
     installed = plan.library(root)
     before = previous(against) if against is not None else {}
     chosen = plan.files(installed, models)
     with tempfile.TemporaryDirectory() as scratch:
         kept = rows or Path(scratch)
-        depth: Depth = "rewritten" if no_verify else "verified"
+        depth: Depth = "verified" if verify else "rewritten"
         tasks = plan.tasks(chosen, kept, depth, devices.names)
         if sample is not None or changed:
             wanted = plan.sampled(tasks, sample or 0) | (plan.changed(tasks, before, jobs) if changed else set())
             tasks = [task for task in tasks if task.name in wanted]
-        done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining")}
+        name: Callable[[Row], str] = lambda row: row.file
+        done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining", name)}
     kept_as_before = {name: before[name] for name, _ in chosen if name in before} if changed else {}
     found = sorted({**kept_as_before, **done}.values(), key=lambda row: row.file)
     report = table.Report(installed.version, tuple(found), devices.card, table.read(beside) if beside else None)
     if json_path is not None:
-        json_path.write_text(report.json_text(), "utf-8")
+        reports.write_raw(json_path, report.json_text())
     if markdown_path is not None:
         markdown_path.write_text(report.markdown(), "utf-8")
     for line in report.summary():
         screen.line("", line)
     for row in found:
         if row.outcome == "fail":
-            screen.line("failed", f"{row.file}: {table.why(row)}")
+            screen.problem("failed", f"{row.file}: {table.why(row)}")
     worse = regressions(before, found)
     for text in worse:
-        screen.line("worse", text)
+        screen.problem("worse", text)
     failed = bool(worse) if against is not None else any(row.outcome == "fail" for row in found)
     return 1 if failed else 0

@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from rewrite.commands.options import FOLDER, diff_option, json_option, verification_options
+from rewrite.commands.options import (
+    FOLDER,
+    Command,
+    bisect_option,
+    diff_option,
+    reporting_options,
+    transformers_option,
+    verification_options,
+)
 
 if TYPE_CHECKING:
     from rewrite.show.console import Screen
@@ -18,9 +27,13 @@ FILE = click.Path(path_type=Path)
 VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 
 
-@click.command(short_help="Make packages anew and merge your edits.")
+@click.command(
+    cls=Command,
+    short_help="Make packages anew and merge your edits.",
+    examples=("rewrite sync ./optimized_llama --dry-run", "rewrite sync --transformers 5.23.0 --verify"),
+)
 @click.argument("folders", type=FOLDER, nargs=-1, metavar="[DIR]...")
-@click.option("--transformers", "asked", metavar="VERSION|PATH", help="Take the original from there, not from what is installed: a version, a wheel, a folder, or `project`.")  # fmt: skip  # noqa: E501
+@transformers_option("Take the original from there, not from what is installed")
 @click.option("--accept", "accepted", multiple=True, metavar="RULE", help="Go on although RULE lost a place; repeatable.")  # fmt: skip  # noqa: E501
 @click.option("--replace", "replaced", multiple=True, metavar="NAME", help="Drop the edits in this generated file; repeatable.")  # fmt: skip  # noqa: E501
 @click.option("--resolved", type=FILE, multiple=True, metavar="FILE", help="Take FILE as the merged text; repeatable.")
@@ -31,7 +44,8 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 @verification_options
 @click.option("--original", "given", type=FILE, metavar="FILE", help="Where the original is.")
 @click.option("--exit-non-zero-on-change", is_flag=True, help="Exit with 1 where something was written; for hooks.")
-@json_option
+@bisect_option
+@reporting_options
 def sync(
     folders: tuple[Path, ...],
     asked: str | None,
@@ -39,6 +53,7 @@ def sync(
     given: Path | None,
     exit_non_zero_on_change: bool,
     json_path: Path | None,
+    quiet: bool,
     **options: Any,
 ) -> int:
     """Rewrite the originals of the packages in DIR anew, with the options of their locks, and merge your edits.
@@ -53,11 +68,18 @@ def sync(
 
     if (resolved or given) and len(folders) != 1:
         raise click.UsageError("--resolved and --original are for one DIR")
-    screen = Screen(quiet_output=options["diff_style"] == "unified" or bool(options["views"]) or str(json_path) == "-")
+    patch = options["diff_style"] == "unified" or bool(options["views"])
+    if quiet and not _asked("diff_style"):
+        options["diff_style"] = "none"
+    screen = Screen(patch=patch, json=json_path, quiet=quiet)
     places = folders or find.packages(Path())
     with release.library(asked) as library:
         wish = _wish(library=library, given=given, resolved=_by_name(resolved), **options)
-        results = {str(folder): _one(screen, folder, wish, alone=len(places) == 1) for folder in places}
+        results = {}
+        for number, folder in enumerate(places, 1):
+            if len(places) > 1:
+                screen.line("package", f"{folder} ({number} of {len(places)})", "bold")
+            results[str(folder)] = _one(screen, folder, wish, alone=len(places) == 1)
     return _end(results, json_path, exit_non_zero_on_change)
 
 
@@ -77,20 +99,24 @@ def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:
 
     if alone:
         return upgrade.sync(folder, wish, screen)
-    screen.line("package", str(folder), "bold")
     try:
         return upgrade.sync(folder, wish, screen)
     except RewriteError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {folder}: {error}" if screen.quiet else f"error: {error}", err=True)
         return upgrade.Result(error.exit_code)
 
 
 def _end(results: dict[str, Result], json_path: Path | None, changed_is_failure: bool) -> int:
     from rewrite.deliver import report
 
-    report.write(json_path, {folder: asdict(result) for folder, result in results.items()})
+    report.write(json_path, "sync", {"packages": {folder: asdict(result) for folder, result in results.items()}})
     code = max((result.code for result in results.values()), default=0)
     return code or int(changed_is_failure and any(result.changed for result in results.values()))
+
+
+def _asked(option: str) -> bool:
+    """Return whether an option was given on the command line."""
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
 def _by_name(resolved: tuple[Path, ...]) -> dict[str, Path]:

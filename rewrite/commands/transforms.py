@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import json_option
+from rewrite.commands.options import Command, reporting_options
+
+if TYPE_CHECKING:
+    from rewrite.transform import Transform
 
 
-@click.command(short_help="List the transforms.")
-@json_option
-def transforms(json_path: Path | None) -> int:
-    """List the transforms in the order in which they run; `rewrite explain TRANSFORM` says more about one."""
+@click.command(cls=Command, short_help="List the transforms.", examples=("rewrite transforms",))
+@reporting_options
+def transforms(json_path: Path | None, quiet: bool) -> int:
+    """List the transforms in the order in which they run; `rewrite explain TRANSFORM` says more about one.
+
+    With --quiet their names alone.
+    """
     from rewrite.deliver import report
     from rewrite.show.console import Screen
     from rewrite.transforms import available, is_own
 
     found = available()
-    if str(json_path) != "-":
-        rows = [
-            (
-                t.name,
-                t.numerics.value + (" · on request" if t.on_request else "") + ("" if is_own(t) else " · yours"),
-                t.summary,
-            )
-            for t in found
-        ]
-        Screen().table(("transform", "numerics", "what it does"), rows)
-    listed = {
-        t.name: {
-            "summary": t.summary,
-            "numerics": t.numerics.value,
-            "own": is_own(t),
-            "on_request": t.on_request,
-            "after": list(t.after),
-            "reasons": dict(t.reasons),
-        }
+    rows = [
+        (
+            t.name,
+            t.numerics.value + (" · on request" if t.on_request else "") + ("" if is_own(t) else " · yours"),
+            t.summary,
+        )
         for t in found
-    }
-    report.write(json_path, {"transforms": listed})
+    ]
+    screen = Screen(json=json_path, quiet=quiet)
+    screen.table(("transform", "numerics", "what it does"), rows)
+    report.write(json_path, "transforms", {"transforms": {t.name: described(t) for t in found}})
     return 0
+
+
+def described(transform: Transform) -> dict[str, Any]:
+    """Return what a report says of a transform."""
+    from rewrite.transforms import is_own
+
+    return {
+        "summary": transform.summary,
+        "numerics": transform.numerics.value,
+        "own": is_own(transform),
+        "on_request": transform.on_request,
+        "after": list(transform.after),
+        "reasons": dict(transform.reasons),
+    }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rewrite.commands.bench import SHAPES, numbers
-from rewrite.commands.options import DTYPES, FOLDER
+from rewrite.commands.options import DTYPES, FOLDER, Command, reporting_options
 
 if TYPE_CHECKING:
     from rewrite.show.console import Screen
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command(short_help="Find the fastest tiles for this GPU.")
+@click.command(
+    cls=Command,
+    short_help="Find the fastest tiles for this GPU.",
+    examples=("rewrite tune ./optimized_llama --shape 8b --batch 1,8",),
+)
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.option("--shape", type=click.Choice(SHAPES), help="Sizes to tune for.  [default: 1b]")
 @click.option("--weights", type=FOLDER, metavar="DIR", help="The sizes of this checkpoint instead of a shape.")
@@ -30,6 +34,7 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--export", type=OUTPUT, metavar="FILE", help="Only write DIR/gemm.json as a tuned table for aiter.")
 @click.option("--export-shapes", type=OUTPUT, metavar="FILE", help="The same, of shapes for aiter's own tuner.")
 @click.option("--table", is_flag=True, help="Also print the entries as Python, for runtime/core/tiles.py.")
+@reporting_options
 def tune(
     folder: Path,
     shape: str | None,
@@ -43,6 +48,8 @@ def tune(
     export: Path | None,
     export_shapes: Path | None,
     table: bool,
+    json_path: Path | None,
+    quiet: bool,
 ) -> int:
     """Measure tiles on this GPU and write the fastest ones to DIR/tuned.json, which the package reads.
 
@@ -52,50 +59,58 @@ def tune(
     With --products the libraries and kernels of each product of a prompt are compared instead, and DIR/gemm.json says
     which one to take.
     """
-    if export is not None or export_shapes is not None:
-        return _export(folder, export, export_shapes)
-    from rewrite.deliver import verification
     from rewrite.show.console import Screen
+
+    screen = Screen(json=json_path, quiet=quiet)
+    if export is not None or export_shapes is not None:
+        return _export(folder, export, export_shapes, screen, json_path)
+    from rewrite.deliver import report, verification
 
     verification.require_libraries("tuning")
     from rewrite.tuning import Plan, results
     from rewrite.tuning import tune as search
     from rewrite.tuning.run import title
 
-    screen = Screen()
     sizes = None if weights else shape or "1b"
     plan = Plan(folder, sizes, str(weights) if weights else None, dtype, batch, context, seconds)
     if products:
-        return _products(plan, rows, screen)
+        return _products(plan, rows, screen, json_path)
     with screen.working("tuning") as progress:
         outcome = search(plan, progress)
     for count, changes in outcome.changes.items():
         screen.figures(title(plan, outcome.chip, count), results.HEADINGS, results.rows(changes), ())
     if table:
-        click.echo(results.literal(outcome.chip, results.entries(outcome.changes.values())))
+        screen.payload(f"{results.literal(outcome.chip, results.entries(outcome.changes.values()))}\n")
     screen.line("written", str(outcome.path))
+    batches = {str(count): results.rows(several) for count, several in outcome.changes.items()}
+    data = {"chip": outcome.chip, "headings": results.HEADINGS, "batches": batches, "written": str(outcome.path)}
+    report.write(json_path, "tune", data)
     return 0
 
 
-def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen) -> int:
+def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
+    from rewrite.deliver import report
     from rewrite.tuning import products
 
     with screen.working("tuning") as progress:
         outcome = products.tune_products(plan, lengths, progress)
     name = plan.shape or Path(str(plan.weights)).name
-    screen.figures(f"{name} · products · {outcome.chip}", products.HEADINGS, products.rows(outcome.choices), ())
+    rows = products.rows(outcome.choices)
+    screen.figures(f"{name} · products · {outcome.chip}", products.HEADINGS, rows, ())
     screen.line("written", str(outcome.path))
+    data = {"chip": outcome.chip, "headings": products.HEADINGS, "products": rows, "written": str(outcome.path)}
+    report.write(json_path, "tune", data)
     return 0
 
 
-def _export(folder: Path, tuned: Path | None, shapes: Path | None) -> int:
-    from rewrite.show.console import Screen
+def _export(folder: Path, tuned: Path | None, shapes: Path | None, screen: Screen, json_path: Path | None) -> int:
+    from rewrite.deliver import report
     from rewrite.tuning.export import export
 
     tables = export(folder)
-    screen = Screen()
     for path, text in ((tuned, tables.tuned), (shapes, tables.shapes)):
         if path is not None:
             path.write_text(text, encoding="utf-8")
             screen.line("written", str(path))
+    report.write(json_path, "tune", {"written": [str(path) for path in (tuned, shapes) if path is not None]})
     return 0

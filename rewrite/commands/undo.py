@@ -6,20 +6,26 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import FOLDER
+from rewrite.commands.options import FOLDER, Command, reporting_options
 
 
-@click.command(short_help="Put a package back to its generated text.")
-@click.argument("folder", type=FOLDER)
-def undo(folder: Path) -> int:
-    """Put every file of the package in FOLDER back to the text as it was generated last.
+@click.command(
+    cls=Command,
+    short_help="Put a package back to its generated text.",
+    examples=("rewrite undo ./optimized_llama",),
+)
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@reporting_options
+def undo(folder: Path, json_path: Path | None, quiet: bool) -> int:
+    """Put every file of the package in DIR back to the text as it was generated last.
 
     Each edited file is kept beside it, with .undone at the end of its name.
     """
+    from rewrite.deliver import report
     from rewrite.show.console import Screen
     from rewrite.sync import restore
 
-    screen = Screen()
+    screen = Screen(json=json_path, quiet=quiet)
     names = restore.undo(folder)
     if not names:
         screen.line("written", f"nothing: {folder} is as it was generated")
@@ -27,4 +33,5 @@ def undo(folder: Path) -> int:
         screen.line("restored", f"{folder / name}")
     if names:
         screen.line("", f"what was edited is kept beside with {restore.UNDONE} at the end of its name")
+    report.write(json_path, "undo", {"folder": str(folder), "restored": list(names)})
     return 0

@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rewrite.commands.options import json_option, verification_options
+from rewrite.commands.options import Command, bisect_option, reporting_options, verification_options
 
 if TYPE_CHECKING:
     from rewrite.deliver.verification import Request
     from rewrite.show.console import Screen
 
 
-@click.command(short_help="Verify a package, or any two modeling files.")
+@click.command(
+    cls=Command,
+    short_help="Verify a package, or any two modeling files.",
+    examples=("rewrite verify ./optimized_llama", "rewrite verify modeling_a.py modeling_b.py --quick"),
+)
 @click.argument("sides", nargs=-1, required=True, metavar="DIR | ORIGINAL REWRITTEN")
 @verification_options
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
-@json_option
+@bisect_option
+@reporting_options
 def verify(
     sides: tuple[str, ...],
     device: str | None,
@@ -29,7 +34,9 @@ def verify(
     quick: bool,
     trust_remote_code: bool,
     given: Path | None,
+    bisect: bool,
     json_path: Path | None,
+    quiet: bool,
 ) -> int:
     """Verify the package DIR against the file it was made from, or REWRITTEN against ORIGINAL.
 
@@ -40,26 +47,33 @@ def verify(
 
     verification.require_libraries("verification")
     request = verification.Request(device, dtype, weights, seed=seed, quick=quick)
-    screen = Screen(quiet_output=str(json_path) == "-")
+    screen = Screen(json=json_path, quiet=quiet)
     if len(sides) == 1:
-        return _package(screen, Path(sides[0]), given, request, trust_remote_code, json_path)
+        return _package(screen, Path(sides[0]), given, request, trust_remote_code, bisect, json_path)
     if len(sides) > 2 or given is not None:
         raise click.UsageError("give one package, or two files or packages")
     original, rewritten = (_side(side, trust_remote_code) for side in sides)
     with screen.working("verifying") as progress:
         verdict = verification.judge(original, rewritten, request, progress)
-    screen.said.print(verification.rendered(verdict), markup=False, soft_wrap=True)
-    report.write(json_path, verdict.to_json())
+    screen.text(verification.rendered(verdict))
+    report.write(json_path, "verify", verdict.to_json())
     return 0 if verdict.passed else 1
 
 
 def _package(
-    screen: Screen, folder: Path, given: Path | None, request: Request, trusted: bool, json_path: Path | None
+    screen: Screen,
+    folder: Path,
+    given: Path | None,
+    request: Request,
+    trusted: bool,
+    bisect: bool,
+    json_path: Path | None,
 ) -> int:
-    from rewrite.deliver import acceptance, report, verification
+    from rewrite.deliver import acceptance, bisection, report, summary, verification
     from rewrite.package import original, output
     from rewrite.package.assemble import VERDICT_NAME
     from rewrite.package.lock import read_lock
+    from rewrite.sync import rebuild
     from rewrite.upstream.source import weights_fit
 
     lock = read_lock(folder)
@@ -71,16 +85,23 @@ def _package(
     request = replace(request, keep_going=accepted is not None)
     with screen.working("verifying") as progress:
         verdict = verification.judge(source.path, folder, request, progress)
-    screen.said.print(verification.rendered(verdict), markup=False, soft_wrap=True)
+    screen.text(verification.rendered(verdict))
     record = verification.record(verdict, lock, folder, folder / VERDICT_NAME)
     output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
     if record.note:
         screen.line("kept", record.note)
-    report.write(json_path, verdict.to_json())
+    found = None
+    if bisect and accepted is None and not verdict.passed:
+        transforms = rebuild.transforms_of(folder, lock)
+        summary.show_search(screen, verdict)
+        with screen.working("bisecting") as progress:
+            found = bisection.bisect(source, transforms, verdict, request, verification.judge, progress)
+        summary.show_bisection(screen, found)
+    report.write(json_path, "verify", {**verdict.to_json(), "bisection": found.to_json() if found else None})
     if accepted is None or verdict.passed:
         return verdict.exit_code
     if worse := accepted.refused(verdict):
-        screen.line("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}", "red")
+        screen.problem("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}")
         return verdict.exit_code
     again = acceptance.renewed(accepted, folder, lock, verdict)
     output.write_beside(folder / acceptance.NAME, again.to_json().encode("utf-8"))

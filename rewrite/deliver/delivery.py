@@ -6,13 +6,16 @@ import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rewrite.deliver import acceptance, precheck, report, verification
+from rewrite.deliver import acceptance, precheck, report, summary, verification
 from rewrite.deliver.beside import Judge
+from rewrite.deliver.bisection import Bisection, bisect
 from rewrite.engine.build import Build
 from rewrite.package import output
 from rewrite.package.assemble import VERDICT_NAME, Package
 from rewrite.package.output import Output, Staged
 from rewrite.show.console import Screen
+from rewrite.transform import Transform
+from rewrite.transforms import select
 from rewrite.verify import Verdict
 
 
@@ -30,6 +33,8 @@ class Delivery:
     """What to say where `verify` is off."""
     judge: Judge | None = None
     """What verifies, if not this process."""
+    bisect: bool = True
+    """Look for the transform at fault where the verification fails."""
 
 
 def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, place: Output) -> int:
@@ -47,13 +52,35 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
         verdict, note = _verified(delivery, screen, built, staged)
         data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
         if verdict is not None and not verdict.passed and not _accepted(delivery, screen, built, staged, verdict):
-            report.show_rejected(screen, verdict, staged.reject(), place)
-            report.write(delivery.json_path, {**data, "written": False})
+            summary.show_failures(screen, verdict)
+            found = _at_fault(delivery, screen, built, package, place, verdict) if delivery.bisect else None
+            summary.show_build(screen, built, _transforms(package, place))
+            summary.show_rejected(screen, verdict, str(staged.reject()), place, found)
+            bisection = found.to_json() if found is not None else None
+            report.write(delivery.json_path, "apply", {**data, "written": False, "bisection": bisection})
             return verdict.exit_code
         staged.commit()
-    report.show_written(screen, place, package, verdict, note)
-    report.write(delivery.json_path, {**data, "written": True})
+    summary.show_build(screen, built, _transforms(package, place))
+    summary.show_written(screen, built, place, package, verdict, note)
+    report.write(delivery.json_path, "apply", {**data, "written": True})
     return 0
+
+
+def _transforms(package: Package, place: Output) -> list[Transform]:
+    """Return the transforms that made a package."""
+    options = package.lock.options
+    return select(options.only, options.skip, options.also, place.folder)
+
+
+def _at_fault(
+    delivery: Delivery, screen: Screen, built: Build, package: Package, place: Output, verdict: Verdict
+) -> Bisection:
+    """Look for the transform that makes the verification fail."""
+    transforms = _transforms(package, place)
+    summary.show_search(screen, verdict)
+    with screen.working("bisecting") as progress:
+        judge = delivery.judge or verification.judge
+        return bisect(built.source, transforms, verdict, delivery.request, judge, progress)
 
 
 def _verified(delivery: Delivery, screen: Screen, built: Build, staged: Staged) -> tuple[Verdict | None, str]:
@@ -84,12 +111,12 @@ def _accepted(delivery: Delivery, screen: Screen, built: Build, staged: Staged, 
     if accepted is None:
         return False
     if worse := accepted.refused(verdict):
-        screen.line("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}", "red")
+        screen.problem("refused", f"{worse[0]}{f', and {len(worse) - 1} more' if len(worse) > 1 else ''}")
         return False
     with acceptance.generated(staged.folder, staged.package.lock) as copy, screen.working("verifying") as progress:
         plain = (delivery.judge or verification.judge)(built.source.path, copy, delivery.request, progress)
     if not plain.passed:
-        screen.line("refused", f"without your edits it fails too: {verification.summary(plain)}", "red")
+        screen.problem("refused", f"without your edits it fails too: {verification.summary(plain)}")
         return False
     again = acceptance.renewed(accepted, staged.folder, staged.package.lock, verdict)
     staged.add(acceptance.NAME, again.to_json())

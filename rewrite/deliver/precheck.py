@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rewrite.errors import GateFailed, SourceDoesNotImport
 from rewrite.package.assemble import KEPT
+from rewrite.upstream import neighbours
 
 IMPORT_SECONDS = 300
 _NEEDED = ("torch", "transformers")
@@ -20,14 +21,22 @@ _NEEDED = ("torch", "transformers")
 # A package or a file is imported by path under a name of its own: its folder's name need not be an identifier, and
 # nothing in the working folder may stand in for torch or transformers.
 _IMPORT = """
-import importlib.util, os, sys
+import importlib, importlib.util, os, sys, types
 path = sys.argv[1]
 sys.path[:] = [place for place in sys.path if place]
-file, inside = (path + "/__init__.py", [path]) if os.path.isdir(path) else (path, None)
-spec = importlib.util.spec_from_file_location("rewritten_package", file, submodule_search_locations=inside)
-module = importlib.util.module_from_spec(spec)
-sys.modules["rewritten_package"] = module
-spec.loader.exec_module(module)
+if os.path.isdir(path):
+    spec = importlib.util.spec_from_file_location(
+        "rewritten_package", path + "/__init__.py", submodule_search_locations=[path]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rewritten_package"] = module
+    spec.loader.exec_module(module)
+else:  # its neighbours are imported from its folder
+    folder = sys.modules["of_the_file"] = types.ModuleType("of_the_file")
+    folder.__path__ = [os.path.dirname(path)]
+    spec = importlib.util.spec_from_file_location("of_the_file.rewritten", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 """
 
 
@@ -108,9 +117,12 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name, file) of every name that `path` imports relatively; a submodule counts as a name of itself."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
+    """Yield (name, file) of every name that `path` imports relatively; a submodule counts as a name of itself.
+
+    What may fail, because a `try` catches it, is left out.
+    """
+    for node, optional in neighbours.relative(tree):
+        if not optional:
             base = path.parent
             for _ in range(node.level - 1):
                 base = base.parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class Request:
     quick: bool = False
     keep_going: bool = False
     """Run the later gates after a failure too: what was accepted is compared with all of it."""
+    checks: tuple[str, ...] = ()
+    """Run these checks alone: what failed, once more."""
 
 
 def require_libraries(needed_for: str) -> None:
@@ -79,6 +81,8 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
         "workers": usable_workers(),
     }
     options = Options(**{name: value for name, value in chosen.items() if value})
+    if request.checks:
+        options = replace(options, checks=request.checks, reach=False, clean_process=False)
     return verify(original, rewritten, options, progress)
 
 

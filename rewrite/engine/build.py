@@ -16,6 +16,8 @@ from rewrite.engine.passes import rewrite_text
 from rewrite.engine.relocate import is_rewritten, relocate
 from rewrite.errors import AlreadyRewritten, NothingToRewrite, SourceDoesNotParse, SourceTooDeep, SourceTooLarge
 from rewrite.transform import Rewritten, Transform
+from rewrite.upstream import neighbours as upstream_neighbours
+from rewrite.upstream.neighbours import Neighbour
 from rewrite.upstream.source import Source
 
 DEEP = 60
@@ -31,6 +33,8 @@ class Build:
     source: Source
     rewritten: Rewritten
     """Text and report; `rewritten.text` is the whole generated file, header included."""
+    neighbours: tuple[Neighbour, ...] = ()
+    """The files beside it that it imports, as they are."""
 
 
 def build(source: Source, transforms: Sequence[Transform]) -> Build:
@@ -41,11 +45,13 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
         SourceTooLarge, SourceTooDeep: if it is larger, or nested deeper, than what can be rewritten.
         AlreadyRewritten: if the source is an output of this tool.
         NothingToRewrite: if no transform matched.
+        NeighbourMissing, RelativeImport: if it imports what does not lie beside it.
     """
     if is_rewritten(source.text):
         raise AlreadyRewritten(source.path)
     _check_size(source)
     _check_parses(source)
+    neighbours = () if source.module is not None else upstream_neighbours.of(source.path, source.text)
     try:
         relocated = relocate(source)
     except cst.ParserSyntaxError as error:
@@ -58,7 +64,7 @@ def build(source: Source, transforms: Sequence[Transform]) -> Build:
         raise _too_deep(source, error) from error
     if not rewritten.sites:
         raise NothingToRewrite(source.path, _reasons(rewritten))
-    return Build(source, replace(rewritten, text=laid_out(rewritten.text, source.text)))
+    return Build(source, replace(rewritten, text=laid_out(rewritten.text, source.text)), neighbours)
 
 
 def _check_size(source: Source) -> None:

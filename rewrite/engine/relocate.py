@@ -1,8 +1,8 @@
 """Makes a modeling file work outside the transformers package, before any transform touches it.
 
-Relative imports become absolute; classes that transformers would take for custom code say that they are not (it would
-otherwise skip the conversion of their checkpoints); sub-models that the file builds through an Auto class become this
-file's own; a header names the origin and keeps the licence notice.
+Relative imports of a file of transformers become absolute; classes that transformers would take for custom code say
+that they are not (it would otherwise skip the conversion of their checkpoints); sub-models that the file builds
+through an Auto class become this file's own; a header names the origin and keeps the licence notice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import libcst as cst
 
 from rewrite import __version__
 from rewrite.analysis.syntax.module import Module, dotted
-from rewrite.errors import RelativeImport
 from rewrite.upstream.source import Source
 
 HEADER_MARK = "# Rewritten by hf-rewrite "
@@ -37,7 +36,6 @@ def relocate(source: Source) -> Relocated:
     """Return the text of `source`, independent of the folder it came from.
 
     Raises:
-        RelativeImport: if a file from outside transformers imports its neighbours.
         libcst.ParserSyntaxError: if the text does not parse.
     """
     tree = cst.parse_module(source.text)
@@ -60,10 +58,8 @@ class _Mover(cst.CSTTransformer):
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
         level = len(updated_node.relative)
-        if not level:
+        if not level or self.source.module is None:  # the neighbours of a file from elsewhere come along
             return updated_node
-        if self.source.module is None:
-            raise RelativeImport(self.source.path, self.module.code(original_node))
         package = self.source.module.split(".")[:-level]
         if updated_node.module is not None:
             package += dotted(updated_node.module).split(".")

@@ -13,13 +13,24 @@ from torch import Tensor
 
 from rewrite.runtime.core import launch
 
+LONGEST = 24
+"""Characters of a name: the figures beside it need the rest of a line."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an operator, as of a decode step: launches overlap where the chip can."""
+    """One call of an operator, as of a decode step: launches overlap where the chip can.
+
+    Raises:
+        ValueError: if its name is longer than `LONGEST`.
+    """
 
     shape: str
     call: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) > LONGEST:
+            raise ValueError(f"'{self.shape}' leaves no room for the figures: at most {LONGEST} characters")
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -12,14 +12,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from rewrite.errors import MissingLibrary, UnknownKernel
+from rewrite.show.step import Step
 
 from .row import Row
-from .work import MARK
+from .work import COUNT, MARK
 
 LIMIT_S = 300
 """For one launch: a compiler that hangs is a row too."""
@@ -40,6 +41,26 @@ class Task:
     one_of_each: bool
     part: int
     parts: int
+
+
+@dataclass
+class _Counted:
+    """Tells progress of every row, and how many there will be: the shares that have not begun are like the others."""
+
+    progress: Callable[[str], None]
+    shares: int
+    done: int = 0
+    counts: dict[Task, int] = field(default_factory=dict)
+
+    def expect(self, task: Task, count: int) -> None:
+        """Take how many rows a share has."""
+        self.counts[task] = count
+
+    def __call__(self, name: str) -> None:
+        """Say that a row is there."""
+        self.done += 1
+        known = list(self.counts.values())
+        self.progress(Step(name, self.done, max(round(sum(known) / len(known) * self.shares), self.done)))
 
 
 def known_kernels() -> list[str]:
@@ -81,7 +102,8 @@ def compile_all(
     parts = min(jobs, 2) if len(archs) >= jobs else -(-jobs // len(archs))
     tasks = [Task(arch, module, tuple(kernels), one_of_each, part, parts) for arch in archs for part in range(parts)]
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(jobs) as pool:
-        shares = list(pool.map(lambda task: _run(task, cache, progress), tasks))
+        counted = _Counted(progress, len(tasks))
+        shares = list(pool.map(lambda task: _run(task, cache, counted), tasks))
     rows = []
     for number in range(0, len(tasks), parts):
         chip = shares[number : number + parts]
@@ -89,7 +111,7 @@ def compile_all(
     return rows
 
 
-def _run(task: Task, cache: str, progress: Callable[[str], None]) -> list[Row]:
+def _run(task: Task, cache: str, progress: _Counted) -> list[Row]:
     rows: list[Row] = []
     while True:
         done, unfinished, complaint = _once(task, len(rows), cache, progress)
@@ -102,7 +124,7 @@ def _run(task: Task, cache: str, progress: Callable[[str], None]) -> list[Row]:
             return rows
 
 
-def _once(task: Task, start: int, cache: str, progress: Callable[[str], None]) -> tuple[list[Row], Row | None, str]:
+def _once(task: Task, start: int, cache: str, progress: _Counted) -> tuple[list[Row], Row | None, str]:
     """Start a process; return its rows, the launch that it died of, and what it said then."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
@@ -119,7 +141,7 @@ def _once(task: Task, start: int, cache: str, progress: Callable[[str], None]) -
             assert process.stdout is not None
             json.dump({**vars(task), "start": start, "path": sys.path}, process.stdin)
             process.stdin.close()
-            for row in _rows(process, process.stdout):
+            for row in _rows(process, process.stdout, lambda count: progress.expect(task, count)):
                 if row.figures is None:
                     begun = row
                 else:
@@ -129,12 +151,14 @@ def _once(task: Task, start: int, cache: str, progress: Callable[[str], None]) -
         return rows, begun, "" if process.returncode == 0 else _complaint(said, process.returncode)
 
 
-def _rows(process: subprocess.Popen[str], lines: IO[str]) -> Iterator[Row]:
+def _rows(process: subprocess.Popen[str], lines: IO[str], expect: Callable[[int], None]) -> Iterator[Row]:
     """Yield the rows that a process prints; one that says nothing for long is ended."""
     limit = threading.Timer(LIMIT_S, process.kill)
     limit.start()
     for line in lines:
-        if line.startswith(MARK):
+        if line.startswith(COUNT):
+            expect(int(line.removeprefix(COUNT)))
+        elif line.startswith(MARK):
             limit.cancel()
             limit = threading.Timer(LIMIT_S, process.kill)
             limit.start()

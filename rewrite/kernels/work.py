@@ -17,6 +17,7 @@ from .chips import CHIPS, Chip, occupancy
 from .row import Row
 
 MARK = "kernel-row "
+COUNT = "kernel-rows "
 """Begins the lines for `run`: compilers print what they like."""
 
 
@@ -43,6 +44,7 @@ def work(arch: str, module: str, kernels: Sequence[str], one_of_each: bool, part
     wanted = [entry for entry in entries(catalogue.cases()) if not kernels or entry.kernel in kernels]
     if one_of_each:
         wanted = list({entry.kernel: entry for entry in reversed(wanted)}.values())[::-1]
+    print(f"{COUNT}{len(wanted[part::parts])}", flush=True)
     for entry in wanted[part::parts][start:]:
         options = entry.launch.options
         threads = options["num_warps"] * chip.wave

@@ -1,4 +1,4 @@
-"""The files of an output package, as bytes: modeling file, `__init__.py`, the runtime it needs, lock."""
+"""The files of an output package, as bytes: modeling file, neighbours, `__init__.py`, the runtime it needs, lock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
 from rewrite.package import runtime_files, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
-from rewrite.package.runtime_files import runtime_file
 from rewrite.runtime.origin import definitions, fingerprints
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
 KEPT = ".rewrite"
-"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
+"""Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's with
+its neighbours."""
 ORIGINAL = ".original"
 """Ends the name of the kept original."""
 INIT = "__init__.py"
@@ -54,9 +54,9 @@ _INIT = '''\
 """
 
 from .runtime import upstream
-from .runtime.origin import guard
+from .runtime.origin import made_from
 
-with guard.made_from(
+with made_from(
     package=__name__,
     version="{version}",
     command={command},
@@ -68,25 +68,24 @@ with guard.made_from(
 {imported}
     )
 
-from .runtime.core.explain import explain
-from .runtime.package import auto, upload
-from .runtime.package import selftest as _selftest
+from .runtime import package as _package
+from .runtime.core import explain
 
-upload.save_flat({modeling})
+_package.save_flat({modeling})
 
 
-def selftest(checkpoint: str | None = None) -> _selftest.SelfTest:
+def selftest(checkpoint: str | None = None) -> _package.SelfTest:
     """Compare this package with the installed original, on this machine, and return what was compared.
 
     Raises:
         SelfTestFailed: if it computes something else, or if a checkpoint does not arrive whole.
     """
-    return _selftest.run({modeling}, {module}, checkpoint)
+    return _package.run_selftest({modeling}, {module}, checkpoint)
 
 
 def register() -> list[str]:
     """Make the Auto classes of transformers build these classes in this process, and return what changed."""
-    return auto.register({modeling})
+    return _package.register({modeling})
 
 
 __all__ = [
@@ -117,7 +116,7 @@ def assemble(
         origin = replace(origin, target=previous.source.target)
     name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
     text = build.rewritten.text.encode("utf-8")
-    runtime = runtime_files.closure(build.rewritten.runtime)
+    runtime = runtime_files.files(runtime_files.closure_of(build.rewritten.runtime, options.target))
     init = _init(build, name, folder).encode("utf-8")
     files = {
         INIT: init,
@@ -125,7 +124,8 @@ def assemble(
         f"{KEPT}/{INIT}": init,
         f"{KEPT}/{name}.py": text,
         f"{KEPT}/{name}.py{ORIGINAL}": build.source.path.read_bytes(),
-        **runtime_files.files(runtime),
+        **{f"{place}{file.name}": file.data for file in build.neighbours for place in ("", f"{KEPT}/")},
+        **runtime,
         UPSTREAM: _upstream(build, runtime).encode("utf-8"),
     }
     lock = Lock(
@@ -135,7 +135,7 @@ def assemble(
         rules=rule_hashes(transforms),
         transforms=build.rewritten.transforms,
         decode_loops=build.rewritten.decode_loops,
-        upstream={origin.path: build.source.sha256},
+        upstream={origin.path: build.source.sha256, **{file.name: file.sha256 for file in build.neighbours}},
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
         syntax=syntax.digests(files),
@@ -182,13 +182,14 @@ def _init(build: Build, modeling: str, folder: Path) -> str:
     )
 
 
-def _upstream(build: Build, runtime: Sequence[str]) -> str:
+def _upstream(build: Build, runtime: Mapping[str, bytes]) -> str:
     """Return the text of the file that tells the guard what to look at."""
     root = build.source.transformers_root
     called: dict[str, list[str]] = {}
     imported: dict[str, str] = {}
     if root is not None:
-        texts = [build.rewritten.text, *(runtime_file(file).decode("utf-8") for file in runtime)]
+        own = [build.rewritten.text, *(file.text for file in build.neighbours)]
+        texts = [*own, *(text.decode("utf-8") for text in runtime.values())]
         names = {name for text in texts for name in definitions.imported_names(text).values()}
         imported = fingerprints.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
         given = definitions.calls(build.rewritten.text)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rewrite.engine.relocate import is_rewritten
-from rewrite.errors import MissingLibrary, NotExportable, OutputNotOurs, OutputNotWritable
+from rewrite.errors import MissingTransformers, NotExportable, OutputNotOurs, OutputNotWritable
 from rewrite.package import output
 from rewrite.package.lock import Lock
 from rewrite.runtime.package.flat import MARK, NotFlat, flat_files
 from rewrite.upstream.auto_classes import auto_classes
-from rewrite.upstream.installed import find_transformers
-from rewrite.upstream.source import CONFIG_NAME, LOCK_NAME, read_config
+from rewrite.upstream.checkpoint import CONFIG_NAME, read_config
+from rewrite.upstream.installed import Installed
+from rewrite.upstream.source import LOCK_NAME
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,21 @@ class Export:
     """The class that each Auto class builds, `modeling_llama.LlamaForCausalLM`."""
 
 
-def export(folder: Path, lock: Lock, checkpoint: Path | None) -> Export:
-    """Return the flat form of the package in `folder`, with the configuration of `checkpoint` if there is one.
+def export(folder: Path, lock: Lock, checkpoint: Path | None, library: Installed | None) -> Export:
+    """Return the flat form of the package in `folder`, with the configuration of `checkpoint` if there is one and
+    the classes that the Auto classes of `library` build.
 
     Raises:
         NotExportable: if the package has no flat form, or none of its classes is one that an Auto class builds.
         CheckpointNotUsable: if the checkpoint's configuration cannot be read.
-        MissingLibrary: if transformers is not installed.
+        MissingTransformers: if there is no `library`.
     """
     try:
         files = flat_files(folder, lock.modeling)
     except NotFlat as error:
         raise NotExportable(folder, str(error)) from error
     config = read_config(checkpoint) if checkpoint is not None else {}
-    auto_map = _auto_map(folder, lock, files[lock.modeling], config)
+    auto_map = _auto_map(folder, lock, files[lock.modeling], config, library)
     if checkpoint is not None:
         config = {**config, "auto_map": {**(config.get("auto_map") or {}), **auto_map}}
         files = {**files, CONFIG_NAME: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
@@ -83,7 +85,7 @@ def _replaceable(path: Path, text: str, own_config: bool) -> bool:
         return False
     if path.name == CONFIG_NAME:
         return own_config or path.read_text("utf-8", "replace") == text or "modeling_" in _names_code(path)
-    return _is_ours(path)
+    return _is_ours(path) or path.read_text("utf-8", "replace") == text
 
 
 def _names_code(config: Path) -> str:
@@ -99,14 +101,15 @@ def _is_ours(path: Path) -> bool:
     return text.startswith(MARK) or is_rewritten(text)
 
 
-def _auto_map(folder: Path, lock: Lock, text: str, config: Mapping[str, Any]) -> dict[str, str]:
-    installed = find_transformers()
-    if installed is None:
-        raise MissingLibrary("transformers", "what the Auto classes build")
+def _auto_map(
+    folder: Path, lock: Lock, text: str, config: Mapping[str, Any], library: Installed | None
+) -> dict[str, str]:
+    if library is None:
+        raise MissingTransformers("what the Auto classes build")
     module = lock.modeling.removesuffix(".py")
     classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     model_type = config.get("model_type") or lock.source.model_type or ""
-    found = auto_classes(installed, model_type, classes)
+    found = auto_classes(library, model_type, classes)
     if lacking := [name for name in config.get("architectures") or [] if name not in classes]:
         raise NotExportable(folder, f"its {lock.modeling} does not define {lacking[0]}, which the checkpoint asks for")
     if not found:

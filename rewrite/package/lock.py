@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.engine.layout import formatter
 from rewrite.errors import NotAPackage
-from rewrite.package import lock_text, syntax
+from rewrite.package import lock_text, syntax, targets
 from rewrite.package.lock_text import sha256
 from rewrite.transform import SkippedSite, Transform, TransformReport
 from rewrite.upstream.source import LOCK_NAME
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 SCHEMA = 2
-ENGINE = ("analysis", "engine", "operators.py", "package/assemble.py", "package/runtime_files.py", "transform.py")
-"""What decides the generated text besides the transforms and the runtime files, in `rewrite/`."""
+ENGINE = (
+    "analysis", "engine", "operators.py", "package/assemble.py", "package/bundle.py", "package/closure.py",
+    "package/parts.py", "package/runtime_files.py", "package/targets.py", "runtime", "transform.py",
+)  # fmt: skip
+"""What decides the generated files besides the transforms, in `rewrite/`."""
 
 __all__ = ["SCHEMA", "Lock", "Options", "Origin", "engine_digest", "read_lock", "rule_hashes", "sha256"]
 
@@ -50,6 +53,8 @@ class Options:
     skip: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     """Transforms that run on request only, `--with`."""
+    target: str = targets.CUDA
+    """GPUs that the runtime is for. Packages of versions that had no choice have what ROCm's take, and keep it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Lock:
     @property
     def modeling(self) -> str:
         """Name of the modeling file."""
-        return next(name for name in self.files if name.startswith("modeling_"))
+        return lock_text.modeling_file(self.files)
 
     def as_generated(self, folder: Path, name: str) -> bool:
         """Return whether a file in `folder` is as it was generated, in whatever layout; not where it is missing."""
@@ -184,7 +189,10 @@ def _parse(data: lock_text.Table) -> Lock:
         tool=tool.text("version"),
         source=origin,
         options=Options(
-            options.texts("only"), options.texts("skip"), options.texts("also") if "also" in options.names() else ()
+            options.texts("only"),
+            options.texts("skip"),
+            options.texts("also") if "also" in options.names() else (),
+            _target(options),
         ),
         rules=data.table("rules").all_text(),
         transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
@@ -195,6 +203,13 @@ def _parse(data: lock_text.Table) -> Lock:
         decode_loops=data.table("decode_loops").all_text() if "decode_loops" in data.names() else {},
         intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),
     )
+
+
+def _target(options: lock_text.Table) -> str:
+    target = options.optional("target") or targets.ROCM
+    if target not in targets.TARGETS:
+        raise lock_text.Malformed(f"has the target '{target}', which this version does not know: update hf-rewrite")
+    return target
 
 
 def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:

@@ -138,10 +138,22 @@ def generated_names(names: Iterable[str]) -> list[str]:
             or name == "."
         ):
             raise Malformed(f"names a file outside its folder: {name!r}")
-    modeling = [name for name in found if name.startswith("modeling_")]
-    if len(modeling) != 1 or not _MODELING.fullmatch(modeling[0]):
-        raise Malformed(f"cannot be read: it should list one modeling file and lists {len(modeling)}")
+    modeling_file(found)
     return found
+
+
+def modeling_file(names: Iterable[str]) -> str:
+    """Return the modeling file among the files of a package: of several, the one whose original is kept.
+
+    Raises:
+        Malformed: if there is not exactly one.
+    """
+    listed = set(names)
+    found = [name for name in sorted(listed) if _MODELING.fullmatch(name)]
+    found = found if len(found) == 1 else [name for name in found if f".rewrite/{name}.original" in listed]
+    if len(found) != 1:
+        raise Malformed(f"cannot be read: it should list one modeling file and lists {len(found)}")
+    return found[0]
 
 
 def check_origin(target: str, path: str, module: str | None) -> None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from rewrite.errors import MissingLibrary, OriginalChanged, OriginalGone, OriginalNotFound, SourceNotReadable
+from rewrite.errors import MissingTransformers, OriginalChanged, OriginalGone, OriginalNotFound, SourceNotReadable
 from rewrite.package.lock import Lock
 from rewrite.upstream.installed import Installed, find_transformers
 from rewrite.upstream.source import Source, of_library, resolve
@@ -65,6 +65,7 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None, library: I
 
     Raises:
         OriginalNotFound: if there is nothing.
+        MissingTransformers: if no transformers is installed to look in.
     """
     origin = lock.source
     if given is not None:
@@ -72,7 +73,7 @@ def find_present(folder: Path, lock: Lock, given: Path | None = None, library: I
     elif origin.module is not None:
         library = library or find_transformers()
         if library is None:
-            raise MissingLibrary("transformers", f"the original of {folder}")
+            raise MissingTransformers(f"the original of {folder}")
         found = of_library(origin.path, library)
         if found is None:
             raise OriginalGone(folder, origin.module, library.version)

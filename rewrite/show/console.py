@@ -8,65 +8,91 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from rewrite.show import diff
+from rewrite.show import diff, progress
+from rewrite.show.step import Step
 
 Item = TypeVar("Item")
 LABEL_WIDTH = 11
 SIDE_BY_SIDE_WIDTH = 100
-PROGRESS_SECONDS = 1.0
-PLAIN_PROGRESS_SECONDS = 5.0
 _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 
 class Screen:
-    """Where one command writes to. Created late, so that the streams of the moment are used."""
+    """Where one command writes to. Created late, so that the streams of the moment are used.
 
-    def __init__(self, quiet_output: bool = False):
+    Args:
+        patch: a difference is what is asked for: in a pipe standard output holds that alone.
+        json: where a report goes; `-` is standard output, which then holds that alone.
+        quiet: say nothing but problems, and those to standard error.
+    """
+
+    def __init__(self, patch: bool = False, json: Path | None = None, quiet: bool = False):
         self.output = Console(file=sys.stdout, highlight=False)
         self.errors = Console(file=sys.stderr, highlight=False)
-        self.said = self.errors if quiet_output and not self.output.is_terminal else self.output
+        self.quiet = quiet
+        self.taken = str(json) == "-"
+        """Whether standard output is for a report."""
+        aside = self.taken or (patch and not self.output.is_terminal)
+        self.said = self.errors if aside else self.output
 
     def line(self, label: str, text: str, style: str = "") -> None:
         """Print a labelled line; on a terminal the text wraps beside its label."""
-        if not self.said.is_terminal:
-            self._plain(self.said, f"{label:<{LABEL_WIDTH}}{text}")
+        if not self.quiet:
+            self._line(self.said, label, text, style)
+
+    def problem(self, label: str, text: str) -> None:
+        """Print a labelled line of something that failed, however quiet it should be."""
+        self._line(self.errors if self.quiet else self.said, label, text, "red")
+
+    def text(self, text: str) -> None:
+        """Print lines as they are."""
+        if not self.quiet:
+            self.said.print(text, markup=False, soft_wrap=True)
+
+    def payload(self, text: str) -> None:
+        """Print what was asked for, as it is, unless standard output is for a report."""
+        if not self.taken:
+            self.output.file.write(text)
+
+    def _line(self, console: Console, label: str, text: str, style: str) -> None:
+        if not console.is_terminal:
+            self._plain(console, f"{label:<{LABEL_WIDTH}}{text}")
             return
         grid = Table.grid(padding=0)
         grid.add_column(width=LABEL_WIDTH, style="bold")
         grid.add_column(overflow="fold")
         grid.add_row(label, Text(text, style=style))
-        self.said.print(grid)
+        console.print(grid)
 
     def warn(self, text: str) -> None:
         """Print a warning to standard error."""
         self.errors.print(Text(f"warning: {text}", style="yellow"), soft_wrap=not self.errors.is_terminal)
 
-    def tracked(self, items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
-        """Yield `items` with a bar of progress; in a pipe, a line for every tenth part."""
-        if self.errors.is_terminal:
-            columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=self.errors, transient=True) as progress:
-                yield from progress.track(items, total=total)
-            return
-        for number, item in enumerate(items, 1):
-            if number * 10 // total > (number - 1) * 10 // total:
-                self.errors.print(f"{label}: {number} of {total}")
-            yield item
+    def tracked(self, items: Iterable[Item], total: int, label: str, name: Callable[[Item], str]) -> Iterator[Item]:
+        """Yield `items` while it is shown how many of them there were, and the name of the last."""
+        with self.working(label) as said:
+            for number, item in enumerate(items, 1):
+                said(Step(name(item), number, total))
+                yield item
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table; in a pipe the columns are separated by tabs and there is no heading."""
+        """Print a table; in a pipe the columns are separated by tabs and there is no heading, nor if `quiet`."""
+        if self.taken:
+            return
+        if self.quiet:
+            for row in rows:
+                self._plain(self.output, row[0])
+            return
         if not self.output.is_terminal:
             for row in rows:
                 self._plain(self.output, "\t".join(row))
@@ -87,6 +113,8 @@ class Screen:
         gap: int = 2,
     ) -> None:
         """Print a table of measurements, its first column to the left and the others to the right, and notes below."""
+        if self.quiet:
+            return
         if not self.said.is_terminal:
             widths = [max(cell_len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
             self._plain(self.said, f"\n{title}")
@@ -108,7 +136,7 @@ class Screen:
 
     def show_diff(self, before: str, after: str, path: str, style: str) -> None:
         """Print the difference in one of `diff.STYLES`."""
-        if style == "none":
+        if style == "none" or self.taken:
             return
         if style == "stat":
             self._stat(diff.statistics(before, after), path)
@@ -123,22 +151,16 @@ class Screen:
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Show that something goes on; yields a function that says how far it is.
-
-        On a terminal that is one changing line, elsewhere a plain line once a second has passed and then at most one
-        every five seconds.
-        """
-        if self.errors.is_terminal:
-            with self.errors.status(Text(what)) as status:
-                yield lambda message: status.update(Text(f"{what}: {message}"))
-            return
-        timer = threading.Timer(PROGRESS_SECONDS, self._plain, (self.errors, f"{what} …"))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield _Occasionally(lambda message: self._plain(self.errors, f"{what}: {message}"))
-        finally:
-            timer.cancel()
+        """Show that something goes on; yields a function that says how far it is, by messages or `Step`s."""
+        work = progress.Work(what)
+        if self.quiet:
+            yield work
+        elif self.errors.is_terminal:
+            with progress.on_terminal(self.errors, work):
+                yield work
+        else:
+            with progress.in_pipe(lambda line: self._plain(self.errors, line), work) as said:
+                yield said
 
     def _side_by_side_fits(self) -> bool:
         return self.output.width >= SIDE_BY_SIDE_WIDTH
@@ -177,22 +199,7 @@ class Screen:
             line = Text(f" {where:<{names}} | {total:>4} ")
             line.append("+" * _bar(change.added, scale), "green").append("-" * _bar(change.removed, scale), "red")
             self.output.print(line, no_wrap=True, crop=False)
-        added, removed = sum(c.added for c in changes), sum(c.removed for c in changes)
-        total_line = f" {path}: {len(changes)} places changed, {added} insertions(+), {removed} deletions(-)"
-        self.output.print(Text(total_line), soft_wrap=True)
-
-
-class _Occasionally:
-    """Passes a message on if the last one is long enough ago."""
-
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
-        self.last = time.monotonic()
-
-    def __call__(self, message: str) -> None:
-        if time.monotonic() - self.last >= PLAIN_PROGRESS_SECONDS:
-            self.last = time.monotonic()
-            self.say(message)
+        self.output.print(Text(f" {diff.total(changes, path)}"), soft_wrap=True)
 
 
 def folded(line: str, width: int) -> list[str]:

@@ -53,6 +53,12 @@ def statistics(before: str, after: str) -> list[Change]:
     return [Change(place, added[place], removed[place]) for place in places if added[place] or removed[place]]
 
 
+def total(changes: Sequence[Change], path: str) -> str:
+    """Return in one line how much changed in the file `path`."""
+    added, removed = sum(change.added for change in changes), sum(change.removed for change in changes)
+    return f"{path}: {len(changes)} places changed, {added} insertions(+), {removed} deletions(-)"
+
+
 def hunks_in(before: str, after: str, places: Sequence[str]) -> Iterator[str]:
     """Yield the changed lines, with one line around them, of the classes and functions named."""
     old, new = _owners(before), _owners(after)

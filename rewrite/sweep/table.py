@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rewrite.deliver.report import envelope
 from rewrite.sweep.row import ClassRow, Row
 
 
@@ -32,7 +33,8 @@ class Report:
         """The same as text, a row a line, so that a change of one file is a change of one line."""
         data = self.to_json()
         rows = ",\n".join(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in data["rows"])
-        head = ", ".join(f"{json.dumps(name)}: {json.dumps(data[name])}" for name in ("transformers", "device"))
+        facts = {**envelope("sweep"), **{name: data[name] for name in ("transformers", "device")}}
+        head = ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items())
         return f'{{{head}, "rows": [\n{rows}\n]}}\n'
 
     def summary(self) -> list[str]:

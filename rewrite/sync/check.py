@@ -13,8 +13,7 @@ from pathlib import Path
 from rewrite.errors import NotAPackage, NothingToRewrite, RewriteError, SourceNotReadable, TransformError
 from rewrite.package import original
 from rewrite.package.assemble import KEPT, VERDICT_NAME
-from rewrite.package.lock import Lock, read_lock
-from rewrite.package.runtime_files import shipped
+from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.sync import edits, lines, merge, rebuild
 from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
@@ -93,14 +92,15 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
     yield from _files(folder, lock)
     try:
         source = rebuild.source_of(folder, lock, library=library)
+        moved = rebuild.moved(lock, source)
     except RewriteError as error:  # gone, unreadable, or no original at all: in words, and the other packages go on
         yield _finding("transformers-moved", str(error), folder / LOCK_NAME)
         source = None
     if source is not None:
-        if (moved := _moved(lock, source)) is not None:
-            yield Finding("transformers-moved", moved, _lines(folder, lock, source))
+        if moved:
+            yield Finding("transformers-moved", _said(lock, source, moved), _lines(folder, lock, source))
         if full or not rebuild.is_current(folder, lock, source):
-            yield from _anew(folder, lock, source)
+            yield from _anew(folder, lock, source, bool(moved))
         yield from _pin(folder, lock, source)
     if (stale := rebuild.stale_verdict(folder, lock)) is not None:
         yield _finding("stale-verification", stale, folder / VERDICT_NAME)
@@ -122,7 +122,6 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
     """Compare the generated files with the lock; the modeling file and `__init__.py` are the user's to edit."""
     if not lock.intact:
         yield _finding("not-reproducible", f"{LOCK_NAME} was edited by hand", folder / LOCK_NAME)
-    own = rebuild.own_runtime(lock)
     for name, digest in sorted(lock.files.items()):
         path = folder / name
         if path.is_symlink() or any((folder / above).is_symlink() for above in list(Path(name).parents)[:-1]):
@@ -133,24 +132,23 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
             if name.startswith(f"{KEPT}/"):
                 yield _finding("not-reproducible", f"{name} was edited: it is the text as it was generated", path)
             else:
-                text = shipped(name).decode("utf-8") if own.get(name) == digest else None
+                own = rebuild.own_runtime(folder, lock).get(name, b"")
+                text = own.decode("utf-8") if sha256(own) == digest else None
                 message = f"{name} was edited; a sync does not merge that (`rewrite sync --help`, --replace)"
                 yield Finding("edited-runtime", message, _changed_places(path, text))
 
 
-def _moved(lock: Lock, source: Source) -> str | None:
-    if source.sha256 == lock.source.sha256:
-        return None
+def _said(lock: Lock, source: Source, moved: Sequence[str]) -> str:
     versions = (lock.source.transformers, source.transformers_version)
     if lock.source.module is not None and versions[0] != versions[1]:
         return f"transformers {versions[0]} → {versions[1]}, upstream {lock.source.path}: changed"
-    return f"upstream {lock.source.path}: changed"
+    return f"upstream {', '.join(moved)}: changed"
 
 
-def _anew(folder: Path, lock: Lock, source: Source) -> Iterator[Finding]:
-    """Rewrite the original and compare; what follows from another original is said by `_moved` alone."""
+def _anew(folder: Path, lock: Lock, source: Source, moved: bool) -> Iterator[Finding]:
+    """Rewrite the original and compare; what follows from an original that `moved` is said with that alone."""
     try:
-        if source.sha256 != lock.source.sha256:
+        if moved:
             _, rules = rebuild.rebuilt(folder, lock, source)
             yield from _lost(folder, lock, rules)
         else:

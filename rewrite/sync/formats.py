@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import rewrite
+from rewrite.deliver import report
 from rewrite.sync import rebuild
 from rewrite.sync.check import KINDS, Finding, Place
 
@@ -31,7 +32,13 @@ def as_json(found: Found) -> str:
     data = {folder: [asdict(finding) for finding in several] for folder, several in found.items()}
     unverified = [folder for folder in found if not rebuild.is_verified(Path(folder))]
     return (
-        json.dumps({"packages": data, "unverified": unverified}, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        json.dumps(
+            {**report.envelope("check"), "packages": data, "unverified": unverified},
+            indent=2,
+            sort_keys=True,
+            ensure_ascii=False,
+        )
+        + "\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,15 +10,15 @@ from pathlib import Path
 
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
-from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownTransform
-from rewrite.package import original
+from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownOperator, UnknownTransform
+from rewrite.package import original, runtime_files
 from rewrite.package.assemble import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
-from rewrite.package.runtime_files import shipped
 from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
 from rewrite.transform import Transform
 from rewrite.transforms import select
+from rewrite.upstream import neighbours
 from rewrite.upstream.installed import Installed
 from rewrite.upstream.source import Source
 
@@ -49,7 +50,7 @@ def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
     if source.sha256 == lock.source.sha256:
         # the same file in another version is no change: the package keeps saying what it was made from
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
-    transforms = _transforms(folder, lock)
+    transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
     package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
@@ -62,7 +63,7 @@ def rebuilt(folder: Path, lock: Lock, source: Source) -> tuple[Build, tuple[Rule
         NothingToRewrite: if no rule matches any more.
         RuleGone: if the lock asks for a rule that this version does not have.
     """
-    built = build(source, _transforms(folder, lock))
+    built = build(source, transforms_of(folder, lock))
     return built, tuple(rule_changes(lock, built.rewritten.transforms, kept_original(folder, lock), source.text))
 
 
@@ -78,30 +79,47 @@ def source_of(folder: Path, lock: Lock, given: Path | None = None, library: Inst
 def is_current(folder: Path, lock: Lock, source: Source) -> bool:
     """Return whether a package made now has the bytes that the lock lists, by what decides them: nothing is made.
 
-    Rules, engine, runtime files and original are those of the lock, and nobody edited the lock.
+    Rules, engine (the runtime with it) and original are those of the lock, and nobody edited the lock.
     """
-    if not lock.intact or lock.engine != engine_digest() or lock.source.sha256 != source.sha256:
+    if not lock.intact or lock.engine != engine_digest() or moved(lock, source):
         return False
     if lock.source.transformers not in (None, source.transformers_version):
         return False  # what the guard is told of it may have moved
-    if any(lock.files[name] != digest for name, digest in own_runtime(lock).items()):
-        return False
     try:
         return dict(lock.rules) == rule_hashes(_selected(folder, lock))
     except UnknownTransform:
         return False
 
 
-def own_runtime(lock: Lock) -> dict[str, str]:
-    """Return the sha256 of this version's own copy of each runtime file that a package has and this version too."""
-    names = [name for name in lock.files if name.startswith("runtime/") and not name.endswith("__init__.py")]
-    found = {}
-    for name in names:
-        try:
-            found[name] = sha256(shipped(name))
-        except FileNotFoundError:
-            continue  # made for this package, or of another version
-    return found
+def moved(lock: Lock, source: Source) -> list[str]:
+    """Return the names of the files that a package was made from and that have other bytes now, or are gone or new.
+
+    Raises:
+        NeighbourMissing, RelativeImport: if the original imports what does not lie beside it.
+    """
+    files = {lock.source.path: source.sha256}
+    if source.module is None:
+        files |= {file.name: file.sha256 for file in neighbours.of(source.path, source.text)}
+    return sorted(name for name in {*files, *lock.upstream} if files.get(name) != lock.upstream.get(name))
+
+
+def own_runtime(folder: Path, lock: Lock) -> dict[str, bytes]:
+    """Return this version's own text of each runtime file that a package has and this version too.
+
+    A package of the time when a room was a folder has files of single operators, any other those of whole rooms, with
+    what its modeling file used when it was generated.
+    """
+    found: dict[str, bytes] = {}
+    for name in (name for name in lock.files if name.count("/") == 2 and not name.endswith("__init__.py")):
+        with contextlib.suppress(FileNotFoundError):  # of another version
+            found[name] = runtime_files.file_of_old(name)
+    kept = folder / KEPT / lock.modeling
+    if not found and lock.as_generated(folder, f"{KEPT}/{lock.modeling}"):
+        with contextlib.suppress(UnknownOperator):  # of another version
+            uses = runtime_files.uses_of(kept.read_text("utf-8"))
+            made = runtime_files.files(runtime_files.closure_of(uses, lock.options.target))
+            found = {name: text for name, text in made.items() if name in lock.files}
+    return {name: text for name, text in found.items() if name.startswith(runtime_files.FOLDER)}
 
 
 def kept_original(folder: Path, lock: Lock) -> str | None:
@@ -164,7 +182,12 @@ def _selected(folder: Path, lock: Lock) -> list[Transform]:
     return select(lock.options.only, lock.options.skip, lock.options.also, folder)
 
 
-def _transforms(folder: Path, lock: Lock) -> list[Transform]:
+def transforms_of(folder: Path, lock: Lock) -> list[Transform]:
+    """Return the transforms that the options of a lock choose.
+
+    Raises:
+        RuleGone: if one is named that this version does not have.
+    """
     try:
         return _selected(folder, lock)
     except UnknownTransform as error:

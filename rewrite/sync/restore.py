@@ -10,10 +10,8 @@ from rewrite.engine.relocate import HEADER_LOCK
 from rewrite.errors import NotRestorable
 from rewrite.package import output, swap
 from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, VERDICT_NAME, Package
-from rewrite.package.lock import Lock, read_lock
-from rewrite.package.runtime_files import shipped
+from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.sync import rebuild
-from rewrite.sync.edits import merged_names
 from rewrite.sync.unguarded import unguarded
 from rewrite.upstream.source import LOCK_NAME
 
@@ -83,13 +81,12 @@ def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes]) -> None:
 def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
     """Return the generated text of a file: the kept one, or this version's own where it is the same."""
     kept, inner = f"{KEPT}/{name}", name.removeprefix(f"{KEPT}/")
-    if name in merged_names(lock) and lock.as_generated(folder, kept):
+    if kept in lock.files and lock.as_generated(folder, kept):
         return (folder / kept).read_bytes()
     if inner != name and inner in lock.files and lock.as_generated(folder, inner):
         return (folder / inner).read_bytes()
-    if rebuild.own_runtime(lock).get(name) == lock.files[name]:
-        return shipped(name)
-    return None
+    own = rebuild.own_runtime(folder, lock).get(name, b"")
+    return own if sha256(own) == lock.files[name] else None
 
 
 def _is_users(folder: Path, name: str) -> bool:

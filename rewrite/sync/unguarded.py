@@ -14,8 +14,8 @@ from rewrite.package.assemble import INIT
 _GUARD = m.With(items=[m.WithItem(item=m.Call(func=m.Attribute(attr=m.Name("made_from")) | m.Name("made_from")))])
 _NAMES = {"guard", "upstream", "made_from"}
 _FOLDER = "runtime/origin/"
-_FILES = {"runtime/upstream.py", "runtime/guard.py", "runtime/definitions.py"}
-"""Of packages that were made while the runtime was one flat folder too."""
+_FILES = {"runtime/upstream.py", "runtime/origin.py", "runtime/guard.py", "runtime/definitions.py"}
+"""Of packages too in which a room was a folder, and in which the runtime was one flat folder."""
 
 
 def unguarded(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:

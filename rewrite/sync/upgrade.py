@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rewrite.deliver import delivery, verification
-from rewrite.deliver.report import describe
+from rewrite.deliver.summary import describe
 from rewrite.errors import EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
 from rewrite.package import original, output, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
@@ -39,6 +39,8 @@ class Wish:
     trust_remote_code: bool = False
     views: Sequence[str] = ()
     diff_style: str = "stat"
+    bisect: bool = True
+    """Look for the transform at fault where the verification fails."""
     dry_run: bool = False
 
 
@@ -108,7 +110,12 @@ def _deliver(
             kept=() if wish.verify else (VERDICT_NAME,),
         )
         how = delivery.Delivery(
-            wish.verify, wish.request, wish.trust_remote_code, force=True, unverified="not run (--verify runs it)"
+            wish.verify,
+            wish.request,
+            wish.trust_remote_code,
+            force=True,
+            unverified="not run (--verify runs it)",
+            bisect=wish.bisect,
         )
         code = delivery.deliver(how, screen, renewed.build, package, replace(place, seen=seen))
     return Result(code, changed=code == 0, rules=renewed.rules)

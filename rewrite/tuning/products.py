@@ -7,7 +7,6 @@ weight that do not fit into any cache; one that computes something else, or cann
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import time
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from rewrite.benchmark.models import lock_of
 from rewrite.benchmark.plan import write_json
 from rewrite.errors import NothingToTune
+from rewrite.measure.runtime_part import runtime_part
 
 from .run import Plan, require_gpu, small_model
 
@@ -137,10 +137,11 @@ class Products:
     def __init__(self, model: Any):
         package = type(model).__module__.rpartition(".")[0]
         try:
-            self.gemm = importlib.import_module(f"{package}.runtime.products.gemm")
-        except ModuleNotFoundError as error:
+            self.gemm = runtime_part(package, "products/gemm")
+            self.gemm.by_path  # noqa: B018
+        except (ModuleNotFoundError, AttributeError) as error:
             raise NothingToTune(type(model).__name__, "its package was made without --with route_gemm") from error
-        self.arrivals = importlib.import_module(f"{package}.runtime.core.arrivals")
+        self.arrivals = runtime_part(package, "core/arrivals")
         self.model, self.device = model, model.device
 
     def sizes(self, lengths: Sequence[int]) -> dict[Any, int]:

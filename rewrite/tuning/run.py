@@ -13,6 +13,7 @@ from typing import Any
 from rewrite.benchmark.models import build, lock_of
 from rewrite.errors import NeedsGpu, NothingToTune
 from rewrite.measure.presets import config_for
+from rewrite.show.step import Step
 from rewrite.verify.models import sides
 from rewrite.verify.models.subjects import find_subjects
 
@@ -69,19 +70,33 @@ def tune(plan: Plan, progress: Callable[[str], None] = lambda message: None) -> 
     chip = torch.cuda.get_device_properties(model.device).name
     changes = {}
     path = plan.package / results.FILE
-    for batch in plan.batches:
+    for number, batch in enumerate(plan.batches):
+        said = _Placed(progress, f"batch {batch}", number, len(plan.batches))
         started = time.perf_counter()
         steps = Steps(model, batch, plan.context)
-        progress(f"batch {batch}: compiling")
+        said("compiling")
         steps.compile_ahead(rounds(steps))
         left = plan.seconds - (time.perf_counter() - started)
-        changes[batch] = search(steps, candidates, left, lambda name, batch=batch: progress(f"batch {batch}: {name}"))  # type: ignore[misc]
+        changes[batch] = search(steps, candidates, left, said)
         if not changes[batch]:
             raise NothingToTune(type(model).__name__, "no kernel of its step has a table, or the time was too short")
         path = results.write(plan.package, chip, changes[batch])
         steps.tiles.forget()
         steps.decode.release()
     return Outcome(chip, changes, path)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Says what is tuned at one batch size, with how many sizes were before it."""
+
+    progress: Callable[[str], None]
+    size: str
+    done: int
+    total: int
+
+    def __call__(self, message: str) -> None:
+        self.progress(Step(f"{self.size}: {message}", self.done, self.total))
 
 
 def require_gpu() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rewrite.errors import NothingToTune
+from rewrite.measure.runtime_part import runtime_part
 
 from .candidates import Entry
 
@@ -26,8 +26,7 @@ class Steps:
         package = type(model).__module__.rpartition(".")[0]
         try:
             self.tiles, self.ahead, graphs = (
-                importlib.import_module(f"{package}.runtime.{name}")
-                for name in ("core.tiles", "decode.compile_ahead", "decode.graph")
+                runtime_part(package, name) for name in ("core/tiles", "decode/compile_ahead", "decode/graph")
             )
         except ModuleNotFoundError as error:
             raise NothingToTune(type(model).__name__, f"it has no {error.name}") from error

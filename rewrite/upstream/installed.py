@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 _VERSION = re.compile(r"""^__version__\s*=\s*["']([^"']+)["']""", re.MULTILINE)
+_MODEL = re.compile(r"^class (\w+(?:Model|For\w+))\b", re.MULTILINE)
 _MAPPINGS = ("CONFIG_MAPPING_NAMES", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
 
 
@@ -58,6 +59,13 @@ class Installed:
             line = re.compile(rf"^class {word}\b", re.MULTILINE)
             named = [path for path in files if line.search(path.read_text(encoding="utf-8"))]
         return named[0] if len(named) == 1 else None
+
+    @property
+    def class_names(self) -> list[str]:
+        """Every class that a modeling file defines and that is no part of another, by the ends of their names."""
+        files = sorted((self.root / "models").glob("*/modeling_*.py"))
+        names = (name for path in files for name in _MODEL.findall(path.read_text(encoding="utf-8")))
+        return sorted(set(names))
 
     def module_name(self, path: Path) -> str | None:
         """Return the dotted name of a file of this package, None for a file outside it."""

@@ -6,29 +6,31 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import io
-import json
 import os
 import stat
 import sys
 import tokenize
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rewrite.errors import (
     AlreadyRewritten,
     CheckpointNotUsable,
-    MissingLibrary,
+    CodeNotTrusted,
+    MissingTransformers,
+    NoCode,
     NoModelingFile,
     SourceNotReadable,
     UnknownModel,
 )
+from rewrite.upstream import hub, weights
+from rewrite.upstream.checkpoint import CONFIG_NAME, own_code, own_file, read_config
 from rewrite.upstream.installed import Installed, ModelType, copy_around, find_transformers
 
-CONFIG_NAME = "config.json"
 LOCK_NAME = "rewrite.lock"
-_MODELING_CLASSES = ("AutoModelForCausalLM", "AutoModel")
+_PACKAGE = "transformers."
 
 
 @dataclass(frozen=True)
@@ -53,43 +55,56 @@ class Source:
     """The checkpoint folder that was given, if one was."""
     remote_code: bool = False
     """Whether the file came with a checkpoint (a config.json beside it names code): run only where that is trusted."""
+    origin: str | None = None
+    """Where on the Hub it is from, `hf://org/name@commit/modeling_x.py`."""
 
 
-def resolve(target: str, trust_remote_code: bool = False) -> Source:
+def resolve(
+    target: str, trust_remote_code: bool = False, revision: str | None = None, library: Installed | None = None
+) -> Source:
     """Find and read the modeling file that `target` names.
 
     A bare word is a model type first, then a path, then a module, then a model type in another spelling
-    (`XLM-RoBERTa`), a modeling file by its name and a class of one; `./word` is always a path.
+    (`XLM-RoBERTa`), a modeling file by its name and a class of one; `./word` is always a path. What has one slash and
+    is no path is a name on the Hub.
 
     Args:
-        target: model type, class, path of a modeling file, checkpoint folder, or dotted module name.
-        trust_remote_code: take a checkpoint's own modeling file even where transformers has its model type.
+        target: model type, class, path of a modeling file, checkpoint folder or its config.json, dotted module, name
+            on the Hub.
+        trust_remote_code: take a checkpoint's own modeling file even where transformers has its model type, and
+            download one from the Hub.
+        revision: branch, tag or commit of a model on the Hub.
+        library: the transformers to look in; None is the installed one.
 
     Raises:
         UnknownModel: if it is none of these.
         NoModelingFile: if transformers has no modeling file for the model type.
+        NoCode: if it is a file, or a folder, of weights only.
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
+        CodeNotTrusted: if a model on the Hub has code of its own, which is not trusted.
+        NotOnTheHub: if a model cannot be taken from the Hub.
         SourceNotReadable: if the file cannot be read as UTF-8 text.
         AlreadyRewritten: if a folder is given that this tool wrote.
-        MissingLibrary: if a model type is given and transformers is not installed.
+        MissingTransformers: if a model type is given and there is no transformers.
     """
-    installed = find_transformers()
+    installed = library or find_transformers()
     path = Path(os.path.expanduser(target))
     if _is_word(target) and installed is not None and target in installed.model_types:
         return _of_model_type(target, target, installed)
+    if path.exists() and (other := weights.instead(path)) is not None:
+        raise NoCode(target, other)
     if path.is_dir():
         return _of_folder(target, path, installed, trust_remote_code)
+    if path.name == CONFIG_NAME and path.is_file():
+        return _of_folder(target, path.parent, installed, trust_remote_code)
     if path.is_file() or target.endswith(".py"):
         return _read(target, path, installed)
-    if (found := _module_file(target)) is not None:
+    if (found := _module_file(target, installed)) is not None:
         return _read(target, found, installed)
-    if installed is None and _is_word(target):
-        raise MissingLibrary("transformers", f"the model type '{target}'")
-    if installed is not None and _is_word(target):
-        if (name := installed.spelled(target)) is not None:
-            return _of_model_type(target, name, installed)
-        if (defining := installed.defining(target)) is not None:
-            return _read(target, defining, installed)
+    if _is_word(target):
+        return _of_word(target, installed)
+    if hub.is_name(target):
+        return _of_hub(target, revision, installed, trust_remote_code)
     raise UnknownModel(target, list(installed.model_types) if installed else [])
 
 
@@ -129,84 +144,53 @@ def _of_model_type(target: str, name: str, installed: Installed) -> Source:
     return _read(target, model_type.path, installed, model_type=name)
 
 
+def _of_word(target: str, installed: Installed | None) -> Source:
+    if installed is None:
+        raise MissingTransformers(f"the model type '{target}'")
+    word = target.removeprefix(_PACKAGE).removeprefix("models.")
+    if (name := installed.spelled(word)) is not None:
+        return _of_model_type(target, name, installed)
+    if (defining := installed.defining(word)) is not None:
+        return _read(target, defining, installed)
+    raise UnknownModel(target, [*installed.model_types, *(installed.class_names if target != target.lower() else ())])
+
+
+def _of_hub(name: str, revision: str | None, installed: Installed | None, trust_remote_code: bool) -> Source:
+    """Return the modeling file of a model on the Hub: transformers' own where it has one, else the model's."""
+    config_path = hub.file(name, CONFIG_NAME, revision)
+    config = read_config(config_path.parent)
+    code = own_code(config)
+    known = installed is not None and config.get("model_type") in installed.model_types
+    if code is None or (known and not trust_remote_code):
+        return _of_config(name, config_path.parent, config, installed)
+    if not trust_remote_code:
+        raise CodeNotTrusted(name, code.file)
+    repository = code.repository or name
+    path = hub.code(repository, code.file, None if code.repository else hub.commit_of(config_path))
+    source = _read(name, path, installed, checkpoint=config_path.parent)
+    return replace(source, remote_code=True, origin=hub.origin(repository, path))
+
+
 def _of_folder(target: str, folder: Path, installed: Installed | None, trust_remote_code: bool) -> Source:
     if (folder / LOCK_NAME).is_file():
         raise AlreadyRewritten(folder)
     config = read_config(folder)
-    name = config.get("model_type")
-    remote = _remote_file(folder, config)
-    known = installed is not None and name in installed.model_types
-    if remote is not None and (trust_remote_code or not known):
+    known = installed is not None and config.get("model_type") in installed.model_types
+    if (trust_remote_code or not known) and (remote := own_file(folder, config)) is not None:
         return _read(target, remote, installed, checkpoint=folder)
+    return _of_config(target, folder, config, installed)
+
+
+def _of_config(target: str, folder: Path, config: Mapping[str, Any], installed: Installed | None) -> Source:
+    """Return the file of transformers for a configuration."""
+    name = config.get("model_type")
     if installed is None:
-        raise MissingLibrary("transformers", f"the model type '{name}' of {folder}")
-    if not known:
+        raise MissingTransformers(f"the model type '{name}' of {folder}")
+    if name not in installed.model_types:
         near = UnknownModel(str(name), list(installed.model_types))
         raise CheckpointNotUsable(folder, f"its config.json asks for {near}")
     path = _defining(config.get("architectures") or [], installed.model_types[str(name)], installed, folder)
     return _read(target, path, installed, model_type=str(name), checkpoint=folder)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a checkpoint folder.
-
-    Raises:
-        CheckpointNotUsable: if there is none, or what is read of it is not of the kind that it must be.
-    """
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        raise CheckpointNotUsable(folder, f"it has no {CONFIG_NAME}, so it is no checkpoint folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} cannot be read: {error}") from error
-    except RecursionError as error:
-        raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} cannot be read: it is nested without end") from error
-    if not isinstance(config, dict) or not ("model_type" in config or "auto_map" in config):
-        raise CheckpointNotUsable(folder, f"its {CONFIG_NAME} has neither model_type nor auto_map")
-    for name, (right, kind) in _FIELDS.items():
-        if name in config and not right(config[name]):
-            raise CheckpointNotUsable(folder, f"{name} in its {CONFIG_NAME} should be {kind}")
-    return config
-
-
-def _is_list_of_names(value: object) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _is_auto_map(value: object) -> bool:
-    """Return whether a value is as `auto_map`: `{"AutoModel": "modeling_x.Model"}`; two names for two tokenizers."""
-    return value is None or (isinstance(value, dict) and all(_is_reference(entry) for entry in value.values()))
-
-
-def _is_reference(value: object) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and isinstance(value[0], (str, type(None)))
-    )
-
-
-_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "model_type": (lambda value: isinstance(value, str), "a string"),
-    "architectures": (_is_list_of_names, "a list of class names"),
-    "auto_map": (_is_auto_map, "an object of class names"),
-}
-"""What is read of a configuration, and of which kind it must be."""
-
-
-def _remote_file(folder: Path, config: dict[str, Any]) -> Path | None:
-    """Return the modeling file beside the configuration that `auto_map` names, None if it names none."""
-    auto_map = config.get("auto_map") or {}
-    classes = [name for name in (*_MODELING_CLASSES, *sorted(auto_map)) if name in auto_map and "Model" in name]
-    if not classes:
-        return None
-    reference = auto_map[classes[0]]
-    reference = reference[0] if isinstance(reference, list) else reference
-    repository, _, where = str(reference).rpartition("--")
-    path = folder.joinpath(*where.split(".")[:-1]).with_suffix(".py")
-    if repository or not path.is_file():
-        place = f"the repository {repository}" if repository else f"{path.name}, which is not there"
-        raise CheckpointNotUsable(folder, f"its auto_map names code in {place}: download that file beside config.json")
-    return path
 
 
 def _defining(architectures: Sequence[str], model_type: ModelType, installed: Installed, folder: Path) -> Path:
@@ -223,11 +207,14 @@ def _defining(architectures: Sequence[str], model_type: ModelType, installed: In
     raise CheckpointNotUsable(folder, f"it asks for {architectures[0]}, which is not in {names}")
 
 
-def _module_file(name: str) -> Path | None:
-    """Return the file of a dotted module without importing it or its parents."""
+def _module_file(name: str, installed: Installed | None) -> Path | None:
+    """Return the file of a dotted module without importing it or its parents; one of transformers from `installed`."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         return None
+    if name.startswith(_PACKAGE) and installed is not None:
+        inside = installed.root.joinpath(*parts[1:]).with_suffix(".py")
+        return inside if inside.is_file() else None
     spec = importlib.machinery.PathFinder.find_spec(parts[0], [os.getcwd(), *sys.path])
     spec = spec or importlib.util.find_spec(parts[0])
     for length in range(2, len(parts) + 1):

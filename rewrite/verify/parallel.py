@@ -72,7 +72,8 @@ class _Share:
 class Pool:
     """Processes for the parts of one gate.
 
-    `counter` makes what counts the lines that a process runs; `reach` receives what they counted.
+    `counter` makes what counts the lines that a process runs; `reach` receives what they counted. `ended` is told of
+    every share that ended.
     """
 
     bench: Workbench
@@ -80,6 +81,7 @@ class Pool:
     progress: Progress
     counter: Callable[[], Reach]
     reach: Reach
+    ended: Callable[[], None] = lambda: None
     _running: list[_Share] = field(default_factory=list)
 
     def run(self, parts: Sequence[Part]) -> Iterator[Done]:
@@ -150,6 +152,7 @@ class Pool:
         self._running = [share for share in self._running if not share.ended]
         for share in ended:
             _close(share)
+            self.ended()
         return ended
 
     def _merged(self, shares: list[_Share]) -> Iterator[Done]:

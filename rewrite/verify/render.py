@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from .causes import causes
 from .judging.verdict import Asked, Check, ConfigField, Divergence, Figure, Gate, Reached, Verdict
 
 WIDTH = 80
@@ -84,7 +85,7 @@ def _short(text: str) -> str:
 
 
 def render(verdict: Verdict, verbose: bool = False) -> str:
-    """The verdict as text: a line per gate, every failure and every check that was not run; all checks if verbose."""
+    """The verdict as text: a line per gate, failures by kind, every check that was not run; all checks if verbose."""
     lines = [*_head(verdict)]
     for gate in verdict.gates:
         lines += _gate(gate, verbose)
@@ -118,10 +119,19 @@ def _gate(gate: Gate, verbose: bool) -> Iterator[str]:
     yield f"gate {gate.number}  {gate.name:<11} {SIGNS[gate.status]:<8} {counts} · {gate.seconds:.1f} s"
     for check in gate.checks:
         told = gate.name == "latency" or check.name.startswith(APPROXIMATE)
-        if verbose or check.status == "failed" or (told and check.status == "passed"):
+        if verbose or (told and check.status == "passed"):
             yield from _check(check)
     if not verbose:
+        yield from _failures(gate)
         yield from _left_out(gate)
+
+
+def _failures(gate: Gate) -> Iterator[str]:
+    """The checks that failed, those that failed in the same way by the worst of them."""
+    for cause in causes(gate):
+        yield from _check(cause.worst)
+        if len(cause.checks) > 1:
+            yield from _wrap(f"          and {cause.others()}", "          ")
 
 
 def _left_out(gate: Gate) -> Iterator[str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from rewrite.show.step import Step
 
 from .isolation import CleanImport
 from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
@@ -53,6 +56,10 @@ class _Run:
     modules: tuple[ModuleType, ModuleType] | None = None
     subjects: Subjects | None = None
     bench: Workbench | None = None
+    ended: int = 0
+    """Parts of all gates that ended; structure is one."""
+    parts: int = 0
+    """How many there are; 0 until that is known."""
 
     def verdict(self) -> Verdict:
         started = time.perf_counter()
@@ -112,7 +119,7 @@ class _Run:
         """The checks of a gate as they run, in several processes where that is possible."""
 
         def progress(message: str) -> None:
-            self.progress(f"{name}: {message}")
+            self.progress(Step(f"{name}: {message}", self.ended, self.parts))
 
         parts = () if name == "structure" else self._parts(name)
         options = self.options
@@ -120,12 +127,32 @@ class _Run:
             from .parallel import Pool
 
             assert self.bench is not None
-            pool = Pool(self.bench, options.workers, progress, self._reach, reach)
+            pool = Pool(self.bench, options.workers, progress, self._reach, reach, self._one_ended)
             yield from pool.run(parts)
             return
-        checks = (check for part in parts for check in part.checks()) if name != "structure" else self._structure()
+        checks = self._one_after_another(parts) if name != "structure" else self._wanted(self._structure)
         with reach.counted() if name != "latency" else contextlib.nullcontext():
             yield from one_by_one(checks, progress)
+
+    def _one_after_another(self, parts: Sequence[Part]) -> Iterator[CheckRun]:
+        for part in parts:
+            yield from part.checks()
+            self.ended += part.shares
+
+    def _one_ended(self) -> None:
+        self.ended += 1
+
+    def _wanted(self, checks: Callable[[], Iterator[CheckRun]]) -> Iterator[CheckRun]:
+        """The checks that were asked for, and those that others cannot do without."""
+        names = self.options.checks
+        return (check for check in checks() if not names or check.stops or check.name in names)
+
+    def _count_parts(self) -> None:
+        """Learn how many parts all gates have, once it is known what there is to verify."""
+        assert self.bench is not None
+        gates = [name for name in TITLES if name != "structure" and name in self.options.gates]
+        self.parts = 1 + sum(part.shares for name in gates for part in self._parts(name))
+        self.ended = 1
 
     def _reach(self) -> Reach:
         return Reach.of(self.rewritten, self.options.reach and not self.options.quick)
@@ -142,6 +169,7 @@ class _Run:
             return
         yield from class_checks(self.subjects, self.modules[1])
         self.bench = self._workbench(self.subjects)
+        self._count_parts()
         yield from state_checks(self.bench)
         yield from checkpoint_checks(self.bench)
         yield from declared_checks(self.subjects, self.modules, self.bench)
@@ -176,7 +204,8 @@ class _Run:
 
         assert self.bench is not None
         assert self.subjects is not None
-        return parts_of(name, self.bench, self.subjects)
+        parts = parts_of(name, self.bench, self.subjects)
+        return [replace(part, checks=partial(self._wanted, part.checks)) for part in parts]
 
     def _divergence(self, gate: Gate) -> Divergence | None:
         if self.bench is None or gate.name not in ("parity", "generation"):

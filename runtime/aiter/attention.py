@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import calls as aiter_calls
 from .norms import DTYPES

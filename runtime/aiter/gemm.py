@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..core import aiter_probe
 from . import calls as aiter_calls

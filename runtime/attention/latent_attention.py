@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend

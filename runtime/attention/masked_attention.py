@@ -35,7 +35,7 @@ def attend(rows, heads, kv_heads, head_dim, mask):
 case("32 heads of 64, bools", attend, 1, 32, 32, 64, tensor(1, 1, 1, CONTEXT, dtype=torch.bool))
 case("32 heads of 128, ALiBi", attend, 1, 32, 32, 128, tensor(1, 32, 1, CONTEXT))
 case("71 of 1 heads of 64", attend, 1, 71, 1, 64, tensor(1, 1, 1, CONTEXT, dtype=torch.bool))
-case("32 of 8 heads of 128, no mask", attend, 1, 32, 8, 128, None)
+case("32 of 8 heads, no mask", attend, 1, 32, 8, 128, None)
 """
 
 if backend.triton_installed():

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -28,6 +28,7 @@ from ..aiter import attention as aiter_attention
 from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
 from ..core import backend
+from ..core.target import ROCM
 
 OFFERS: dict[str, dict[str, str]] = {
     "grouped_matmul": {
@@ -51,7 +52,7 @@ def native_gqa(interface: Attention) -> Attention:
     That is ours for transformers' own `sdpa_attention_forward`, with the same arguments and result, and on an AMD GPU
     with aiter for `flash_attention_forward`; `interface` itself for anything else.
     """
-    if interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
+    if ROCM and interface is flash_attention.flash_attention_forward and aiter_calls.candidate("attention"):
         return aiter_flash.forward
     return _sdpa if interface is sdpa_attention_forward else interface
 
@@ -69,7 +70,7 @@ def _sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     groups = getattr(module, "num_key_value_groups", 1)
-    if aiter_calls.candidate("attention"):
+    if ROCM and aiter_calls.candidate("attention"):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         reason = _aiter_refusal(query, key, value, attention_mask, dropout, kwargs)
         if reason is None:

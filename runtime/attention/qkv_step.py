@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend

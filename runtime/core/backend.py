@@ -31,6 +31,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from . import aiter_probe, launch
 from .place import NAMESPACE
+from .target import ROCM
 
 BACKENDS = ("auto", "reference", "triton", "aiter")
 ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
@@ -257,7 +258,9 @@ def _checked(name: str) -> str:
         raise ValueError(f"unknown backend '{name}': choose one of {', '.join(BACKENDS)}")
     if name == "triton" and not triton_installed():
         raise BackendUnavailable(name, "triton is not installed")
-    if name == "aiter" and (failure := aiter_probe.failure()) is not None:
+    if name == "aiter" and not ROCM:
+        raise BackendUnavailable(name, "this package was made without it, make it anew with --target rocm")
+    if ROCM and name == "aiter" and (failure := aiter_probe.failure()) is not None:
         raise BackendUnavailable(name, failure)
     return name
 

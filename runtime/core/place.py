@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_NESTED = ".runtime.core.place"
+_NESTED = re.search(r"\.runtime\.core(\.place)?$", __name__)
+"""Found in a package, where a room is one file, and in a repository that has its files."""
 
-PACKAGE = __name__.removesuffix(_NESTED) if __name__.endswith(_NESTED) else __name__.rpartition(".")[0]
+PACKAGE = __name__[: _NESTED.start()] if _NESTED else __name__.rpartition(".")[0]
 """Dotted name of the package that the modeling file is in."""
-MODULES = f"{PACKAGE}.runtime." if __name__.endswith(_NESTED) else f"{PACKAGE}.rewrite_runtime_"
+MODULES = f"{PACKAGE}.runtime." if _NESTED else f"{PACKAGE}.rewrite_runtime_"
 """How the dotted name of every file of this runtime begins."""
-FOLDER = Path(__file__).parents[2] if __name__.endswith(_NESTED) else Path(__file__).parent
+FOLDER = Path(__file__).parents[_NESTED[0].count(".") - 1] if _NESTED else Path(__file__).parent
 """The folder that the modeling file is in, with the tables that were measured."""
 NAMESPACE = re.sub(r"\W", "_", PACKAGE)
 """What its operators are registered under: each package carries its own copy, and two live in one process."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..core.rows import KERNEL_DTYPES
 from ..products.gated_activation import activation_kind, gated_activation

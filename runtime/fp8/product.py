@@ -9,8 +9,8 @@ result is bf16; elsewhere the same product of what the 8 bits stand for, which i
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..core import backend
 from .format import Quantized, has_fp8

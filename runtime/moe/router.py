@@ -15,8 +15,8 @@ The largest of a softmax are those of its logits, and a softmax over the chosen 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, overlaps

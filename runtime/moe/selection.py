@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps

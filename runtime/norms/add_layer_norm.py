@@ -9,7 +9,7 @@ N is any leading shape, H the hidden size:
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F
 
 from ..core import backend, deferring, rows
 from .add_rms_norm import empty_sum, sum_refusal

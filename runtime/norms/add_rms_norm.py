@@ -12,6 +12,7 @@ import torch
 
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
+from ..core.target import ROCM
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
 from .rms_norm import result_dtype, rms_norm
@@ -91,7 +92,7 @@ def _forward(
     weight_in_fp32: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     order = rows.order(residual)
-    if order == ():
+    if ROCM and order == ():
         given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
         found = aiter_norms.add_rms_norm(*given, norm_reference)
         if found is not None:

@@ -14,6 +14,7 @@ import torch
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel
+from ..core.target import ROCM
 
 OFFERS: dict[str, dict[str, str]] = {
     "layer_norm": {
@@ -172,7 +173,7 @@ def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     order = rows.order(hidden_states)
-    if order == ():
+    if ROCM and order == ():
         normed = aiter_norms.layer_norm(hidden_states, weight, bias, eps, _reference)
         if normed is not None:
             return normed

@@ -17,6 +17,7 @@ import torch
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel
+from ..core.target import ROCM
 
 OFFERS: dict[str, dict[str, str]] = {
     "rms_norm": {
@@ -197,7 +198,7 @@ def _forward(
     hidden_states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> torch.Tensor:
     order = rows.order(hidden_states)
-    if order == ():
+    if ROCM and order == ():
         normed = aiter_norms.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32, reference)
         if normed is not None:
             return normed

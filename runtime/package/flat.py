@@ -2,8 +2,8 @@
 
 `AutoModel.from_pretrained(…, trust_remote_code=True)` copies the file that `auto_map` names and those that it imports
 as `from .name import …`: no folders, and in transformers 5.0 only what that one file names itself. So
-`runtime/norms/rms_norm.py` becomes `rewrite_runtime_norms_rms_norm.py`, the `__init__.py` of a room
-`rewrite_runtime_norms.py`, and the modeling file names them all. Reads text, imports nothing.
+`runtime/norms.py` becomes `rewrite_runtime_norms.py`, a file `runtime/norms/rms_norm.py` of an older package
+`rewrite_runtime_norms_rms_norm.py`, and the modeling file names them all. Reads text, imports nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 MARK = "# Flat copy by hf-rewrite (Apache-2.0) of "
-"""Begins every flat file but the modeling file, whose own header and licence notice stay."""
+"""Begins every flat file of the runtime; the modeling file and those beside it keep their own headers and notices."""
 UPSTREAM = "runtime/upstream.py"
-_GUARD = "runtime/origin/guard.py"
+_GUARDS = ("runtime/origin.py", "runtime/origin/guard.py")
+"""The file of the guard; the second in packages in which a room is a folder."""
 _LOCK = " rewrite.lock lists what was changed and what was skipped."
 
 
@@ -32,7 +33,8 @@ def flat_files(folder: Path, modeling: str) -> dict[str, str]:
     """
     guard = _guard(folder / "__init__.py")
     found: dict[str, str] = {}
-    waiting = [modeling, *([_GUARD, UPSTREAM] if guard else [])]
+    made_from = next((name for name in _GUARDS if (folder / name).is_file()), "")
+    waiting = [modeling, *([made_from, UPSTREAM] if guard else [])]
     while waiting:
         name = waiting.pop()
         if name not in found:
@@ -42,8 +44,13 @@ def flat_files(folder: Path, modeling: str) -> dict[str, str]:
     if len(set(names.values())) < len(names):
         raise NotFlat(f"two files would have one name: {', '.join(sorted(names.values()))}")
     runtime = [names[name] for name in sorted(found) if name != modeling]
-    texts = {names[name]: f"{MARK}{name}\n{text}" for name, text in sorted(found.items()) if name != modeling}
-    return {modeling: _with_names(found[modeling].replace(_LOCK, "", 1), guard, runtime), **texts}
+    texts = {names[name]: _marked(name, text) for name, text in sorted(found.items()) if name != modeling}
+    return {modeling: _with_names(found[modeling].replace(_LOCK, "", 1), guard, made_from, runtime), **texts}
+
+
+def _marked(name: str, text: str) -> str:
+    """Return the text of a flat file; one that lies beside the modeling file is the user's own."""
+    return f"{MARK}{name}\n{text}" if "/" in name else text
 
 
 def flat_name(name: str) -> str:
@@ -62,6 +69,8 @@ def _flattened(folder: Path, name: str) -> tuple[str, list[str]]:
     for node in sorted(imports, key=lambda node: node.lineno, reverse=True):
         found = [_imported(folder, name, node, alias) for alias in node.names]
         needed += [one.file for one in found]
+        if not any("/" in file for file in (name, *(one.file for one in found))):
+            continue  # files beside the modeling file are flat
         _replace(lines, node, list(_statements(found)))
     return "\n".join(lines), needed
 
@@ -132,11 +141,11 @@ def _guard(init: Path) -> list[str]:
     return []
 
 
-def _with_names(text: str, guard: list[str], files: Iterable[str]) -> str:
+def _with_names(text: str, guard: list[str], guarding: str, files: Iterable[str]) -> str:
     """Return the text of the modeling file with a block before its imports that names every other file."""
     block = ["from typing import TYPE_CHECKING", ""]
     if guard:
-        made_from, upstream = (flat_name(name).removesuffix(".py") for name in (_GUARD, UPSTREAM))
+        made_from, upstream = (flat_name(name).removesuffix(".py") for name in (guarding, UPSTREAM))
         block += [
             f"from . import {upstream} as _upstream",
             f"from .{made_from} import made_from",

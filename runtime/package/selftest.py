@@ -55,7 +55,7 @@ class SelfTest:
         )
 
 
-def run(module: ModuleType, original: str | None, checkpoint: str | None = None) -> SelfTest:
+def run_selftest(module: ModuleType, original: str | None, checkpoint: str | None = None) -> SelfTest:
     """Compare the model class of `module` with the one of the same name in the installed module `original`.
 
     Args:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..norms.layer_norm import launch_layer_norm
 from ..norms.rms_norm import launch_rms_norm

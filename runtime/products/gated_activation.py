@@ -17,13 +17,14 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F
 from transformers.activations import ACT2CLS
 
 from ..aiter import activation as aiter_activation
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, grid
+from ..core.target import ROCM
 
 OFFERS: dict[str, dict[str, str]] = {
     "gated_activation": {
@@ -181,8 +182,7 @@ def _function_kind(function: Callable[[torch.Tensor], torch.Tensor]) -> str | No
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    product = aiter_activation.gated_activation(gate, up, activation)
-    if product is not None:
+    if ROCM and (product := aiter_activation.gated_activation(gate, up, activation)) is not None:
         return product
     if backend.uses_triton(gate):
         reason = _refusal(gate, up)

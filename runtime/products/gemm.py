@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..aiter import gemm as aiter_gemm
 from ..core import backend, place
+from ..core.target import ROCM
 from . import packing, preshuffle
 from .linear import few_rows, takes_few_rows
 from .skinny import MOST_ROWS
@@ -164,7 +165,7 @@ def rule(rows: int) -> str:
     """Return the path for a size that the table does not have."""
     if rows <= MOST_ROWS:
         return "skinny"
-    return "aiter" if rows >= _threshold else "vendor"
+    return "aiter" if ROCM and rows >= _threshold else "vendor"
 
 
 def size_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
@@ -267,10 +268,11 @@ def _preferring(library: str) -> Run:
 
 offer("vendor", Path(F.linear))
 offer("skinny", Path(_skinny))
-offer("hipblaslt", Path(_preferring("hipblaslt")))
-offer("rocblas", Path(_preferring("hipblas")))
-offer("aiter", Path(aiter_gemm.mm))
-offer("preshuffled", Path(preshuffle.multiply, takes_bias=False, many_rows=True))
+if ROCM:
+    offer("hipblaslt", Path(_preferring("hipblaslt")))
+    offer("rocblas", Path(_preferring("hipblas")))
+    offer("aiter", Path(aiter_gemm.mm))
+    offer("preshuffled", Path(preshuffle.multiply, takes_bias=False, many_rows=True))
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -71,7 +71,7 @@ def plain(model, activation):
     )
 
 for model in LLAMAS:
-    case(f"{model.name}, LayerNorm, GELU", plain, model, "gelu")
+    case(f"{model.name}, norm, GELU", plain, model, "gelu")
 case("1B, LayerNorm, GELU tanh", plain, LLAMA_1B, "gelu_tanh")
 """
 

@@ -36,7 +36,7 @@ def product(cols, rows, activation, norm):
     )
 
 case("1280 to 3840, LayerNorm", product, 1280, 3840, "", True)
-case("1280 to 5120, LayerNorm, GELU", product, 1280, 5120, "gelu_tanh", True)
+case("1280, LayerNorm, GELU", product, 1280, 5120, "gelu_tanh", True)
 case("5120 to 1280", product, 5120, 1280, "", False)
 """
 

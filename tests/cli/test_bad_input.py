@@ -218,14 +218,18 @@ def test_without_torch_everything_but_verification_works(here: Path) -> None:
     done = in_process(here, {"torch"}, "llama", "--out", "o", "--no-verify", "--only", "fuse_qkv")
     assert done.code == 0, done.err
     assert (here / "o" / "modeling_llama.py").is_file()
-    fails(in_process(here, {"torch"}, "llama", "--out", "p"), 2, "pip install torch", "--no-verify")
+    fails(in_process(here, {"torch"}, "llama", "--out", "p"), 2, "pip install 'hf-rewrite[verify]'", "--no-verify")
     assert not (here / "p").exists()
-    fails(in_process(here, {"torch"}, "verify", "o"), 2, "pip install torch")
+    for command in ("verify", "bench", "tune", "accept --reason x", "sync --verify"):
+        name, *options = command.split()
+        fails(in_process(here, {"torch"}, name, "o", *options), 2, "torch is not", "pip install 'hf-rewrite[verify]'")
+    fails(in_process(here, {"torch"}, "sweep", "llama"), 2, "torch is not", "pip install 'hf-rewrite[verify]'")
 
 
 def test_without_transformers_it_says_what_to_install(here: Path) -> None:
-    fails(in_process(here, {"transformers"}, "llama", "--out", "o", "--no-verify"), 2, "pip install transformers")
-    fails(in_process(here, {"transformers"}, "models"), 2, "pip install transformers")
+    for arguments in (("llama", "--out", "o", "--no-verify"), ("models",)):
+        done = in_process(here, {"transformers"}, *arguments)
+        fails(done, 2, "pip install 'hf-rewrite[verify]'", "--transformers VERSION")
     arguments = ("modeling_tiny.py", "--out", "o", "--no-verify", "--only", "fuse_qkv")
     assert in_process(here, {"transformers", "torch"}, *arguments).code == 0
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from command_line import CommandLine
 
-from rewrite.package import runtime_files
+from rewrite.package import parts, runtime_files
+from rewrite.package.closure import closure
 from rewrite.runtime.package.flat import NotFlat, flat_files, flat_name
 from rewrite.upstream.auto_classes import auto_classes
 from rewrite.upstream.installed import find_transformers
@@ -81,7 +82,7 @@ def test_the_files_say_what_they_are(package: Path, checkpoint: Path, here: Path
     assert "# Copyright 2020 Somebody. Licensed to all." in modeling
     assert "rewrite.lock" not in modeling
     marks = {path.read_text().splitlines()[0] for path in hub.glob("rewrite_*.py")}
-    assert "# Flat copy by hf-rewrite (Apache-2.0) of runtime/products/packing.py" in marks
+    assert "# Flat copy by hf-rewrite (Apache-2.0) of runtime/products.py" in marks
     config = json.loads((hub / "config.json").read_text())
     assert config["note"] == "mine"
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_tiny.TinyLlamaForCausalLM"
@@ -99,8 +100,8 @@ def test_transformers_finds_every_file_in_the_modeling_file(package: Path, here:
 
 
 def test_the_whole_runtime_has_a_flat_form(tmp_path: Path) -> None:
-    names = [path.relative_to(ROOT / "runtime").with_suffix("").as_posix() for path in ROOT.glob("runtime/*/[!_]*.py")]
-    files = runtime_files.files(names)
+    files = runtime_files.files(closure(parts.final_names()))
+    names = [name.removeprefix("runtime/").removesuffix(".py") for name in files if "__" not in name]
     for name, data in {**files, "runtime/upstream.py": b"CALLED = IMPORTED = {}\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
@@ -126,7 +127,7 @@ def test_the_whole_runtime_has_a_flat_form(tmp_path: Path) -> None:
         ("from .runtime.room.second import *", "from .rewrite_runtime_room_second import *"),
         ("from .runtime.room import second as s", "from . import rewrite_runtime_room_second as s"),
         ("from .runtime import room", "from . import rewrite_runtime_room as room"),
-        ("from . import mine", "from . import mine as mine"),
+        ("from . import mine", "from . import mine"),
         ("from .mine import a; b = a", "from .mine import a; b = a"),
         (
             "def f():\n    from .runtime.room import second, first\n    return first",

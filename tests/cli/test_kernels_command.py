@@ -59,7 +59,8 @@ def test_triton_is_missing(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else there(name))
     shown = rewrite("kernels")
     assert shown.code == 2
-    assert shown.err.strip() == "error: triton is not installed and compiling kernels needs it: pip install triton"
+    said = "error: triton is not installed and compiling kernels needs it: pip install 'hf-rewrite[verify]'"
+    assert shown.err.strip() == said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

@@ -110,7 +110,7 @@ def test_a_count_that_falls_is_a_failure(here: Path, package: Path, rewrite: Com
     assert rewrite(*arguments, "--force").code == 0
 
 
-@pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", "runtime/products/packing.py"])
+@pytest.mark.parametrize("name", ["modeling_tiny.py", "__init__.py", "runtime/products.py"])
 def test_edits_are_refused_and_with_force_kept_as_a_backup(package: Path, rewrite: CommandLine, name: str) -> None:
     (package / name).write_text("# mine\n")
     refused = rewrite(*ARGUMENTS, "--out", package)

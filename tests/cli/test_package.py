@@ -16,7 +16,6 @@ from command_line import CommandLine
 from rewrite.package import runtime_files
 from rewrite.package.assemble import public_names
 from rewrite.package.lock import read_lock, sha256
-from rewrite.package.runtime_files import closure
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -77,23 +76,10 @@ def test_generated_files_are_formatted_and_lint_free(package: Path) -> None:
 
 def test_a_package_carries_the_runtime_files_it_imports_and_no_others(package: Path) -> None:
     runtime = package / "runtime"
-    present = {path.relative_to(runtime).with_suffix("").as_posix() for path in runtime.glob("*/[!_]*.py")}
-    assert present == set(closure(["products.packed_linear"]))
-    assert {"products/packing", "core/rocm"} <= present
-    assert "attention/rotary" not in present
-    assert not (runtime / "attention").exists()
-
-
-def test_an_import_that_may_be_missing_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "room/first": "from .second import a\ndef f():\n    from ..other import third\n",
-        "room/second": "try:\n    from .optional import b\nexcept ImportError:\n    b = None\n",
-        "other/third": "import os\nfrom ..room.first import use\n",
-    }
-    monkeypatch.setattr(runtime_files, "ALWAYS", ())
-    monkeypatch.setattr(runtime_files, "runtime_file", lambda name: files[name].encode())
-    monkeypatch.setattr(runtime_files, "offered", lambda room: {"use": "first"})
-    assert closure(["room.use"]) == ["other/third", "room/first", "room/second"]
+    present = {path.stem for path in runtime.glob("*.py")} - {"__init__", "upstream"}
+    assert present == set(runtime_files.closure_of(["products.packed_linear"], "cuda").rooms)
+    assert {"core", "products"} <= present
+    assert "attention" not in present
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_dry_run_in_a_pipe_is_a_patch_of_the_source(here: Path, rewrite: Comma
     shown = rewrite("modeling_tiny.py", "--dry-run", "--only", "fuse_qkv")
     assert shown.code == 0
     assert shown.out.startswith("--- a/modeling_tiny.py\n+++ b/modeling_tiny.py\n@@ ")
-    assert "transforms 1 applied at 1 site\n" in shown.err
+    assert "sites      1 of 1 rewritten, by 1 transform\n" in shown.err
     assert sorted(p.name for p in here.iterdir()) == ["modeling_tiny.py"]
     apply(here, shown.out)
     changed = path.read_bytes()

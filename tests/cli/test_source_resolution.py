@@ -215,5 +215,5 @@ def test_other_encodings_are_refused(here: Path, data: bytes, message: str) -> N
 def test_without_transformers_a_file_still_resolves(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rewrite.upstream.source.find_transformers", lambda: None)
     assert resolve("modeling_tiny.py").transformers_version is None
-    with pytest.raises(MissingLibrary, match="pip install transformers"):
+    with pytest.raises(MissingLibrary, match="--transformers VERSION"):
         resolve("llama")

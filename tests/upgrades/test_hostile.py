@@ -48,7 +48,9 @@ HARMS: dict[str, Harm] = {
     "through a folder": file("runtime/../../victim.py"),
     "a null": file("runtime/\0.py"),
     "the folder itself": file("."),
-    "two modeling files": file("modeling_other.py"),
+    "two modeling files": lambda data: data["files"].update(
+        {"modeling_other.py": "0", ".rewrite/modeling_other.py.original": "0"}
+    ),
     "a modeling file elsewhere": lambda data: data.update(files={"modeling_/../../victim.py": "0"}),
     "no modeling file": lambda data: data["files"].pop("modeling_tiny.py"),
     "an original outside transformers": lambda data: data["source"].update(path="../../../../etc/passwd"),

@@ -140,12 +140,12 @@ def test_a_conflict_fails_and_keeps_the_file(repository: Repository) -> None:
 
 
 def test_check_fails_on_an_edited_runtime(repository: Repository) -> None:
-    with (repository.folder / "out" / "runtime" / "products" / "packing.py").open("a") as file:
+    with (repository.folder / "out" / "runtime" / "products.py").open("a") as file:
         file.write("# mine\n")
     repository.git("add", "-A")
     failed = repository.hooks("rewrite-check")
     assert states(failed) == {"rewrite check": "Failed"}
-    assert "runtime/products/packing.py was edited" in failed.stdout
+    assert "runtime/products.py was edited" in failed.stdout
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     assert "as it was generated" in rewrite("undo", package).out
     mine = edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     (package / "__init__.py").write_text("# mine\n")
-    (package / "runtime" / "products" / "packing.py").write_text("# mine\n")
-    (package / "runtime" / "core" / "backend.py").unlink()
+    (package / "runtime" / "products.py").write_text("# mine\n")
+    (package / "runtime" / "core.py").unlink()
     (package / ".rewrite" / "__init__.py").write_text("# not generated\n")
     (package / "notes.txt").write_text("mine")
     done = rewrite("undo", package)
@@ -42,7 +42,7 @@ def test_undo_restores_every_generated_file_and_keeps_the_edits_beside(
     assert {name: data for name, data in after.items() if name in before} == before
     assert after["modeling_tiny.py.undone"].decode() == mine
     assert set(after) - set(before) == {
-        "modeling_tiny.py.undone", "__init__.py.undone", "runtime/products/packing.py.undone", "notes.txt",
+        "modeling_tiny.py.undone", "__init__.py.undone", "runtime/products.py.undone", "notes.txt",
     }  # fmt: skip
     assert rewrite("check", package, "--transformers", releases("6.0.0")).code == 0
 
@@ -124,14 +124,14 @@ def test_a_comment_is_never_too_long_for_github(package: Path) -> None:
 
 def test_the_formats_of_check(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.1.0", DROPOUT)
-    with (package / "runtime" / "products" / "packing.py").open("a") as file:
+    with (package / "runtime" / "products.py").open("a") as file:
         file.write("# mine\n")
-    edited = len((package / "runtime" / "products" / "packing.py").read_text().splitlines())
+    edited = len((package / "runtime" / "products.py").read_text().splitlines())
     moved = (package / "modeling_tiny.py").read_text().split("\n").index("        self.attention_dropout = 0.0") + 1
     arguments = ("check", package, "--transformers", tree, "--format")
     github = rewrite(*arguments, "github").out.splitlines()
     assert any(
-        f"packing.py,line={edited},endLine={edited},title=rewrite check%2C edited-runtime::" in li for li in github
+        f"products.py,line={edited},endLine={edited},title=rewrite check%2C edited-runtime::" in li for li in github
     )
     assert any(f"modeling_tiny.py,line={moved},endLine={moved}," in li and "6.0.0 → 6.1.0" in li for li in github)
     sarif = json.loads(rewrite(*arguments, "sarif").out)
@@ -172,7 +172,7 @@ def test_check_reads_and_nothing_else(package: Path, releases: Releases, tmp_pat
 def test_what_is_not_what_the_lock_says(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     tree = releases("6.0.0")
     assert rewrite("check", package, "--transformers", tree, "--full").code == 0
-    (package / "runtime" / "core" / "backend.py").unlink()
-    assert "runtime/core/backend.py is missing" in rewrite("check", package, "--transformers", tree).out
+    (package / "runtime" / "core.py").unlink()
+    assert "runtime/core.py is missing" in rewrite("check", package, "--transformers", tree).out
     assert rewrite("sync", package, "--transformers", tree).code == 0
     assert rewrite("check", package, "--transformers", tree).code == 0

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from rewrite.measure.runtime_part import runtime_part
+
 torch = pytest.importorskip("torch")
 
 
@@ -84,7 +86,7 @@ def test_it_passes_and_says_what_it_compared(package: Path) -> None:
 def test_a_planted_bug_is_noticed(package: Path, old: str, new: str, said: str) -> None:
     plant(package, old, new)
     module = imported(package)
-    failed = sys.modules[f"{package.name}.runtime.package.selftest"].SelfTestFailed
+    failed = runtime_part(package.name, "package/selftest").SelfTestFailed
     with pytest.raises(failed, match=said):
         module.selftest()
 
@@ -96,7 +98,7 @@ def test_a_tensor_that_arrives_changed_is_noticed(package: Path) -> None:
         "        self.post_init()\n        self.register_load_state_dict_post_hook(lambda *a: None)",
     )
     module = imported(package)
-    tested = sys.modules[f"{package.name}.runtime.package.selftest"]
+    tested = runtime_part(package.name, "package/selftest")
     loaded = tested._loaded
 
     def changes(model_class, checkpoint):  # type: ignore[no-untyped-def]

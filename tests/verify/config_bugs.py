@@ -61,21 +61,21 @@ CONFIGURED = (
         "return tuple(\n        projection(input) if getattr(projection, 'bias', None) is None\n"
         "        else F.linear(input, projection.weight, projection.bias.detach())\n"
         "        for projection in projections\n    )",
-        file="runtime/products/packing.py",
+        file="runtime/products.py",
     ),
     Bug(
         "llama",
         "no scaling where nothing is grouped",
         "groups = getattr(module",
         'scaling = 1.0 if getattr(module, "num_key_value_groups", 1) == 1 else scaling\n    groups = getattr(module',
-        file="runtime/attention/native_gqa.py",
+        file="runtime/attention.py",
     ),
     Bug(
         "llama",
         "key heads of two",
         "groups = getattr(module",
         "key = key.roll(1, 1) if key.shape[1] > 2 else key\n    groups = getattr(module",
-        file="runtime/attention/native_gqa.py",
+        file="runtime/attention.py",
     ),
     Bug("qwen3_moe", "theta hard-coded", THETA, "base = 10000.0"),
     Bug("qwen3_moe", "sparse step ignored", "(layer_idx + 1) % config.decoder_sparse_step == 0", "True"),

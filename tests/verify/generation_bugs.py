@@ -46,15 +46,15 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 FILES = {
-    "states": "runtime/cache/states.py",
-    "layers": "runtime/cache/layers.py",
-    "cache": "runtime/cache/preallocated.py",
-    "inputs": "runtime/decode/step_inputs.py",
-    "graph": "runtime/decode/graph.py",
-    "loop": "runtime/decode/generation.py",
-    "fitness": "runtime/decode/fitness.py",
-    "sampling": "runtime/decode/sampling.py",
-    "latents": "runtime/attention/latent_attention.py",
+    "states": "runtime/cache.py",
+    "layers": "runtime/cache.py",
+    "cache": "runtime/cache.py",
+    "inputs": "runtime/decode.py",
+    "graph": "runtime/decode.py",
+    "loop": "runtime/decode.py",
+    "fitness": "runtime/decode.py",
+    "sampling": "runtime/decode.py",
+    "latents": "runtime/attention.py",
 }
 ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
     "a row", "rows with padding, one ends", "draws", "calls one after another", "a cache that came back",
@@ -94,12 +94,12 @@ FLAG = (
 RESTORED = "torch._foreach_copy_(written, copies)"
 COPIED = "into[index].copy_(state)"
 ENDS_AT_ONCE = "            chunk, ahead = 1, 1  # states cannot go back to the end\n"
-STATE_COPIES = "states.copy(mine, theirs)"
+STATE_COPIES = "states_copy(mine, theirs)"
 STATE_INIT = "super().lazy_initialization(*args, **kwargs)"
 
 STATES = (
-    bug("lfm2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
-    bug("mamba2", "states not reset between calls", AGAIN, "cache", old="states.forget(layer)", new="pass", also=FLAG),
+    bug("lfm2", "states not reset between calls", AGAIN, "cache", old="states_forget(layer)", new="pass", also=FLAG),
+    bug("mamba2", "states not reset between calls", AGAIN, "cache", old="states_forget(layer)", new="pass", also=FLAG),
     bug("lfm2", "states not restored after the proof", ONE, "states", old=RESTORED, new="pass"),
     bug(
         "mamba2",
@@ -194,7 +194,7 @@ STATES = (
         "states not taken over",
         CONTINUED,
         "cache",
-        old="            states.copy(theirs, mine)\n\n    def store",
+        old="            states_copy(theirs, mine)\n\n    def store",
         new="            pass\n\n    def store",
     ),
     bug(
@@ -228,8 +228,8 @@ STATES = (
         "keys behind their place",
         ONE,
         "layers",
-        old="self.keys.index_copy_(2, self.cache.position, key",
-        new="self.keys.index_copy_(2, self.cache.position - 1, key",
+        old="key_states, value_states, self.cache.position)",
+        new="key_states, value_states, self.cache.position - 1)",
     ),
     bug(
         "lfm2",

@@ -14,34 +14,34 @@ def bug(name: str, file: str, old: str, new: str) -> Bug:
 
 
 LOOP = (
-    bug("stale position", "runtime/decode/sampling.py", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
+    bug("stale position", "runtime/decode.py", ADVANCE, ADVANCE.replace("add_(1)", "add_(0)")),
     bug(
         "position one ahead",
-        "runtime/decode/graph.py",
+        "runtime/decode.py",
         "position_ids.copy_(position_ids)",
         "position_ids.copy_(position_ids + 1)",
     ),
     bug(
         "token not fed back",
-        "runtime/decode/sampling.py",
+        "runtime/decode.py",
         ADVANCE,
         ADVANCE.replace("input_ids.copy_(tokens[:, None])", "input_ids"),
     ),
     bug(
         "padding not masked",
-        "runtime/decode/graph.py",
+        "runtime/decode.py",
         "self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))",
         "pass",
     ),
     bug(
         "cache slot off by one",
-        "runtime/cache/layers.py",
+        "runtime/cache.py",
         "write_token(self.keys, self.values, key_states, value_states, self.cache.position)",
         "write_token(self.keys, self.values, key_states, value_states, (self.cache.position - 1).clamp(min=0))",
     ),
     bug(
         "a slot ahead is read",
-        "runtime/attention/decode_attention.py",
+        "runtime/attention.py",
         "(slots <= position)",
         "(slots <= position + 1)",
     ),
@@ -53,26 +53,26 @@ LOOP = (
         "self.mlp.decode_residual(hidden_states, self.post_attention_layernorm, hidden_states)",
         "self.mlp.decode_residual(hidden_states, self.input_layernorm, hidden_states)",
     ),
-    bug("processors left out", "runtime/decode/sampling.py", "for form in sampling.forms:\n", "for form in ():\n"),
+    bug("processors left out", "runtime/decode.py", "for form in sampling.forms:\n", "for form in ():\n"),
     bug(
         "other random numbers",
-        "runtime/decode/sampling.py",
+        "runtime/decode.py",
         "torch.empty_like(probabilities).exponential_(1)",
         "torch.empty_like(probabilities).exponential_(1).exponential_(1)",
     ),
-    bug("cache not emptied", "runtime/decode/graph.py", "self.state.position.fill_(self.cache.length)", "pass"),
+    bug("cache not emptied", "runtime/decode.py", "self.state.position.fill_(self.cache.length)", "pass"),
 )
 
 CAPTURED = (
     bug(
         "graph of the old weights",
-        "runtime/decode/graph_store.py",
+        "runtime/decode.py",
         "signature != self._signature",
         "self._signature is None",
     ),
     bug(
         "a replay too few",
-        "runtime/decode/generation.py",
+        "runtime/decode.py",
         "for _ in range(count):\n                program.replay()",
         "for _ in range(count):\n                graph.state.position.add_(0) if made % 7 == 0 else program.replay()",
     ),

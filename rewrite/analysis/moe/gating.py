@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from rewrite.analysis.step.terms import source, why_not_read
+from rewrite.analysis.step.source import source
+from rewrite.analysis.step.terms import why_not_read
 from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import NotComputable, body

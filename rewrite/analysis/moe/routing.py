@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import libcst as cst
 
 from rewrite.analysis.moe.ways import UNDEFINED, Ways, decided, taken
-from rewrite.analysis.step.terms import MAX_DEPTH, source, values_of, why_not_read
+from rewrite.analysis.step.source import source
+from rewrite.analysis.step.terms import MAX_DEPTH, values_of, why_not_read
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, operation, subterms, unify

@@ -23,6 +23,7 @@ from rewrite.analysis.step.latent_rotation import complex_tables
 from rewrite.analysis.step.latent_step import LatentStep, is_latent, latent_step
 from rewrite.analysis.step.mlp_step import NAME
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
+from rewrite.analysis.step.source import source
 from rewrite.analysis.step.terms import (
     CACHE,
     MAX_DEPTH,
@@ -32,7 +33,6 @@ from rewrite.analysis.step.terms import (
     is_linear,
     keyword,
     run_step,
-    source,
 )
 from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module

@@ -17,7 +17,8 @@ from rewrite.analysis.step.attention_heads import HIDDEN
 from rewrite.analysis.step.latent_rotation import OPTIONS, UP_TO_LAST, Turned, sizes_of, turned
 from rewrite.analysis.step.mlp_step import NAME
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
-from rewrite.analysis.step.terms import CACHE, LINEAR, NoStep, keyword, source, values_of
+from rewrite.analysis.step.source import source
+from rewrite.analysis.step.terms import CACHE, LINEAR, NoStep, keyword, values_of
 from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line

@@ -12,7 +12,8 @@ import libcst as cst
 from rewrite.analysis.sites.residual import is_fused, norm_classes
 from rewrite.analysis.step.layer_step import HIDDEN
 from rewrite.analysis.step.mlp_step import NAME
-from rewrite.analysis.step.terms import NoStep, source
+from rewrite.analysis.step.source import source
+from rewrite.analysis.step.terms import NoStep
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.analysis.syntax.replacement import line

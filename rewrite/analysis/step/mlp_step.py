@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from rewrite.analysis.step.terms import computed_in_step, is_linear, source
+from rewrite.analysis.step.source import source
+from rewrite.analysis.step.terms import computed_in_step, is_linear
 from rewrite.analysis.syntax.methods import MODULE, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.nodes import parameters

@@ -9,7 +9,8 @@ import libcst.matchers as m
 
 from rewrite.analysis.step.attention_step import PARAMETERS, AttentionStep, attention_term, step_of
 from rewrite.analysis.step.mlp_step import NAME
-from rewrite.analysis.step.terms import CACHE, NoStep, is_linear, source, values_of
+from rewrite.analysis.step.source import source
+from rewrite.analysis.step.terms import CACHE, NoStep, is_linear, values_of
 from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line

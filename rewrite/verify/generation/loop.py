@@ -7,11 +7,13 @@ the package what ran: where its loop does not take a call, the check is not run 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from rewrite.measure.runtime_part import runtime_part
 
 from ..calls.approximate import step_by_step
 from ..judging.checks import CheckRun
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SWITCH = "_step_without_graph"
-LOOP = ".decode.generation"
-"""Where the loop is in a package's runtime."""
-PARTS = ("core.backend", "decode.graph", "decode.graph_store", "core.capture")
+LOOP = re.compile(r"\.runtime\.decode(\.generation)?$")
+"""Where the loop is in a package."""
+PARTS = ("core/backend", "decode/graph", "decode/graph_store", "core/capture")
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
 NEW, LONGER = 16, 40
 TRIED = {"step_fails", "step_differs", "step_not_capturable", "cache_kind", "cache_unused", "inputs"}
@@ -79,9 +81,9 @@ class Package:
             NotRun: it is no runtime that this verifier knows.
         """
         origin = next(base.__module__ for base in model_class.__mro__ if SWITCH in vars(base))
-        runtime = origin.removesuffix(LOOP)
+        package = LOOP.sub("", origin)
         try:
-            return cls(*(importlib.import_module(f"{runtime}.{name}") for name in PARTS))
+            return cls(*(runtime_part(package, name) for name in PARTS))
         except ModuleNotFoundError as error:
             raise NotRun(f"the package's loop is not one that can be asked what ran: {error}") from error
 

@@ -21,7 +21,8 @@ class Options:
     `keep_going` runs the later gates after a failure; `fail_fast` ends a gate at its first failure;
     without `others` the main class alone is compared. `reach` counts which lines of the rewritten side ran, unless
     it is `quick`; `configuration` varies the fields that the model reads, one after another, or if `quick` at once.
-    `workers` processes run the checks of a gate on a CPU; on a GPU, and with a checkpoint, there is one.
+    `workers` processes run the checks of a gate on a CPU; on a GPU, and with a checkpoint, there is one. `checks` are
+    the names of those to run, with what they cannot do without; all if it is empty.
     """
 
     device: str = "cpu"
@@ -40,6 +41,7 @@ class Options:
     reach: bool = True
     configuration: bool = True
     workers: int = 1
+    checks: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     expected_sites: Mapping[str, int] | None = None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -50,10 +52,19 @@ def locate(side: Side) -> Source:
 
 def _in_folder(side: Side, folder: Path) -> Source:
     files = sorted(folder.glob("modeling_*.py"))
+    init = folder / "__init__.py"
+    if len(files) > 1 and init.is_file():  # the others are neighbours of the one that the package is
+        named = {alias.name for node in ast.walk(ast.parse(init.read_bytes())) for alias in _beside(node)}
+        files = [file for file in files if file.stem in named]
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise SideNotFound(side, f"the folder should hold one modeling_*.py and holds {names}")
     return Source(side, files[0], _outermost_package(files[0]))
+
+
+def _beside(node: ast.AST) -> list[ast.alias]:
+    """Return the modules that `from . import …` names."""
+    return node.names if isinstance(node, ast.ImportFrom) and node.level and node.module is None else []
 
 
 def _by_name(name: str) -> Source:
@@ -83,9 +94,12 @@ def load(source: Source) -> ModuleType:
 
     A file inside an importable package (transformers' own files) is imported under its real name. Any other package
     is imported under its folder's name, or, where that name is taken, under that name with a part of its hash: so
-    relative imports, `inspect.getsource` and `sys.modules` work, and two folders of one name live side by side.
+    relative imports, `inspect.getsource` and `sys.modules` work, and two folders of one name live side by side. A file
+    that lies in no package and imports its neighbours is imported as if its folder were one.
     """
     package = source.package
+    if package is None and _imports_neighbours(source.path):
+        return _import_from_folder(source.path)
     if package is None:
         return _import_file(_free_name(source.path.stem, source.path), source.path, None)
     tail = ".".join(source.path.relative_to(package).with_suffix("").parts)
@@ -93,6 +107,21 @@ def load(source: Source) -> ModuleType:
     if name not in sys.modules:
         _import_file(name, package / "__init__.py", package)
     return importlib.import_module(f"{name}.{tail}")
+
+
+def _imports_neighbours(path: Path) -> bool:
+    nodes = ast.walk(ast.parse(path.read_bytes()))
+    return any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
+
+
+def _import_from_folder(path: Path) -> ModuleType:
+    files = sorted(path.parent.glob("*.py"))
+    name = f"beside_{path.stem}_{_token(path.parent, files)}"
+    if name not in sys.modules:
+        folder = ModuleType(name)
+        folder.__path__ = [str(path.parent)]
+        sys.modules[name] = folder
+    return importlib.import_module(f"{name}.{path.stem}")
 
 
 def _is_installed(package: Path) -> bool:
@@ -137,8 +166,8 @@ def _import_file(name: str, path: Path, package: Path | None) -> ModuleType:
     return module
 
 
-def _token(where: Path) -> str:
+def _token(where: Path, files: Sequence[Path] = ()) -> str:
     digest = hashlib.sha256(str(where).encode())
-    for file in sorted(where.rglob("*.py")) if where.is_dir() else [where]:
+    for file in files or (sorted(where.rglob("*.py")) if where.is_dir() else [where]):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:10]

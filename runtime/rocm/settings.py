@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import place
+from ..core import place
 
 INDUCTOR: dict[str, tuple[object, str]] = {
     "max_autotune": (False, "tries Triton products for minutes, which rocBLAS then beats"),

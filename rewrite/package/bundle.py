@@ -1,0 +1,203 @@
+"""The runtime as a package has it: one file a room, with the definitions that are needed and the names of the room.
+
+In `runtime/` a room is a folder. Here its files stand below each other in the order in which they import each other,
+what they imported of each other is simply there, and what they read as `rows.order` is `rows_order`
+(`parts.final_names`). A name of another room is imported from its file: `from .core import rows_order`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from graphlib import TopologicalSorter
+
+from rewrite.engine.layout import ruff
+from rewrite.operators import own_text
+from rewrite.package import parts
+from rewrite.package.closure import Closure
+from rewrite.package.parts import File, NotFollowed, Outside, Own, Part
+
+_LAYOUT = ("--isolated", "--no-cache", "--quiet", "--line-length", "119", "--target-version", "py310")
+_SORTED = ("check", *_LAYOUT, "--fix-only", "--select", "I,F401")
+_FORMATTED = ("format", *_LAYOUT)
+_DEFINED = re.compile(r"(?P<before>\b(?:def|class)\s+)(?P<name>\w+)")
+
+
+def rooms(taken: Closure) -> dict[str, str]:
+    """Return the text of the file of each room of a package, by the room's name.
+
+    Raises:
+        NotFollowed: if a name would mean something else where it comes to stand.
+        MissingLibrary: if ruff is not installed.
+    """
+    return {room: _laid_out(_room(room, taken)) for room in taken.rooms}
+
+
+@cache
+def _laid_out(text: str) -> str:
+    for arguments in (_SORTED, _FORMATTED):
+        found = ruff(arguments, text)
+        assert found is not None, "ruff cannot read what was generated"
+        text = found
+    return text
+
+
+def _room(room: str, taken: Closure) -> str:
+    by_file: dict[str, list[Part]] = {}
+    for part in sorted(taken.parts, key=lambda part: (part.file, part.first)):
+        if part.file.split("/")[0] == room:
+            by_file.setdefault(part.file, []).append(part)
+    ordered = _in_order(by_file)
+    outside, inside = _imports(room, [part for name in ordered for part in by_file[name]], taken.without)
+    docstring = ast.get_docstring(ast.parse(own_text(f"{room}/__init__")), clean=False)
+    lines = [f'"""{docstring}"""', "", "from __future__ import annotations", ""]
+    lines += [*outside.pop("", []), *inside.pop("", []), ""]
+    guarded = {test: [*outside.get(test, []), *inside.get(test, [])] for test in {*outside, *inside}}
+    for name in ordered:
+        here = parts.file(name)
+        lines += ["", *textwrap.wrap(here.summary, 117, initial_indent="# ", subsequent_indent="# "), ""]
+        lines += _file(here, by_file[name], guarded, taken.without)
+    for test, statements in guarded.items():
+        lines += [f"if {test}:", *(f"    {statement}" for statement in statements)]
+    return "\n".join(lines) + "\n"
+
+
+def _file(here: File, chosen: Sequence[Part], guarded: dict[str, list[str]], without: frozenset[str]) -> Iterator[str]:
+    """Yield the lines of the parts of a file; those that stood under one `if` stand under one again."""
+    guard = 0
+    for part in chosen:
+        if part.guard != guard and part.guard:
+            condition = here.guards[part.guard]
+            test = _condition(condition)
+            yield from ["", f"if {test}:"]
+            yield from (f"    {statement}" for statement in guarded.pop(test, []))
+        guard = part.guard
+        yield ""
+        yield from _text(part, without)
+
+
+def _condition(condition: Part) -> str:
+    """Return the condition of an `if` around definitions, with final names."""
+    return " ".join(_text(condition, frozenset())).strip().removeprefix("if").rstrip(":").strip()
+
+
+def _text(part: Part, without: frozenset[str]) -> list[str]:
+    """Return the lines of a part with final names, less those that need a name of `core/target` that is not there."""
+    here, names = parts.file(part.file), parts.final_names()
+    lines = list(here.lines[part.first - 1 : part.last])
+    changed = {name: new for name in part.names if (new := names[Own(part.file, name)]) != name}
+    for use in sorted(part.uses, key=lambda use: (use.line, use.start), reverse=True):
+        new = use.target.name if isinstance(use.target, Outside) else names[use.target]
+        if new in use.inner:
+            raise NotFollowed(f"runtime/{part.file}.py, line {use.line}: a local name hides {new}")
+        if new == use.written or use.switch in without:
+            continue
+        number = use.line - part.first
+        if use.quoted:
+            for inner in range(number, use.end - part.first + 1):
+                lines[inner] = _in_quotes(lines[inner], use.written, new)
+            continue
+        data = lines[number].encode()
+        if data[use.start : use.end].decode() != use.written:
+            raise NotFollowed(f"runtime/{part.file}.py, line {use.line}: {use.written} stands on several lines")
+        lines[number] = (data[: use.start] + new.encode() + data[use.end :]).decode()
+    for number, line in enumerate(lines):
+        if (found := _DEFINED.search(line)) is not None and found["name"] in changed and _is_first(lines, number):
+            lines[number] = f"{line[: found.start('name')]}{changed[found['name']]}{line[found.end('name') :]}"
+    assigned = {name for name in here.globals if names[Own(part.file, name)] != name}
+    if assigned:
+        lines = [_in_global(line, {name: names[Own(part.file, name)] for name in assigned}) for line in lines]
+    if part.file == parts.SWITCHES_FILE and without.intersection(part.names):
+        lines[0] = lines[0].replace("= True", "= False")
+    left_out = {number for first, last, name in part.switched if name in without for number in range(first, last + 1)}
+    return [line for number, line in enumerate(lines, part.first) if number not in left_out]
+
+
+def _is_first(lines: Sequence[str], number: int) -> bool:
+    """Return whether a line is the `def` or `class` of the part itself: none above it is as little indented."""
+    indent = len(lines[number]) - len(lines[number].lstrip())
+    above = (line.strip() for line in lines[:number] if len(line) - len(line.lstrip()) <= indent)
+    return all(not re.match(r"(async )?(def|class)\b", line) for line in above)
+
+
+def _in_quotes(line: str, written: str, new: str) -> str:
+    """Replace a name between the braces of a formatted string."""
+    name = re.compile(rf"(?<![\w.]){re.escape(written)}\b")
+    return re.sub(r"\{[^{}]*\}", lambda found: name.sub(new, found[0]), line)
+
+
+def _in_global(line: str, names: Mapping[str, str]) -> str:
+    if not line.lstrip().startswith("global "):
+        return line
+    return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), line)
+
+
+def _imports(
+    room: str, chosen: Sequence[Part], without: frozenset[str]
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the imports from outside and those from other rooms, by the condition that they stand under, "" for none.
+
+    Raises:
+        NotFollowed: if two things would have one name in the room.
+    """
+    names = parts.final_names()
+    outside: dict[str, dict[str, str]] = {}
+    inside: dict[str, dict[str, set[str]]] = {}
+    own = {names[Own(part.file, name)]: (part.file, name) for part in chosen for name in part.names}
+    bound: dict[str, object] = {}
+    for part in chosen:
+        here = parts.file(part.file)
+        for use in parts.uses(part, without):
+            test = ""
+            if isinstance(use.target, Outside):
+                name = use.target.name
+                guard = here.outside[name][1]
+                test = _condition(here.guards[guard]) if guard else ""
+                outside.setdefault(test, {})[name] = use.target.statement
+            else:
+                name, home = names[use.target], use.target.file.split("/")[0]
+                if home == room:
+                    continue
+                test = _needed_under(use.target)
+                inside.setdefault(test, {}).setdefault(home, set()).add(name)
+            if bound.setdefault(name, use.target) != use.target or name in own:
+                raise NotFollowed(f"runtime/{room}: two things are called {name}: {use.target}, {own.get(name)}")
+    return (
+        {test: sorted(set(statements.values())) for test, statements in outside.items()},
+        {
+            test: [f"from .{home} import {', '.join(sorted(found))}" for home, found in sorted(by_home.items())]
+            for test, by_home in inside.items()
+        },
+    )
+
+
+def _needed_under(target: Own) -> str:
+    """Return the condition under which another room has a name, "" if always."""
+    here = parts.file(target.file)
+    guards = {part.guard for part in here.by_name[target.name]}
+    return _condition(here.guards[guard]) if 0 not in guards and (guard := min(guards)) else ""
+
+
+def _in_order(by_file: Mapping[str, Sequence[Part]]) -> list[str]:
+    """Return the files of a room such that each stands behind those that it reads while it is imported."""
+    return list(TopologicalSorter({name: sorted(_before(name, by_file)) for name in sorted(by_file)}).static_order())
+
+
+def _before(name: str, by_file: Mapping[str, Sequence[Part]]) -> set[str]:
+    """Return the files of a room that a file imports, also by way of files that nothing is taken of."""
+    found: set[str] = set()
+    waiting = list(parts.file(name).imported)
+    seen: set[str] = set()
+    while waiting:
+        other = waiting.pop()
+        if other in seen or other.split("/")[0] != name.split("/")[0]:
+            continue
+        seen.add(other)
+        if other in by_file:
+            found.add(other)
+        else:
+            waiting += parts.file(other).imported
+    return found

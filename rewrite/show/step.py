@@ -1,0 +1,20 @@
+"""How far some long work is: a message that may know its place among the parts of the work."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Said = TypeVar("Said", bound="Step")
+
+
+class Step(str):
+    """What is done now, as text, with how many of how many parts are done; whoever takes messages takes it too."""
+
+    done: int
+    total: int
+
+    def __new__(cls: type[Said], message: str, done: int = 0, total: int = 0) -> Said:
+        """Return a message; `total` of 0 says that nobody knows how many parts there are."""
+        step = super().__new__(cls, message)
+        step.done, step.total = done, total
+        return step

@@ -1,0 +1,149 @@
+"""Screens: the help of every command, what is quiet, reports, and the line that shows how far long work is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from command_line import CommandLine
+
+from rewrite.cli import COMMANDS, cli
+from rewrite.commands.options import Command
+from rewrite.show.progress import Work, duration
+from rewrite.show.step import Step
+
+WIDTH = 80
+SCRIPT_ONLY = {"completion"}
+"""Commands that report nothing."""
+
+
+def command(name: str) -> Command:
+    found = cli.get_command(click.Context(cli), name)
+    assert isinstance(found, Command)
+    return found
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_and_has_an_example(name: str) -> None:
+    shown = CliRunner().invoke(cli, [*([name] if name else []), "--help"], terminal_width=WIDTH)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    assert [line for line in lines if len(line) > WIDTH] == []
+    head = next(number for number, line in enumerate(lines) if line in ("Example:", "Examples:"))
+    assert lines[head + 1].startswith("  rewrite ")
+    assert "\\b" not in shown.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_the_common_options(name: str) -> None:
+    options = {option for parameter in command(name).params for option in parameter.opts}
+    assert {"--quiet", "-q", "--no-config"} <= options
+    assert ("--json" in options) is (name not in SCRIPT_ONLY)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_are_words_that_the_command_takes(name: str) -> None:
+    """Every example is parsed, without running anything."""
+    for example in command(name).examples:
+        words = example.split("|")[0].split(">")[0].replace('"', "").split()[1:]
+        asked = words[1:] if words[0] == name else words
+        asked = [word for word in asked if word not in ("logits", "are", "capped", "at")]
+        command(name).make_context(name, asked, resilient_parsing=False)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_help_of_completion_says_how_to_install_it(rewrite: CommandLine, shell: str) -> None:
+    lines = [line.split() for line in rewrite("completion", "--help").out.splitlines()]
+    (line,) = [words for words in lines if words[:1] == [shell]]
+    assert line[1:5] == ["rewrite", "completion", shell, ">" if shell == "fish" else ">>"]
+
+
+def test_quiet_is_nothing_or_a_line(here: Path, rewrite: CommandLine) -> None:
+    made = rewrite("modeling_tiny.py", "--out", "out", "--no-verify", "--only", "fuse_qkv", "--quiet")
+    assert (made.code, made.out, made.err) == (0, "", "")
+    for arguments, lines in (
+        (("check", "out"), 0),
+        (("diff", "out"), 1),
+        (("sync", "out"), 0),
+        (("undo", "out"), 0),
+        (("explain", "fuse_qkv"), 1),
+        (("models", "youtu"), 1),
+        (("eject", "out"), 0),
+    ):
+        done = rewrite(*arguments, "-q")
+        assert (done.code, len(done.out.splitlines()), done.err) == (0, lines, ""), arguments
+
+
+def test_quiet_says_what_fails_on_standard_error(here: Path, package: Path, rewrite: CommandLine) -> None:
+    (here / "modeling_tiny.py").write_text((here / "modeling_tiny.py").read_text() + "# changed\n")
+    for arguments in (("check", "out"), ("diff", "out"), ("explain", "nothing")):
+        loud, quiet = rewrite(*arguments), rewrite(*arguments, "--quiet")
+        assert quiet.code == loud.code != 0
+        assert (quiet.out, bool(quiet.err)) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (("modeling_tiny.py", "--dry-run"), {"source", "transforms", "sites"}),
+        (("modeling_tiny.py", "--out", "two", "--no-verify"), {"written", "verify"}),
+        (("diff", "out"), {"path", "places", "patch"}),
+        (("check", "out"), {"packages", "unverified"}),
+        (("sync", "out"), {"packages"}),
+        (("undo", "out"), {"folder", "restored"}),
+        (("eject", "out"), {"folder", "dropped"}),
+        (("explain", "fuse_qkv"), {"transform"}),
+        (("transforms",), {"transforms"}),
+        (("models", "llama"), {"transformers", "models"}),
+    ],
+)
+def test_a_report_is_alone_on_standard_output(
+    package: Path, rewrite: CommandLine, arguments: tuple[str, ...], keys: set[str]
+) -> None:
+    done = rewrite(*arguments, "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert keys <= set(report)
+    assert report["version"] == 1
+    assert report["command"] == (arguments[0] if arguments[0] in COMMANDS else "apply")
+
+
+def test_diff_takes_a_style_or_none(here: Path, rewrite: CommandLine) -> None:
+    asked = ("--dry-run", "--only", "fuse_qkv")
+    patch = rewrite("modeling_tiny.py", *asked).out
+    assert patch.startswith("--- a/modeling_tiny.py")
+    assert rewrite(*asked, "--diff", "modeling_tiny.py").out == patch
+    assert rewrite(*asked, "modeling_tiny.py", "--diff").out == patch
+    stat = rewrite("modeling_tiny.py", *asked, "--stat").out
+    assert " places changed, " in stat
+    assert rewrite("modeling_tiny.py", *asked, "--diff", "stat").out == stat
+    assert "@@" not in rewrite("modeling_tiny.py", *asked, "--diff", "none").out
+    made = rewrite("modeling_tiny.py", "--out", "out", "--no-verify", "--only", "fuse_qkv")
+    assert " places changed, " in made.out
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_progress_says_what_is_left_and_counts_down() -> None:
+    clock = Clock()
+    work = Work("verifying", clock)
+    clock.now = 2.0
+    work(Step("parity: a", 1, 4))
+    assert work.facts() == "1 of 4, 0:02"
+    clock.now = 30.0
+    work(Step("parity: b", 2, 4))
+    assert work.facts() == "2 of 4, 0:30, about 0:30 left"
+    clock.now = 40.0
+    work("what has no place keeps the count")
+    assert work.facts() == "2 of 4, 0:40, about 0:20 left"
+    clock.now = 75.0
+    assert work.facts() == "2 of 4, 1:15"
+    assert (duration(59.6), duration(3725)) == ("1:00", "1:02:05")

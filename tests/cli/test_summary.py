@@ -1,0 +1,57 @@
+"""The summary that ends the main command: the class that people load, and what was not possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+from rich.console import Console
+
+from rewrite.deliver import summary
+from rewrite.deliver.headline import headline
+from rewrite.engine.build import build
+from rewrite.show.console import Screen
+from rewrite.transforms import select
+from rewrite.upstream.source import resolve
+
+WIDTH = 80
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("llama", "LlamaForCausalLM"),
+        ("whisper", "WhisperForConditionalGeneration"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+        ("bert", "BertForMaskedLM"),
+        ("vit", "ViTModel"),
+    ],
+)
+def test_the_class_that_people_load(model: str, expected: str) -> None:
+    assert headline(resolve(model), []) == expected
+
+
+def test_of_a_file_that_transformers_does_not_know(here: Path) -> None:
+    source = resolve("modeling_tiny.py")
+    assert headline(source, ["TinyLlamaForCausalLM"]) == "TinyLlamaForCausalLM"
+    assert headline(source, []) == "TinyLlamaModel"
+
+
+def test_it_comes_last_and_fits(here: Path, rewrite: CommandLine) -> None:
+    done = rewrite("modeling_tiny.py", "--out", "out", "--no-verify")
+    labels = [line[:11].strip() for line in done.out.splitlines() if line[:1].isalpha()]
+    assert labels == ["source", "model", "generate", "sites", "left out", "written", "verify", "next"]
+    assert "sites      13 of 14 rewritten, by 11 transforms" in done.out
+    assert "left out   one operator after the other in a step, instead of few kernels for a layer:\n" in done.out
+    assert "decode_masks × 1: the mask is read by more than the calls of layers (TinyLlama" in done.out
+    source, transforms = resolve("modeling_tiny.py"), select()
+    screen = Screen()
+    screen.said = Console(width=WIDTH, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    summary.show_build(screen, build(source, transforms), transforms)
+    lines = screen.said.export_text().splitlines()
+    assert all(len(line.rstrip()) <= WIDTH for line in lines)
+    assert lines[0].split() == ["model", "TinyLlamaForCausalLM"]
