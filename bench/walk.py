@@ -232,6 +232,7 @@ def upgrade(walk: Walk) -> None:
     """Install the next release, meet a conflict and resolve it."""
     walk.say(f"## transformers {OLD} → {NEW}")
     walk.install(f"transformers=={NEW}", f"transformers=={NEW}")
+    (walk.project / "requirements.txt").write_text(f"transformers=={NEW}\n")
     walk.step(f"rewrite check {PACKAGE}", code=1, shows=["out of date"])
     before = (walk.project / FILE).read_bytes()
     walk.step(f"rewrite sync {PACKAGE}", code=1, shows=["conflict"])
