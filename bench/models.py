@@ -77,7 +77,7 @@ def main():
         "# Models, rewritten and verified",
         "",
         f"Made by `python bench/models.py --write docs/models.md` with {versions},",
-        "on a CPU, with tiny configs and random weights. Sites are places in the modeling file.",
+        "on a CPU, with tiny configs and random weights. A site is code that a transform may rewrite.",
         "The bf16 column is the largest error of any output against an fp64 run, as a multiple of the original's own",
         "error in bf16. A checkpoint is saved by the original, loaded into the rewritten class, run, saved again, and",
         "compared byte for byte.",

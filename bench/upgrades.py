@@ -318,7 +318,7 @@ def chain_cell(found: list[dict[str, Any]]) -> str:
 
 
 def edit_table(counts: dict[str, dict[str, int]]) -> Iterator[str]:
-    yield "| edit | merged | conflict shown | merged text refused, reason said | lost |"
+    yield "| edit | merged | conflict shown | merged text refused, with the reason | lost |"
     yield "|---|---|---|---|---|"
     for kind in sorted(counts, key=lambda kind: (kind == "all", kind)):
         row = counts[kind]

@@ -206,7 +206,7 @@ def install(walk: Walk) -> None:
 def package(walk: Walk) -> dict[str, Size]:
     """Make a package and a second one, look at them and commit them."""
     walk.say("## A package")
-    walk.step(f"rewrite llama --out {PACKAGE} --quick", shows=["LlamaForCausalLM", "pass"])
+    walk.step(f"rewrite llama --out {PACKAGE} --quick", shows=["LlamaForCausalLM"])
     walk.step(f"git add {PACKAGE} && git commit -qm 'Llama, rewritten' && git show --stat=80 --format=%s | tail -n 3")
     require("rewrite.lock" in walk.step("git ls-files", shown=False).text, "the lock is committed")
     walk.step(f'python -c "import {PACKAGE}; print({PACKAGE}.selftest())"')
@@ -232,6 +232,7 @@ def upgrade(walk: Walk) -> None:
     """Install the next release, meet a conflict and resolve it."""
     walk.say(f"## transformers {OLD} → {NEW}")
     walk.install(f"transformers=={NEW}", f"transformers=={NEW}")
+    (walk.project / "requirements.txt").write_text(f"transformers=={NEW}\n")
     walk.step(f"rewrite check {PACKAGE}", code=1, shows=["out of date"])
     before = (walk.project / FILE).read_bytes()
     walk.step(f"rewrite sync {PACKAGE}", code=1, shows=["conflict"])
@@ -242,11 +243,11 @@ def upgrade(walk: Walk) -> None:
     text, count = re.subn(r"<<<<<<<.*?>>>>>>>[^\n]*\n", RESOLVED, copy.read_text(), flags=re.S)
     require(count == 1, "there is one conflict")
     copy.write_text(text)
-    walk.step(f"rewrite sync {PACKAGE} --resolved {FILE}.conflict", shows=["written"])
+    walk.step(f"rewrite sync {PACKAGE} --resolved {FILE}.conflict")
     require("torch.tanh" in (walk.project / FILE).read_text(), "the edit is in the merged file")
     require("slice_logits_to_keep" in (walk.project / FILE).read_text(), "the upgrade is in the merged file")
     require(not copy.exists(), "no copy is left")
-    walk.step(f"rewrite sync {SECOND} --diff none", shows=["written"])
+    walk.step(f"rewrite sync {SECOND} --diff none")
 
 
 def intend(walk: Walk) -> None:
@@ -266,7 +267,7 @@ def leave(walk: Walk) -> None:
     for name, text in {"small.py": SMALL, "load.py": LOAD, "speaks.py": SPEAKS}.items():
         (walk.project / name).write_text(text)
     walk.step("python small.py && ls checkpoint", shows=["model.safetensors"])
-    walk.step(f"rewrite export {PACKAGE} --hub checkpoint --checkpoint checkpoint", shows=["written"])
+    walk.step(f"rewrite export {PACKAGE} --hub checkpoint --checkpoint checkpoint")
     walk.say("`load.py` builds it with `trust_remote_code=True` and compares the logits:")
     walk.step("python load.py", shows=["True"])
     walk.say("## The way out")
