@@ -118,10 +118,10 @@ def test_kernels_run_from_one_file_a_room(package: Path) -> None:
         pytest.skip("Triton's interpreter needs numpy before 2.4, as [dev] has it")
     code = (
         "import torch\n"
-        "from bundled.runtime.norms import rms_norm, reference\n"
+        "from bundled.runtime.norms import rms_norm, rms_norm_reference\n"
         "x, weight = torch.randn(3, 40), torch.randn(40)\n"
         "from bundled.runtime import explain\n"
-        "torch.testing.assert_close(rms_norm(x, weight, 1e-6), reference(x, weight, 1e-6, 0.0, False))\n"
+        "torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6, 0.0, False))\n"
         "assert explain().fallbacks == {}, explain().fallbacks\n"
         "print(explain())\n"
     )
