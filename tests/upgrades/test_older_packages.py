@@ -1,4 +1,4 @@
-"""Packages in older layouts are understood by this version: a runtime of one flat folder, and rooms that are folders."""
+"""Packages in older layouts are understood: a runtime of one flat folder, and rooms that are folders."""
 
 from __future__ import annotations
 
