@@ -29,10 +29,17 @@ def runtime_part(package: str, file: str) -> Any:
 class _Part:
     """The names of one file in a room."""
 
+    __slots__ = ("_room", "_stem")
+    _room: ModuleType
+    _stem: str
+
     def __init__(self, room: ModuleType, stem: str):
-        vars(self).update(_room=room, _stem=stem)
+        object.__setattr__(self, "_room", room)
+        object.__setattr__(self, "_stem", stem)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self._room, self._name_of(name))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -30,6 +30,8 @@ WHOLE = f"{KEPT}/original"
 ORIGINAL = ".original"
 """Ends the name of the kept original."""
 INIT = "__init__.py"
+ATTRIBUTES = ".gitattributes"
+"""Written once and not in the lock: it is the user's from then on."""
 UPSTREAM = "runtime/upstream.py"
 VERDICT_NAME = "verify.json"
 _METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
@@ -45,6 +47,13 @@ IMPORTED = {imported}
 """Each function and class that this folder imports: its file and name there, digests of its text, its parameters and
 its code, and the methods that are used."""
 '''
+
+_ATTRIBUTES = f"""\
+# What nobody writes by hand is folded in a pull request, and counted in no statistics.
+runtime/** linguist-generated
+{LOCK_NAME} linguist-generated
+{KEPT}/** linguist-generated -diff
+"""
 
 INIT_LOCK = "This folder is yours: rewrite.lock says what was changed."
 
@@ -142,7 +151,8 @@ def assemble(
         files={path: sha256(data) for path, data in sorted(files.items())},
         syntax=syntax.digests(files),
     )
-    return Package({**files, LOCK_NAME: lock.to_json().encode("utf-8")}, lock)
+    files |= {LOCK_NAME: lock.to_json().encode("utf-8"), ATTRIBUTES: _ATTRIBUTES.encode("utf-8")}
+    return Package(files, lock)
 
 
 def _kept_whole(build: Build) -> dict[str, bytes]:

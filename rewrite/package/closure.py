@@ -11,6 +11,7 @@ from rewrite.package.parts import Outside, Own, Part
 CALLED_BY_NAME = "describe"
 """`explain` looks for this function in every file that is in use."""
 CALLED_FROM_OUTSIDE = {
+    "aiter/calls": ("forget",),
     "core/arrivals": ("new", "of_graph"),
     "core/tiles": ("forget", "listen", "try_out"),
     "decode/compile_ahead": ("compile_all", "variants"),

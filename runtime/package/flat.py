@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 MARK = "# Flat copy by hf-rewrite (Apache-2.0) of "
 """Begins every flat file of the runtime; the modeling file and those beside it keep their own headers and notices."""
 UPSTREAM = "runtime/upstream.py"
-_GUARDS = ("runtime/origin.py", "runtime/origin/guard.py")
-"""The file of the guard; the second in packages in which a room is a folder."""
+_GUARDS = ("runtime/origin.py", "runtime/origin/guard.py", "runtime/guard.py")
+"""The file of the guard, now and in packages of older layouts."""
 _LOCK = " rewrite.lock lists what was changed and what was skipped."
 
 

@@ -143,7 +143,7 @@ def test_an_edit_is_still_an_edit(package: Path, releases: Releases, rewrite: Co
     FORMATTERS["88"](package)
     file.write_text(file.read_text() + "\n# mine\n")
     checked = rewrite("check", package, "--transformers", tree)
-    assert (checked.code, "packing.py was edited" in checked.out) == (1, True)
+    assert (checked.code, "products.py was edited" in checked.out) == (1, True)
     refused = rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT))
     assert (refused.code, "--replace runtime/products.py" in refused.err) == (1, True)
 

@@ -1,0 +1,131 @@
+"""The runtime of a package: the definitions that it uses, one file a room, with nothing missing and nothing twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rewrite.operators import offers
+from rewrite.package import bundle, parts, runtime_files
+from rewrite.package.closure import Closure, closure
+from rewrite.package.parts import NotFollowed, Own
+from rewrite.package.targets import TARGETS, left_out
+from rewrite.sync.edits import problems_of
+
+
+def undefined(taken: Closure) -> dict[str, list[str]]:
+    """Return what functions read and nothing defines, by room."""
+    texts = {room: bundle._room(room, taken) for room in taken.rooms}
+    return {room: said for room, text in texts.items() if (said := problems_of(text, (), None))}
+
+
+def some_uses() -> list[str]:
+    """Return one name that every room offers."""
+    return sorted({offer.room: offer.use for offer in offers()}.values())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_whole_runtime_becomes_one_file_a_room(target: str) -> None:
+    """A name that would mean something else in its room is `NotFollowed`."""
+    taken = closure(parts.final_names(), left_out(target))
+    assert undefined(taken) == {}
+    assert ("aiter" in runtime_files.closure_of(["norms.rms_norm"], target).rooms) == (target == "rocm")
+
+
+@pytest.mark.parametrize("use", some_uses())
+def test_nothing_is_missing_from_a_part_of_it(use: str) -> None:
+    assert undefined(runtime_files.closure_of([use], "cuda")) == {}
+
+
+def test_a_definition_that_is_missing_is_noticed() -> None:
+    taken = runtime_files.closure_of(["norms.rms_norm"], "cuda")
+    without = frozenset(part for part in taken.parts if part.names != ("result_dtype",))
+    assert any("result_dtype" in line for line in undefined(dataclasses.replace(taken, parts=without))["norms"])
+
+
+def test_every_file_of_a_room_has_names_of_its_own() -> None:
+    places: dict[tuple[str, str], list[str]] = {}
+    for own, name in parts.final_names().items():
+        places.setdefault((own.file.split("/")[0], name), []).append(own.file)
+    assert {place: files for place, files in places.items() if len(files) > 1} == {}
+
+
+def test_what_is_read_through_a_file_has_its_name() -> None:
+    names = parts.final_names()
+    assert names[Own("core/rows", "order")] == "rows_order"
+    assert names[Own("core/deferring", "sum")] == "deferring_sum"
+    assert names[Own("norms/layer_norm", "_forward")] == "_layer_norm_forward"
+    assert names[Own("norms/rms_norm", "rms_norm")] == "rms_norm"
+
+
+def reader(monkeypatch: pytest.MonkeyPatch, text: str) -> parts.File:
+    """Return the parts of a file of the room `norms` with this text."""
+    parts._parsed.cache_clear()
+    parts._bindings.cache_clear()
+    monkeypatch.setattr(parts, "own_text", lambda name: text)
+    try:
+        return parts._Reader("norms/other").read()
+    finally:
+        parts._parsed.cache_clear()
+        parts._bindings.cache_clear()
+
+
+def test_what_a_function_hides_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "def g(): ...\ndef h(): ...\n"
+        "def f(g, x):\n    h = [g for y in x]\n    return g, h, lambda h: h\n"
+        "def k():\n    return g, [h for g in ()]\n"
+    )
+    found = reader(monkeypatch, text)
+    assert [[use.written for use in part.uses] for part in found.parts] == [[], [], [], ["g", "h"]]
+
+
+def test_what_cannot_be_followed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for body in ("rows", "rows.order = 1"):
+        with pytest.raises(NotFollowed, match="rows is a file"):
+            reader(monkeypatch, f"from ..core import rows\ndef f():\n    {body}\n")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runtime of a package that decodes, with nothing but an `__init__.py` above it."""
+    folder = tmp_path_factory.mktemp("bundle") / "bundled"
+    taken = runtime_files.closure_of(["decode.GraphGeneration", "norms.rms_norm", "attention.rotary"], "cuda")
+    for name, data in {"__init__.py": b"", **runtime_files.files(taken)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_aiter_without_its_files_is_one_clear_error(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(package.parent)
+    runtime = importlib.import_module("bundled.runtime")
+    with pytest.raises(RuntimeError, match="--target rocm"):
+        runtime.set_backend("aiter")
+
+
+def test_kernels_run_from_one_file_a_room(package: Path) -> None:
+    pytest.importorskip("triton")
+    np = pytest.importorskip("numpy")
+    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("Triton's interpreter needs numpy before 2.4, as [dev] has it")
+    code = (
+        "import torch\n"
+        "from bundled.runtime.norms import rms_norm, rms_norm_reference\n"
+        "x, weight = torch.randn(3, 40), torch.randn(40)\n"
+        "from bundled.runtime import explain\n"
+        "torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6, 0.0, False))\n"
+        "assert explain().fallbacks == {}, explain().fallbacks\n"
+        "print(explain())\n"
+    )
+    given = os.environ | {"TRITON_INTERPRET": "1", "REWRITE_BACKEND": "triton", "PYTHONPATH": str(package.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "every operator took its fast form" in done.stdout
