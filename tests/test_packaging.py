@@ -58,7 +58,7 @@ def test_what_runs_models_is_not_installed_with_the_tool() -> None:
     brought = {library: extra for extra in ("verify", "hub") for library in names(extras[extra])}
     assert {library: f"'hf-rewrite[{extra}]'" for library, extra in brought.items()} == EXTRAS
     commands = re.findall(r"pip install -e ('.*?') ", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert commands == ["'.[verify]'", "'.[dev]'"]
+    assert commands[:2] == ["'.[verify]'", "'.[dev]'"]
 
 
 WITHOUT_THE_EXTRAS = """
