@@ -57,8 +57,9 @@ def test_what_runs_models_is_not_installed_with_the_tool() -> None:
     assert all("hf-rewrite[verify]" in extras[name] for name in ("bench", "dev"))
     brought = {library: extra for extra in ("verify", "hub") for library in names(extras[extra])}
     assert {library: f"'hf-rewrite[{extra}]'" for library, extra in brought.items()} == EXTRAS
-    commands = re.findall(r"pip install -e ('.*?') ", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert commands == ["'.[verify]'", "'.[dev]'"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python3 -m venv .*?pip install -e ('.*?') ", readme, re.MULTILINE)
+    assert commands[:2] == ["'.[verify]'", "'.[dev]'"]
 
 
 WITHOUT_THE_EXTRAS = """

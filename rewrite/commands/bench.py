@@ -113,7 +113,10 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     report.write(json_path, "bench", plain(record))
     if options["png"] is not None:
         chart.draw(record, options["png"])
-    return tables.exit_code(record)
+    code = tables.exit_code(record)
+    if code:
+        screen.problem("failed", "it is slower than its original as it stands, did not run, or its tokens differ")
+    return code
 
 
 def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
@@ -134,7 +137,10 @@ def _ladder(screen: Screen, target: str, options: Mapping[str, Any]) -> int:
             record = ladder.measure(folder, _plan(folder, original, options), keep, progress)
     _show(screen, ladder.table(record))
     report.write(json_path, "bench", plain(record))
-    return ladder.exit_code(record)
+    code = ladder.exit_code(record)
+    if code:
+        screen.problem("failed", "a rung did not run, or its tokens are not the original's")
+    return code
 
 
 def _prepare(screen: Screen, source: Source, folder: Path) -> int:

@@ -42,7 +42,7 @@ def verify(
 
     A side is a package folder, a modeling file, a dotted module or a model type. Both are run.
     """
-    from rewrite.deliver import report, verification
+    from rewrite.deliver import report, summary, verification
     from rewrite.show.console import Screen
 
     verification.require_libraries("verification")
@@ -56,6 +56,8 @@ def verify(
     with screen.working("verifying") as progress:
         verdict = verification.judge(original, rewritten, request, progress)
     screen.text(verification.rendered(verdict))
+    if quiet and not verdict.passed:
+        screen.problem("verify", summary.failed(verdict))
     report.write(json_path, "verify", verdict.to_json())
     return 0 if verdict.passed else 1
 
@@ -90,6 +92,8 @@ def _package(
     output.write_beside(folder / VERDICT_NAME, record.text.encode("utf-8"))
     if record.note:
         screen.line("kept", record.note)
+    if screen.quiet and not verdict.passed:
+        screen.problem("verify", summary.failed(verdict))
     found = None
     if bisect and accepted is None and not verdict.passed:
         transforms = rebuild.transforms_of(folder, lock)

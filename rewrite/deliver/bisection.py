@@ -137,7 +137,9 @@ class _Search:
         while True:
             self.at_fault.append(self._last_of_shortest())
             self.left = tuple(name for name in self.left if name != self.at_fault[-1])
-            if not self.left or not (still := self._fails(self.left, self.failed)):
+            if not self.left:
+                return self._end(False, f"{' and '.join(self.at_fault)}, and no other transform rewrites anything")
+            if not (still := self._fails(self.left, self.failed)):
                 return self._end(True)
             if len(self.at_fault) == MOST_FOUND:
                 names = ", ".join(self.at_fault)

@@ -100,8 +100,8 @@ def failed(verdict: Verdict) -> str:
     checks = [check for gate in verdict.gates for check in gate.checks if check.status != "not run"]
     failures = sum(len(gate.failures) for gate in verdict.gates)
     gates = ", ".join(gate.name for gate in verdict.gates if gate.failures)
-    where = f": {failures} of {len(checks)} checks, in {gates}" if failures else f": {verdict.reason}"
-    return f"parity: FAIL{where} · {verdict.model_class or 'no model class'} · {verdict.seconds:.0f} s"
+    where = f"{failures} of {len(checks)} checks, gate {gates}" if failures else verdict.reason
+    return f"FAIL: {where} · {verdict.model_class or 'no model class'} · {verdict.seconds:.0f} s"
 
 
 def show_search(screen: Screen, verdict: Verdict) -> None:

@@ -73,7 +73,7 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     with screen.working(f"rewriting {folder}"):
         source = rebuild.source_of(folder, lock, wish.given, wish.library)
         renewed = rebuild.renewed(folder, lock, source)
-    _say(screen, renewed)
+    _say(screen, renewed, wish.accepted)
     _show(screen, folder, lock, renewed, wish)
     whole = lock.intact and not wish.resolved and not _damaged(folder, lock)
     if whole and not rebuild.differences(lock, renewed.package):
@@ -127,11 +127,11 @@ def _conflict(screen: Screen, folder: Path, conflicts: Mapping[str, str], renewe
         with swap.alone(folder):
             for copy, text in zip(copies, conflicts.values(), strict=True):
                 output.write_beside(copy, text.encode("utf-8"))
-    screen.line("written", "nothing: your edits and the new text change the same lines")
+    screen.problem("written", "nothing: your edits and the new text change the same lines")
     again = " ".join(f"--resolved {_quoted(copy)}" for copy in copies)
     for copy in copies:
-        screen.line("conflict", f"in {copy} take out the markers: yours, generated last, generated now")
-    screen.line("", f"then: rewrite sync {_quoted(folder)} {again}")
+        screen.problem("conflict", f"in {copy} take out the markers: yours, generated last, generated now")
+    screen.problem("", f"then: rewrite sync {_quoted(folder)} {again}")
     return Result(1, rules=renewed.rules, conflicts=tuple(conflicts))
 
 
@@ -158,7 +158,7 @@ def _require_installed(folder: Path, library: Installed | None) -> None:
         raise OtherTransformers(folder, library.version, installed.version if installed else None)
 
 
-def _say(screen: Screen, renewed: Renewal) -> None:
+def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:
     """Say rule by rule what became of its places."""
     screen.line("source", describe(renewed.source))
     for number, change in enumerate(renewed.rules):
@@ -170,7 +170,11 @@ def _say(screen: Screen, renewed: Renewal) -> None:
         for site in change.new:
             screen.line("", f"  newly matches {_line(site)}", "green")
         for lost in change.lost:
-            screen.line("", f"  lost {_line(lost.site)}: {lost.why}", "red")
+            text = f"  lost {_line(lost.site)}: {lost.why}"
+            if change.rule in accepted:
+                screen.line("", text)
+            else:
+                screen.problem("", text)
         for taken in change.adopted:
             screen.line("", f"  done upstream {_line(taken.site)}: {taken.why}")
         for site in change.gone:

@@ -33,9 +33,7 @@ def file(name: str, path: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import errors, hf_hub_download, logging
     except ImportError as error:
-        raise MissingLibrary(
-            "huggingface_hub", f"'{name}', no file or folder here but maybe a model on the Hub,"
-        ) from error
+        raise MissingLibrary("huggingface_hub", f"taking '{name}' from the Hub") from error
     logging.set_verbosity_error()  # what it tries again is not our user's to read
     try:
         return Path(hf_hub_download(name, path, revision=revision))

@@ -108,6 +108,12 @@ def test_what_does_not_fail_again_is_nobodys_fault(monkeypatch: pytest.MonkeyPat
     assert "look at your edits" in str(found)
 
 
+def test_the_only_one_is_not_said_to_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Packages(monkeypatch, "a", "a").search()
+    assert (found.at_fault, found.passes) == (("a",), False)
+    assert "no other transform rewrites anything" in str(found)
+
+
 def test_it_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(0, 10_000, 250))
     found = Packages(monkeypatch, "abcdefgh", "c").search(clock=lambda: float(next(times)))

@@ -90,8 +90,8 @@ def test_quiet_says_what_fails_on_standard_error(here: Path, package: Path, rewr
 @pytest.mark.parametrize(
     ("arguments", "keys"),
     [
-        (("modeling_tiny.py", "--dry-run"), {"source", "transforms", "sites"}),
-        (("modeling_tiny.py", "--out", "two", "--no-verify"), {"written", "verify"}),
+        (("modeling_tiny.py", "--dry-run", "--only", "fuse_qkv"), {"source", "transforms", "sites"}),
+        (("modeling_tiny.py", "--out", "two", "--no-verify", "--only", "fuse_qkv"), {"written", "verify"}),
         (("diff", "out"), {"path", "places", "patch"}),
         (("check", "out"), {"packages", "unverified"}),
         (("sync", "out"), {"packages"}),

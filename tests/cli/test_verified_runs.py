@@ -67,6 +67,17 @@ def test_a_failure_leaves_what_was_there(package: Path, rewrite: CommandLine, ju
     assert not [path for path in package.parent.iterdir() if path.name.startswith(".")]
 
 
+def test_a_failure_is_said_in_quiet_too(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
+    judged[0] = False
+    failed = rewrite(*ARGUMENTS, "--out", "out", "--quiet", "--no-bisect")
+    assert (failed.code, failed.out) == (1, "")
+    assert failed.err == "verify     FAIL: 1 of 1 checks, gate parity · TinyLlama · 0 s\n"
+    found = rewrite(*ARGUMENTS, "--out", "out", "--quiet", "--json")
+    assert "at fault   fuse_qkv, and no other transform rewrites anything (1 run, " in found.err
+    report = json.loads(found.out)
+    assert (report["written"], report["bisection"]["at_fault"]) == (False, ["fuse_qkv"])
+
+
 def test_code_that_came_with_a_checkpoint_is_not_run(here: Path, rewrite: CommandLine, judged: list[Any]) -> None:
     folder = here / "checkpoint"
     folder.mkdir()
