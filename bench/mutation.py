@@ -24,7 +24,7 @@ DTYPES = {
     "float32": "bfloat16", "float64": "float32", "bfloat16": "float16", "int64": "int32", "long": "int32",
     "bool": "int32",
 }  # fmt: skip
-TOLD = ("raise", "assert", "logger", "warnings", "__all__", "backend.count_fallback")
+TOLD = ("raise", "assert", "logger", "warnings", "__all__", "backend_count_fallback")
 """What begins code that says something and computes nothing."""
 
 SYMMETRIC = ("transpose", "swapaxes", "swapdims", "maximum", "minimum", "max", "min", "equal", "allclose")

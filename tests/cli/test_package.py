@@ -16,6 +16,7 @@ from command_line import CommandLine
 from rewrite.package import runtime_files
 from rewrite.package.assemble import public_names
 from rewrite.package.lock import read_lock, sha256
+from rewrite.package.targets import of_machine
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -77,9 +78,18 @@ def test_generated_files_are_formatted_and_lint_free(package: Path) -> None:
 def test_a_package_carries_the_runtime_files_it_imports_and_no_others(package: Path) -> None:
     runtime = package / "runtime"
     present = {path.stem for path in runtime.glob("*.py")} - {"__init__", "upstream"}
-    assert present == set(runtime_files.closure_of(["products.packed_linear"], "cuda").rooms)
+    assert present == set(runtime_files.closure_of(["products.packed_linear"], of_machine()).rooms)
     assert {"core", "products"} <= present
     assert "attention" not in present
+
+
+def test_the_target_is_kept_and_decides_what_comes_along(here: Path, package: Path, rewrite: CommandLine) -> None:
+    given = ("modeling_tiny.py", "--no-verify", "--only", "fuse_rms_norm")
+    for target, more in (("cuda", set()), ("rocm", {"aiter.py", "rocm.py"})):
+        assert rewrite(*given, "--out", here / target, "--target", target).code == 0
+        assert {path.name for path in (here / target / "runtime").iterdir()} & {"aiter.py", "rocm.py"} == more
+        assert read_lock(here / target).options.target == target
+        assert rewrite("check", here / target).code == 0
 
 
 @pytest.mark.parametrize(
