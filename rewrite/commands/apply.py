@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,9 +172,11 @@ def _run(job: Job, screen: Screen) -> int:
 
 
 def _all(job: Job, screen: Screen) -> int:
+    from rewrite.engine import collector
     from rewrite.upstream import release
 
-    with release.library(job.asked) as library:
+    # Without a verification nothing outlives the rewriting that would be worth collecting.
+    with release.library(job.asked) as library, contextlib.nullcontext() if job.verify else collector.paused():
         return _with(library, job, screen)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rewrite.engine import collector
 from rewrite.errors import GateFailed, SourceDoesNotImport
 from rewrite.package.assemble import KEPT
 from rewrite.upstream import neighbours
@@ -40,6 +41,7 @@ else:  # its neighbours are imported from its folder
 """
 
 
+@collector.paused()
 def check_text(folder: Path, files: Iterable[str]) -> None:
     """Check that the generated `files` parse and that every name that one imports from another exists there.
 

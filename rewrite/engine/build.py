@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
+from rewrite.engine import collector
 from rewrite.engine.layout import laid_out
 from rewrite.engine.passes import rewrite_text
 from rewrite.engine.relocate import is_rewritten, relocate
@@ -37,6 +38,7 @@ class Build:
     """The files beside it that it imports, as they are."""
 
 
+@collector.paused()
 def build(source: Source, transforms: Sequence[Transform]) -> Build:
     """Rewrite `source` with `transforms`.
 

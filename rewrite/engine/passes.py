@@ -14,7 +14,7 @@ import libcst as cst
 
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import replace_nodes
-from rewrite.engine import imports, leftovers
+from rewrite.engine import collector, imports, leftovers
 from rewrite.engine.decode_loops import with_loops
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.transform import Candidate, Edit, Found, Rewritten, Skip, SkippedSite, Transform, TransformReport, order
@@ -51,6 +51,7 @@ class _Pass:
         return id(old) in self.covered or any(id(above) in self.edits for above in self.module.ancestors(old))
 
 
+@collector.paused()
 def rewrite_text(text: str, transforms: Sequence[Transform], already_used: Sequence[str] = ()) -> Rewritten:
     """Apply `transforms` to the text of a modeling file and report what happened at every candidate.
 

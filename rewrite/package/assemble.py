@@ -14,6 +14,7 @@ from pathlib import Path
 
 import rewrite
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
+from rewrite.engine import collector
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
@@ -113,6 +114,7 @@ class Package:
     lock: Lock
 
 
+@collector.paused()
 def assemble(
     build: Build, transforms: Sequence[Transform], options: Options, folder: Path, previous: Lock | None = None
 ) -> Package:
@@ -211,7 +213,8 @@ def _upstream(build: Build, runtime: Mapping[str, bytes]) -> str:
     if root is not None:
         own = [build.rewritten.text, *(file.text for file in build.neighbours)]
         texts = [*own, *(text.decode("utf-8") for text in runtime.values())]
-        names = {name for text in texts for name in definitions.imported_names(text).values()}
+        taking = [text for text in texts if "from transformers" in text]  # reading a tree takes its time
+        names = {name for text in taking for name in definitions.imported_names(text).values()}
         imported = fingerprints.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
         given = definitions.calls(build.rewritten.text)
         called = {name: given[name] for name in definitions.of_functions(root, given) if given[name]}
