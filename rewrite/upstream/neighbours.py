@@ -98,13 +98,15 @@ def imports(path: Path, name: str, text: str) -> Iterator[Wanted]:
             yield Wanted((f"{place}.py", f"{place}/__init__.py"), statement, optional)
 
 
-def relative(tree: ast.AST, optional: bool = False) -> Iterator[tuple[ast.ImportFrom, bool]]:
-    """Yield every relative import in a tree, and whether it stands in a `try` that catches its failure."""
-    for node in ast.iter_child_nodes(tree):
-        caught = isinstance(node, ast.Try) and any(_catches_missing(handler) for handler in node.handlers)
+def relative(tree: ast.AST) -> Iterator[tuple[ast.ImportFrom, bool]]:
+    """Yield every relative import in a tree of any depth, and whether it stands in a `try` that catches its failure."""
+    waiting = [(tree, False)]
+    while waiting:
+        node, optional = waiting.pop()
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node, optional
-        yield from relative(node, optional or caught)
+        optional = optional or (isinstance(node, ast.Try) and any(map(_catches_missing, node.handlers)))
+        waiting += [(inner, optional) for inner in reversed([*ast.iter_child_nodes(node)])]
 
 
 def _catches_missing(handler: ast.ExceptHandler) -> bool:

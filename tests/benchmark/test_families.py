@@ -103,7 +103,7 @@ def test_the_page_says_what_has_no_graph_and_what_was_not_measured():
     assert "2 families, 1 with the graph" in page
     assert "1 slower than their original; median share of the limit 30%" in page
     assert "| 10.0× | 50% | 1.01 | 0.1 (0.2) |" in page
-    assert "- `slow`: own_loop" in page
+    assert "- `slow`: the model has its own way from one step's inputs to the next" in page
     assert "- `bad`: OutOfMemoryError" in page
     assert "mean nothing" not in page
     assert "mean nothing" in family_page.page({"small": row(tiny=True)}, None)
