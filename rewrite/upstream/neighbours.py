@@ -99,7 +99,7 @@ def imports(path: Path, name: str, text: str) -> Iterator[Wanted]:
 
 
 def relative(tree: ast.AST) -> Iterator[tuple[ast.ImportFrom, bool]]:
-    """Yield every relative import in a tree of any depth, and whether it stands in a `try` that catches its failure."""
+    """Yield every relative import in a tree of any depth, and whether a `try` around it catches its failure."""
     waiting = [(tree, False)]
     while waiting:
         node, optional = waiting.pop()
