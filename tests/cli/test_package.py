@@ -26,7 +26,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_folder_holds_what_the_lock_lists(package: Path) -> None:
     lock = read_lock(package)
     found = contents(package)
-    assert set(found) == {*lock.files, "rewrite.lock"}
+    assert set(found) == {*lock.files, "rewrite.lock", ".gitattributes"}
     assert all(sha256(found[name]) == digest for name, digest in lock.files.items())
     assert found["modeling_tiny.py"] == found[".rewrite/modeling_tiny.py"]
     assert found["__init__.py"] == found[".rewrite/__init__.py"]

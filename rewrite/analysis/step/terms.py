@@ -133,7 +133,8 @@ class Called:
     @property
     def is_quiet(self) -> bool:
         """Whether it is proven to do nothing but return something in evaluation."""
-        return not (self.effect.writes or self.effect.stores or self.effect.anything)
+        draws = self.effect.draws and self.term.op != "call"  # modules draw in training
+        return not (self.effect.writes or self.effect.stores or self.effect.anything or draws)
 
 
 def check_calls(calls: Sequence[Called], result: Term, trusted: Container[str] | None = ()) -> None:
@@ -271,9 +272,18 @@ class Step(Run):
             return _without_dropout(called)
         if called.op == "call" and called.args[0].op == "attribute" and self.owner is not None:
             called = self.by_position(called)
-        if called.op == "call" and self.scope is not None:
+        if self.scope is not None and (called.op == "call" or self.is_foreign(node.func)):
             self.calls.append(Called(called, self.scope.value(node).effect))
         return as_declared(called)
+
+    def is_foreign(self, function: cst.BaseExpression) -> bool:
+        """Whether a function is another library's, whose call may do something besides what it returns."""
+        root = function
+        while isinstance(root, cst.Attribute):
+            root = root.value
+        if not isinstance(root, cst.Name) or root.value not in self.module.imports:
+            return False
+        return not self.module.imports[root.value].startswith(".")
 
     def by_position(self, called: Term) -> Term:
         """Return the call of a part with keywords at their positions, where its class says which those are."""

@@ -76,7 +76,7 @@ def measure(name: str, expected: Tensor, found: Tensor) -> Error:
         return Error(name, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0)
     same = (reference == result) | (reference.isnan() & result.isnan())
     difference = torch.where(same, torch.zeros_like(reference), (result - reference).abs())
-    difference = difference.nan_to_num(nan=float("inf"))
+    difference = difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
     finite = torch.where(reference.isfinite(), reference, torch.zeros_like(reference))
     position = int(difference.argmax())
     index = tuple(int(axis) for axis in torch.unravel_index(torch.tensor(position), difference.shape))
