@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import shutil
 import signal
@@ -150,7 +151,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code: every failure is one message, never a traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     streams.prepare()
-    sys.exit(run(args, own=True))
+    code = run(args, own=True)
+    gc.freeze()  # what is left goes with the process: nobody need look at it once more
+    sys.exit(code)
 
 
 def run(args: Sequence[str] | None = None, own: bool = False) -> int:

@@ -333,13 +333,18 @@ class _Reader:
             self._add_uses(inner, own, None, found)
 
 
-def _children(node: ast.AST) -> Iterator[ast.AST]:
+def _children(node: ast.AST) -> list[ast.AST]:
+    """Return what stands directly inside a node, less what says only how it is read: every second node of a tree."""
+    found: list[ast.AST] = []
     for field_name in node._fields:
+        if field_name == "ctx":
+            continue
         value = getattr(node, field_name, None)
         if isinstance(value, list):
-            yield from (item for item in value if isinstance(item, ast.AST))
+            found += [item for item in value if isinstance(item, ast.AST)]
         elif isinstance(value, ast.AST):
-            yield value
+            found.append(value)
+    return found
 
 
 def _use(node: ast.AST, written: str, target: Own | Outside, hidden: frozenset[str], quoted: bool) -> Use:
