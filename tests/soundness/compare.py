@@ -108,7 +108,7 @@ def _same(one: Leaf, two: Leaf, layout: bool, single: bool) -> bool:
 
 
 def _close(first: torch.Tensor, second: torch.Tensor, single: bool) -> bool:
-    if not first.is_floating_point():
+    if not (first.is_floating_point() or first.is_complex()):
         return torch.equal(first, second)
     rtol, atol = (SINGLE_RELATIVE, SINGLE_ABSOLUTE) if single else (RELATIVE, ABSOLUTE)
     largest = max(1.0, float(first.detach().abs().nan_to_num(0, 0, 0).max())) if first.numel() else 1.0
