@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rewrite.engine import collector
 from rewrite.errors import GateFailed, SourceDoesNotImport
+from rewrite.package import syntax
 from rewrite.package.assemble import KEPT
 from rewrite.upstream import neighbours
 
@@ -113,7 +114,7 @@ def _error(process: subprocess.Popen[str], path: Path) -> str | None:
 
 def _parsed(path: Path) -> ast.Module:
     try:
-        return ast.parse(path.read_bytes())
+        return syntax.parsed(path.read_bytes())
     except SyntaxError as error:
         raise GateFailed(path.name, f"line {error.lineno}: {error.msg}") from error
 

@@ -35,6 +35,7 @@ ATTRIBUTES = ".gitattributes"
 """Written once and not in the lock: it is the user's from then on."""
 UPSTREAM = "runtime/upstream.py"
 VERDICT_NAME = "verify.json"
+_TAKEN = re.compile(r"^ *from transformers\b[\w.]* import (?:\([^)]*\)|.*)$", re.MULTILINE)
 _METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
 """A method that is called or defined."""
 
@@ -213,8 +214,9 @@ def _upstream(build: Build, runtime: Mapping[str, bytes]) -> str:
     if root is not None:
         own = [build.rewritten.text, *(file.text for file in build.neighbours)]
         texts = [*own, *(text.decode("utf-8") for text in runtime.values())]
-        taking = [text for text in texts if "from transformers" in text]  # reading a tree takes its time
-        names = {name for text in taking for name in definitions.imported_names(text).values()}
+        # Reading a tree takes its time: of the runtime, which is laid out by ourselves, its imports are enough.
+        taken = "\n".join(textwrap.dedent(found[0]) for text in texts[len(own) :] for found in _TAKEN.finditer(text))
+        names = {name for text in (*own, taken) for name in definitions.imported_names(text).values()}
         imported = fingerprints.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
         given = definitions.calls(build.rewritten.text)
         called = {name: given[name] for name in definitions.of_functions(root, given) if given[name]}

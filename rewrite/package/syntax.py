@@ -50,14 +50,23 @@ def digest(name: str, data: bytes) -> str:
     plain = unix_newlines(data.removeprefix(_BOM))
     if name.endswith(".py"):
         try:
-            text = plain.decode("utf-8")
-            tree = ast.parse(text)
+            text, tree = plain.decode("utf-8"), parsed(plain)
         except (SyntaxError, ValueError):
             return sha256(plain)[:LENGTH]
         pieces = [*_comments(text, tree)]
         _add_code(tree, pieces)
         plain = "\0".join(pieces).encode("utf-8", "surrogatepass")
     return sha256(plain)[:LENGTH]
+
+
+@lru_cache(maxsize=32)
+def parsed(data: bytes) -> ast.Module:
+    """Return the tree of a Python file, to be read and not changed: a package's files are asked for it twice.
+
+    Raises:
+        SyntaxError, ValueError: if it is no Python.
+    """
+    return ast.parse(data)
 
 
 def unix_newlines(data: bytes) -> bytes:
