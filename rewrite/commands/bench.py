@@ -185,6 +185,7 @@ def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     from rewrite.engine.build import build
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
+    from rewrite.package.targets import of_machine
     from rewrite.transforms import select
 
     source = _source(target, options)
@@ -194,7 +195,7 @@ def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     transforms = select()
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"
-        write(assemble(build(source, transforms), transforms, Options(), package), package)
+        write(assemble(build(source, transforms), transforms, Options(target=of_machine()), package), package)
         yield Target(package, source)
 
 
