@@ -76,6 +76,7 @@ if backend.triton_installed():
         OVERLAP: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
+        UNROLL: tl.constexpr,
     ):
         """Compute BLOCK_M columns of one token's expert; BYTES has a row, GROUPS groups have one scale."""
         if OVERLAP:
@@ -93,17 +94,18 @@ if backend.triton_installed():
         scale_columns: tl.constexpr = (BYTES // 16 + GROUPS - 1) // GROUPS
         row_ptr = values_ptr + expert * (2 * M * BYTES) + row[:, None, None] * BYTES
         scales = scale_ptr + (expert * ((2 * M + ROWS - 1) // ROWS) + row // ROWS)[:, None] * scale_columns
-        place = tl.arange(0, 16)
+        place = tl.arange(0, 16)[None, None, :]
         total = tl.zeros((2 * BLOCK_M, BLOCK_GROUPS), tl.float32)
-        for start in tl.static_range(0, BYTES // 16, BLOCK_GROUPS):
-            group = start + tl.arange(0, BLOCK_GROUPS)
-            at = group[:, None] * 16 + place[None, :]
-            there = live[:, None] & (group * 16 < BYTES)[None, :]
-            loaded = tl.load(row_ptr + at[None, :, :], mask=there[:, :, None], other=0, cache_modifier=".cg")
-            scale = tl.load(scales + (group // GROUPS)[None, :], mask=there, other=0)
-            first, second = first_and_second(x_ptr + token * x_stride, at, at < BYTES, FOUR)
-            sums = group_sums(loaded, first[None, :, :], second[None, :, :], 2, FOUR, DECODE)
-            total += scaled_by(sums, scale, FOUR, EXPONENTS)
+        for outer in tl.range(0, BYTES // 16, UNROLL * BLOCK_GROUPS, num_stages=1):
+            for inner in tl.static_range(UNROLL):
+                group = outer + inner * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+                inside = group * 16 < BYTES
+                there = live[:, None] & inside[None, :]
+                loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
+                scale = tl.load(scales + (group // GROUPS)[None, :], mask=there, other=0)
+                first, second = first_and_second(x_ptr + token * x_stride, group[:, None], inside[:, None], FOUR)
+                sums = group_sums(loaded, first[None, :, :], second[None, :, :], 2, FOUR, DECODE)
+                total += scaled_by(sums, scale, FOUR, EXPONENTS)
         y = tl.sum(total, 1)
         if BIASED:
             y += tl.load(bias_ptr + expert * (2 * M) + row, mask=live, other=0.0).to(tl.float32)
@@ -142,6 +144,7 @@ if backend.triton_installed():
         BLOCK_K: tl.constexpr,
         BLOCK_H: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
+        UNROLL: tl.constexpr,
     ):
         """Compute BLOCK_H columns of one token's output, over all of its experts at once.
 
@@ -163,28 +166,26 @@ if backend.triton_installed():
         )
         live = chosen[:, None, None] & (row < H)[None, :, None]
         gated_row = gated_ptr + (token * K + slot)[:, None, None] * M
-        place = tl.arange(0, 16)
+        place = tl.arange(0, 16)[None, None, None, :]
         group = tl.arange(0, BLOCK_GROUPS)
-        at = group[:, None] * 16 + place[None, :]
         there = live & (group * 16 < BYTES)[None, None, :]
-        loaded = tl.load(row_ptr + at[None, None, :, :], mask=there[:, :, :, None], other=0, cache_modifier=".cg")
-        scale = tl.load(scales + (group // GROUPS)[None, None, :], mask=there, other=0)
+        loaded = tl.load(row_ptr + group[None, None, :, None] * 16 + place, mask=there[:, :, :, None], other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        known = chosen[:, None, None] & (at < BYTES)[None, :, :]
-        first, second = first_and_second(gated_row, at[None, :, :], known, FOUR)
-        sums = group_sums(loaded, first[:, None, :, :], second[:, None, :, :], 3, FOUR, DECODE)
-        total = scaled_by(sums, scale, FOUR, EXPONENTS)
-        for start in tl.static_range(BLOCK_GROUPS, BYTES // 16, BLOCK_GROUPS):
-            later = start + group
-            at = later[:, None] * 16 + place[None, :]
-            there = live & (later * 16 < BYTES)[None, None, :]
-            loaded = tl.load(row_ptr + at[None, None, :, :], mask=there[:, :, :, None], other=0, cache_modifier=".cg")
-            scale = tl.load(scales + (later // GROUPS)[None, None, :], mask=there, other=0)
-            known = chosen[:, None, None] & (at < BYTES)[None, :, :]
-            first, second = first_and_second(gated_row, at[None, :, :], known, FOUR)
-            sums = group_sums(loaded, first[:, None, :, :], second[:, None, :, :], 3, FOUR, DECODE)
-            total += scaled_by(sums, scale, FOUR, EXPONENTS)
+        total = tl.zeros((BLOCK_K, BLOCK_H, BLOCK_GROUPS), tl.float32)
+        for outer in tl.range(0, BYTES // 16, UNROLL * BLOCK_GROUPS, num_stages=1):
+            for inner in tl.static_range(UNROLL):
+                group = outer + inner * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+                inside = group * 16 < BYTES
+                there = live & inside[None, None, :]
+                if inner > 0 or BYTES // 16 > UNROLL * BLOCK_GROUPS:
+                    at = row_ptr + group[None, None, :, None] * 16 + place
+                    loaded = tl.load(at, mask=there[:, :, :, None], other=0.0)
+                scale = tl.load(scales + (group // GROUPS)[None, None, :], mask=there, other=0)
+                known = chosen[:, None, None] & inside[None, :, None]
+                first, second = first_and_second(gated_row, group[None, :, None], known, FOUR)
+                sums = group_sums(loaded, first[:, None, :, :], second[:, None, :, :], 3, FOUR, DECODE)
+                total += scaled_by(sums, scale, FOUR, EXPONENTS)
         each = tl.sum(total, 2)
         if BIASED:
             biases = bias_ptr + expert[:, None] * H + row[None, :]
@@ -197,6 +198,10 @@ if backend.triton_installed():
 
     block_gate_up_kernel = Kernel(_block_gate_up_kernel)
     block_down_kernel = Kernel(_block_down_kernel)
+
+
+UNROLL = 4
+"""Tiles that a program has in its registers at a time."""
 
 
 class BlockExperts(NamedTuple):
@@ -352,7 +357,7 @@ def launch_block_experts(
             (
                 experts, top_k, codes.shape[2], size, gate_up.four, gate_up.rows, _groups(gate_up), gate_up.exponents,
                 decode, how.activation, how.bounded, how.interleaved, first_bias is not None, overlap, block_m,
-                first_groups,
+                first_groups, min(UNROLL, -(-codes.shape[2] // (GROUP * first_groups))),
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -368,7 +373,7 @@ def launch_block_experts(
             (
                 experts, top_k, more.shape[2], hidden_size, size, down.four, down.rows, _groups(down), down.exponents,
                 decode, second_bias is not None, residual is not None, overlap, 1 << (top_k - 1).bit_length(), block_h,
-                second_groups,
+                second_groups, min(UNROLL, -(-more.shape[2] // (GROUP * second_groups))),
             ),
             overlap=overlap,
         )  # fmt: skip

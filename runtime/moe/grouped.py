@@ -5,12 +5,12 @@ N tokens, H hidden_size, E experts, K experts a token, M intermediate size, a *p
     gated[p] = activation(x[p // K] W_gateᵀ + b_gate) * (x[p // K] W_upᵀ + b_up)        [N K, M], sorted by expert
     y[n]     = Σ_k w(n, k) (gated[n K + k] W_downᵀ + b_down)                            [N, H]
 
-A program multiplies a tile of pairs of one expert. How many tiles each expert has is not known to the host, so as many
-programs run as there can be, each finds its expert by counting, and those that are left over end. The weights are in 16
-bits, in either order, or blocks with a scale each (`blocks`): e4m3 is multiplied as it is and the sum of a block
+A program multiplies a tile of pairs of one expert. How many tiles each expert has is not known to the host, so as
+many programs run as there can be, each finds its expert by counting, and those that are left over end. The weights are
+in 16 bits, in either order, or blocks with a scale each (`blocks`): e4m3 is multiplied as it is and the sum of a block
 scaled, e2m1 with its exponent is exact in bf16. Sums are fp32.
 
-It takes the place of `torch._grouped_mm`, which knows one format, and on ROCm copies the ends of the groups to the host.
+It takes the place of `torch._grouped_mm`, which knows one format, and on ROCm copies the ends of groups to the host.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ if backend.triton_installed():
     def _tile(weight_ptr, scale_ptr, row, start, dtype: tl.constexpr, O: tl.constexpr, I: tl.constexpr,  # noqa: E741
               KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXPONENTS: tl.constexpr,
               DECODE: tl.constexpr, BLOCK_COLS: tl.constexpr):  # fmt: skip
-        """Load columns of rows of an expert's weight, [BLOCK_COLS, rows], and the scale of each row's sum."""
+        """Load columns of rows of an expert's weight, [rows, BLOCK_COLS], and the scale of each row's sum."""
         scale = tl.full(row.shape, 1.0, tl.float32)
         if KIND == "transposed":
             col = start + tl.arange(0, BLOCK_COLS)
             there = (col < I)[:, None] & (row < O)[None, :]
-            weight = tl.load(weight_ptr + col[:, None] * O + row[None, :], mask=there, other=0.0)
+            weight = tl.trans(tl.load(weight_ptr + col[:, None] * O + row[None, :], mask=there, other=0.0))
         elif KIND == "plain":
             col = start + tl.arange(0, BLOCK_COLS)
             there = (row < O)[:, None] & (col < I)[None, :]
-            weight = tl.trans(tl.load(weight_ptr + row[:, None] * I + col[None, :], mask=there, other=0.0))
+            weight = tl.load(weight_ptr + row[:, None] * I + col[None, :], mask=there, other=0.0)
         elif KIND == "eight":
             col = start + tl.arange(0, BLOCK_COLS)
             there = (row < O)[:, None] & (col < I)[None, :]
-            loaded = tl.load(weight_ptr + row[:, None] * I + col[None, :], mask=there, other=0)
-            weight = tl.trans(widened(loaded, DECODE, False).to(dtype))
+            loaded = tl.load(weight_ptr + row[:, None] * I + col[None, :], mask=there, other=0.0)
+            weight = widened(loaded, DECODE, False).to(dtype)
             at = row // ROWS * ((I + COLUMNS - 1) // COLUMNS) + start // COLUMNS
             scale = scaled_by(scale, tl.load(scale_ptr + at, mask=row < O, other=0), False, EXPONENTS)
         else:
@@ -85,7 +85,7 @@ if backend.triton_installed():
             low, high = halves(loaded)
             up: tl.constexpr = 18446744073709551616.0
             pair = tl.join(scaled_by(low * up, exponent, True, True), scaled_by(high * up, exponent, True, True))
-            weight = tl.trans(tl.reshape(pair.to(dtype), (row.shape[0], BLOCK_COLS)))
+            weight = tl.reshape(pair.to(dtype), (row.shape[0], BLOCK_COLS))
         return weight, scale
 
     @triton.jit(do_not_specialize=["pairs"])
@@ -153,12 +153,12 @@ if backend.triton_installed():
             gate_row = tl.where(row < O, 2 * row if INTERLEAVED else row, MATRIX_ROWS)
             up_row = tl.where(row < O, 2 * row + 1 if INTERLEAVED else row + O, MATRIX_ROWS)
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        gate = tl.zeros((BLOCK_PAIRS, BLOCK_ROWS), tl.float32)
-        up = tl.zeros((BLOCK_PAIRS, BLOCK_ROWS), tl.float32)
+        gate = tl.zeros((BLOCK_ROWS, BLOCK_PAIRS), tl.float32)
+        up = tl.zeros((BLOCK_ROWS, BLOCK_PAIRS), tl.float32)
         for start in tl.range(0, I, BLOCK_COLS, num_stages=STAGES):
             col = start + tl.arange(0, BLOCK_COLS)
             x_at = source.to(tl.int64)[:, None] * I + col[None, :]
-            x = tl.load(x_ptr + x_at, mask=live[:, None] & (col < I)[None, :], other=0.0)
+            x = tl.trans(tl.load(x_ptr + x_at, mask=live[:, None] & (col < I)[None, :], other=0.0))
             weight, scale = _tile(
                 matrix,
                 scales,
@@ -175,31 +175,31 @@ if backend.triton_installed():
                 BLOCK_COLS,
             )
             if KIND == "eight":
-                gate += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
+                gate += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
             else:
-                gate = tl.dot(x, weight, gate, input_precision="ieee")
+                gate = tl.dot(weight, x, gate, input_precision="ieee")
             if GATED:
                 weight, scale = _tile(
                     matrix, scales, up_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
                     BLOCK_COLS,
                 )  # fmt: skip
                 if KIND == "eight":
-                    up += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
+                    up += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 else:
-                    up = tl.dot(x, weight, up, input_precision="ieee")
-        there = live[:, None] & (row < O)[None, :]
+                    up = tl.dot(weight, x, up, input_precision="ieee")
+        there = live[None, :] & (row < O)[:, None]
         if BIASED:
             bias = bias_ptr + expert * MATRIX_ROWS
-            gate += tl.load(bias + gate_row, mask=row < O, other=0.0).to(tl.float32)[None, :]
+            gate += tl.load(bias + gate_row, mask=row < O, other=0.0).to(tl.float32)[:, None]
         if GATED:
             if BIASED:
-                up += tl.load(bias + up_row, mask=row < O, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(bias + up_row, mask=row < O, other=0.0).to(tl.float32)[:, None]
             y = gate_experts(gate, up, scaling, limit, offset, ACTIVATION, BOUNDED)
             target = place
         else:
-            y = gate * (tl.load(shares_ptr + pair, mask=live, other=0.0).to(tl.float32) * scaling)[:, None]
+            y = gate * (tl.load(shares_ptr + pair, mask=live, other=0.0).to(tl.float32) * scaling)[None, :]
             target = pair
-        at = target.to(tl.int64)[:, None] * O + row[None, :]
+        at = target.to(tl.int64)[None, :] * O + row[:, None]
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=there)
 
     grouped_kernel = Kernel(_grouped_kernel, dot=True)

@@ -59,13 +59,6 @@ if backend.triton_installed():
     from .gated_activation import _activate
 
     @triton.jit
-    def _normed(x, norm_ptr, at, mask, offset, NORM: tl.constexpr, WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return columns of the input times the norm's weight."""
-        if NORM and WEIGHT:
-            x *= tl.load(norm_ptr + at, mask=mask, other=0.0).to(tl.float32) + offset
-        return x
-
-    @triton.jit
     def _block_linear_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
         norm_ptr,
@@ -90,6 +83,7 @@ if backend.triton_installed():
         OVERLAP: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
+        UNROLL: tl.constexpr,
     ):
         """One row; with an ACTIVATION the gated product, for which a program takes a row of either half in turn."""
         if OVERLAP:
@@ -103,33 +97,34 @@ if backend.triton_installed():
             column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             row = column
             scale_row = column // ROWS
-        live = column < O
-        place = tl.arange(0, 16)
+        live = (column < O)[:, None]
+        place = tl.arange(0, 16)[None, None, :]
         row_ptr = values_ptr + row.to(tl.int64)[:, None, None] * I
         scale_row_ptr = scale_ptr + scale_row[:, None] * ((I + COLUMNS - 1) // COLUMNS)
         group = tl.arange(0, BLOCK_GROUPS)
-        at = group[:, None] * 16 + place[None, :]
-        there = live[:, None, None] & (at < I)[None, :, :]
-        loaded = tl.load(row_ptr + at[None, :, :], mask=there, other=0, cache_modifier=".cg")
+        there = live & (group * 16 < I)[None, :]
+        loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        x, _ = first_and_second(x_ptr, at, at < I, False)
-        square = x * x
-        x = _normed(x, norm_ptr, at, at < I, offset, NORM, NORM_WEIGHT)
-        scale_at = scale_row_ptr + (group * 16 // COLUMNS)[None, :]
-        scale = tl.load(scale_at, mask=live[:, None] & (group * 16 < I)[None, :], other=0)
-        total = scaled_by(group_sums(loaded, x[None, :, :], x[None, :, :], 2, False, DECODE), scale, False, EXPONENTS)
-        for start in tl.static_range(16 * BLOCK_GROUPS, I, 16 * BLOCK_GROUPS):
-            at = start + group[:, None] * 16 + place[None, :]
-            there = live[:, None, None] & (at < I)[None, :, :]
-            loaded = tl.load(row_ptr + at[None, :, :], mask=there, other=0, cache_modifier=".cg")
-            x, _ = first_and_second(x_ptr, at, at < I, False)
-            square += x * x
-            x = _normed(x, norm_ptr, at, at < I, offset, NORM, NORM_WEIGHT)
-            scale_at = scale_row_ptr + ((start + group * 16) // COLUMNS)[None, :]
-            scale = tl.load(scale_at, mask=live[:, None] & (start + group * 16 < I)[None, :], other=0)
-            sums = group_sums(loaded, x[None, :, :], x[None, :, :], 2, False, DECODE)
-            total += scaled_by(sums, scale, False, EXPONENTS)
+        total = tl.zeros((row.shape[0], BLOCK_GROUPS), tl.float32)
+        square = tl.zeros((BLOCK_GROUPS, 16), tl.float32)
+        for outer in tl.range(0, I // 16, UNROLL * BLOCK_GROUPS, num_stages=1):
+            for inner in tl.static_range(UNROLL):
+                group = outer + inner * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+                inside = group * 16 < I
+                there = live & inside[None, :]
+                if inner > 0 or I // 16 > UNROLL * BLOCK_GROUPS:
+                    loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
+                scale = tl.load(scale_row_ptr + (group * 16 // COLUMNS)[None, :], mask=there, other=0)
+                x, _ = first_and_second(x_ptr, group[:, None], inside[:, None], False)
+                if NORM:
+                    square += x * x
+                    if NORM_WEIGHT:
+                        norm, _ = first_and_second(norm_ptr, group[:, None], inside[:, None], False)
+                        x *= norm + offset
+                sums = group_sums(loaded, x[None, :, :], x[None, :, :], 2, False, DECODE)
+                total += scaled_by(sums, scale, False, EXPONENTS)
+        live = column < O
         y = tl.sum(total, 1)
         if NORM:
             y *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / I + eps)
@@ -185,7 +180,7 @@ if backend.triton_installed():
         square = tl.zeros((M, BLOCK_COLS), tl.float32)
         for start in tl.range(0, I, BLOCK_COLS, num_stages=STAGES):
             col = start + tl.arange(0, BLOCK_COLS)
-            loaded = tl.load(row_ptr + col, mask=live[:, None] & (col < I)[None, :], other=0)
+            loaded = tl.load(row_ptr + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
             scale = tl.load(scale_row_ptr + start // COLUMNS, mask=live, other=0)
             there = (rows < count)[:, None] & (col < I)[None, :]
             x = tl.load(x_ptr + rows[:, None] * I + col, mask=there, other=0.0)
@@ -214,6 +209,8 @@ if backend.triton_installed():
 MOST_ROWS = 16
 STAGES = 2 if HIP else 4
 """Tiles of a program of several rows in flight; LDS is 64 KiB on AMD cards."""
+UNROLL = 4
+"""Tiles of a program of one row that are in its registers at a time."""
 
 Parameters = tuple[Blocks, Tensor | None]
 
@@ -391,6 +388,7 @@ def _launch_row(
             (
                 cols, size, weight.rows, weight.columns, weight.exponents, decode, prologue is not None, has_weight,
                 bias is not None, residual is not None, kind, overlap, block_rows, block_groups,
+                min(UNROLL, -(-cols // (GROUP * block_groups))),
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -76,14 +76,17 @@ if backend.triton_installed():
         return value * loaded.to(tl.float32)
 
     @triton.jit
-    def first_and_second(x_ptr, at, mask, FOUR: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Load the input's columns for the elements of bytes `at` [..., GROUP]: the low ones, and the high ones."""
+    def first_and_second(x_ptr, group, mask, FOUR: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load the input's columns for the elements of groups `[…, 1]`: of all low halves, and of all high ones."""
         if FOUR:
-            pair = tl.arange(0, 2)
-            both = tl.load(tl.expand_dims(x_ptr + 2 * at, -1) + pair, mask=tl.expand_dims(mask, -1), other=0.0)
-            return tl.split(both.to(tl.float32) * 18446744073709551616.0)
+            x = tl.load(x_ptr + group * 32 + tl.arange(0, 32), mask=mask, other=0.0)
+            if len(x.shape) == 2:
+                low, high = tl.split(tl.reshape(x, (x.shape[0], 16, 2)))
+            else:
+                low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 16, 2)))
+            return low.to(tl.float32) * 18446744073709551616.0, high.to(tl.float32) * 18446744073709551616.0
         else:
-            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + group * 16 + tl.arange(0, 16), mask=mask, other=0.0).to(tl.float32)
             return x, x
 
     @triton.jit
@@ -118,7 +121,7 @@ if backend.triton_installed():
         scale_rows: tl.constexpr = (O + ROWS - 1) // ROWS
         scale_columns: tl.constexpr = (BYTES + GROUPS - 1) // GROUPS
         values = values_ptr + matrix * (O * BYTES) + row.to(tl.int64)[:, None] * BYTES
-        loaded = tl.load(values + at[None, :], mask=mask, other=0)
+        loaded = tl.load(values + at[None, :], mask=mask, other=0.0)
         scales = scale_ptr + (matrix * scale_rows + row // ROWS)[:, None] * scale_columns
         scale = tl.load(scales + (at // GROUPS)[None, :], mask=mask, other=0)
         if FOUR:
