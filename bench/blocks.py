@@ -235,19 +235,18 @@ def fp8_tiles() -> None:
                     results.append((replayed(scaled, copies), tile))
                 except Exception as error:  # a tile that a chip does not take
                     print("  ", tile, type(error).__name__, str(error)[:100])
-            default = block_linear.rule(rows // 2 if one else rows, cols, gated=bool(one)) if count == 1 else "(32, 4, 4)"
+            default = (
+                block_linear.rule(rows // 2 if one else rows, cols, gated=bool(one)) if count == 1 else "(32, 4, 4)"
+            )
             print("  default", default, "best", [(f"{us:.2f}", tile) for us, tile in sorted(results)[:6]], flush=True)
 
 
 def candidates(count: int, gated: bool) -> list[tuple[int, int, int]]:
     """Return tiles to try."""
     if count > 1:
-        return [*itertools.product((16, 32, 64), (2, 4), (4, 6, 8))]
-    rows = (1, 2, 4) if gated else (2, 4, 8)
-    return [
-        (r, g, w) for r, g, w in itertools.product(rows, (64, 128, 256), (4, 8))
-        if 16 <= r * (2 if gated else 1) * g * 16 // (w * 32) <= 128
-    ]  # fmt: skip
+        return [(16, 2, 6), (16, 4, 6), (32, 4, 4), (32, 4, 8), (32, 8, 6), (64, 4, 6)]
+    rows = [(1, 128, 4), (1, 256, 4), (2, 64, 4), (2, 128, 4), (2, 256, 8), (4, 64, 4), (4, 128, 8)]
+    return rows if gated else [(2 * r, g, w) for r, g, w in rows]
 
 
 def mxfp4_tiles() -> None:
@@ -279,8 +278,8 @@ def mxfp4_tiles() -> None:
         index = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)])
         share, out = torch.rand(tokens, top_k, device=device, dtype=torch.bfloat16), torch.empty_like(x)
         results = []
-        firsts = [*itertools.product((2, 4, 8), (16, 32, 64, 128), (64, 128, 256))]
-        seconds = [*itertools.product((1, 2, 4), (8, 16, 32, 64), (64, 128, 256))]
+        firsts = [*itertools.product((2, 4, 8), (32, 64), (64, 128))]
+        seconds = [*itertools.product((1, 2, 4), (16, 32), (64, 128))]
         default = be.rule(parts[0], top_k)
         trials = [(first, default[1]) for first in firsts] + [(default[0], second) for second in seconds]
         for tiles in [default, *trials]:

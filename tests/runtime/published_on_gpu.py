@@ -56,7 +56,14 @@ def main() -> None:
                 plain = original.from_pretrained(folder / "published").cpu().float()  # dequantised, or an FP8Linear's
                 model = kind.from_pretrained(folder / "published", device_map="cuda")
                 ids = torch.randint(1, 500, (1, 40))
-                print(write.__name__, {type(m).__mro__[:2] for m in model.modules() if "FP8" in type(m).__name__ or "Experts" in type(m).__name__})
+                print(
+                    write.__name__,
+                    {
+                        type(m).__mro__[:2]
+                        for m in model.modules()
+                        if "FP8" in type(m).__name__ or "Experts" in type(m).__name__
+                    },
+                )
                 for count in (40, 9, 1):
                     got = model(ids[:, :count].cuda()).logits.float().cpu()
                     print(" ", count, "tokens:", tuple(got.shape), float(got.norm()))
@@ -65,7 +72,9 @@ def main() -> None:
                 print(package.explain(model))
                 model.save_pretrained(folder / "saved")
                 one, other = (load_file(folder / at / "model.safetensors") for at in ("published", "saved"))
-                same = one.keys() == other.keys() and all(torch.equal(one[k].view(torch.uint8), other[k].view(torch.uint8)) for k in one)
+                same = one.keys() == other.keys() and all(
+                    torch.equal(one[k].view(torch.uint8), other[k].view(torch.uint8)) for k in one
+                )
                 print("  saved the same bytes:", same)
                 try:
                     wanted = plain(ids).logits
