@@ -196,8 +196,11 @@ def fp8_tiles() -> None:
 
     device, copies = "cuda", 8
     for name, rows, cols, kind in (
-        ("qkv", 6144, 4096, ""), ("o", 4096, 4096, ""), ("gate and up", 28672, 4096, "silu"), ("down", 4096, 14336, ""),
-    ):  # fmt: skip
+        ("qkv", 6144, 4096, ""),
+        ("o", 4096, 4096, ""),
+        ("gate and up", 28672, 4096, "silu"),
+        ("down", 4096, 14336, ""),
+    ):
         weights = [torch.randn(rows, cols, device=device, dtype=torch.bfloat16) for _ in range(copies)]
         blocks = [
             Blocks((w * 8).to(torch.float8_e4m3fn), torch.rand(rows // 128, cols // 128, device=device), 128, 128)

@@ -100,7 +100,8 @@ def _prepare(module: nn.Module) -> None:
 
 def _blocks(module: nn.Module, name: str) -> Blocks:
     blocks, scales = module._parameters[f"{name}_blocks"], module._parameters[f"{name}_scales"]
-    assert blocks is not None and scales is not None
+    assert blocks is not None
+    assert scales is not None
     return Blocks(blocks.detach().flatten(-2), scales.detach(), 1, BLOCK)
 
 

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from published import write_fp8, write_mxfp4
 from safetensors.torch import load_file
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    FineGrainedFP8Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mxfp4Config,
+)
 
 
 def fp8(folder: Path) -> Any:
@@ -25,7 +32,7 @@ def fp8(folder: Path) -> Any:
         num_key_value_heads=2, head_dim=64, tie_word_embeddings=False, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     write_fp8(LlamaForCausalLM(config).bfloat16(), folder)
-    return LlamaForCausalLM, "llama"
+    return LlamaForCausalLM, "llama", FineGrainedFP8Config(dequantize=True)
 
 
 def mxfp4(folder: Path) -> Any:
@@ -40,7 +47,7 @@ def mxfp4(folder: Path) -> Any:
         if parameter.dim() == 3:
             parameter.data.normal_(0, 0.1)
     write_mxfp4(model, folder)
-    return GptOssForCausalLM, "gpt_oss"
+    return GptOssForCausalLM, "gpt_oss", Mxfp4Config(dequantize=True)
 
 
 def main() -> None:
@@ -50,10 +57,10 @@ def main() -> None:
         try:
             with tempfile.TemporaryDirectory() as place, torch.no_grad():
                 folder = Path(place)
-                original, name = write(folder / "published")
+                original, name, dense = write(folder / "published")
                 package = importlib.import_module(name)
                 kind = getattr(importlib.import_module(f"{name}.modeling_{name}"), original.__name__)
-                plain = original.from_pretrained(folder / "published").cpu().float()  # dequantised, or an FP8Linear's
+                plain = original.from_pretrained(folder / "published", quantization_config=dense).cpu().float()
                 model = kind.from_pretrained(folder / "published", device_map="cuda")
                 ids = torch.randint(1, 500, (1, 40))
                 print(
