@@ -28,7 +28,7 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.rows import KERNEL_DTYPES
 from ..products import packing
-from ..products.block_linear import BlockLinear, are_blocks, block_linear, blocks_of
+from ..products.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
 from ..products.blocks import dequantized
 from ..products.linear import before, few_rows, linear, takes_few_rows
 from ..products.prologue import Prologue, prologue_of
@@ -116,14 +116,14 @@ def latent_attention(
 
 def _reason_against(q: Tensor, up: nn.Module) -> str | None:
     """Return why the module has to be called for what it expands, a key of `packing.REASONS`."""
-    if isinstance(up, BlockLinear):
+    if is_block_linear(up):
         return "observed" if backend.observed(up) else "gradient" if backend.wants_gradient(q) else None
     return packing.unsafe(q, (up,))
 
 
 def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return a projection's weight; one with a scale for each block is dequantised for the call."""
-    if isinstance(linear, BlockLinear):
+    if is_block_linear(linear):
         return dequantized(blocks_of(linear), dtype)
     weight = linear._parameters["weight"]
     assert weight is not None

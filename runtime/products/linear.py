@@ -27,7 +27,7 @@ from ..core.rows import KERNEL_DTYPES
 from ..core.rows import few_rows as few_rows_of
 from ..core.tiles import Tile, tile
 from . import packing
-from .block_linear import BlockLinear, are_blocks, block_linear
+from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
 from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
@@ -280,7 +280,7 @@ def linear(
     Returns:
         `[N, O]`.
     """
-    if isinstance(projection, BlockLinear):
+    if is_block_linear(projection):
         scaled = block_linear(input, (projection,), norm, residual)
         if scaled is not None:
             return scaled

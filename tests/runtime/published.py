@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FOURS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -35,13 +35,14 @@ def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_fp8(model: Any, folder: Path) -> dict[str, Tensor]:
-    """Write a model with its projections in FP8; return the tensors."""
+    """Write a model with its projections in FP8, its experts one by one; return the tensors."""
+    model.save_pretrained(folder)
     tensors = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith("proj.weight"):
             tensors[name], tensors[f"{name}_scale_inv"] = to_fp8(tensor)
         else:
-            tensors[name] = tensor.contiguous()
+            tensors[name] = tensor
     _write(model, folder, tensors, {
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
     })  # fmt: skip
