@@ -15,12 +15,12 @@ LEFT_OUT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embe
 
 
 def to_fp8(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
-    """Return `[O, I]` in e4m3, and what its blocks are times."""
+    """Return `[O, I]` in e4m3, and what its blocks are times: powers of two, so that no bf16 of it is rounded."""
     rows, cols = weight.shape
     padded = torch.zeros(-(-rows // block) * block, -(-cols // block) * block)
     padded[:rows, :cols] = weight.float()
     blocks = padded.view(padded.shape[0] // block, block, -1, block)
-    scale = blocks.abs().amax((1, 3)).clamp_min(1e-8) / 448
+    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax((1, 3)).clamp_min(1e-8) / 448)))
     codes = (blocks / scale[:, None, :, None]).view(padded.shape)[:rows, :cols]
     return codes.to(torch.float8_e4m3fn).contiguous(), scale
 
