@@ -56,9 +56,21 @@ if backend.triton_installed():
     from .form import gate_experts
 
     @triton.jit
-    def _tile(weight_ptr, scale_ptr, row, start, dtype: tl.constexpr, O: tl.constexpr, I: tl.constexpr,  # noqa: E741
-              KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXPONENTS: tl.constexpr,
-              DECODE: tl.constexpr, BLOCK_COLS: tl.constexpr):  # fmt: skip
+    def _tile(  # type: ignore[no-untyped-def]
+        weight_ptr,
+        scale_ptr,
+        row,
+        start,
+        dtype: tl.constexpr,
+        O: tl.constexpr,  # noqa: E741
+        I: tl.constexpr,  # noqa: E741
+        KIND: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        EXPONENTS: tl.constexpr,
+        DECODE: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
         """Load columns of rows of an expert's weight, [rows, BLOCK_COLS], and the scale of each row's sum."""
         scale = tl.full(row.shape, 1.0, tl.float32)
         if KIND == "transposed":

@@ -11,7 +11,8 @@ is a byte b and stands for 2^(b - 127); of two elements in a byte the low half i
 Kernels of one row read 16 bytes at a time, a *group* of one block: a thread multiplies a group, and scales the sum. So
 an element costs its conversion and one multiplication, whatever its block. e2m1 becomes an fp32 by two shifts: its
 exponent is put into the lowest bits of an fp32's, which is 2^-126 of it, a subnormal for some. That stays exact, since
-what it is multiplied with has 2^64 as a factor; an input beyond 2^63 would overflow.
+what it is multiplied with has 2^64 as a factor; an input beyond 2^63 would overflow. e4m3 is decoded likewise, as an
+fp16, where a chip has no conversion; a byte that is no number then counts as 480.
 """
 
 from __future__ import annotations
