@@ -33,6 +33,7 @@ from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..products.step_products import StepProducts
+from .all_keys import AllKeys
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
 from .greedy import choose
@@ -460,7 +461,8 @@ class DecodeGraph:
 
     def forward(self) -> Tensor:
         """Return the logits `[B, V]` of one step at the cache's position."""
-        with self.cache.step(), StepProducts(_INSTEAD, HANDLERS, poisons=rehearses()), self._constants:
+        products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
+        with self.cache.step(), products, self._constants, AllKeys(self.cache.capacity):
             outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)
         if self.watched is not None:
             self.watched.advance()
