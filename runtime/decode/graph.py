@@ -33,7 +33,6 @@ from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..products.step_products import StepProducts
-from .all_keys import AllKeys
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
 from .greedy import choose
@@ -41,6 +40,7 @@ from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .sampling import Sampling, StepState
 from .step_inputs import StepInputs
+from .step_length import StepLength
 
 PROGRAMS_KEPT = 8
 """Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
@@ -462,7 +462,8 @@ class DecodeGraph:
     def forward(self) -> Tensor:
         """Return the logits `[B, V]` of one step at the cache's position."""
         products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
-        with self.cache.step(), products, self._constants, AllKeys(self.cache.capacity):
+        length = StepLength(self.cache.position, self.cache.capacity)
+        with self.cache.step(), products, self._constants, length:
             outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)
         if self.watched is not None:
             self.watched.advance()
