@@ -48,7 +48,7 @@ EAGER, GRAPH = (2, 16), (64, 128)
 """Tokens of the short generation, and how many more the long one has: of a loop of plain calls, and of a graph."""
 ROUNDS, SECONDS = (2, 8), 3.0
 CONTEXT = 512
-BRIEF_CONTEXT, SLOW_PROMPT = 64, 1.5
+BRIEF_CONTEXT, SLOW_PROMPT = 64, 0.5
 """Tokens before where a prompt takes the original longer than so many seconds: token by token, without its kernels.
 A slope is the difference of two calls, and would be lost in what their prompts take."""
 KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
