@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 SCHEMA = 2
 ENGINE = (
     "analysis", "engine", "operators.py", "package/assemble.py", "package/bundle.py", "package/closure.py",
-    "package/parts.py", "package/runtime_files.py", "package/targets.py", "runtime", "transform.py",
+    "package/parts.py", "package/runtime_files.py", "package/shared.py", "package/targets.py", "runtime",
+    "transform.py",
 )  # fmt: skip
 """What decides the generated files besides the transforms, in `rewrite/`."""
 
@@ -55,6 +56,8 @@ class Options:
     """Transforms that run on request only, `--with`."""
     target: str = targets.CUDA
     """GPUs that the runtime is for. Packages of versions that had no choice have what ROCm's take, and keep it."""
+    runtime: str | None = None
+    """The way from the package to the runtime that it shares with others (`shared.py`); None if it has its own."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,8 @@ def _sources(place: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _options(options: Options) -> dict[str, Any]:
-    """As in locks of versions that knew no `also`, where nothing was requested."""
-    return {name: value for name, value in asdict(options).items() if name != "also" or value}
+    """As in locks of versions that knew no `also` and no `runtime`, where nothing was requested."""
+    return {name: value for name, value in asdict(options).items() if name not in ("also", "runtime") or value}
 
 
 def _report(report: TransformReport) -> dict[str, Any]:
@@ -193,6 +196,7 @@ def _parse(data: lock_text.Table) -> Lock:
             options.texts("skip"),
             options.texts("also") if "also" in options.names() else (),
             _target(options),
+            _runtime(options),
         ),
         rules=data.table("rules").all_text(),
         transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
@@ -210,6 +214,11 @@ def _target(options: lock_text.Table) -> str:
     if target not in targets.TARGETS:
         raise lock_text.Malformed(f"has the target '{target}', which this version does not know: update hf-rewrite")
     return target
+
+
+def _runtime(options: lock_text.Table) -> str | None:
+    way = options.optional("runtime")
+    return None if way is None else lock_text.check_way(way)
 
 
 def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:

@@ -156,6 +156,20 @@ def modeling_file(names: Iterable[str]) -> str:
     return found[0]
 
 
+def check_way(way: str) -> str:
+    """Return a way to another folder of the same tree, `../rewrite_runtime`, which has its `..` in front.
+
+    Raises:
+        Malformed: if it is something else.
+    """
+    path = PurePosixPath(way)
+    below = [part for part in path.parts if part != ".."]
+    plain = not path.is_absolute() and str(path) == way and not {"\\", "\0", '"', "\n"}.intersection(way)
+    if not plain or ".." in path.parts[len(path.parts) - len(below) :]:
+        raise Malformed(f"names a folder that it cannot have: {way!r}")
+    return way
+
+
 def check_origin(target: str, path: str, module: str | None) -> None:
     """Check that the original is a Python file that a package can have been made from.
 

@@ -10,8 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewrite.errors import NotAPackage, NothingToRewrite, RewriteError, SourceNotReadable, TransformError
-from rewrite.package import original
+from rewrite.errors import (
+    NotAPackage,
+    NothingToRewrite,
+    RewriteError,
+    SharedRuntimeNotUsable,
+    SourceNotReadable,
+    TransformError,
+)
+from rewrite.package import original, runtime_files, shared
 from rewrite.package.assemble import KEPT, VERDICT_NAME
 from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.sync import edits, lines, merge, rebuild
@@ -90,6 +97,7 @@ def findings(folder: Path, library: Installed | None, full: bool = False) -> lis
 def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -> Iterator[Finding]:
     yield from _conflicts(folder, lock)
     yield from _files(folder, lock)
+    yield from _shared(folder, lock)
     try:
         source = rebuild.source_of(folder, lock, library=library)
         moved = rebuild.moved(lock, source)
@@ -136,6 +144,36 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
                 text = own.decode("utf-8") if sha256(own) == digest else None
                 message = f"{name} was edited; a sync does not merge that (`rewrite sync --help`, --replace)"
                 yield Finding("edited-runtime", message, _changed_places(path, text))
+
+
+def _shared(folder: Path, lock: Lock) -> Iterator[Finding]:
+    """Look at the runtime that a package shares with others: its lock, its files, and whether it is of one version."""
+    place = shared.of(folder, lock)
+    if place is None:
+        return
+    shown = Path(shared.shown(place))
+    try:
+        there = shared.read(place)
+    except SharedRuntimeNotUsable as error:
+        yield _finding("not-reproducible", f"{error} rewrite sync {folder} --runtime DIR", folder / LOCK_NAME)
+        return
+    if not there.intact:
+        yield _finding("not-reproducible", f"{shared.LOCK_NAME} was edited by hand", shown / shared.LOCK_NAME)
+    for name in shared.edited(place, there):
+        if (place / name).is_file():
+            message = f"{name} was edited; a sync does not merge that (--replace {runtime_files.FOLDER}{name})"
+            yield _finding("edited-runtime", message, shown / name)
+        else:
+            yield _finding("not-reproducible", f"{name} is missing", shown / shared.LOCK_NAME)
+    if not shared.is_user(folder, lock, there):
+        yield _finding("not-reproducible", f"it is not listed for {folder.name} as it is", shown / shared.LOCK_NAME)
+    elif there.engine != lock.engine:
+        users = " ".join(shared.shown(shared.place_of(place, way)) for way in there.users)
+        message = f"the runtime {shown} is of another version than {folder.name}: rewrite sync {users}"
+        yield _finding("tool-moved", message, shown / shared.LOCK_NAME)
+    if gone := shared.gone(place, there):
+        message = f"it lists {', '.join(shared.shown(user) for user in gone)}, which no longer share it"
+        yield _finding("not-reproducible", message, shown / shared.LOCK_NAME)
 
 
 def _said(lock: Lock, source: Source, moved: Sequence[str]) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownOperator, UnknownTransform
-from rewrite.package import original, runtime_files
-from rewrite.package.assemble import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble
+from rewrite.package import original, runtime_files, shared
+from rewrite.package.assemble import KEPT, ORIGINAL, RUNTIME_INIT, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
@@ -40,8 +40,14 @@ class Renewal:
         return [change.rule for change in self.rules if change.lost]
 
 
-def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
+def renewed(folder: Path, lock: Lock, source: Source, runtime: Path | None = None) -> Renewal:
     """Rewrite `source`, the original of a package as it is now, with the options of its lock.
+
+    Args:
+        folder: the package.
+        lock: its lock.
+        source: its original.
+        runtime: the runtime that it is to share; None is the one that it has.
 
     Raises:
         NothingToRewrite: if no rule matches any more.
@@ -52,7 +58,8 @@ def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
     transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
-    package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
+    options = lock.options if runtime is None else replace(lock.options, runtime=shared.way_to(folder, runtime))
+    package = assemble(built, transforms, options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
 
 
@@ -117,7 +124,10 @@ def own_runtime(folder: Path, lock: Lock) -> dict[str, bytes]:
     if not found and lock.as_generated(folder, f"{KEPT}/{lock.modeling}"):
         with contextlib.suppress(UnknownOperator):  # of another version
             uses = runtime_files.uses_of(kept.read_text("utf-8"))
-            made = runtime_files.files(runtime_files.closure_of(uses, lock.options.target))
+            closure = runtime_files.closure_of(uses, lock.options.target)
+            made = runtime_files.files(closure)
+            if lock.options.runtime is not None:
+                made[RUNTIME_INIT] = runtime_files.init(closure.rooms, lock.options.runtime).encode("utf-8")
             found = {name: text for name, text in made.items() if name in lock.files}
     return {name: text for name, text in found.items() if name.startswith(runtime_files.FOLDER)}
 
@@ -133,7 +143,9 @@ def kept_original(folder: Path, lock: Lock) -> str | None:
 
 def differences(lock: Lock, package: Package) -> list[str]:
     """Return in words what `package` has otherwise than the lock of the one that is there; empty if nothing."""
-    return list(_differences(lock, package.lock))
+    together = package.shared
+    said = [f"runtime {package.lock.options.runtime}: changed"] if together is not None and together.is_new else []
+    return [*_differences(lock, package.lock), *said]
 
 
 def stale_verdict(folder: Path, lock: Lock) -> str | None:
@@ -161,6 +173,8 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
     if made_from != lock.source.sha256:
         return f"the original has changed since it was verified: rewrite verify {folder}"
+    if verdict["rewritten"].get("runtime") != shared.state(folder, lock):
+        return f"the runtime that it shares has changed since it was verified: rewrite verify {folder}"
     for name in sorted({*files, *_importable(lock)}):
         if name not in files or not (folder / name).is_file():
             return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"

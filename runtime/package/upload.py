@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..core import place
 from .flat import flat_files
 
 
@@ -37,7 +38,7 @@ def _saving_flat(save: Callable[..., Any], module: ModuleType) -> Callable[..., 
             return save(self, *args, **kwargs)
         path = Path(str(module.__file__))
         with tempfile.TemporaryDirectory() as folder:
-            for name, text in flat_files(path.parent, path.name).items():
+            for name, text in flat_files(path.parent, path.name, place.PLACES).items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
             module.__file__ = str(Path(folder) / path.name)  # what transformers copies, with all that it imports
             try:
