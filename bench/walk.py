@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -314,13 +315,21 @@ def counted(walk: Walk, commit: str, seconds: float) -> Size:
 
 def changed(model: Path) -> int:
     """Return the lines of the diff between a modeling file and its original, kept beside it."""
-    originals = sorted((model.parent / ".rewrite").glob("*.original"))
-    if not originals:
+    original = _kept_original(model)
+    if original is None:
         return 0
     import difflib
 
-    pair = [path.read_text().splitlines() for path in (originals[0], model)]
+    pair = [text.splitlines() for text in (original, model.read_text())]
     return sum(1 for line in difflib.ndiff(*pair) if line[:2] in ("+ ", "- "))
+
+
+def _kept_original(model: Path) -> str | None:
+    """Return the original that a package keeps, in an archive or, in those of earlier commits, in a file."""
+    kept, name = model.parent / ".rewrite", f"{model.name}.original"
+    if (archive := kept / "texts.zip").is_file():
+        return zipfile.ZipFile(archive).read(name).decode()
+    return (kept / name).read_text() if (kept / name).is_file() else None
 
 
 def megabytes(folder: Path) -> float:

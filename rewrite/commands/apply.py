@@ -248,7 +248,10 @@ def _runtime(job: Job, place: Output) -> str | None:
 
     if job.runtime is not None:
         return shared.way_to(place.folder, job.runtime)
-    return place.previous.options.runtime if place.previous is not None else None
+    if place.previous is None or (folder := shared.of(place.folder, place.previous)) is None:
+        return None
+    shared.read(folder)
+    return place.previous.options.runtime
 
 
 def _folder_for(source: Source) -> str:

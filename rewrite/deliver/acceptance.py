@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite.errors import AcceptanceNotReadable
-from rewrite.package import shared, syntax
-from rewrite.package.assemble import KEPT
+from rewrite.package import kept, shared, syntax
+from rewrite.package.assemble import INIT
 from rewrite.package.lock import Lock
 
 if TYPE_CHECKING:
@@ -135,8 +135,9 @@ def generated(folder: Path, lock: Lock) -> Iterator[Path]:
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__"))
         for name, data in shared.rooms(folder, lock).items():
             (copy / name).write_bytes(data)
-        for path in (copy / KEPT).glob("*.py"):
-            shutil.copyfile(path, copy / path.name)
+        for name in (lock.modeling, INIT):
+            if (text := kept.text(folder, name)) is not None:
+                (copy / name).write_bytes(text)
         yield copy
 
 

@@ -18,19 +18,17 @@ from rewrite.engine import collector
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import runtime_files, shared, syntax
+from rewrite.package import kept, runtime_files, shared, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
 from rewrite.package.shared import Shared
 from rewrite.runtime.origin import definitions, fingerprints
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
-KEPT = ".rewrite"
+KEPT = kept.FOLDER
 """Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
 WHOLE = f"{KEPT}/original"
 """Folder with the original of a model that brings its own code: it runs there, beside its neighbours."""
-ORIGINAL = ".original"
-"""Ends the name of the kept original."""
 INIT = "__init__.py"
 ATTRIBUTES = ".gitattributes"
 """Written once and not in the lock: it is the user's from then on."""
@@ -135,7 +133,7 @@ def assemble(
     if previous is not None and origin.path == previous.source.path:
         origin = replace(origin, target=previous.source.target)
     name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
-    text = build.rewritten.text.encode("utf-8")
+    text, original = build.rewritten.text.encode("utf-8"), build.source.path.read_bytes()
     closure = runtime_files.closure_of(build.rewritten.runtime, options.target)
     runtime = runtime_files.files(closure)
     upstream = _upstream(build, runtime).encode("utf-8")
@@ -149,9 +147,7 @@ def assemble(
     files = {
         INIT: init,
         f"{name}.py": text,
-        f"{KEPT}/{INIT}": init,
-        f"{KEPT}/{name}.py": text,
-        f"{KEPT}/{name}.py{ORIGINAL}": build.source.path.read_bytes(),
+        kept.ARCHIVE: kept.archive({INIT: init, f"{name}.py": text, f"{name}.py{kept.ORIGINAL}": original}),
         **{file.name: file.data for file in build.neighbours},
         **_kept_whole(build),
         **runtime,
@@ -168,6 +164,7 @@ def assemble(
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
         syntax=syntax.digests(files),
+        named=f"{name}.py",
     )
     files |= {LOCK_NAME: lock.to_json().encode("utf-8"), ATTRIBUTES: _ATTRIBUTES.encode("utf-8")}
     return Package(files, lock, together, rooms)

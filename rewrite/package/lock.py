@@ -81,13 +81,15 @@ class Lock:
     """sha256 of what decides the text besides the rules, the formatter too; empty in a lock of schema 1."""
     decode_loops: Mapping[str, str] = field(default_factory=dict)
     """Of every class that generates whether it does so in a decode loop, and why not; older versions did not say."""
+    named: str | None = None
+    """Name of the modeling file; None in a lock of a version that did not write it."""
     intact: bool = True
     """Whether the file is as this tool wrote it; not part of the file."""
 
     @property
     def modeling(self) -> str:
         """Name of the modeling file."""
-        return lock_text.modeling_file(self.files)
+        return lock_text.modeling_file(self.files, self.named)
 
     def as_generated(self, folder: Path, name: str) -> bool:
         """Return whether a file in `folder` is as it was generated, in whatever layout; not where it is missing."""
@@ -114,6 +116,8 @@ class Lock:
             "files": dict(self.files),
             "syntax": dict(self.syntax),
         }
+        if self.named is not None:
+            data["modeling"] = self.named
         return lock_text.dumps({**data, "digest": lock_text.digest(data)})
 
 
@@ -178,7 +182,8 @@ def _parse(data: lock_text.Table) -> Lock:
         raise lock_text.Malformed(f"has schema {schema} and this version reads up to {SCHEMA}: update hf-rewrite")
     source, options, tool = data.table("source"), data.table("options"), data.table("tool")
     files = data.table("files")
-    names = lock_text.generated_names(files.names())
+    names, named = files.names(), data.optional("modeling")
+    lock_text.check_generated(names, named)
     origin = Origin(
         target=source.text("target"),
         path=source.text("path"),
@@ -205,6 +210,7 @@ def _parse(data: lock_text.Table) -> Lock:
         syntax=data.table("syntax").all_text() if "syntax" in data.names() else {},
         engine=tool.optional("engine") or "",
         decode_loops=data.table("decode_loops").all_text() if "decode_loops" in data.names() else {},
+        named=named,
         intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),
     )
 

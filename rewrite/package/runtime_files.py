@@ -59,15 +59,13 @@ SHARED = (Path(__file__).resolve().parent / "../{way}").resolve()
 __path__.append(str(SHARED))
 
 try:
-    from . import core as _
+    {core}
 except ModuleNotFoundError as error:
     if error.name != f"{{__name__}}.core":
         raise
     said = f"the runtime that this package shares is not in {{SHARED}}: rewrite sync PACKAGE --runtime DIR"
     raise ImportError(said) from error
-
 {imports}
-
 __all__ = [{exported}]
 '''
 """A room that lies in the folder itself, as in a copy of the package, goes before a shared one."""
@@ -124,11 +122,12 @@ def init(rooms: Collection[str], way: str | None = None) -> str:
     """
     exports = {room: names for room, names in _EXPORTS.items() if room in rooms}
     exported = sorted((name for names in exports.values() for name in names), key=isort_key)
-    return (_INIT if way is None else _SHARED).format(
-        way=way,
-        imports="\n".join(from_line(f".{room}", sorted(names, key=isort_key)) for room, names in exports.items()),
-        exported=", ".join(f'"{name}"' for name in exported),
-    )
+    lines = [from_line(f".{room}", sorted(names, key=isort_key)) for room, names in exports.items()]
+    listed = ", ".join(f'"{name}"' for name in exported)
+    if way is None:
+        return _INIT.format(imports="\n".join(lines), exported=listed)
+    others = "".join(f"\n{line}\n" for line in lines[1:])
+    return _SHARED.format(way=way, core=lines[0], imports=others, exported=listed)
 
 
 @cache

@@ -131,11 +131,11 @@ def read(folder: Path) -> SharedLock:
     """
     path = folder / LOCK_NAME
     if not path.is_file():
-        raise SharedRuntimeNotUsable(folder, f"it has no {LOCK_NAME}")
+        raise SharedRuntimeNotUsable(shown(folder), f"it has no {LOCK_NAME}")
     try:
         return _parsed(lock_text.loads(path))
     except lock_text.Malformed as error:
-        raise SharedRuntimeNotUsable(folder, f"its {LOCK_NAME} {error}") from error
+        raise SharedRuntimeNotUsable(shown(folder), f"its {LOCK_NAME} {error}") from error
 
 
 def for_package(package: Path, way: str, uses: Sequence[str], target: str) -> Shared:
@@ -245,13 +245,13 @@ def _before(package: Path, folder: Path) -> SharedLock | None:
         SharedRuntimeNotUsable: if it can be no shared runtime of this package.
     """
     if folder.is_relative_to(package) or package.is_relative_to(folder):
-        raise SharedRuntimeNotUsable(folder, "it lies in the package, or the package in it")
+        raise SharedRuntimeNotUsable(shown(folder), "it lies in the package, or the package in it")
     if folder.exists() and not folder.is_dir():
-        raise SharedRuntimeNotUsable(folder, "it is a file")
+        raise SharedRuntimeNotUsable(shown(folder), "it is a file")
     if (folder / LOCK_NAME).is_file():
         return read(folder)
     if folder.is_dir() and any(folder.iterdir()):
-        raise SharedRuntimeNotUsable(folder, f"it is not empty and has no {LOCK_NAME}")
+        raise SharedRuntimeNotUsable(shown(folder), f"it is not empty and has no {LOCK_NAME}")
     return None
 
 

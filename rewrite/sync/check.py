@@ -15,10 +15,9 @@ from rewrite.errors import (
     NothingToRewrite,
     RewriteError,
     SharedRuntimeNotUsable,
-    SourceNotReadable,
     TransformError,
 )
-from rewrite.package import original, runtime_files, shared
+from rewrite.package import kept, runtime_files, shared
 from rewrite.package.assemble import KEPT, VERDICT_NAME
 from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.sync import edits, lines, merge, rebuild
@@ -138,7 +137,7 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
             yield _finding("not-reproducible", f"{name} is missing", folder / LOCK_NAME)
         elif name not in edits.merged_names(lock) and not lock.as_generated(folder, name):
             if name.startswith(f"{KEPT}/"):
-                yield _finding("not-reproducible", f"{name} was edited: it is the text as it was generated", path)
+                yield _finding("not-reproducible", f"{name} was edited: it keeps what was generated", path)
             else:
                 own = rebuild.own_runtime(folder, lock).get(name, b"")
                 text = own.decode("utf-8") if sha256(own) == digest else None
@@ -155,7 +154,7 @@ def _shared(folder: Path, lock: Lock) -> Iterator[Finding]:
     try:
         there = shared.read(place)
     except SharedRuntimeNotUsable as error:
-        yield _finding("not-reproducible", f"{error} rewrite sync {folder} --runtime DIR", folder / LOCK_NAME)
+        yield _finding("not-reproducible", f"{error} (rewrite sync {folder} --runtime DIR)", folder / LOCK_NAME)
         return
     if not there.intact:
         yield _finding("not-reproducible", f"{shared.LOCK_NAME} was edited by hand", shown / shared.LOCK_NAME)
@@ -243,12 +242,12 @@ def _lines(folder: Path, lock: Lock, source: Source) -> tuple[Place, ...]:
 
 
 def _new_places(folder: Path, lock: Lock, text: str) -> tuple[Place, ...]:
-    kept, modeling = folder / KEPT / lock.modeling, folder / lock.modeling
-    try:
-        base, yours = original.text_of(kept), original.text_of(modeling)
-    except SourceNotReadable:
+    modeling, base = folder / lock.modeling, kept.text(folder, lock.modeling)
+    if base is None or not modeling.is_file():
         return (Place(str(modeling)),)
-    return _places(modeling, lines.carried(base, yours, lines.changed(base, text)))
+    yours = modeling.read_text("utf-8", "replace")
+    before = base.decode("utf-8", "replace")
+    return _places(modeling, lines.carried(before, yours, lines.changed(before, text)))
 
 
 def _changed_places(path: Path, text: str | None) -> tuple[Place, ...]:

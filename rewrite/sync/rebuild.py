@@ -11,8 +11,8 @@ from pathlib import Path
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownOperator, UnknownTransform
-from rewrite.package import original, runtime_files, shared
-from rewrite.package.assemble import KEPT, ORIGINAL, RUNTIME_INIT, VERDICT_NAME, Package, assemble
+from rewrite.package import kept, original, runtime_files, shared
+from rewrite.package.assemble import RUNTIME_INIT, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
@@ -52,13 +52,18 @@ def renewed(folder: Path, lock: Lock, source: Source, runtime: Path | None = Non
     Raises:
         NothingToRewrite: if no rule matches any more.
         RuleGone: if the lock asks for a rule that this version does not have.
+        SharedRuntimeNotUsable: if the runtime that it shares is not there.
     """
     if source.sha256 == lock.source.sha256:
         # the same file in another version is no change: the package keeps saying what it was made from
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
     transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
-    options = lock.options if runtime is None else replace(lock.options, runtime=shared.way_to(folder, runtime))
+    options = lock.options
+    if runtime is not None:
+        options = replace(options, runtime=shared.way_to(folder, runtime))
+    elif (place := shared.of(folder, lock)) is not None:
+        shared.read(place)  # one that is gone was moved: only the user knows where to
     package = assemble(built, transforms, options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
 
@@ -120,10 +125,10 @@ def own_runtime(folder: Path, lock: Lock) -> dict[str, bytes]:
     for name in (name for name in lock.files if name.count("/") == 2 and not name.endswith("__init__.py")):
         with contextlib.suppress(FileNotFoundError):  # of another version
             found[name] = runtime_files.file_of_old(name)
-    kept = folder / KEPT / lock.modeling
-    if not found and lock.as_generated(folder, f"{KEPT}/{lock.modeling}"):
+    generated = kept.text(folder, lock.modeling)
+    if not found and generated is not None and kept.is_as_generated(folder, lock, lock.modeling):
         with contextlib.suppress(UnknownOperator):  # of another version
-            uses = runtime_files.uses_of(kept.read_text("utf-8"))
+            uses = runtime_files.uses_of(generated.decode("utf-8"))
             closure = runtime_files.closure_of(uses, lock.options.target)
             made = runtime_files.files(closure)
             if lock.options.runtime is not None:
@@ -134,10 +139,10 @@ def own_runtime(folder: Path, lock: Lock) -> dict[str, bytes]:
 
 def kept_original(folder: Path, lock: Lock) -> str | None:
     """Return the text of the original that a package was made from, None if it was not kept or is another."""
-    path = folder / KEPT / f"{lock.modeling}{ORIGINAL}"
-    if not path.is_file():
+    data = kept.text(folder, f"{lock.modeling}{kept.ORIGINAL}")
+    if data is None:
         return None
-    versions = (data := path.read_bytes(), unix_newlines(data))
+    versions = (data, unix_newlines(data))
     return next((text.decode("utf-8-sig") for text in versions if sha256(text) == lock.source.sha256), None)
 
 

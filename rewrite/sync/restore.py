@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from rewrite.deliver import precheck
 from rewrite.engine.relocate import HEADER_LOCK
-from rewrite.errors import NotRestorable
-from rewrite.package import output, runtime_files, shared, swap
+from rewrite.errors import NotRestorable, RewriteError
+from rewrite.package import kept, original, output, runtime_files, shared, swap
 from rewrite.package.assemble import INIT, INIT_LOCK, KEPT, RUNTIME_INIT, VERDICT_NAME, WHOLE, Package
 from rewrite.package.lock import Lock, read_lock, sha256
 from rewrite.package.runtime_files import FOLDER
@@ -69,7 +70,7 @@ def _undo_shared(folder: Path, lock: Lock) -> list[str]:
     for name in (name for name in edited if (place / name).is_file()):
         output.write_beside(place / output.free_name(place, name, UNDONE), (place / name).read_bytes())
     output.put_shared(made)
-    return [f"{FOLDER}{name}" for name in edited]
+    return [(Path(lock.options.runtime or "") / name).as_posix() for name in edited]
 
 
 def eject(folder: Path) -> list[str]:
@@ -83,8 +84,8 @@ def eject(folder: Path) -> list[str]:
     """
     lock = read_lock(folder)
     output.check_links(folder, lock)
-    kept = [name for name in lock.files if not name.startswith(f"{KEPT}/") and (folder / name).is_file()]
-    files = {name: (folder / name).read_bytes() for name in kept}
+    names = [name for name in lock.files if not name.startswith(f"{KEPT}/") and (folder / name).is_file()]
+    files = {name: (folder / name).read_bytes() for name in names}
     changes = {
         INIT: (INIT_LOCK, "This folder is yours."),
         lock.modeling: (HEADER_LOCK, "# This file is yours: review it, edit it, ship it."),
@@ -131,14 +132,26 @@ def _replace(folder: Path, lock: Lock, files: Mapping[str, bytes], keeps_sharing
 
 def _generated(folder: Path, lock: Lock, name: str) -> bytes | None:
     """Return the generated text of a file: the kept one, or this version's own where it is the same."""
-    kept, inner = f"{KEPT}/{name}", name.removeprefix(f"{KEPT}/")
-    for place in (kept, f"{WHOLE}/{name}"):
-        if lock.as_generated(folder, place) and lock.files[place] == lock.files[name]:
-            return (folder / place).read_bytes()
+    if name == kept.ARCHIVE:
+        return _archive(folder, lock)
+    whole, inner = f"{WHOLE}/{name}", name.removeprefix(f"{KEPT}/")
+    if (text := kept.text(folder, name)) is not None and sha256(text) == lock.files[name]:
+        return text
+    if lock.as_generated(folder, whole) and lock.files[whole] == lock.files[name]:
+        return (folder / whole).read_bytes()
     if inner != name and inner in lock.files and lock.as_generated(folder, inner):
         return (folder / inner).read_bytes()
     own = rebuild.own_runtime(folder, lock).get(name, b"")
     return own if sha256(own) == lock.files[name] else None
+
+
+def _archive(folder: Path, lock: Lock) -> bytes | None:
+    """Return the archive of kept texts, made again where all of it is still to be had."""
+    data = kept.text(folder, f"{lock.modeling}{kept.ORIGINAL}")
+    if data is None or sha256(data) != lock.source.sha256:
+        with contextlib.suppress(RewriteError):
+            data = original.find(folder, lock).path.read_bytes()
+    return kept.made_again(folder, lock, data)
 
 
 def _is_users(folder: Path, name: str) -> bool:

@@ -196,7 +196,7 @@ def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:
 
 def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish) -> None:
     name = lock.modeling
-    last, now = folder / KEPT / name, renewed.package.files[name].decode("utf-8")
+    now = renewed.package.files[name].decode("utf-8")
     style = "unified" if wish.diff_style == "stat" and wish.views else wish.diff_style
     for view in wish.views:
         if view == "upstream" and renewed.before is None:
@@ -204,7 +204,7 @@ def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish
         elif view == "upstream":
             screen.show_diff(renewed.before or "", renewed.source.text, renewed.source.path.name, style)
         elif view == "rewritten":
-            screen.show_diff(original.text_of(last), now, name, style)
+            screen.show_diff(edits.kept_text(folder, name), now, name, style)
         else:
             screen.show_diff(
                 edits.generated_like_yours(folder, lock, name), original.text_of(folder / name), name, style
