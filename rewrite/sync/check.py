@@ -20,7 +20,7 @@ from rewrite.errors import (
 from rewrite.package import kept, runtime_files, shared
 from rewrite.package.assemble import KEPT, VERDICT_NAME
 from rewrite.package.lock import Lock, read_lock, sha256
-from rewrite.sync import edits, lines, merge, rebuild
+from rewrite.sync import edits, imports, lines, merge, rebuild
 from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
 from rewrite.upstream import pins
@@ -31,6 +31,7 @@ KINDS = {
     "transformers-moved": "The original is not the one that the package was made from.",
     "tool-moved": "Another version of hf-rewrite makes another package.",
     "edited-runtime": "A generated file other than the modeling file was edited; a sync would not merge that.",
+    "edited-import": "An edit imports of the runtime what is not there, or will not be after a sync.",
     "lost-match": "A rule no longer rewrites a place that is still there.",
     "conflict": "A merge was not finished.",
     "stale-verification": "The package is not as it was when it was verified, or the verification failed.",
@@ -97,6 +98,7 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
     yield from _conflicts(folder, lock)
     yield from _files(folder, lock)
     yield from _shared(folder, lock)
+    yield from _imports(folder, lock)
     try:
         source = rebuild.source_of(folder, lock, library=library)
         moved = rebuild.moved(lock, source)
@@ -143,6 +145,24 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
                 text = own.decode("utf-8") if sha256(own) == digest else None
                 message = f"{name} was edited; a sync does not merge that (`rewrite sync --help`, --replace)"
                 yield Finding("edited-runtime", message, _changed_places(path, text))
+
+
+def _imports(folder: Path, lock: Lock) -> Iterator[Finding]:
+    """Look at what edits import of the runtime: it has to be there, and to stay when the package is made anew."""
+    for name in edits.merged_names(lock):
+        path = folder / name
+        if not path.is_file() or path.read_bytes() == kept.text(folder, name):
+            continue
+        text = path.read_text("utf-8", "replace")
+        paths = [file for file in lock.files if file.startswith(runtime_files.FOLDER) and (folder / file).is_file()]
+        runtime = {file: (folder / file).read_bytes() for file in paths if file.endswith(".py")}
+        try:
+            runtime |= shared.rooms(folder, lock)
+            found = {one.line: one for one in (*imports.lacking(text, runtime), *imports.of_old_layout(text))}
+        except (SyntaxError, ValueError, SharedRuntimeNotUsable):  # a conflict, or said with the shared runtime
+            continue
+        for one in found.values():
+            yield _finding("edited-import", f"{name}, line {one.line}, {one.said}", path, one.line)
 
 
 def _shared(folder: Path, lock: Lock) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from rewrite.package.assemble import INIT, Package
 from rewrite.package.lock import Lock, sha256
 from rewrite.package.syntax import digest
 from rewrite.runtime.origin import definitions
-from rewrite.sync import merge
+from rewrite.sync import imports, merge
 from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
 
 MODELING = "modeling"
@@ -76,6 +76,8 @@ def generated_like_yours(folder: Path, lock: Lock, name: str) -> str:
         SourceNotReadable: if a file is missing.
     """
     base, yours = plain(kept_text(folder, name)), original.text_of(folder / name)
+    if digest(name, base.encode("utf-8")) == digest(name, yours.encode("utf-8")):
+        return yours  # a layout that no formatter makes
     marks = Marks.of(yours)
     return marks.put(style_of(base, plain(yours), folder / name).of(base))
 
@@ -101,10 +103,14 @@ def problems(folder: Path, package: Package, root: Path | None) -> dict[str, lis
         root: package folder of the transformers that it will run with, None where that is not known.
     """
     found = {}
+    runtime = {**package.files, **package.rooms}
     for name in (package.lock.modeling, INIT):
         text, generated = (data.decode("utf-8") for data in (package.files[name], _generated(package, name)))
         yours = original.text_of(folder / name)
-        if text not in (generated, yours) and (said := problems_of(text, (generated, yours), root)):
+        said = problems_of(text, (generated, yours), root) if text not in (generated, yours) else []
+        if text != generated:
+            said += [f"line {one.line} {one.said}" for one in imports.lacking(text, runtime)]
+        if said:
             found[name] = said
     return found
 

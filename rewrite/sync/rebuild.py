@@ -148,8 +148,11 @@ def kept_original(folder: Path, lock: Lock) -> str | None:
 
 def differences(lock: Lock, package: Package) -> list[str]:
     """Return in words what `package` has otherwise than the lock of the one that is there; empty if nothing."""
-    together = package.shared
-    said = [f"runtime {package.lock.options.runtime}: changed"] if together is not None and together.is_new else []
+    said = []
+    if (together := package.shared) is not None:
+        name = f"runtime {package.lock.options.runtime}"
+        said = [f"{name}: changed"] if together.is_new else []
+        said += [f"{name}: of another version"] if lock.engine != package.lock.engine else []
     return [*_differences(lock, package.lock), *said]
 
 
