@@ -17,7 +17,7 @@ from pathlib import Path
 
 import rewrite
 from rewrite.errors import NotAPackage, SharedRuntimeNotUsable
-from rewrite.package import lock_text, runtime_files, syntax, targets
+from rewrite.package import find, lock_text, runtime_files, syntax, targets
 from rewrite.package.lock import Lock, engine_digest, read_lock, sha256
 from rewrite.upstream import source
 
@@ -231,7 +231,7 @@ def beside(package: Path) -> tuple[list[Path], list[Path]]:
     here = package.resolve()
     packages: dict[Path, Lock] = {}
     for path in sorted(here.parent.glob(f"*/{source.LOCK_NAME}")):
-        if path.parent != here:
+        if path.parent != here and find.is_entered(path.parent.name):
             with contextlib.suppress(NotAPackage):
                 packages[path.parent] = read_lock(path.parent)
     found = {place for folder, lock in packages.items() if (place := of(folder, lock)) is not None}

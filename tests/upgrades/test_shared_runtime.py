@@ -17,6 +17,8 @@ from rewrite.errors import OutputNotWritable
 from rewrite.package import output, shared
 from rewrite.package.lock import read_lock
 from rewrite.sync import rebuild
+from rewrite.verify.models import sides
+from rewrite.verify.reach import Reach
 
 from .conftest import Releases, edit
 from .test_releases import DROPOUT
@@ -329,3 +331,12 @@ def test_a_lock_of_a_runtime_that_is_not_ours(both: Path, rewrite: CommandLine, 
     assert "its runtime.lock" in rewrite("check", "out", *old).out
     done = rewrite("sync", "out", *old)
     assert (done.code, "its runtime.lock" in done.err) == (2, True)
+
+
+def test_a_verification_counts_the_rooms_outside_the_package(both: Path) -> None:
+    source = sides.locate(both / "out")
+    names = {path.name for path in sides.shared_rooms(source)}
+    assert names == set(shared.read(both / RUNTIME).files)
+    assert names < {path.name for path in Reach.of(source, True).files}
+    with acceptance.generated(both / "out", read_lock(both / "out")) as copy:
+        assert sides.shared_rooms(sides.locate(copy)) == []
