@@ -273,7 +273,7 @@ def edited_shared(new: Shared) -> list[str]:
 def put_shared(new: Shared) -> None:
     """Put a shared runtime in place, or take it away where no package uses it any more.
 
-    Files that say the same keep the layout that they have; others than ours stay.
+    Files that say the same keep the layout that they have; others than ours stay, and edited ones where they would go.
 
     Raises:
         OutputNotWritable: if the disk refuses.
@@ -292,7 +292,8 @@ def put_shared(new: Shared) -> None:
         try:
             staged = temporary / folder.name
             staged.mkdir()
-            _copy_foreign(folder, staged, {*new.files, *(there.files if there else ()), shared.LOCK_NAME})
+            generated = [n for n in there.files if there.as_generated(folder, n)] if there is not None else []
+            _copy_foreign(folder, staged, {*new.files, *generated, shared.LOCK_NAME})
             for name, data in new.files.items():
                 path, known = folder / name, new.lock.syntax.get(name)
                 same = path.is_file() and known == syntax.digest(name, path.read_bytes())

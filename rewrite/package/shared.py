@@ -155,7 +155,7 @@ def for_package(package: Path, way: str, uses: Sequence[str], target: str) -> Sh
 def left(folder: Path) -> Shared | None:
     """Return a shared runtime without the packages that no longer use it; None if nothing changes by that.
 
-    Where it was made by another version its files stay, and with them what only those used.
+    Where it was made by another version, or edited, its files stay, and with them what only those used.
 
     Raises:
         SharedRuntimeNotUsable: if its lock cannot be read.
@@ -164,7 +164,7 @@ def left(folder: Path) -> Shared | None:
     users = _still(folder, before.users, None)
     if users == before.users:
         return None
-    if users and before.engine == engine_digest():
+    if users and before.engine == engine_digest() and not edited(folder, before):
         return _made(folder, users, before, None)
     rooms = {name: (folder / name).read_bytes() for name in before.files if (folder / name).is_file()}
     now = SharedLock(before.tool, before.engine, dict(sorted(users.items())), before.files, before.syntax)

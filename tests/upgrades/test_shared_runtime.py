@@ -200,9 +200,11 @@ def test_who_leaves_takes_the_runtime_along(both: Path, rewrite: CommandLine, ol
 
 def test_what_lies_beside_the_rooms_stays(both: Path, rewrite: CommandLine, old: tuple[str, Path]) -> None:
     (both / RUNTIME / "NOTES.md").write_text("mine")
+    mine = edit(both / RUNTIME / "core.py", "import re\n", "import re\nMINE = 1\n")
     for name in NAMES:
         assert rewrite("eject", name).code == 0
-    assert [path.name for path in (both / RUNTIME).iterdir() if path.name != ".gitattributes"] == ["NOTES.md"]
+    assert sorted(path.name for path in (both / RUNTIME).glob("[!.]*")) == ["NOTES.md", "core.py"]
+    assert (both / RUNTIME / "core.py").read_text() == (both / "out" / "runtime" / "core.py").read_text() == mine
 
 
 def test_a_runtime_that_was_moved_is_missed_and_found(both: Path, rewrite: CommandLine, old: tuple[str, Path]) -> None:
