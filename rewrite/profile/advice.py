@@ -1,0 +1,1 @@
+def derive(record, lock): return []
