@@ -33,7 +33,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--prompt", "kind", flag_value="prompt", help="A prompt, up to its first token.")
 @click.option("--forward", "kind", flag_value="forward", help="One call of the model.")
 @click.option("--train", "kind", flag_value="train", help="Forward and backward of a call with labels.")
-@click.option("--shape", type=click.Choice(SHAPES), help="Sizes, with random weights. Default: 1b on a GPU, else tiny.")
+@click.option(
+    "--shape", type=click.Choice(SHAPES), help="Sizes, with random weights. Default: 1b on a GPU, else tiny."
+)
 @click.option("--weights", type=FOLDER, metavar="DIR", help="A checkpoint instead of a shape.")
 @click.option("--config", type=FILE, metavar="FILE", help="A config.json instead of a shape, with random weights.")
 @click.option("--layers", type=click.IntRange(1), metavar="N", help="Only so many layers.")
@@ -41,7 +43,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Rows.")
 @click.option("--context", type=click.IntRange(1), metavar="N", help="Tokens of a row.  [default: 512, on a CPU 64]")
 @click.option("--device", metavar="DEVICE", help="Profile on this device: cpu, cuda, cuda:1.")
-@click.option("--dtype", type=click.Choice((*DTYPES, "float32")), help="Precision. Default: bfloat16, on a CPU float32.")
+@click.option(
+    "--dtype", type=click.Choice((*DTYPES, "float32")), help="Precision. Default: bfloat16, on a CPU float32."
+)
 @click.option("--seconds", type=float, default=6.0, show_default=True, help="Time for the wall clock of both sides.")
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
@@ -81,7 +85,7 @@ def profile(target: str | None, trace_path: Path | None, quiet: bool, **options:
 def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[str, Any]:
     from rewrite.commands.bench import _package
     from rewrite.deliver import verification
-    from rewrite.profile import advice, measure, needless, subject
+    from rewrite.profile import advice, looking, measure, subject
 
     verification.require_libraries("profiling")
     if options["traces"] is not None:
@@ -90,7 +94,7 @@ def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[s
         plan = _plan(found.package, str(found.source.path), options)
         record = measure.profile(plan, progress, options["traces"])
         if options["needless"]:
-            record["needless"] = needless.look(plan, progress)
+            record["needless"] = looking.look(plan, progress)
         record["advice"] = advice.derive(record, subject.lock_of(found.package))
     return record
 

@@ -60,9 +60,40 @@ _WRAPPERS = re.compile(
 """Kernels that say in their template arguments alone what they do."""
 _INDUCTOR = re.compile(r"triton_(poi|red|per|tem|for|mm|unk)_fused_?")
 _MOVES = frozenset(
-    "clone copy copy_ cat transpose slice view index_copy expand unsqueeze squeeze select permute stack _to_copy t "
-    "split split_with_sizes reshape _unsafe_view unsafe_view slice_scatter index_put constant_pad_nd fill full zeros "
-    "empty arange as_strided detach alias".split()
+    [
+        "clone",
+        "copy",
+        "copy_",
+        "cat",
+        "transpose",
+        "slice",
+        "view",
+        "index_copy",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "permute",
+        "stack",
+        "_to_copy",
+        "t",
+        "split",
+        "split_with_sizes",
+        "reshape",
+        "_unsafe_view",
+        "unsafe_view",
+        "slice_scatter",
+        "index_put",
+        "constant_pad_nd",
+        "fill",
+        "full",
+        "zeros",
+        "empty",
+        "arange",
+        "as_strided",
+        "detach",
+        "alias",
+    ]
 )
 
 _RULES: tuple[tuple[str, str], ...] = (
@@ -115,7 +146,10 @@ _COMPILED = tuple((category, re.compile(pattern, re.IGNORECASE)) for category, p
 _OPERATORS: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"^c10d|all_?reduce|all_?gather|reduce_scatter|broadcast_"),
     (ATTENTION, r"scaled_dot_product|flash_attention|efficient_attention|_attention|selective_scan"),
-    (GEMM, r"::(?:t?mm|addmm|bmm|baddbmm|matmul|linear|addmv|mv|dot|einsum|_grouped_mm|mkldnn_linear|.*conv.*|.*linear)$"),
+    (
+        GEMM,
+        r"::(?:t?mm|addmm|bmm|baddbmm|matmul|linear|addmv|mv|dot|einsum|_grouped_mm|mkldnn_linear|.*conv.*|.*linear)$",
+    ),
     (SAMPLING, r"::(?:argmax|multinomial)"),
     (ROTARY, r"rotary|rope"),
     (
@@ -159,7 +193,9 @@ def operator_category(name: str) -> str:
 
 def _head(name: str) -> str:
     """The function's own name, without return type, template arguments and parameters; mangled names whole."""
-    text = (name.rpartition("::type ")[2] if name.startswith("std::enable_if") else name).replace("(anonymous namespace)::", "")
+    text = (name.rpartition("::type ")[2] if name.startswith("std::enable_if") else name).replace(
+        "(anonymous namespace)::", ""
+    )
     kept, depth = [], 0
     for letter in text:
         depth += letter == "<"

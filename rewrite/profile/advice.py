@@ -1,1 +1,2 @@
-def derive(record, lock): return []
+def derive(record, lock):
+    return []

@@ -100,7 +100,9 @@ def _timeline(step: Account) -> list[list[Any]]:
 def _notes(trace: Trace, steps: int) -> list[str]:
     if trace.totals:
         return ["sums of a whole run: what the device waited for is not in this file"]
-    said = [f"one of {steps} steps, on average" if steps > 1 else "the whole trace, from its first activity to its last"]
+    said = [
+        f"one of {steps} steps, on average" if steps > 1 else "the whole trace, from its first activity to its last"
+    ]
     if trace.activities and not any(activity.launch for activity in trace.activities):
         said.append("the trace has no launches: why the device was idle cannot be said")
     return said

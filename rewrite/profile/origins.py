@@ -110,7 +110,9 @@ class _Finder:
             amount = amount_of(operator)
             if amount is None:
                 continue
-            same = categories.category(kernel) == categories.operator_category(operator.name) or operator.name == kernel
+            same = (
+                categories.category(kernel) == categories.operator_category(operator.name) or operator.name == kernel
+            )
             if id(operator) in self._counted or not (same or len(stack) == 1 or "copy" in operator.name):
                 return None
             self._counted.add(id(operator))

@@ -66,9 +66,7 @@ class Launches:
         finally:
             kernel.launch = original
 
-    def _opened(
-        self, kernel: Any, grid: Any, num_warps: Any, tensors: Any, *rest: Any, **named: Any
-    ) -> Any:
+    def _opened(self, kernel: Any, grid: Any, num_warps: Any, tensors: Any, *rest: Any, **named: Any) -> Any:
         name = str(getattr(kernel.jit_function, "__name__", kernel.jit_function))
         number = len(self._places.list)
         place = Place(name, number, WORK, "")
@@ -99,7 +97,9 @@ class Launches:
             return self._experts if tensor.dim() == 3 else 1.0
         if self._held is None or self._held.slots not in tensor.shape:
             largest = max(tensor.shape)
-            return self._rows / largest if tensor.dim() == 2 and largest >= 4096 and tensor.shape[0] == largest else 1.0
+            return (
+                self._rows / largest if tensor.dim() == 2 and largest >= 4096 and tensor.shape[0] == largest else 1.0
+            )
         return (self._held.tokens if kind == categories.ATTENTION else 1) / self._held.slots
 
     def _is_weight(self, tensor: Any) -> bool:

@@ -124,7 +124,10 @@ def calls(plan: Plan, models: Models) -> dict[str, Call]:
     if kind in (DECODE, PROMPT) and not generates:
         raise NotProfiled(f"{kind} of {models.subject.name}", "it does not generate; --forward profiles one call")
     inputs = _inputs(plan, models, kind)
-    found = {"original": Call(kind, models.theirs, plan.device, inputs), "ours": Call(kind, models.ours, plan.device, inputs)}
+    found = {
+        "original": Call(kind, models.theirs, plan.device, inputs),
+        "ours": Call(kind, models.ours, plan.device, inputs),
+    }
     if kind == TRAIN:
         for call in found.values():
             call.model.requires_grad_(True).train()

@@ -101,7 +101,11 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
         found.append(f"{NAMES[name]}: {side['said']}")
         found.append(
             f"{NAMES[name]}: {side['placed']:.0%} of the time has a line"
-            + ("; its kernels run in a graph and have the lines of the same step without one" if side["captured"] else "")
+            + (
+                "; its kernels run in a graph and have the lines of the same step without one"
+                if side["captured"]
+                else ""
+            )
         )
     return found
 
@@ -129,7 +133,14 @@ def markdown(record: Mapping[str, Any]) -> str:
     parts += _markdown(table)
     for name, side in record["sides"].items():
         made = rows(side, NAMES[name] if record["kind"] != "trace" else "kernels", 20)
-        parts += ["", f"<details><summary>{made.title}: the largest rows</summary>", "", *_markdown(made), "", "</details>"]
+        parts += [
+            "",
+            f"<details><summary>{made.title}: the largest rows</summary>",
+            "",
+            *_markdown(made),
+            "",
+            "</details>",
+        ]
     for each in record.get("advice", []):
         parts += [] if "- " in parts[-1] else ["", "**What would change it**", ""]
         parts.append(f"- {each['text']}")

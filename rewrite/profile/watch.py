@@ -23,7 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PARAMETER, BUFFER, INPUT, UNKNOWN, MADE = "parameter", "buffer", "input", "unknown", "made"
 KEPT_BYTES = 2**30
 """Of results that are kept to be compared with those of the next call."""
-_READERS = frozenset("tolist numpy __array__ item data_ptr __dlpack__ __bool__ __int__ __float__ __index__ __len__".split())
+_READERS = frozenset(
+    [
+        "tolist",
+        "numpy",
+        "__array__",
+        "item",
+        "data_ptr",
+        "__dlpack__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__len__",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,9 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """What it moves."""
+        """What it moves; of a table that rows are taken from, those rows."""
+        if self.name.rpartition("::")[2] in ("embedding", "index_select", "gather", "index"):
+            return 2 * sum(operand.bytes for operand in self.gives)
         return sum(operand.bytes for operand in (*self.reads, *self.gives))
 
     @property
