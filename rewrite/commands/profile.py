@@ -83,9 +83,10 @@ def profile(target: str | None, trace_path: Path | None, quiet: bool, **options:
 
 
 def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    from rewrite.benchmark.models import lock_of
     from rewrite.commands.bench import _package
     from rewrite.deliver import verification
-    from rewrite.profile import advice, looking, measure, subject
+    from rewrite.profile import advice, looking, measure
 
     verification.require_libraries("profiling")
     if options["traces"] is not None:
@@ -95,7 +96,7 @@ def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[s
         record = measure.profile(plan, progress, options["traces"])
         if options["needless"]:
             record["needless"] = looking.look(plan, progress)
-        record["advice"] = advice.derive(record, subject.lock_of(found.package))
+        record["advice"] = advice.derive(record, lock_of(found.package))
     return record
 
 

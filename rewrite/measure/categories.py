@@ -1,8 +1,8 @@
 """What a GPU kernel or a torch operator is for, read from its name.
 
-The names are those of NVIDIA's and AMD's libraries, of Triton, of torch's compiler and of our own kernels. A name says
-what a kernel does, not whom it does it for: a `topk` may choose a token or an expert. Where the caller is known, whoever
-knows it decides (`rewrite/profile/attribution.py`).
+The names are those of NVIDIA's and AMD's libraries, of Triton, of torch's compiler and of our own kernels. A name
+says what a kernel does, not whom it does it for: a `topk` may choose a token or an expert. Where the caller is known,
+whoever knows it decides (`rewrite/profile/origins.py`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ OURS = {
     SAMPLING: "_best_of_block_kernel _take_best_kernel",
 }
 """Our own kernels; a test holds this table and the kernels that `runtime/` launches together."""
+MANGLED = 120
+"""Characters of a mangled name that count: its parameters follow, and are no work of its own."""
 _OURS = {name: category for category, names in OURS.items() for name in names.split()}
 
 _WRAPPERS = re.compile(
@@ -178,6 +180,7 @@ def category(name: str) -> str:
         return _inductor(compiled[1], bare[compiled.end() :])
     head = _head(bare)
     text = bare[:600] if _WRAPPERS.search(head) else head
+    text = text[:MANGLED] if text.startswith("_Z") else text
     return next((found for found, pattern in _COMPILED if pattern.search(text)), OTHER)
 
 

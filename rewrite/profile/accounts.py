@@ -1,9 +1,9 @@
 """Divides a span of time among what the device did in it, so that every µs is somewhere exactly once.
 
 Where activities overlap (streams, dependent launches), the one that began first has the time. Where nothing runs, the
-device waits: for the host, if the call that launched the next activity ended only then; else between kernels, for what
-starting one after another takes. On a CPU operators take the place of activities, each with what its own inner operators
-do not take, and the rest is Python.
+device waits: for the host, if the call that launched the next activity ended only then; else between kernels, for
+what starting one after another takes. On a CPU operators take the place of activities, each with what its own inner
+operators do not take, and the rest is Python.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _waits(following: Activity, start: float, end: float) -> list[Wait]:
 
 
 def of_host(operators: Sequence[Operator], start: float, end: float) -> Account:
-    """Divide a span of one thread among the operators that begin in it, in order of their starts; the rest is `HOST`."""
+    """Divide a span of one thread among the operators that begin in it, by their starts; the rest is `HOST`."""
     inside = [operator for operator in operators if start <= operator.start < end]
     inner = [0.0] * len(inside)
     top = 0.0

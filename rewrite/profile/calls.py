@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rewrite.benchmark.overhead import new_graph
+from rewrite.benchmark.parity import keeping
 from rewrite.measure import timing
 from rewrite.measure.runtime_part import runtime_part
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DECODE, PROMPT, FORWARD, TRAIN = "decode", "prompt", "forward", "train"
-STEPS = {"cpu": 8, "eager": 8, "graph": 48}
+STEPS = {"cpu": 24, "eager": 8, "graph": 48}
 """Decode steps of a recording."""
 FEWEST = 2
 """Tokens of the shorter generation of two that are compared; of a graph 64, so that a rest of a chunk is no matter."""
@@ -91,7 +94,7 @@ class Call:
     def steps(self) -> int:
         """Steps of a recording."""
         if self.kind != DECODE:
-            return 8
+            return 16
         return STEPS["graph" if self.captured else "eager" if self.gpu else "cpu"]
 
     def run(self, steps: int) -> None:
@@ -114,12 +117,26 @@ class Call:
             return
         with torch.no_grad():
             if self.kind == PROMPT:
-                self._generate(1)
+                self._read()
             else:
                 self.model(**self.inputs)
 
     def _generate(self, new: int) -> None:
         self.model.generate(**self.inputs, max_new_tokens=new, do_sample=False, use_cache=True)
+
+    @functools.cached_property
+    def _graph(self) -> Any:
+        """What a package reads a prompt with where it decodes in a graph; None where it does not."""
+        rows, tokens = self.inputs["input_ids"].shape
+        return new_graph(self.model, rows, tokens + 1) if self.gpu else None
+
+    def _read(self) -> None:
+        """Read a prompt as `generate()` does: up to the logits of the next token."""
+        ids = self.inputs["input_ids"]
+        if self._graph is not None:
+            self._graph.prefill(ids)
+        else:
+            self.model(input_ids=ids, use_cache=True, **keeping(self.model, 1))
 
     def synchronise(self) -> None:
         """Wait for the device."""
@@ -169,7 +186,7 @@ class Call:
             found = _replays(trace.activities) if self.captured else []
             if not found:
                 begun = [moment(at) for at in clock.begun[1:]]
-                found = list(zip(begun[1:], begun[2:], strict=False))
+                found = list(itertools.pairwise(begun[1:]))
             return trace, found, clock
         return trace, [(moment(begun), moment(ended)) for begun, ended in ends], clock
 
@@ -177,10 +194,10 @@ class Call:
         """Calls that do, kernel by kernel, what the graphs of this work hold; none where it replays none."""
         if not self.gpu or self.kind not in (DECODE, PROMPT):
             return []
-        found = _programs(self.model)
         if self.kind == PROMPT:
-            return [prompt for _, prompts in found for prompt in prompts]
-        return [program for program, _ in found if program is not None]
+            return [] if self._graph is None else [prompt.run for prompt in self._graph.prompts._graphs.values()]
+        found = _programs(self.model)
+        return found
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -196,18 +213,17 @@ def in_trace(trace: Trace, moment_ns: int) -> float:
     return (moment_ns - trace.base_ns) / 1e3
 
 
-def _programs(model: Any) -> list[tuple[Callable[[], Any] | None, list[Callable[[], Any]]]]:
-    """The step last captured of each graph that a package keeps for a model, and the prompts beside it."""
+def _programs(model: Any) -> list[Callable[[], Any]]:
+    """The step last captured of each graph that a package keeps for a model, the graph used last first."""
     package = type(model).__module__.rpartition(".")[0]
     try:
         store = runtime_part(package, "decode/graph_store").store_of(model)
     except (ModuleNotFoundError, AttributeError):  # an original, or a package that generates without a graph
         return []
-    found: list[tuple[Callable[[], Any] | None, list[Callable[[], Any]]]] = []
+    found: list[Callable[[], Any]] = []
     for graph in reversed(list(store.graphs.values())):
         programs = [program for program in graph._programs.values() if program._graph is not None]
-        step = functools.partial(_step, graph, programs[-1]) if programs else None
-        found.append((step, [prompt.run for prompt in graph.prompts._graphs.values()]))
+        found += [functools.partial(_step, graph, programs[-1])] if programs else []
     return found
 
 
@@ -229,7 +245,7 @@ def _replays(activities: Sequence[Activity]) -> list[tuple[float, float]]:
         return []
     usual = median(len(group) for group in launches.values())
     starts = sorted(min(a.start for a in group) for group in launches.values() if len(group) == usual)
-    return list(zip(starts[1:-1], starts[2:], strict=True))
+    return list(itertools.pairwise(starts[1:]))
 
 
 def turns(calls: Mapping[str, Call], rounds: tuple[int, int], seconds: float) -> dict[str, list[float]]:

@@ -20,8 +20,8 @@ _STEP = re.compile(r"ProfilerStep#\d+")
 def record_of(path: Path) -> dict[str, Any]:
     """Read a trace and divide its time.
 
-    Where torch's profiler marked steps (`ProfilerStep#…`), times are of one step on average; else of the whole trace, from
-    the first activity to the end of the last.
+    Where torch's profiler marked steps (`ProfilerStep#…`), times are of one step on average; else of the whole trace,
+    from the first activity to the end of the last.
 
     Raises:
         TraceNotReadable: the file is no trace.
@@ -37,7 +37,7 @@ def record_of(path: Path) -> dict[str, Any]:
             row["us"] += share.taken / len(steps)
             row["count"] += trace.counts.get(share.item.name, 1) / len(steps)
     found: list[dict[str, Any]] = [
-        {"category": kind, "name": name, "operator": "", "line": None, "function": None, "module": None}
+        {"category": kind, "name": name, "operator": "", "line": None, "where": None, "module": None}
         | {"bytes": None, "operations": None}
         | row
         for (kind, name), row in rows.items()

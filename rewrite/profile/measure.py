@@ -1,14 +1,16 @@
 """Profiles both sides and makes the record of it: plain values, all times in µs of one step.
 
-The wall clock is taken without a profiler, both sides in turn. A light recording says what the device does in each step
-and waits for; a full one of one step says where that comes from. Recording makes the host slower: by how much for each
-launch is measured in the same run, and taken off what the device waits for it. What then is still missing to the wall
-clock, or too much, is in the record as such.
+The wall clock is taken without a profiler, both sides in turn. A light recording says what the device does in each
+step, and what it waits for; a full one of one step says where that comes from. Recording makes the host slower, and
+not the kernels: so what the device waits for the host is what the wall clock leaves over, as long as the recording
+shows that much waiting. What then is still missing to the wall clock, or too much, is in the record as such.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import linecache
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ from .trace import Trace
 SCHEMA = 1
 AGREES = 0.02
 """Share of the wall clock by which the sum of a step may be off before that is said."""
+RECORDINGS = 3
 TIMELINE = 1500
 """Activities of a timeline at most; more are joined with their neighbours."""
 Progress = Callable[[str], None]
@@ -57,21 +60,37 @@ def profile(plan: Plan, progress: Progress = lambda message: None, keep: Path | 
         made = header(plan, models, found)
         progress(Step("what the device can do", 1, 6))
         made["card"] = limits.card(plan.device, plan.dtype)
-        cost = record.cost_of_recording(plan.device != "cpu", plan.device)
-        made["recording_us"] = cost
-        progress(Step("the wall clock of both", 2, 6))
-        for call in found.values():
-            call.run(4)
-            call.timed()
-        walls = calls.turns(found, plan.rounds, plan.seconds)
+        walls, recordings = _turns(plan, found, progress, keep)
         files = dict(zip(("original", "ours"), models.files, strict=True))
         for number, (name, call) in enumerate(found.items()):
-            progress(Step(f"recording {name}", 3 + number, 6))
-            trace_file = None if keep is None else keep / f"trace-{name}.json"
-            made["sides"][name] = side(call, walls[name], cost, files[name], plan, made["card"], trace_file)
+            progress(Step(f"lines and shapes of {name}", 3 + number, 6))
+            made["sides"][name] = side(call, walls[name], recordings[name], files[name], plan, made["card"])
             made["sides"][name]["explain"] = subject.explanation(call.model)
         made["ratio"] = timing.ratio(walls["original"], walls["ours"])
     return made
+
+
+def _turns(
+    plan: Plan, found: dict[str, Call], progress: Progress, keep: Path | None
+) -> tuple[dict[str, list[float]], dict[str, list[Recording]]]:
+    """Unprofiled ms a step of each side, and recordings of it, in turn: a host is not always equally fast."""
+    progress(Step("the wall clock, and recordings, of both in turn", 2, 6))
+    for call in found.values():
+        call.run(4)
+        call.timed()
+    walls: dict[str, list[float]] = {name: [] for name in found}
+    recordings: dict[str, list[Recording]] = {name: [] for name in found}
+    for _ in range(RECORDINGS):
+        measured = calls.turns(found, plan.rounds, plan.seconds / RECORDINGS)
+        for name, call in found.items():
+            walls[name] += measured[name]
+            trace_file = None if keep is None else keep / f"trace-{name}.json"
+            trace, windows, _ = call.windows(record.lightly(call, trace_file))
+            steps = _usual([_account(call, trace, window) for window in windows])
+            if not steps:
+                raise subject.NotProfiled(type(call.model).__name__, "the recording holds no whole step")
+            recordings[name].append(Recording(steps, _launches(call, trace, windows)))
+    return walls, recordings
 
 
 def header(plan: Plan, models: Models, found: dict[str, Call]) -> dict[str, Any]:
@@ -106,6 +125,19 @@ def _has(name: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Recording:
+    """The steps of a light recording, and how many calls of the driver a step has; on a CPU operators."""
+
+    steps: list[Account]
+    launches: float
+
+    @property
+    def us(self) -> float:
+        """Of a step."""
+        return sum(step.length for step in self.steps) / len(self.steps)
+
+
 @dataclass
 class _Row:
     count: float = 0.0
@@ -115,13 +147,12 @@ class _Row:
 
 
 def side(
-    call: Call, walls: Sequence[float], cost: float, file: str, plan: Plan, card: dict[str, float], keep: Path | None
+    call: Call, walls: Sequence[float], recordings: Sequence[Recording], file: str, plan: Plan, card: dict[str, float]
 ) -> dict[str, Any]:
-    """The record of one side."""
-    trace, windows, _ = call.windows(record.lightly(call, keep))
-    steps = _usual([_account(call, trace, window) for window in windows])
-    if not steps:
-        raise subject.NotProfiled(type(call.model).__name__, "the recording holds no whole step")
+    """The record of one side: a step's parts are those of the recording whose steps are nearest the wall clock."""
+    wall = median(walls) * 1e3
+    recording = min(recordings, key=lambda each: abs(each.us - wall))
+    steps = recording.steps
     seen = _origins(call, file, plan)
     matcher = Matcher(seen)
     rows: dict[tuple[Any, ...], _Row] = defaultdict(_Row)
@@ -138,36 +169,37 @@ def side(
             if origin is not None and origin.amount is not None:
                 row.bytes = (row.bytes or 0.0) + origin.amount.bytes / len(steps)
                 row.operations += origin.amount.operations / len(steps)
-    wall = median(walls) * 1e3
-    profiled = sum(step.length for step in steps) / len(steps)
     waits = {kind: sum(step.waited(kind) for step in steps) / len(steps) for kind in accounts.WAITS}
-    launches = _launches(call, trace, windows)
-    profiler = min(cost * launches, waits[accounts.HOST])
-    waits[accounts.HOST] -= profiler
-    summed = sum(row.us for row in rows.values()) + sum(waits.values())
+    recorded = waits[accounts.HOST]
+    ran = sum(row.us for row in rows.values()) + sum(waits.values()) - recorded
+    waits[accounts.HOST] = (
+        min(max(wall - ran, 0.0), recorded + AGREES * wall) if recorded > AGREES * wall else recorded
+    )
+    summed = ran + waits[accounts.HOST]
     low, high = timing.interval(list(walls))
-    found = [_shown(key, row, card) for key, row in rows.items()]
+    functions = _functions(file)
+    found = [_shown(key, row, card, functions) for key, row in rows.items()]
     found.sort(key=lambda row: -float(row["us"]))
     typical = sorted(steps, key=lambda step: step.length)[len(steps) // 2]
     return {
         "wall_us": wall,
         "wall_low_us": low * 1e3,
         "wall_high_us": high * 1e3,
-        "captured": bool(call.captured),
+        "captured": bool(call.rehearsals()),
         "steps": len(steps),
-        "profiled_us": profiled,
-        "profiler_us": profiler,
+        "recorded_us": recording.us,
+        "recorded_wait_us": recorded,
         "sum_us": summed,
         "off": summed / wall - 1,
-        "said": _said(summed, wall, profiled),
-        "launches": launches,
+        "said": _said(summed, wall, recording.us),
+        "launches": recording.launches,
         "activities": sum(len(step.shares) for step in steps) / len(steps),
         "placed": placed / total if total else 0.0,
         "categories": _categories(found),
         "waits": {kind: us for kind, us in waits.items() if us},
         "rows": found,
         "modules": _grouped(found, "module"),
-        "lines": _grouped(found, "line"),
+        "lines": _with_text(_grouped(found, "line"), file),
         "timeline": _timeline(call, typical, matcher),
     }
 
@@ -255,14 +287,30 @@ def _pattern(module: str | None) -> str | None:
     return None if module is None else ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
-def _shown(key: tuple[Any, ...], row: _Row, card: dict[str, float]) -> dict[str, Any]:
+def _functions(file: str) -> dict[int, str]:
+    """The function or method that each line of a file is in, by its qualified name: the outermost function."""
+    found: dict[int, str] = {}
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                visit(child, (*names, child.name))
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = range(child.lineno, (child.end_lineno or child.lineno) + 1)
+                found.update(dict.fromkeys(lines, ".".join((*names, child.name))))
+
+    visit(ast.parse(Path(file).read_bytes()), ())
+    return found
+
+
+def _shown(key: tuple[Any, ...], row: _Row, card: dict[str, float], functions: dict[int, str]) -> dict[str, Any]:
     kind, name, place, module, operator = key
     found: dict[str, Any] = {
         "category": kind,
         "name": name,
         "operator": operator,
         "line": f"{place[0]}:{place[1]}" if place else None,
-        "function": place[2] if place else None,
+        "where": functions.get(place[1], place[2]) if place else None,
         "module": module,
         "count": row.count,
         "us": row.us,
@@ -290,24 +338,33 @@ def _grouped(rows: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     """Times by module or line, the largest first; what has none is one group."""
     sums: dict[str | None, dict[str, Any]] = {}
     for row in rows:
-        group = sums.setdefault(row[by], {by: row[by], "us": 0.0, "count": 0.0, "function": row["function"]})
+        group = sums.setdefault(row[by], {by: row[by], "us": 0.0, "count": 0.0, "where": row["where"]})
         group["us"] += row["us"]
         group["count"] += row["count"]
     return sorted(sums.values(), key=lambda group: -float(group["us"]))
 
 
-def _said(summed: float, wall: float, profiled: float) -> str:
+def _with_text(lines: list[dict[str, Any]], file: str) -> list[dict[str, Any]]:
+    """Add to each line what stands there."""
+    for each in lines:
+        number = str(each["line"] or "").rpartition(":")[2]
+        each["text"] = linecache.getline(file, int(number)).strip() if number else None
+    return lines
+
+
+def _said(summed: float, wall: float, recorded: float) -> str:
     """Whether a step's parts make up the wall clock, in words."""
     off = summed / wall - 1
-    overhead = f"recording made a step {profiled / wall - 1:+.1%} longer"
+    overhead = f"recording made a step {recorded / wall - 1:+.1%} longer"
     if abs(off) <= AGREES:
         return f"the parts make up the wall clock ({off:+.1%}); {overhead}"
     what = "is missing" if off < 0 else "is too much"
-    return f"{abs(summed - wall):.0f} µs a step ({abs(off):.1%}) {what} to the wall clock, which no part explains; {overhead}"
+    by = f"{abs(summed - wall):.0f} µs a step ({abs(off):.1%})"
+    return f"{by} {what} to the wall clock, which no part explains; {overhead}"
 
 
 def _timeline(call: Call, step: Account, matcher: Matcher) -> list[list[Any]]:
-    """Start, µs, category and name of a step's activities; neighbours of one category are joined where there are many."""
+    """Start, µs, category and name of a step's activities; many are joined with neighbours of their category."""
     partners = matcher.match([share.item.name for share in step.shares])
     found: list[list[Any]] = []
     for share, origin in zip(step.shares, partners, strict=True):

@@ -1,13 +1,13 @@
 """Compute that need not happen, found by running: each finding has the line, the bytes and the proof.
 
-A few calls are watched operator by operator (`watch.py`), with other inputs each time, and a finding has to hold in every
-one of them. What depends on the inputs' values by chance is no finding: each kind has an argument that does not rest on
-them, and the runs are there to confirm it.
+A few calls are watched operator by operator (`watch.py`), with other inputs each time, and a finding has to hold in
+every one of them. What depends on the inputs' values by chance is no finding: each kind has an argument that does not
+rest on them, and the runs are there to confirm it.
 
 | kind | argument | confirmed by |
 |---|---|---|
-| recomputed | every operand comes from parameters, buffers and constants | the result has the same bits in every call |
-| copy | source and copy are never written while the copy is there, and the copy ends with the call | the same bits, strides and dtype |
+| recomputed | operands come from parameters, buffers and constants alone | the same bits in every call |
+| copy | neither it nor its source is written while it is there, and it ends with the call | bits, strides, dtype |
 | cast | to a type that holds every value of the first, and back | the same bits |
 | masked | keys that the mask hides from every query | in every call |
 | unread | no operator that matters, and nobody else, reads the result before it is freed | in every call |
@@ -30,7 +30,7 @@ from .watch import BUFFER, MADE, PARAMETER, UNKNOWN, Frame, Op, Operand, Watched
 RECOMPUTED, COPY, CAST, MASKED, UNREAD, LOOP = "recomputed", "copy", "cast", "masked", "unread", "loop"
 _FACTORIES = {
     "arange", "full", "zeros", "ones", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "zeros_like",
-    "ones_like", "full_like", "empty_like", "new_empty", "lift_fresh", "empty_strided", "eye", "linspace", "_efficientzerotensor",
+    "ones_like", "full_like", "empty_like", "new_empty", "lift_fresh", "empty_strided", "eye", "linspace",
 }  # fmt: skip
 _COPIES = {"clone", "_to_copy", "contiguous", "repeat", "cat"}
 _WIDER = {

@@ -1,8 +1,8 @@
 """Where each activity of a step comes from: line, module, operator, work.
 
 The full recording has all of it for one step, the light one has the times of many. They are brought together by the
-order of names: the same step launches the same kernels in the same order. Kernels of a replayed graph get what the same
-step has without a graph. What has no partner keeps its time and has no line.
+order of names: the same step launches the same kernels in the same order. Kernels of a replayed graph get what the
+same step has without a graph. What has no partner keeps its time and has no line.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class _Finder:
         known = [place for place in around if place is not None and place.function != WORK]
         line = next((place for place in reversed(known) if place.line), None)
         module = next((place.module for place in reversed(known) if place.module != "?"), None)
+        if module is None:  # launched after the model's own code has run: what was put off
+            launched = [place.module for place in around if place is not None and place.function == WORK]
+            module = next((name for name in reversed(launched) if name != "?"), None)
         return line, module
 
     def _launched(self, thread: object, moment: float) -> Amount | None:
@@ -149,8 +152,8 @@ class Matcher:
 def category_of(origin: Origin | None, name: str, *, operator: bool) -> str:
     """The category of an activity: by its name, and by who asked for it.
 
-    What `generate()` computes outside the model is for choosing the next token; a copy there stays one. A copy on a line
-    that turns queries and keys stays a copy as well: the category is what is done, the line is what for.
+    What `generate()` computes outside the model is for choosing the next token. A copy stays one wherever it is: the
+    category is what is done, the line is what for.
     """
     found = categories.operator_category(name) if operator else categories.category(name)
     outside = origin is not None and origin.place is None and origin.module is None

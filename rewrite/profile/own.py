@@ -1,7 +1,7 @@
 """The work of our own kernels, which torch's profiler knows nothing of but a name: from the tensors of each launch.
 
-Weights count in full, those of experts by the share that a step's tokens choose; keys and values count by what the cache
-holds where attention reads them, and by one token where they are written; of other tables a step reads a row.
+Weights count in full, those of experts by the share that a step's tokens choose; keys and values count by what the
+cache holds where attention reads them, and by one token where they are written; of other tables a step reads a row.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .work import Amount
 
 WORK = "kernel"
 """Stands where a place has its function's name: the place of a launch, whose number leads to its work."""
+FEWEST_OF_A_TABLE = 1024
+"""Rows from which a matrix that is no weight is a table, of cosines say, of which a token reads one."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Launches:
 
     def __init__(self, model: Any, places: Places, held: Held | None, rows: int):
         self._places, self._held, self._rows = places, held, rows
-        self._weights = {parameter.data_ptr() for parameter in model.parameters()}
+        self._weights = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
         config = model.config.get_text_config()
         count, active = limits.experts(config)
         self._experts = 1 - (1 - active / count) ** rows if count else 1.0
@@ -69,7 +71,7 @@ class Launches:
     def _opened(self, kernel: Any, grid: Any, num_warps: Any, tensors: Any, *rest: Any, **named: Any) -> Any:
         name = str(getattr(kernel.jit_function, "__name__", kernel.jit_function))
         number = len(self._places.list)
-        place = Place(name, number, WORK, "")
+        place = Place(name, number, WORK, self._module(tensors))
         span = self._places.opened(place)
         self.amounts[number] = self._amount(name, tensors)
         return span
@@ -96,11 +98,14 @@ class Launches:
         if self._is_weight(tensor):
             return self._experts if tensor.dim() == 3 else 1.0
         if self._held is None or self._held.slots not in tensor.shape:
-            largest = max(tensor.shape)
-            return (
-                self._rows / largest if tensor.dim() == 2 and largest >= 4096 and tensor.shape[0] == largest else 1.0
-            )
+            table = tensor.dim() == 2 and tensor.shape[0] >= max(FEWEST_OF_A_TABLE, tensor.shape[1])
+            return self._rows / tensor.shape[0] if table else 1.0
         return (self._held.tokens if kind == categories.ATTENTION else 1) / self._held.slots
+
+    def _module(self, tensors: Any) -> str:
+        """The module whose weight a kernel is given; `?` where it is given none."""
+        names = [self._weights.get(t.data_ptr()) or self._weights.get(t.untyped_storage().data_ptr()) for t in tensors]
+        return next((name.rpartition(".")[0] for name in names if name), "?")
 
     def _is_weight(self, tensor: Any) -> bool:
         return tensor.data_ptr() in self._weights or (tensor.dim() >= 2 and _of_a_weight(tensor, self._weights))
@@ -109,7 +114,7 @@ class Launches:
         return self._held is not None and tensor.dim() >= 3 and self._held.slots in tensor.shape
 
 
-def _of_a_weight(tensor: Any, weights: set[int]) -> bool:
+def _of_a_weight(tensor: Any, weights: dict[int, str]) -> bool:
     """Whether a tensor begins where the storage of a parameter does: projections that lie in one memory."""
     return tensor.untyped_storage().data_ptr() in weights
 

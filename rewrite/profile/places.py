@@ -2,8 +2,8 @@
 
 Python's own tracing marks each line of the watched files, and each `forward` of a module of the model, with an
 annotation that the profiler records like any other. So whatever is launched (by torch, Triton or a library) has the
-line and the module that asked for it, and nothing of the model is changed: no hook, no wrapped class, no dispatch mode,
-each of which a package would see and go another way. It is slow, so times are taken from another run.
+line and the module that asked for it, and nothing of the model is changed: no hook, no wrapped class, no dispatch
+mode, each of which a package would see and go another way. It is slow, so times are taken from another run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads traces: torch's profiler (Chrome JSON) and AMD's rocprof in its versions 1 to 3, as CSV or JSON, gzipped or not."""
+"""Reads traces: of torch's profiler (Chrome JSON) and of AMD's rocprof 1 and 3, as CSV or JSON, gzipped or not."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class TraceNotReadable(UsageError):
 
     def __init__(self, path: object, why: str):
         super().__init__(
-            f"cannot read {path} as a trace: {why}. What is read: torch.profiler's export_chrome_trace (.json, .json.gz), "
-            "rocprof's results.csv, results.stats.csv and results.json, rocprofv3's kernel_trace.csv, kernel_stats.csv "
-            "and results.json."
+            f"cannot read {path} as a trace: {why}. What is read: torch.profiler's export_chrome_trace (.json, "
+            ".json.gz), rocprof's results.csv, results.stats.csv and results.json, rocprofv3's kernel_trace.csv, "
+            "kernel_stats.csv and results.json."
         )
 
 

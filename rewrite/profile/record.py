@@ -64,33 +64,3 @@ def _without_advice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Profiler.*")
         yield
-
-
-def cost_of_recording(gpu: bool, device: str) -> float:
-    """µs by which recording lightly makes the host slower for each launch; on a CPU for each operator.
-
-    Measured with an operator of one element, so many times that the host is what takes time.
-    """
-    import torch
-
-    element = torch.zeros(1, device=device)
-    count = 2000
-
-    def work() -> None:
-        for _ in range(count):
-            element.neg_()
-
-    def wall() -> float:
-        from rewrite.measure.timing import wall_ms
-
-        return wall_ms(device, work)
-
-    from torch.profiler import ProfilerActivity, profile
-
-    wall()
-    plain = min(wall() for _ in range(3))
-    slowed = []
-    for _ in range(2):
-        with _without_advice(), profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]):
-            slowed.append(wall())
-    return max(min(slowed) - plain, 0.0) * 1e3 / count

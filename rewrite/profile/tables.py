@@ -28,11 +28,12 @@ def conditions(record: Mapping[str, Any]) -> str:
     """Under which conditions the figures are, in one line."""
     if record["kind"] == "trace":
         return f"{record['file']}, by {record['source']}" + (f" · {record['device']}" if record["device"] else "")
-    what = {"decode": f"{record['tokens']} tokens before", "prompt": f"{record['tokens']} tokens"}
-    length = what.get(record["kind"], f"{record['tokens']} tokens a row")
+    lengths = {"decode": f"{record['tokens']} tokens before", "prompt": f"{record['tokens']} tokens"}
+    length = lengths.get(record["kind"], f"{record['tokens']} tokens a row")
     versions = " · ".join(f"{name} {value}" for name, value in record["versions"].items() if name != "python")
     shape = f"{record['shape']}, {record['layers']} layers, {record['weights']} weights"
-    return f"{record['model']}, {shape}, {record['dtype']}, batch {record['batch']}, {length} · {record['device']} · {versions}"
+    what = f"{record['model']}, {shape}, {record['dtype']}, batch {record['batch']}, {length}"
+    return f"{what} · {record['device']} · {versions}"
 
 
 def summary(record: Mapping[str, Any]) -> str:
@@ -44,8 +45,9 @@ def summary(record: Mapping[str, Any]) -> str:
     theirs, ours = sides["original"], sides["ours"]
     ratio = record["ratio"]
     return (
-        f"{KINDS[record['kind']].capitalize()} takes {_time(theirs['wall_us'])} in the original, most of it {_largest(theirs)}, "
-        f"and {_time(ours['wall_us'])} rewritten, most of it {_largest(ours)}: {ratio_text(ratio)}."
+        f"{KINDS[record['kind']].capitalize()} takes {_time(theirs['wall_us'])} in the original, most of it "
+        f"{_largest(theirs)}, and {_time(ours['wall_us'])} rewritten, most of it {_largest(ours)}: "
+        f"{ratio_text(ratio)}."
     )
 
 
@@ -88,7 +90,7 @@ def shares(record: Mapping[str, Any]) -> Table:
 def _cells(values: Mapping[str, float] | None, total: float) -> list[str]:
     if values is None:
         return [NONE, "", ""]
-    count = f"{values['count']:.0f}" if "count" in values else ""
+    count = often(values["count"]) if "count" in values else ""
     return [f"{values['us']:.0f}", f"{values['us'] / total:.1%}" if total else "", count]
 
 
@@ -118,8 +120,13 @@ def rows(side: Mapping[str, Any], title: str, most: int = TOP) -> Table:
         where = row["line"] or row["module"] or NONE
         share = max(row.get("bandwidth") or 0.0, row.get("arithmetic") or 0.0)
         bound = f"{share:.0%} of {row['bound']}" if share else NONE
-        found.append((_cut(row["name"], 34), _cut(where, 30), f"{row['count']:.0f}", f"{row['us']:.1f}", limit, bound))
+        found.append((_cut(row["name"], 34), _cut(where, 30), often(row["count"]), f"{row['us']:.1f}", limit, bound))
     return Table(title, ("", "line", "n", "µs", "limit", "reaches"), tuple(found))
+
+
+def often(count: float) -> str:
+    """How often a step has something: what not every step has is a fraction."""
+    return f"{count:.0f}" if count >= 0.995 or not count else f"{count:.2f}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -1,7 +1,7 @@
 """Runs a model and notes every operator: what it reads and writes, where it was asked for, and what became of it.
 
-Data is followed by storage: views of one storage are one value. What reads a tensor without an operator (`tolist`, numpy,
-a pointer) is seen as well, so a value that nobody reads is one that nobody reads.
+Data is followed by storage: views of one storage are one value. What reads a tensor without an operator (`tolist`,
+numpy, a pointer) is seen as well, so a value that nobody reads is one that nobody reads.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Watcher(TorchDispatchMode):
         count = 1
         for length, stride in zip(tensor.shape, strides, strict=True):
             count *= length if stride else min(length, 1)
-        return Operand(value, tuple(tensor.shape), strides, tensor.storage_offset(), tensor.dtype, count * size)
+        return Operand(value, tuple(tensor.shape), strides, int(tensor.storage_offset()), tensor.dtype, count * size)
 
     def _value(self, tensor: Tensor, maker: int | None = None, sources: frozenset[str] = frozenset()) -> Value:
         storage = tensor.untyped_storage()
