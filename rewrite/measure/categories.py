@@ -187,11 +187,12 @@ def category(name: str) -> str:
 @functools.cache
 def operator_category(name: str) -> str:
     """Return the category of a torch operator, `aten::addmm`; what computes and is nothing else is elementwise."""
+    name = name if "::" in name else f"aten::{name}"  # an in-place operator of autograd's own, `detach_`
     found = next((found for found, pattern in _COMPILED_OPERATORS if pattern.search(name)), None)
     if found is not None:
         return found
     own = category(f"_{name.rpartition('::')[2]}_kernel")
-    return own if own != OTHER else (ELEMENTWISE if "::" in name else OTHER)
+    return own if own != OTHER else ELEMENTWISE
 
 
 def _head(name: str) -> str:

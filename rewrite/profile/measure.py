@@ -13,7 +13,7 @@ import importlib.metadata
 import linecache
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -181,7 +181,7 @@ def side(
     found = [_shown(key, row, card, functions) for key, row in rows.items()]
     found.sort(key=lambda row: -float(row["us"]))
     typical = sorted(steps, key=lambda step: step.length)[len(steps) // 2]
-    return {
+    made: dict[str, Any] = {
         "wall_us": wall,
         "wall_low_us": low * 1e3,
         "wall_high_us": high * 1e3,
@@ -191,7 +191,6 @@ def side(
         "recorded_wait_us": recorded,
         "sum_us": summed,
         "off": summed / wall - 1,
-        "said": _said(summed, wall, recording.us),
         "launches": recording.launches,
         "activities": sum(len(step.shares) for step in steps) / len(steps),
         "placed": placed / total if total else 0.0,
@@ -202,6 +201,7 @@ def side(
         "lines": _with_text(_grouped(found, "line"), file),
         "timeline": _timeline(call, typical, matcher),
     }
+    return made | {"said": _said(made)}
 
 
 def _account(call: Call, trace: Trace, window: tuple[float, float]) -> Account:
@@ -352,15 +352,20 @@ def _with_text(lines: list[dict[str, Any]], file: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _said(summed: float, wall: float, recorded: float) -> str:
+def _said(side: Mapping[str, Any]) -> str:
     """Whether a step's parts make up the wall clock, in words."""
-    off = summed / wall - 1
-    overhead = f"recording made a step {recorded / wall - 1:+.1%} longer"
-    if abs(off) <= AGREES:
-        return f"the parts make up the wall clock ({off:+.1%}); {overhead}"
-    what = "is missing" if off < 0 else "is too much"
-    by = f"{abs(summed - wall):.0f} µs a step ({abs(off):.1%})"
-    return f"{by} {what} to the wall clock, which no part explains; {overhead}"
+    wall, waited = side["wall_us"], side["waits"].get(accounts.HOST, 0.0)
+    overhead = f"recording made a step {side['recorded_us'] / wall - 1:+.1%} longer"
+    if abs(side["off"]) > AGREES:
+        what = "is missing" if side["off"] < 0 else "is too much"
+        by = f"{abs(side['sum_us'] - wall):.0f} µs a step ({abs(side['off']):.1%})"
+        return f"{by} {what} to the wall clock, which no part explains; {overhead}"
+    if waited > AGREES * wall:
+        ran = (
+            f"what runs and what starts it take {side['sum_us'] - waited:.0f} µs, the host the rest of the wall clock"
+        )
+        return f"{ran}, {waited:.0f} µs (recorded: {side['recorded_wait_us']:.0f}); {overhead}"
+    return f"the parts make up the wall clock ({side['off']:+.1%}); {overhead}"
 
 
 def _timeline(call: Call, step: Account, matcher: Matcher) -> list[list[Any]]:

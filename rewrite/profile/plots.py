@@ -14,6 +14,7 @@ from typing import Any
 
 from rewrite.measure import categories
 
+from . import tables
 from .accounts import BETWEEN, HOST, UNKNOWN, WAITS
 from .tables import NAMES
 
@@ -49,7 +50,6 @@ DARK = LIGHT | {
     "axis": "#7d8491",
     "on": "#14161a",
 }
-TITLES = categories.TITLES | WAITS
 WIDTH = 8.0
 """Inches; the page scales it."""
 NARROWEST = 0.05
@@ -65,7 +65,7 @@ def bars(record: Mapping[str, Any]) -> Any:
         for kind, us in parts(side):
             axes.barh(place, us, left=left, height=0.62, color=LIGHT[kind], edgecolor="none")
             if us > NARROWEST * 2.4 * longest:
-                shown = f"{TITLES[kind]} {us / side['sum_us']:.0%}"
+                shown = f"{tables.titles(record)[kind]} {us / side['sum_us']:.0%}"
                 axes.text(left + us / 2, place, shown, ha="center", va="center", fontsize=7.5, color=_on(kind))
             left += us
         axes.text(left, place, f"  {left / 1e3:.3g} ms", va="center", fontsize=8.5, color=LIGHT["text"])

@@ -13,7 +13,6 @@ from rewrite.errors import MissingLibrary
 from rewrite.measure import categories
 
 from . import plots, tables
-from .accounts import WAITS
 
 MOST_ROWS = 60
 """Rows of a table; what is beyond is one row."""
@@ -52,14 +51,15 @@ def html(record: Mapping[str, Any]) -> str:
     shares = tables.shares(record)
     trace = record["kind"] == "trace"
     name = record["file"] if trace else record["model"]
-    kinds = [kind for kind in plots.TITLES if any(_has(side, kind) for side in record["sides"].values())]
+    named = tables.titles(record)
+    kinds = [kind for kind in named if any(_has(side, kind) for side in record["sides"].values())]
     return template.render(
         title=f"Profile of {name}: {tables.KINDS[record['kind']]}",
         summary=tables.summary(record),
         conditions=tables.conditions(record),
         light=plots.LIGHT,
         dark=plots.DARK,
-        legend=[(kind, plots.TITLES[kind]) for kind in kinds],
+        legend=[(kind, named[kind]) for kind in kinds],
         plots=_plots(record, trace),
         lists=[] if trace else _lists(record),
         notes=shares.notes,
@@ -118,7 +118,7 @@ def _roofline(record: Mapping[str, Any], conditions: str) -> dict[str, Any]:
     rows = [
         (
             f"{tables.NAMES[point['side']]}: {point['name']}",
-            plots.TITLES[point["category"]],
+            categories.TITLES[point["category"]],
             f"{point['intensity']:.2f}",
             f"{point['rate'] / 1e9:.1f}",
             f"{point['us']:.1f}",
@@ -153,7 +153,7 @@ def _rows(side: Mapping[str, Any], title: str) -> Shown:
         rows.append(
             (
                 row["name"],
-                plots.TITLES[row["category"]],
+                categories.TITLES[row["category"]],
                 where or NONE,
                 tables.often(row["count"]),
                 f"{row['us']:.2f}",
@@ -174,7 +174,7 @@ def _rows(side: Mapping[str, Any], title: str) -> Shown:
 
 def _longest(side: Mapping[str, Any], title: str) -> Shown:
     longest = sorted(side["timeline"], key=lambda span: -float(span[1]))[:20]
-    rows = [(name, plots.TITLES[kind], f"{start:.1f}", f"{us:.2f}") for start, us, kind, name in longest]
+    rows = [(name, categories.TITLES[kind], f"{start:.1f}", f"{us:.2f}") for start, us, kind, name in longest]
     return Shown(
         f"{title}: the longest activities", ("activity", "category", "begins, µs", "µs"), rows, frozenset({0, 1})
     )
@@ -230,7 +230,3 @@ def png(record: Mapping[str, Any], path: Path) -> None:
     """A picture of the bars."""
     require_libraries()
     plots.png(record, path)
-
-
-CATEGORIES = (*categories.CATEGORIES, *WAITS)
-"""Everything that a part of a step can be."""

@@ -8,7 +8,7 @@ from typing import Any
 from rewrite.benchmark.tables import NONE, Table, narrow, ratio_text
 from rewrite.measure import categories
 
-from .accounts import WAITS
+from .accounts import HOST, WAITS
 
 NAMES = {"original": "original", "ours": "rewritten"}
 KINDS = {
@@ -41,19 +41,26 @@ def summary(record: Mapping[str, Any]) -> str:
     sides = record["sides"]
     if record["kind"] == "trace":
         one = sides["original"]
-        return f"{_time(one['sum_us'])} of {one['activities']:.0f} activities, most of it {_largest(one)}."
+        return f"{_time(one['sum_us'])} of {one['activities']:.0f} activities, most of it {_largest(record, one)}."
     theirs, ours = sides["original"], sides["ours"]
     ratio = record["ratio"]
     return (
         f"{KINDS[record['kind']].capitalize()} takes {_time(theirs['wall_us'])} in the original, most of it "
-        f"{_largest(theirs)}, and {_time(ours['wall_us'])} rewritten, most of it {_largest(ours)}: "
+        f"{_largest(record, theirs)}, and {_time(ours['wall_us'])} rewritten, most of it {_largest(record, ours)}: "
         f"{ratio_text(ratio)}."
     )
 
 
-def _largest(side: Mapping[str, Any]) -> str:
-    parts = {categories.TITLES[kind]: values["us"] for kind, values in side["categories"].items()}
-    parts |= {WAITS[kind]: us for kind, us in side["waits"].items()}
+def titles(record: Mapping[str, Any]) -> dict[str, str]:
+    """What the parts of a step are called: a CPU waits for no host, it is one."""
+    on_host = {HOST: "Python, dispatching"} if str(record["device"]).startswith("CPU") else {}
+    return categories.TITLES | WAITS | on_host
+
+
+def _largest(record: Mapping[str, Any], side: Mapping[str, Any]) -> str:
+    named = titles(record)
+    parts = {named[kind]: values["us"] for kind, values in side["categories"].items()}
+    parts |= {named[kind]: us for kind, us in side["waits"].items()}
     name = max(parts, key=lambda part: parts[part])
     return f"{name} ({parts[name] / side['sum_us']:.0%})"
 
@@ -74,7 +81,7 @@ def shares(record: Mapping[str, Any]) -> Table:
             cells += _cells(side["categories"].get(kind), side["sum_us"])
         rows.append(tuple(cells))
     for kind in waits:
-        cells = [WAITS[kind]]
+        cells = [titles(record)[kind]]
         for side in sides.values():
             us = side["waits"].get(kind)
             cells += _cells(None if us is None else {"us": us}, side["sum_us"])
