@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from rewrite.benchmark.overhead import new_graph
 from rewrite.benchmark.parity import keeping
 from rewrite.measure import timing
-from rewrite.measure.runtime_part import runtime_part
 
+from .parts import part_of
 from .trace import Activity, Trace
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class Call:
     def _graph(self) -> Any:
         """What a package reads a prompt with where it decodes in a graph; None where it does not."""
         rows, tokens = self.inputs["input_ids"].shape
-        return new_graph(self.model, rows, tokens + 1) if self.gpu else None
+        decodes = self.gpu and part_of(self.model, "decode/graph") is not None
+        return new_graph(self.model, rows, tokens + 1) if decodes else None
 
     def _read(self) -> None:
         """Read a prompt as `generate()` does: up to the logits of the next token."""
@@ -202,8 +203,9 @@ class Call:
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Launch as in a graph."""
-        package = type(self.model).__module__.rpartition(".")[0]
-        with runtime_part(package, "core/launch").rehearsing():
+        part = part_of(self.model, "core/launch")
+        assert part is not None
+        with part.rehearsing():
             yield
 
 
@@ -215,13 +217,9 @@ def in_trace(trace: Trace, moment_ns: int) -> float:
 
 def _programs(model: Any) -> list[Callable[[], Any]]:
     """The step last captured of each graph that a package keeps for a model, the graph used last first."""
-    package = type(model).__module__.rpartition(".")[0]
-    try:
-        store = runtime_part(package, "decode/graph_store").store_of(model)
-    except (ModuleNotFoundError, AttributeError):  # an original, or a package that generates without a graph
-        return []
+    store = part_of(model, "decode/graph_store")
     found: list[Callable[[], Any]] = []
-    for graph in reversed(list(store.graphs.values())):
+    for graph in reversed([] if store is None else list(store.store_of(model).graphs.values())):
         programs = [program for program in graph._programs.values() if program._graph is not None]
         found += [functools.partial(_step, graph, programs[-1])] if programs else []
     return found

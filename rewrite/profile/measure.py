@@ -229,7 +229,6 @@ def _launches(call: Call, trace: Trace, windows: Sequence[tuple[float, float]]) 
 def _origins(call: Call, file: str, plan: Plan) -> list[Origin]:
     """The origins of one step, from a full recording of it."""
     places = Places(call.model, {file})
-    package = type(call.model).__module__.rpartition(".")[0]
     launches = Launches(call.model, places, held_by(call.model), plan.batch)
     rehearsals = call.rehearsals()
     recorder = record.fully(call)
@@ -238,7 +237,7 @@ def _origins(call: Call, file: str, plan: Plan) -> list[Origin]:
         def rehearse() -> None:
             import torch
 
-            with torch.no_grad(), call.rehearsing(), places.noted(), launches.noted(package):
+            with torch.no_grad(), call.rehearsing(), places.noted(), launches.noted():
                 for each in rehearsals[:1]:
                     each()
             call.synchronise()
@@ -247,7 +246,7 @@ def _origins(call: Call, file: str, plan: Plan) -> list[Origin]:
         return origins.of_device(recorder(rehearse), places, launches.amounts)
 
     def work() -> None:
-        with places.noted(), launches.noted(package):
+        with places.noted(), launches.noted():
             call.run(2)
         call.synchronise()
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewrite.measure import categories, limits
-from rewrite.measure.runtime_part import runtime_part
 
+from .parts import part_of
 from .places import Place, Places
 from .work import Amount
 
@@ -35,7 +35,7 @@ class Launches:
     """The work of each launch, by the annotation around it."""
 
     def __init__(self, model: Any, places: Places, held: Held | None, rows: int):
-        self._places, self._held, self._rows = places, held, rows
+        self._model, self._places, self._held, self._rows = model, places, held, rows
         self._weights = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
         config = model.config.get_text_config()
         count, active = limits.experts(config)
@@ -46,13 +46,13 @@ class Launches:
         """By the number of a place."""
 
     @contextlib.contextmanager
-    def noted(self, package: str) -> Iterator[None]:
-        """Annotate every launch of a package's kernels with its work."""
-        try:
-            kernel = runtime_part(package, "core/launch").Kernel
-        except (ModuleNotFoundError, AttributeError):  # an original
+    def noted(self) -> Iterator[None]:
+        """Annotate every launch of the package's own kernels with its work; an original has none."""
+        part = part_of(self._model, "core/launch")
+        if part is None:
             yield
             return
+        kernel = part.Kernel
         original, launches = kernel.launch, self
 
         def launch(self: Any, *given: Any, **named: Any) -> Any:
@@ -121,10 +121,6 @@ def _of_a_weight(tensor: Any, weights: dict[int, str]) -> bool:
 
 def held_by(model: Any) -> Held | None:
     """What the cache of the graph used last holds; None where a package keeps none."""
-    package = type(model).__module__.rpartition(".")[0]
-    try:
-        store = runtime_part(package, "decode/graph_store").store_of(model)
-    except (ModuleNotFoundError, AttributeError):
-        return None
-    graphs = list(store.graphs.values())
+    store = part_of(model, "decode/graph_store")
+    graphs = [] if store is None else list(store.store_of(model).graphs.values())
     return Held(int(graphs[-1].cache.length), int(graphs[-1].cache.capacity)) if graphs else None

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rewrite.benchmark.models import build, from_checkpoint, lock_of, sharing
 from rewrite.errors import UsageError
 from rewrite.measure.presets import config_for
-from rewrite.measure.runtime_part import runtime_part
 from rewrite.verify.models import model_inputs, sides
 from rewrite.verify.models.subjects import Subject, find_subjects, paired
 
 from .calls import DECODE, PROMPT, TRAIN, Call
+from .parts import part_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,9 +159,5 @@ def _inputs(plan: Plan, models: Models, kind: str) -> dict[str, Tensor]:
 
 def explanation(model: Any) -> list[str]:
     """What a package says of where its fast path was not taken; nothing of an original."""
-    package = type(model).__module__.rpartition(".")[0]
-    try:
-        explain = runtime_part(package, "core/explain").explain
-    except (ModuleNotFoundError, AttributeError):
-        return []
-    return str(explain(model)).splitlines()
+    part = part_of(model, "core/explain")
+    return [] if part is None else str(part.explain(model)).splitlines()
