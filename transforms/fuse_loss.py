@@ -41,9 +41,9 @@ class FuseLoss(Transform):
         summed in another order; the gradients of the head are summed in fp32 and rounded once.
 
     Known limits:
-        In training mode, with labels and gradients, for transformers' own loss functions. Elsewhere, and where the head
-        is an adapter, is watched by a hook or is sharded, the logits are computed as before. The output's `logits`
-        are then computed when they are read.
+        Takes effect in training mode, with labels and gradients, for transformers' own loss functions. Elsewhere, and
+        where the head is an adapter, is watched by a hook or is sharded, the logits are computed as before. Where it
+        does, the output's `logits` are computed when they are read.
     """
 
     name: ClassVar[str] = "fuse_loss"

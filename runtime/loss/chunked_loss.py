@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +46,13 @@ SHIFTED = loss_utils.ForCausalLMLoss
 IN_PLACE = loss_utils.ForMaskedLMLoss
 """Compares each token with its own label."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_KEYWORDS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+_KEYWORDS = {"logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"}
+_OF_ALL = {name for function in (SHIFTED, IN_PLACE) for name in inspect.signature(function).parameters}
+_OF_THEIR_OWN = {"source", "target", "kwargs"}  # of what they call, which gets the keywords that they do not know
+_OTHER_KEYWORDS = sorted(
+    (_OF_ALL | {*inspect.signature(loss_utils.fixed_cross_entropy).parameters}) - _KEYWORDS - _OF_THEIR_OWN
+)
+"""What another version's loss functions take beside these, label smoothing for one."""
 _chosen: bool | None = None
 
 
@@ -157,7 +162,7 @@ def _of_hidden_states(
         return "other_logits"
     if loss_function not in (SHIFTED, IN_PLACE):
         return "other_loss_function"
-    if any(others.get(name) is not None for name in _known_keywords(loss_function) - _KEYWORDS):
+    if any(others.get(name) is not None for name in _OTHER_KEYWORDS):
         return "other_keyword"
     if loss_function is SHIFTED:
         if shift_labels is None:
@@ -174,11 +179,3 @@ def _of_hidden_states(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
-
-
-@cache
-def _known_keywords(loss_function: Callable[..., Tensor]) -> frozenset[str]:
-    """Return the parameters of a loss function and of what it hands the others on to."""
-    functions = (loss_function, loss_utils.fixed_cross_entropy)
-    named = {name for function in functions for name in inspect.signature(function).parameters}
-    return frozenset(named - {"logits", "labels", "vocab_size", "source", "target", "kwargs"})

@@ -181,7 +181,8 @@ class _TotalLoss(torch.autograd.Function):
         hidden_states, weight, bias, labels, *gradients = ctx.saved_tensors  # type: ignore[attr-defined]
         inputs, needed = (hidden_states, weight, bias), ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            found = _twice(inputs, needed, labels, *ctx.form, gradient)  # type: ignore[attr-defined]
+            form = ctx.form  # type: ignore[attr-defined]
+            found = backend.again(lambda *tensors: _plain(*tensors, labels, *form), inputs, needed, [gradient])
         else:
             triples = zip(inputs, needed, gradients, strict=True)
             found = [_times(made, gradient, x.dtype) if need and x is not None else None for x, need, made in triples]
@@ -195,23 +196,19 @@ def _times(made: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(made, gradient, out=torch.empty_like(made, dtype=dtype))
 
 
-def _twice(
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-    needed: tuple[bool, ...],
+def _plain(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     ignore_index: int,
     shape: Shape,
     dtype: torch.dtype,
-    gradient: Tensor,
-) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again: those of all logits at once, by torch."""
-    hidden_states, weight, bias = inputs
+) -> Tensor:
+    """Compute the loss from all logits at once, by torch's operators."""
     product = F.linear(hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     values = shape.of(product.to(accumulator(dtype)))
-    total = F.cross_entropy(values, labels, ignore_index=ignore_index, reduction="sum")
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
-    found = iter(torch.autograd.grad(total, wanted, gradient, create_graph=True))
-    return [next(found) if need and x is not None else None for x, need in zip(inputs, needed, strict=True)]
+    return F.cross_entropy(values, labels, ignore_index=ignore_index, reduction="sum")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
