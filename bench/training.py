@@ -1,4 +1,4 @@
-"""Training steps of a package beside its original: time, peak memory, and parity of loss and gradients in the same run.
+"""Training steps of a package beside its original: time, peak memory, parity of loss and gradients in one run.
 
 python bench/training.py llama --shape 1b --device cuda
 """
@@ -20,35 +20,35 @@ from typing import Any
 import torch
 
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-1b": ("llama", "LlamaForCausalLM", dict(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True)),
-    "qwen3-1.7b": ("qwen3", "Qwen3ForCausalLM", dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, tie_word_embeddings=True)),
-    "gemma2-2b": ("gemma2", "Gemma2ForCausalLM", dict(
-        vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096)),
-    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM", dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
-        num_experts_per_tok=8, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        max_position_embeddings=8192)),
+    "llama-1b": ("llama", "LlamaForCausalLM", {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192, "tie_word_embeddings": True}),
+    "qwen3-1.7b": ("qwen3", "Qwen3ForCausalLM", {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192, "tie_word_embeddings": True}),
+    "gemma2-2b": ("gemma2", "Gemma2ForCausalLM", {
+        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096}),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM", {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "max_position_embeddings": 8192}),
 }  # fmt: skip
 
 
 def config_of(shape: str, small: bool, attention: str) -> Any:
     kind, class_name, sizes = SHAPES[shape]
     if small:
-        sizes = sizes | dict(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            head_dim=16,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-        sizes |= dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2) if "moe" in kind else {}
+        sizes = sizes | {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        sizes |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2} if "moe" in kind else {}
     import transformers
 
     original = getattr(transformers, class_name)

@@ -120,7 +120,7 @@ def rotary(
     if reason is None and backend.wants_gradient(q, k, cos, sin):
         reason = _not_learned(q, k, cos, sin, form)
         if reason is None:
-            turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin, form)  # type: ignore[no-untyped-call]
+            turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin, form)
             return turned
     if reason is not None:
         backend.count_fallback("rotary", reason)
@@ -153,7 +153,7 @@ def rotary_single(
         return _rotated(x, *_tables(cos, sin, form), form, chunked=chunked)
     no_heads = x.detach().narrow(unsqueeze_dim if unsqueeze_dim >= 0 else x.ndim + unsqueeze_dim, 0, 0)
     if learns:
-        turned: torch.Tensor = _Rotary.apply(x, no_heads, cos, sin, form)[0]  # type: ignore[no-untyped-call]
+        turned: torch.Tensor = _Rotary.apply(x, no_heads, cos, sin, form)[0]
         return turned
     return _op(x, no_heads, cos, sin, *form)[0]
 
@@ -162,7 +162,7 @@ class _Rotary(torch.autograd.Function):
     """The rotation, and its transpose of the gradients."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
@@ -170,7 +170,7 @@ class _Rotary(torch.autograd.Function):
         return _launch(q, k, cos, sin, form)
 
     @staticmethod
-    def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():  # linear in both, so that any tensors will do to differentiate it at
             reference = lambda q, k: _reference(q, k, cos, sin, ctx.form, ctx.dtype)
@@ -178,9 +178,13 @@ class _Rotary(torch.autograd.Function):
             found = backend.again(reference, at, ctx.needs_input_grad[:2], [of_q, of_k])
             return (*found, None, None, None)
         back = ctx.form._replace(in_fp32=True, keep_dtype=True)
-        rows_first = (x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous() for x in (of_q, of_k))
-        turned = _launch(*rows_first, cos, sin, back, inverse=True)
+        turned = _launch(_dense(of_q), _dense(of_k), cos, sin, back, inverse=True)
         return (*(x.to(ctx.dtype) for x in turned), None, None, None)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as it lies, or contiguous where it is expanded or its rows are not dense."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
 
 def _not_learned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:

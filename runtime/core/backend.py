@@ -175,7 +175,7 @@ def again(
         return reference(*[given.get(place, x) for place, x in enumerate(inputs)])
 
     # not `autograd.grad`, which would also follow the paths on which one input was made of another
-    _, pull = torch.func.vjp(of_wanted, *[inputs[place] for place in places])
+    pull = torch.func.vjp(of_wanted, *[inputs[place] for place in places])[1]
     found = dict(zip(places, pull(gradients[0] if len(gradients) == 1 else tuple(gradients)), strict=True))
     return [found.get(place) for place in range(len(inputs))]
 

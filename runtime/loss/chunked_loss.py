@@ -112,7 +112,7 @@ def _refusal(model: nn.Module, hidden_states: Tensor, head: nn.Module, labels: T
     """Return why the logits have to be computed."""
     if not uses_chunked_loss():
         return "turned_off"
-    if type(hidden_states) is Proxy or backend.transformed() or torch._C._get_tracing_state() is not None:
+    if isinstance(hidden_states, Proxy) or backend.transformed() or torch._C._get_tracing_state() is not None:
         return "watched"
     if type(hidden_states) is not Tensor or type(labels) is not Tensor or hidden_states.dim() < 2:
         return "no_tensor"
@@ -175,7 +175,9 @@ def _of_hidden_states(
         return "other_labels"
     total = total_loss(flat, weight, bias, labels, ignore_index, shape, logits.product_dtype).float()
     if num_items_in_batch is None:
-        return total / (labels != ignore_index).sum()
+        count = (labels != ignore_index).sum()
+        mean = total / count.clamp(min=1)
+        return torch.where(count > 0, mean, torch.nan)  # of nothing, with a gradient of zero, as torch's own
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch

@@ -16,7 +16,7 @@ kept is dx and dW in fp32. In fp16, whose smallest number is 6e-8, dz is taken 1
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,14 +151,14 @@ def total_loss(
     """
     form = shape or Shape()
     given = (hidden_states, weight, bias, labels, ignore_index, *form, dtype or hidden_states.dtype)
-    total: Tensor = _TotalLoss.apply(*given)  # type: ignore[no-untyped-call]
+    total: Tensor = _TotalLoss.apply(*given)
     return total
 
 
 class _TotalLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx,
+    def forward(
+        ctx: Any,
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -171,18 +171,18 @@ class _TotalLoss(torch.autograd.Function):
     ) -> Tensor:
         total, *gradients = _op(
             hidden_states, weight, bias, labels, ignore_index, inner, outer, capped, dtype, *ctx.needs_input_grad[:3]
-        )  # type: ignore[attr-defined]
+        )
         ctx.save_for_backward(hidden_states, weight, bias, labels, *gradients)
-        ctx.form = (ignore_index, Shape(inner, outer, capped), dtype)  # type: ignore[attr-defined]
+        ctx.form = (ignore_index, Shape(inner, outer, capped), dtype)
         return total
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_states, weight, bias, labels, *gradients = ctx.saved_tensors  # type: ignore[attr-defined]
-        inputs, needed = (hidden_states, weight, bias), ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, weight, bias, labels, *gradients = ctx.saved_tensors
+        inputs, needed = (hidden_states, weight, bias), ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            form = ctx.form  # type: ignore[attr-defined]
-            found = backend.again(lambda *tensors: _plain(*tensors, labels, *form), inputs, needed, [gradient])
+            form = ctx.form
+            found = backend.again(lambda x, w, b: _plain(x, w, b, labels, *form), inputs, needed, [gradient])
         else:
             triples = zip(inputs, needed, gradients, strict=True)
             found = [_times(made, gradient, x.dtype) if need and x is not None else None for x, need, made in triples]

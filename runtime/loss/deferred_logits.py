@@ -218,4 +218,4 @@ for _name in (
     "__imul__", "__itruediv__", "__contains__", "__deepcopy__",
 ):  # fmt: skip
     setattr(DeferredLogits, _name, _delegate(_name))
-DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign, assignment]
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

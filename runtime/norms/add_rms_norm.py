@@ -71,7 +71,7 @@ def add_rms_norm(
         reason = _not_learned(hidden_states, residual, weight)
         if reason is None:
             given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
-            both: tuple[torch.Tensor, torch.Tensor] = _AddRmsNorm.apply(*given)  # type: ignore[no-untyped-call]
+            both: tuple[torch.Tensor, torch.Tensor] = _AddRmsNorm.apply(*given)
             return both
         backend.count_fallback("add_rms_norm", reason)
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
@@ -84,7 +84,7 @@ class _AddRmsNorm(torch.autograd.Function):
     """Sum and norm, and their gradients from the sum."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_states: torch.Tensor,
         residual: torch.Tensor,
@@ -100,9 +100,7 @@ class _AddRmsNorm(torch.autograd.Function):
         return normed, summed
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, gradient: torch.Tensor, after: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         summed, weight = ctx.saved_tensors
         eps, offset, weight_in_fp32 = ctx.form
         first, second, for_weight = ctx.needs_input_grad[:3]

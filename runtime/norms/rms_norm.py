@@ -158,7 +158,7 @@ def rms_norm(
         reason = _not_learned(hidden_states, weight)
         if reason is None:
             given = (hidden_states, weight, eps, offset, weight_in_fp32)
-            normed: torch.Tensor = _RmsNorm.apply(*given)  # type: ignore[no-untyped-call]
+            normed: torch.Tensor = _RmsNorm.apply(*given)
             return normed
         backend.count_fallback("rms_norm", reason)
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
@@ -170,7 +170,7 @@ class _RmsNorm(torch.autograd.Function):
     """The norm, and its gradients from what it was given."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_states: torch.Tensor,
         weight: torch.Tensor | None,
@@ -183,7 +183,7 @@ class _RmsNorm(torch.autograd.Function):
         return launch_rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_states, weight = ctx.saved_tensors
         eps, offset, weight_in_fp32 = ctx.form
         needed = ctx.needs_input_grad[:2]

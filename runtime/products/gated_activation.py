@@ -136,14 +136,17 @@ if backend.triton_installed():
         up_ptr,
         of_gate_ptr,
         of_up_ptr,
+        product_ptr,
         row_count,
         intermediate_size,
         gate_stride,
         up_stride,
         FLAT: tl.constexpr,
         ACTIVATION: tl.constexpr,
+        AGAIN: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
+        """Write both gradients; with AGAIN also the product itself, as the forward rounded it."""
         row = tl.zeros((), tl.int64)
         if not FLAT:
             row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -160,6 +163,8 @@ if backend.triton_installed():
         of_gate = gradient * up * _slope(wide, ACTIVATION)
         tl.store(of_gate_ptr + place, of_gate.to(of_gate_ptr.dtype.element_ty), mask=mask)
         tl.store(of_up_ptr + place, (gradient * activated).to(of_up_ptr.dtype.element_ty), mask=mask)
+        if AGAIN:
+            tl.store(product_ptr + place, (activated * up).to(product_ptr.dtype.element_ty), mask=mask)
 
     gated_activation_backward_kernel = Kernel(_gated_activation_backward_kernel)
 
@@ -209,8 +214,8 @@ def gated_activation(
         backend.count_fallback("gated_activation", "activation_observed_or_unknown")
         return activation(gate) * up
     if backend.wants_gradient(gate, up):
-        if (reason := _not_learned(gate, up)) is None:
-            product: torch.Tensor = _GatedActivation.apply(gate, up, kind)  # type: ignore[no-untyped-call]
+        if (reason := not_learned(gate, up)) is None:
+            product: torch.Tensor = _GatedActivation.apply(gate, up, kind)
             return product
         backend.count_fallback("gated_activation", reason)
         return activation(gate) * up
@@ -224,13 +229,13 @@ class _GatedActivation(torch.autograd.Function):
     """The product, and its gradients from what it was given."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        return _launch(gate, up, kind)
+        return launch_gated_activation(gate, up, kind)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         if torch.is_grad_enabled():
             reference = lambda gate, up: _REFERENCE[ctx.kind](gate) * up
@@ -238,13 +243,18 @@ class _GatedActivation(torch.autograd.Function):
         return (*gated_activation_backward(gradient, gate, up, ctx.kind), None)
 
 
-def _not_learned(gate: torch.Tensor, up: torch.Tensor) -> str | None:
+def not_learned(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
     if not backend.learns(gate, up):
         return "gradient_wanted"
     if not gate.numel() or not (_is_in_order(gate) and _is_in_order(up)):
         return "permuted"
     return _refusal(gate, up)
+
+
+def torch_form(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the activation of a name in torch's operators."""
+    return _REFERENCE[kind]
 
 
 def _is_in_order(tensor: torch.Tensor) -> bool:
@@ -282,7 +292,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
     if backend.uses_triton(gate):
         reason = _refusal(gate, up)
         if reason is None:
-            return _launch(gate, up, activation)
+            return launch_gated_activation(gate, up, activation)
         backend.count_fallback("gated_activation", reason)
     return (_REFERENCE[activation](gate) * up).contiguous()
 
@@ -294,7 +304,8 @@ def _refusal(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     return None if same else "shapes_differ"
 
 
-def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def launch_gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Run the kernel."""
     out = _fake(gate, up, activation)
     count = out.numel()
     if count == 0:
@@ -316,7 +327,11 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
 
 
 def gated_activation_backward(
-    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+    gradient: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    product: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of gate and up, contiguous and in their dtypes.
 
@@ -325,6 +340,7 @@ def gated_activation_backward(
         gate: `[N, I]`, as in `gated_activation`.
         up: `[N, I]`.
         activation: its name in a kernel.
+        product: `[N, I]`, contiguous, where the product is written once more; None where nobody needs it.
     """
     of_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     of_up = torch.empty_like(up, memory_format=torch.contiguous_format)
@@ -337,11 +353,11 @@ def gated_activation_backward(
         gated_activation_backward_kernel.launch(
             grid(-(-size // block), count // size),
             num_warps,
-            (gradient, gate, up, of_gate, of_up),
+            (gradient, gate, up, of_gate, of_up, of_gate if product is None else product),
             (count // size,),
             (size, gate_stride, up_stride),
             (),
-            (flat, activation, block),
+            (flat, activation, product is not None, block),
         )
     return of_gate, of_up
 

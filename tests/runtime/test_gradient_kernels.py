@@ -17,6 +17,7 @@ from rewrite.runtime.core import backend
 from rewrite.runtime.loss.cross_entropy import Shape, losses_and_gradients, total_loss
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.gated_product import gated_product
 
 gated = importlib.import_module("rewrite.runtime.products.gated_activation")
 cross_entropy = importlib.import_module("rewrite.runtime.loss.cross_entropy")
@@ -123,6 +124,26 @@ def test_gated_activation(device: torch.device, poisoned: None, kind: str, dtype
 
 
 @dtypes
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_gated_product(device: torch.device, poisoned: None, dtype: torch.dtype, frozen: bool) -> None:
+    """As the two calls, with gate, up and weights kept and nothing else."""
+    projection = torch.nn.Linear(65, 24, device=device, dtype=dtype).requires_grad_(not frozen)
+    parameters = [] if frozen else list(projection.parameters())
+    inputs = [torch.randn(3, 3, 65, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
+    kept: list[Tensor] = []
+    found = []
+    for form in (gated_product, lambda g, u, act, down: down(gated.gated_activation(g, u, act))):
+        keep = lambda x, form=form: (kept.append(x) if form is gated_product else None, x)[1]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = form(*inputs, ACTIVATIONS["silu"], projection)
+        direction = torch.ones_like(out) * torch.arange(24, device=device, dtype=dtype) / 24
+        found.append([out, *torch.autograd.grad(out, [*inputs, *parameters], direction)])
+    assert {x.data_ptr() for x in kept} <= {x.data_ptr() for x in (*inputs, *projection.parameters())}
+    for mine, theirs in zip(*found, strict=True):
+        assert_same_gradient(theirs, mine)
+
+
+@dtypes
 @pytest.mark.parametrize("form", FORMS)
 def test_rotary(device: torch.device, poisoned: None, form: str, dtype: torch.dtype) -> None:
     columns, given = FORMS[form]
@@ -180,10 +201,12 @@ def test_loss_of_several_chunks(device: torch.device, monkeypatch: pytest.Monkey
     check(lambda x, w, b: total_loss(x, w, b, labels), exact, x, weight, bias)
 
 
+DOWN = torch.nn.Linear(8, 4)
 TWICE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (lambda x, w: rms_norm(x, w, EPS), ((3, 8), (8,))),
     "add_rms_norm": (lambda x, y, w: add_rms_norm(x, y, w, EPS), ((3, 8), (3, 8), (8,))),
     "gated_activation": (lambda g, u: gated.gated_activation(g, u, ACTIVATIONS["silu"]), ((3, 8), (3, 8))),
+    "gated_product": (lambda g, u: gated_product(g, u, ACTIVATIONS["silu"], DOWN.to(g.device)), ((3, 8), (3, 8))),
     "rotary": (
         lambda q, k: rotary(q, k, *torch.full((2, 1, 3, 8), 0.3, device=q.device)), ((1, 2, 3, 8), (1, 1, 3, 8))
     ),
