@@ -21,7 +21,7 @@ HEAD, LOSS = "head_logits", "chunked_loss"
 
 
 class FuseLoss(Transform):
-    """Compute the loss from hidden states, a few thousand rows of logits at a time.
+    """Compute the loss from hidden states, a few thousand rows of logits at a time. Runs on request only.
 
     What it does:
         `self.lm_head(hidden_states)` becomes `head_logits(self, hidden_states, self.lm_head, labels)`, and
@@ -49,6 +49,7 @@ class FuseLoss(Transform):
     name: ClassVar[str] = "fuse_loss"
     summary: ClassVar[str] = "A language model's loss in training is computed without its logits."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
+    on_request: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("decode_head", "static_cache")
     reasons: ClassVar[Mapping[str, str]] = {
         "other_call": "the loss is not called with logits, labels and the size of the vocabulary",

@@ -20,7 +20,7 @@ GATED, PRODUCT = "gated_activation", "gated_product"
 
 
 class SpareActivation(Transform):
-    """Compute `act(gate) * up` again in the backward, and do not keep it.
+    """Compute `act(gate) * up` again in the backward, and do not keep it. Runs on request only.
 
     What it does:
         `self.down_proj(gated_activation(gate, up, self.act_fn))`, which fuse_gated_activation wrote, becomes
@@ -45,6 +45,7 @@ class SpareActivation(Transform):
     summary: ClassVar[str] = "The down projection of a gated MLP keeps no activation for its gradients."
     numerics: ClassVar[Numerics] = Numerics.EXACT
     # route_gemm and fp8, where they are asked for, come before it by their names: what they rewrite, it leaves alone
+    on_request: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("decode_layers", "fuse_gated_activation", "static_cache")
     reasons: ClassVar[Mapping[str, str]] = {
         "not_linear": "the projection is not built as a plain nn.Linear",

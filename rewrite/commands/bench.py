@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "1b", "8b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
+FOR_TRAINING = ("fuse_loss", "spare_activation")
+"""Transforms that a model gets that is rewritten to measure its training; a package is measured as it is."""
 TRAINING_SIDES = ("original", "compiled", "liger", "ours", "ours compiled")
 
 
@@ -106,7 +108,7 @@ def bench(target: str, ladder: bool, ladder_prepare: Path | None, train: bool, q
         require_matplotlib()
     if ladder:
         return _ladder(screen, target, options)
-    with _package(target, options) as found:
+    with _package(target, {**options, "train": train}) as found:
         if train:
             return _train(screen, _plan(found.package, str(found.source.path), options), options)
         return _bench(screen, _plan(found.package, str(found.source.path), options), options)
@@ -233,7 +235,7 @@ def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     if _is_package(target):
         yield Target(Path(target), source)
         return
-    transforms = select()
+    transforms = select(also=FOR_TRAINING if options.get("train") else ())
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"
         write(assemble(build(source, transforms), transforms, Options(target=of_machine()), package), package)

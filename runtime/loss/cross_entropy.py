@@ -16,6 +16,7 @@ kept is dx and dW in fp32. In fp16, whose smallest number is 6e-8, dz is taken 1
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,17 @@ if backend.triton_installed():
 
     @triton.jit
     def _tanh(x):  # type: ignore[no-untyped-def]
-        return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+        """Return it to about one unit in the last place: below 0.625, where exponentials cancel, by a polynomial.
+
+        Its coefficients are those of Cephes' tanhf (Moshier).
+        """
+        size, square = tl.abs(x), x * x
+        far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+        near = -5.70498872745e-3 * square + 2.06390887954e-2
+        near = near * square - 5.37397155531e-2
+        near = near * square + 1.33314422036e-1
+        near = near * square - 3.33332819422e-1
+        return tl.where(size < 0.625, near * square * x + x, tl.where(x < 0.0, -far, far))
 
     @triton.jit
     def _value(z, inner, outer, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -267,24 +278,34 @@ def chunk_rows(vocabulary: int, element_size: int) -> int:
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write `a @ b`, without a rounding to their dtype where the device's library can."""
-    if _accumulates(a, out):
+    if a.dtype != out.dtype and _sums_in_fp32(a.device, a.dtype):
         torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
     else:
         out.copy_(a @ b)
 
 
 def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
-    if _accumulates(a, total):
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    elif a.dtype == total.dtype:
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
-    else:
+    elif _sums_in_fp32(a.device, a.dtype):
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:  # rounds each chunk's part, whose errors together are those of one rounding of the sum
         total += a @ b
 
 
-def _accumulates(a: Tensor, total: Tensor) -> bool:
-    """Return whether there is a product of 16-bit matrices in fp32: in cuBLAS, of torch's libraries."""
-    return a.is_cuda and not HIP and a.dtype != total.dtype
+@functools.cache
+def _sums_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch adds a product of 16-bit matrices to one in fp32 here: newer ones do, through cuBLAS."""
+    if device.type != "cuda" or HIP:
+        return False
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.ops.aten.mm.dtype_out(ones, ones, total.dtype, out=total)
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, total.dtype, out=total)
+    except RuntimeError:  # torch 2.8 has the operators and refuses such a sum
+        return False
+    return bool((total == 32.0).all())
 
 
 def losses_and_gradients(logits: Tensor, labels: Tensor, ignore_index: int, shape: Shape) -> Tensor:

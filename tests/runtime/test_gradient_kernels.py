@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
-from tolerances import assert_as_exact_as, assert_same_gradient
+from tolerances import LOSS, assert_as_exact_as, assert_same_gradient
 from torch import Tensor
 
 from rewrite.runtime.attention.rotary import rotary, rotary_single
@@ -171,10 +171,10 @@ SHAPED = [Shape(), Shape(0.25), Shape(1 / 3, 3.0, True), Shape(1 / 30, 30.0, Tru
 
 @dtypes
 @pytest.mark.parametrize("shape", SHAPED, ids=str)
-@pytest.mark.parametrize("vocabulary", [1, 37, 9001])
+@pytest.mark.parametrize("vocabulary", [2, 37, 9001])
 def test_loss_of_a_row(device: torch.device, shape: Shape, dtype: torch.dtype, vocabulary: int) -> None:
-    logits = (4 * torch.randn(5, vocabulary, device=device)).to(dtype)
-    labels = torch.randint(vocabulary, (5,), device=device)
+    logits = (4 * torch.randn(12, vocabulary, device=device)).to(dtype)
+    labels = torch.randint(vocabulary, (12,), device=device)
     labels[2] = -100
     exact = logits.double().requires_grad_()
     truth = torch.nn.functional.cross_entropy(shape.of(exact), labels, reduction="none")
@@ -184,9 +184,9 @@ def test_loss_of_a_row(device: torch.device, shape: Shape, dtype: torch.dtype, v
     with backend.use_backend("reference"):
         reference = losses_and_gradients(theirs, labels, -100, shape)
     eps = torch.finfo(torch.float32).eps
-    assert_as_exact_as(reference, losses, truth.detach(), eps)
+    assert_as_exact_as(reference, losses, truth.detach(), eps, LOSS)
     lift = cross_entropy._lift(dtype, shape)
-    assert_as_exact_as(theirs / lift, ours / lift, truth_gradient, torch.finfo(dtype).eps)
+    assert_as_exact_as(theirs / lift, ours / lift, truth_gradient, torch.finfo(dtype).eps, LOSS)
     assert not ours[2].any()
 
 
