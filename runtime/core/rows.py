@@ -106,3 +106,15 @@ def tile(hidden_size: int, rows: int) -> tuple[int, int, int]:
     size = block_rows * block_cols
     threads = max(size // 16, min(size // 8, 256))
     return block_rows, block_cols, max(1, threads // WAVE)
+
+
+def programs(tensor: torch.Tensor, blocks: int) -> int:
+    """Return how many programs walk over `blocks` of rows, each with a sum of its own: four a multiprocessor."""
+    if not tensor.is_cuda:  # interpreted, one program after the other
+        return min(blocks, 2)
+    return min(blocks, 4 * _processors(tensor.get_device()))
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
