@@ -171,34 +171,31 @@ if backend.triton_installed():
             col = start + tl.arange(0, BLOCK_COLS)
             x_at = source.to(tl.int64)[:, None] * I + col[None, :]
             x = tl.trans(tl.load(x_ptr + x_at, mask=live[:, None] & (col < I)[None, :], other=0.0))
-            weight, scale = _tile(
-                matrix,
-                scales,
-                gate_row,
-                start,
-                dtype,
-                MATRIX_ROWS,
-                I,
-                KIND,
-                ROWS,
-                COLUMNS,
-                EXPONENTS,
-                DECODE,
-                BLOCK_COLS,
-            )
-            if KIND == "eight":
-                gate += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+            if KIND == "transposed" and GATED and INTERLEAVED:
+                column = tl.program_id(0) * 2 * BLOCK_ROWS + tl.arange(0, 2 * BLOCK_ROWS)
+                inside = (col < I)[:, None] & (column < MATRIX_ROWS)[None, :]
+                both = tl.load(matrix + col[:, None] * MATRIX_ROWS + column[None, :], mask=inside, other=0.0)
+                first, second = tl.split(tl.reshape(both, (BLOCK_COLS, BLOCK_ROWS, 2)))
+                gate = tl.dot(tl.trans(first), x, gate, input_precision="ieee")
+                up = tl.dot(tl.trans(second), x, up, input_precision="ieee")
             else:
-                gate = tl.dot(weight, x, gate, input_precision="ieee")
-            if GATED:
                 weight, scale = _tile(
-                    matrix, scales, up_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
+                    matrix, scales, gate_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
                     BLOCK_COLS,
                 )  # fmt: skip
                 if KIND == "eight":
-                    up += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+                    gate += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 else:
-                    up = tl.dot(weight, x, up, input_precision="ieee")
+                    gate = tl.dot(weight, x, gate, input_precision="ieee")
+                if GATED:
+                    weight, scale = _tile(
+                        matrix, scales, up_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
+                        BLOCK_COLS,
+                    )  # fmt: skip
+                    if KIND == "eight":
+                        up += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+                    else:
+                        up = tl.dot(weight, x, up, input_precision="ieee")
         there = live[None, :] & (row < O)[:, None]
         if BIASED:
             bias = bias_ptr + expert * MATRIX_ROWS

@@ -217,14 +217,13 @@ class Experts(nn.Module):
         raise AssertionError("torch's grouped product would ask the host where groups end")
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("form", [SILU, SWISH._replace(biased=False, transposed=True)], ids=["silu", "swish"])
 def test_many_tokens_never_reach_torch_s_grouped_product_on_amd(
-    transposed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, poisoned: None
+    form: ExpertsForm, device: torch.device, monkeypatch: pytest.MonkeyPatch, poisoned: None
 ) -> None:
     parts = mixture("eight", SILU, device)
-    form = SILU._replace(transposed=transposed)
     dense = [_reference(weight, torch.float32) for weight in parts[:2]]
-    layer = Experts(*(weight.mT.contiguous() if transposed else weight for weight in dense), form)
+    layer = Experts(*(weight.mT.contiguous() if form.transposed else weight for weight in dense), form)
     tokens = experts.MAX_TOKENS + 1
     x = torch.randn(tokens, 64, device=device) * 0.1
     index = torch.randint(0, 3, (tokens, 1), device=device)
