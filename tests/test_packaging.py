@@ -119,12 +119,12 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
 
 
 def test_the_runtime_of_a_package_exports_what_it_has() -> None:
-    plain = runtime_files.init(runtime_files.closure_of(["norms.rms_norm"], "cuda"))
+    plain = runtime_files.init(runtime_files.closure_of(["norms.rms_norm"], "cuda").rooms)
     assert plain == (
         '"""What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""\n\n'
         "from .core import explain, get_backend, set_backend, use_backend\n\n"
         '__all__ = ["explain", "get_backend", "set_backend", "use_backend"]\n'
     )
-    decoding = runtime_files.init(runtime_files.closure_of(["decode.GraphGeneration"], "cuda"))
+    decoding = runtime_files.init(runtime_files.closure_of(["decode.GraphGeneration"], "cuda").rooms)
     assert "from .decode import DecodeGraph, release_graphs\n" in decoding
     assert '__all__ = ["DecodeGraph", "explain", ' in decoding
