@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from . import backend
 from .launch import WAVE
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -73,6 +74,21 @@ def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     if inner == 1:
         return tensor, outer_stride
     return tensor.contiguous(), tensor.shape[-1]
+
+
+def few_rows(input: torch.Tensor, most: int) -> bool:
+    """Return whether `input` is at most `most` rows that a kernel reads: nobody traces it or wants gradients.
+
+    More than one row are for the tensor cores, which have no fp32.
+    """
+    most = 1 if input.dtype == torch.float32 else most
+    return (
+        0 < input.numel() <= most * input.shape[-1]
+        and input.dtype in KERNEL_DTYPES
+        and backend.nothing_watches(input)
+        and not backend.wants_gradient(input)
+        and backend.uses_triton(input)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
