@@ -55,7 +55,7 @@ def gradients(kind):
     gated_activation_backward(*tensors, kind)
 
 for kind in ("silu", "gelu", "gelu_tanh", "relu2"):
-    case(f"8B, {kind}, gradients", gradients, kind)
+    case(kind, gradients, kind)
 """
 
 if backend.triton_installed():

@@ -104,6 +104,8 @@ def tensors(output: Any, name: str = "output") -> dict[str, Tensor]:
     """Every floating-point tensor of a model's output, by the way to it; caches are left out."""
     import torch
 
+    if not isinstance(output, torch.Tensor) and hasattr(type(output), "__torch_function__"):
+        output = torch.positive(output)  # what is computed when it is read, as logits that no loss needed
     if isinstance(output, torch.Tensor):
         return {name: output} if output.is_floating_point() else {}
     items: list[tuple[Any, Any]] = []
