@@ -145,6 +145,7 @@ class CheckpointNotUsable(UsageError):
 EXTRAS = {
     **dict.fromkeys(("coverage", "torch", "transformers", "triton"), "'hf-rewrite[verify]'"),
     "huggingface_hub": "'hf-rewrite[hub]'",
+    **dict.fromkeys(("jinja2", "matplotlib"), "'hf-rewrite[report]'"),
 }
 """What brings a library that `pip install hf-rewrite` alone does not."""
 

@@ -35,6 +35,7 @@ _ALWAYS = {
 _EXPORTS = {
     "core": ("explain", "get_backend", "set_backend", "use_backend"),
     "decode": ("DecodeGraph", "release_graphs"),
+    "loss": ("use_chunked_loss",),
 }
 """What users call of the runtime, by room; of a room that a package does not have, nothing."""
 
