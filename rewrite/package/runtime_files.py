@@ -105,6 +105,12 @@ def own_of(use: str) -> Own:
         raise UnknownOperator(use) from error
 
 
+def is_offered(use: str) -> bool:
+    """Return whether the runtime offers what a modeling file imports as `norms.rms_norm`."""
+    room, _, function = use.partition(".")
+    return function in offered(room)
+
+
 def uses_of(text: str) -> list[str]:
     """Return what a modeling file imports of its runtime, as `norms.rms_norm`."""
     imports = (node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom) and node.level == 1)
