@@ -19,7 +19,7 @@ from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
-from .loop import SWITCH, Package, loop_pair
+from .loop import SWITCH, Package, loop_pair, needless
 from .texts import Generated, Sink, near_tie
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
     talk = Talk(bench, bench.base)
     for name, run in TALKS.items():
         yield CheckRun(f"decode loop{of}, {name}", partial(talk.about, run))
+    for variant in bench.variants[1:] if not (of or bench.options.quick) else ():
+        other = Talk(bench, variant)
+        yield CheckRun(f"decode loop, a cache that came back, {variant.name}", partial(other.about, _continued))
     encodes = bench.subject.accepts("decoder_input_ids")
     if encodes:
         yield CheckRun(f"decode loop{of}, a text behind an encoder that has begun", partial(talk.about, _begun))
@@ -166,8 +169,13 @@ class Talk:
         pair = self.pair
         self._package = self._package or Package.of(self.bench.subject.rewritten)
         original = on_original(say, pair.original, first, new, **settings)
-        with self._package.taken(pair.rewritten):
-            rewritten = say(pair.rewritten, first if second is None else second, new, **settings)
+        try:
+            with self._package.taken(pair.rewritten):
+                rewritten = say(pair.rewritten, first if second is None else second, new, **settings)
+        except NotRun as reason:
+            if second is None:
+                needless(self.bench, pair.original, lambda model: say(model, first, new, **settings), reason)
+            raise
         self.calls += 1
         self.judge(original, rewritten, bool(settings.get("do_sample")))
         return original, rewritten
@@ -204,7 +212,7 @@ class Talk:
 
     @property
     def _kind(self) -> str:
-        if self.variant is not self.bench.base:
+        if self.variant.name.endswith(", images"):
             return "images"
         return "an encoder's input" if self.bench.subject.accepts("decoder_input_ids") else "text"
 
