@@ -58,6 +58,7 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
         yield CheckRun("decode loop, greedy, fields varied", partial(_greedy, bench, bench.varied, "float32"))
     for name, run in (
         ("sampling with a fixed seed", _sampled),
+        ("step by step, one row without a mask", partial(_stepwise, rows=1)),
         ("an end token, and a streamer", _ended),
         ("rows that end one after another", _rows_ended),
         ("reused, with other shapes between", _reused),
@@ -207,7 +208,7 @@ def _greedy(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figu
     return figures
 
 
-def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+def _stepwise(bench: Workbench, variant: Variant, rows: int = 3) -> Mapping[str, Figure]:
     """The logits of every step by hand, against the original's own steps, with poison in every unused slot.
 
     In fp64; in fp32 where the original's fp64 run is not finite: eager attention gives NaN there for padded rows.
@@ -215,8 +216,8 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     import torch
 
     package = Package.of(bench.subject.rewritten)
-    batch = _batch(bench, variant, 3, 14, "stepwise")
-    feed = _batch(bench, variant, 3, NEW, "stepwise tokens").input_ids
+    batch = _batch(bench, variant, rows, 14, "stepwise")
+    feed = _batch(bench, variant, rows, NEW, "stepwise tokens").input_ids
     ids = torch.cat([batch.input_ids, feed], 1)
     mask = None if batch.mask is None else torch.cat([batch.mask, torch.ones_like(feed)], 1)
     for dtype in ("float64", "float32"):
@@ -231,7 +232,7 @@ def _stepwise(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     found: list[Tensor] = []
     try:
         with torch.no_grad():
-            graph = package.graph.DecodeGraph(pair.rewritten, 3, 14 + NEW + 5)
+            graph = package.graph.DecodeGraph(pair.rewritten, rows, 14 + NEW + 5)
             graph.prefill(batch.input_ids, batch.mask)
             graph.cache.fused = fused(pair.rewritten)
             for step in range(NEW):

@@ -17,6 +17,7 @@ from ..judging.compare import Mismatch, NotRun, near_exact
 from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
+from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
 from .loop import SWITCH, Package, loop_pair, needless
@@ -43,6 +44,8 @@ def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
         other = Talk(bench, variant)
         yield CheckRun(f"decode loop, a cache that came back, {variant.name}", partial(other.about, _continued))
     encodes = bench.subject.accepts("decoder_input_ids")
+    if bench.subject.causal and bench.base.inputs == TEXT:
+        yield CheckRun(f"decode loop{of}, a new cache of the caller's", partial(talk.about, _own_cache))
     if encodes:
         yield CheckRun(f"decode loop{of}, a text behind an encoder that has begun", partial(talk.about, _begun))
     bench.record.prompted(bench.subject.name, "text" if not encodes else "an encoder's input", False)
@@ -293,6 +296,15 @@ def go_on(talk: Talk, arguments: Arguments, heard: tuple[Heard, Heard], turn: in
     takes = "cache_params" if talk.bench.subject.accepts("cache_params") else "past_key_values"
     first, second = ({**given, takes: side.cache} for side in heard)
     return given, talk.answers(first, second, new=MORE)
+
+
+def _own_cache(talk: Talk) -> None:
+    """An empty cache that was made without the configuration: it keeps every token, whatever the layers look at."""
+    from transformers import DynamicCache
+
+    arguments = talk.ask(Ask("own cache", 2, 13, padded=True))
+    first, second = ({**arguments, "past_key_values": DynamicCache()} for _ in range(2))
+    talk.answers(first, second, new=MORE)
 
 
 def _streamed(talk: Talk) -> None:

@@ -28,8 +28,14 @@ from ..models.workbench import Workbench, build, on_original
 if TYPE_CHECKING:
     from torch import Tensor
 
-NOT_SO = frozenset({"gradient", "gradient_wanted", "observed", "autocast", "dtype", "shape"})
-"""Reasons that no operator has in a plain call: without gradients, hooks and autocast, in one dtype, in one batch."""
+NOT_SO = frozenset({
+    "gradient", "gradient_wanted", "observed", "autocast", "watched", "traced", "capturing", "not_a_tensor", "not_linear",
+    "dtype", "shape", "strided", "shared_storage",
+})  # fmt: skip
+"""Reasons that no operator has in a plain call of a new model: nothing watches it, all is of one dtype and one batch."""
+
+ROWS = 5
+"""Of a plain call: no number of heads, so that one taken for the other shows."""
 
 STEP = "_step_without_graph"
 """Set on a model that has a decode loop, it takes that on a CPU."""
@@ -55,7 +61,7 @@ def _step_aside(bench: Workbench, variants: Sequence[Variant]) -> Mapping[str, F
     calls = 0
     for variant in variants:
         for implementation in bench.implementations():
-            pair = bench.pair(variant, implementation, "float32")
+            pair = bench.fresh(variant, implementation, "float32")
             on_original(_called, bench, pair.original)
             backend.reset_fallbacks()
             calls += _called(bench, pair.rewritten)
@@ -71,7 +77,7 @@ def _called(bench: Workbench, model: Any) -> int:
     """Call a model as it is used to generate; returns how often."""
     import torch
 
-    given: dict[str, Tensor] = make(bench.base.inputs, model.config, 2, bench.seed_for("plain calls"), model.dtype)
+    given: dict[str, Tensor] = make(bench.base.inputs, model.config, ROWS, bench.seed_for("plain calls"), model.dtype)
     given = {name: value.to(bench.options.device) for name, value in given.items()}
     with torch.no_grad():
         cache = getattr(model(**given), "past_key_values", None)
@@ -82,7 +88,7 @@ def _called(bench: Workbench, model: Any) -> int:
 
 
 def _kept(bench: Workbench) -> Mapping[str, Figure]:
-    """Models are used and given up, first one and then two at once: the runtime's tables are as large after both.
+    """Models are used and given up, one and then two at once: the runtime's tables are as large after both.
 
     Raises:
         Mismatch: they grew, a model stays in memory, or an error was swallowed when one went.
