@@ -8,7 +8,8 @@ By rule, and then no part of a sample:
   package calls.
 - *read by nothing that runs*: data at the top of a file, where no line that reads it runs.
 
-`equivalent.json` holds what was reviewed by hand: function, rule, change, and `of`, what the changed line is about.
+`equivalent.json` holds what was reviewed by hand: function, rule, change, the models that it is about where it is not
+so in all, and `of`, a part of the changed line.
 Such a mutant is tried all the same. An entry with `caught_by` names what is a bug and would be seen by that check.
 """
 
@@ -151,7 +152,7 @@ class Package:
             return False
         name, position = found
         called = scope[-2] if scope[-1] == "__init__" and len(scope) > 1 else scope[-1]
-        nodes = [node for tree in self.trees.values() for node in _evaluated(tree)]
+        nodes = [node for tree in self.trees.values() for node in _evaluated(tree, methods=len(scope) > 1)]
         calls = [node for node in nodes if isinstance(node, ast.Call) and _names(node.func, called)]
         others = sum(_names(node, called) for node in nodes) - len(calls)
         return bool(calls) and not others and all(_gives(call, name, position) for call in calls)
@@ -192,12 +193,16 @@ def _lines(text: str, first: int, last: int) -> str:
     return "\n".join(text.splitlines()[first - 1 : last])
 
 
-def _evaluated(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a file without annotations."""
-    waiting = [tree]
+def _evaluated(tree: ast.Module, methods: bool) -> Iterator[ast.AST]:
+    """The nodes of a file without annotations; without `methods`, of attributes those of modules alone."""
+    imported = {one.asname or one.name for node in ast.walk(tree) for one in getattr(node, "names", ())
+                if isinstance(node, (ast.Import, ast.ImportFrom))}  # fmt: skip
+    waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
-        yield node
+        of = node.value if isinstance(node, ast.Attribute) else None
+        if of is None or methods or (isinstance(of, ast.Name) and of.id in imported):
+            yield node
         for name, value in ast.iter_fields(node):
             if name not in ("annotation", "returns"):
                 found = value if isinstance(value, list) else [value]
@@ -227,9 +232,11 @@ class Review:
     where: str
     rule: str
     change: str
-    of: str
     why: str
-    caught_by: str
+    of: str = ""
+    caught_by: str = ""
+    models: tuple[str, ...] = ()
+    """Those that it is about; all where there are none."""
 
     @property
     def equivalent(self) -> bool:
@@ -237,10 +244,12 @@ class Review:
         return not self.caught_by
 
 
-def review(mutant: Mutant, text: str) -> Review | None:
-    """Return what is known of a mutant of a file's text by hand."""
+def review(model: str, mutant: Mutant, text: str) -> Review | None:
+    """Return what is known by hand of a mutant of a model's file."""
     line = text.splitlines()[text.encode()[: mutant.start].count(b"\n")]
     for one in _reviews():
+        if one.models and model not in one.models:
+            continue
         if (one.where, one.rule, one.change) == (mutant.where, mutant.rule, mutant.change) and one.of in line:
             return one
     return None
@@ -248,5 +257,4 @@ def review(mutant: Mutant, text: str) -> Review | None:
 
 @cache
 def _reviews() -> tuple[Review, ...]:
-    entries = json.loads(REVIEWED.read_text("utf-8"))
-    return tuple(Review(**{"of": "", "caught_by": "", **entry}) for entry in entries)
+    return tuple(Review(**entry) for entry in json.loads(REVIEWED.read_text("utf-8")))

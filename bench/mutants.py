@@ -141,7 +141,7 @@ def tried(found: Sample, mutant: Mutant, options: Options, tell: Tell) -> Row:
         row, verdict = judged(found.model, copy, options, tell)
     if verdict.passed:
         now = measured(verdict)
-        row["differs"] = [name for name in now | found.measured if now.get(name) != found.measured.get(name)]
+        row["differs"] = [name for name in found.measured if now.get(name) != found.measured.get(name)]
         row["by"] = (
             ", ".join(row["differs"][:3]) + f" ({len(row['differs'])}) differ" if row["differs"] else "none differs"
         )
@@ -164,7 +164,7 @@ def name_of(model: str, mutant: Mutant) -> str:
 def reviews(found: Sample) -> Iterator[tuple[str, Review]]:
     """Yield what is known by hand about mutants of a sample, by their names."""
     for mutant in found.picked:
-        known = review(mutant, (found.package / mutant.file).read_text("utf-8"))
+        known = review(found.model, mutant, (found.package / mutant.file).read_text("utf-8"))
         if known is not None:
             yield name_of(found.model, mutant), known
 

@@ -25,7 +25,7 @@ def declared_checks(
     """What classes declare, and what a built model has."""
     yield CheckRun("what model classes declare", lambda: _classes(subjects))
     yield CheckRun("signatures of every module's forward", lambda: _signatures(*modules))
-    yield CheckRun("defaults of every function", lambda: _defaults(*modules))
+    yield CheckRun("defaults of every function", lambda: defaults_alike(*modules))
     yield CheckRun("what a built model declares", partial(built_alike, bench))
 
 
@@ -85,7 +85,7 @@ def _signatures(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Fig
     return {"signatures": count}
 
 
-def _defaults(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Figure]:
+def defaults_alike(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Figure]:
     """Every function and method of the file that both sides have: what a call may leave out is the same."""
     count = 0
     others = dict(_functions(rewritten))

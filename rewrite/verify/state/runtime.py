@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_SO = frozenset({
-    "gradient", "gradient_wanted", "observed", "autocast", "watched", "traced", "capturing", "not_a_tensor", "not_linear",
-    "dtype", "shape", "strided", "shared_storage",
+    "gradient", "gradient_wanted", "observed", "autocast", "watched", "traced", "capturing", "not_a_tensor",
+    "not_linear", "dtype", "shape", "strided", "shared_storage",
 })  # fmt: skip
-"""Reasons that no operator has in a plain call of a new model: nothing watches it, all is of one dtype and one batch."""
+"""Reasons that no operator has in a plain call of a new model, which nobody watches, in one dtype and one batch."""
 
 ROWS = 5
 """Of a plain call: no number of heads, so that one taken for the other shows."""
@@ -46,12 +46,13 @@ CONTAINERS = (
 
 
 def runtime_checks(bench: Workbench, variants: Sequence[Variant]) -> Iterator[CheckRun]:
-    """Two checks of a package that has a runtime."""
-    yield CheckRun("operators step aside for a cause alone", partial(_step_aside, bench, variants))
-    yield CheckRun("nothing is kept of a model that is gone", partial(_kept, bench))
+    """Two checks of a package that has a runtime; the second takes longer, and is no part of a quick verification."""
+    yield CheckRun("operators step aside for a cause alone", partial(step_aside, bench, variants))
+    if not bench.options.quick:
+        yield CheckRun("nothing is kept of a model that is gone", partial(nothing_kept, bench))
 
 
-def _step_aside(bench: Workbench, variants: Sequence[Variant]) -> Mapping[str, Figure]:
+def step_aside(bench: Workbench, variants: Sequence[Variant]) -> Mapping[str, Figure]:
     """Plain calls in fp32, and a token more where there is a cache: no operator counts a reason that is not so.
 
     Raises:
@@ -87,7 +88,7 @@ def _called(bench: Workbench, model: Any) -> int:
     return 2
 
 
-def _kept(bench: Workbench) -> Mapping[str, Figure]:
+def nothing_kept(bench: Workbench) -> Mapping[str, Figure]:
     """Models are used and given up, one and then two at once: the runtime's tables are as large after both.
 
     Raises:
