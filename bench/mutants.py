@@ -1,7 +1,8 @@
 """Small bugs made by rule in what was generated, and how many of them `verify` catches.
 
     python bench/mutants.py [MODEL ...] [--each 60] [--jobs 2] [--limit-seconds S] [--rows DIR] [--seed 0]
-                            [--device cpu] [--quick] [--baselines] [--only NAME ...] [--json FILE]
+                            [--device cpu] [--quick] [--baselines] [--only NAME ... [--checks CHECK ...]]
+                            [--json FILE]
 
 Each model is rewritten into a package. A mutant is the package with one change (`bench/mutation.py`), in the modeling
 file or in the runtime that it brings, half of the sample in either, every rule in its turn. Each is verified on its
@@ -15,7 +16,8 @@ missed. Of each it is said which checks measured something else than in the pack
 came out the same on another way.
 
 With `--rows` a later call goes on where this one stops. `--only` tries the mutants with these names (as a survivor's
-row has them; their beginnings do) again and no others. The table and `--json` name function, rule and change, never a
+row has them; their beginnings do) again and no others; with `--checks` by these checks alone, which is soon over: what
+they catch is caught, and of the rest nothing is kept. The table and `--json` name function, rule and change, never a
 line of a model's source.
 """
 
@@ -223,7 +225,7 @@ def survey(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], list
     deadline = time.monotonic() + arguments.limit_seconds
     options = Options(
         device=arguments.device, quick=arguments.quick, seed=arguments.seed, fail_fast=True, clean_process=False,
-        reach=False, gates=("structure", "parity", "generation"),
+        reach=False, gates=("structure", "parity", "generation"), checks=tuple(arguments.checks),
     )  # fmt: skip
     drawn = list(samples(arguments, folder, options, deadline))
     drawn.sort(key=lambda one: arguments.models.index(one.model))
@@ -235,6 +237,8 @@ def survey(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], list
     known = {name: one for sample in drawn for name, one in reviews(sample)}
     rows = []
     for row in results(found, folder / "mutants", arguments.jobs, deadline):
+        if arguments.checks and row["status"] == "survived":
+            (folder / "mutants" / f"{row['name']}.json").unlink()
         rows.append(row := judged_by_hand(row, known.get(row["name"])))
         print(said(row), flush=True)
     print(f"{len(rows)} of {len(found)} mutants tried")
@@ -250,6 +254,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--baselines", action="store_true")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
+    parser.add_argument("--checks", nargs="+", metavar="CHECK", default=[])
     parser.add_argument("--json", type=Path)
     arguments = arguments_of(parser)
     with tempfile.TemporaryDirectory() as folder:

@@ -65,10 +65,10 @@ BUGS = {
         "runtime/core.py", "if type(tensors[0]) is Proxy:", "if True:", aside, "steps aside without a cause",
     ),
     "what was packed is never forgotten": (
-        "runtime/products.py", "            del _groups[address]", "            pass", nothing_kept, "_groups from",
+        "runtime/products.py", "del _groups[address]", "pass", nothing_kept, "_groups from",
     ),
     "an error in a callback is swallowed": (
-        "runtime/products.py", "if group is not None and", "if group is not None or", nothing_kept, "is swallowed",
+        "runtime/products.py", "del _groups[address]", "del _groups[None]", nothing_kept, "is swallowed",
     ),
     "attention weights are dropped out in evaluation": (
         "modeling_llama.py", "0.0 if not self.training else self.attention_dropout", "self.attention_dropout",
