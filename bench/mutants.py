@@ -34,7 +34,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +176,7 @@ def reviews(found: Sample) -> Iterator[tuple[str, Review]]:
 def said(row: Row) -> str:
     """One line about a mutant."""
     place = f"{row['model']} {row['file']}:{row['line']} {row['where']}"
-    why = f" · {row['why']}" if row.get("why") else ""
+    why = "".join(f" · {row[name]}" for name in ("why", "caught_by") if row.get(name))
     return f"{row['status']:<10} {row['seconds']:5.0f} s  {place} · {row['rule']}: {row['change']} · {row['by']}{why}"
 
 
@@ -217,7 +219,7 @@ def judged_by_hand(row: Row, known: Review | None) -> Row:
         return row
     if known.equivalent:
         return {**row, "status": "equivalent", "why": known.why}
-    return {**row, "why": f"{known.why}; would be caught by {known.caught_by}"}
+    return {**row, "why": known.why, "caught_by": known.caught_by}
 
 
 def survey(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], list[Sample]]:
@@ -261,7 +263,23 @@ def main() -> None:
         rows, drawn = survey(arguments, arguments.rows or Path(folder))
     print(table(rows, drawn))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n", "utf-8")
+        apart = {one.model: dict(one.apart) for one in drawn}
+        about = {"seed": arguments.seed, "machine": machine(arguments.device), "kinds": APART, "apart": apart}
+        rows.sort(key=lambda row: row["name"])
+        arguments.json.write_text(
+            json.dumps({**about, "rows": [plain(row) for row in rows]}, indent=1) + "\n", "utf-8"
+        )
+
+
+def machine(device: str) -> str:
+    """Where it ran."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    return f"{device.upper()}, {versions}, {date.today().isoformat()}"
+
+
+def plain(row: Row) -> Row:
+    """A row without what depends on the machine's load."""
+    return {name: value for name, value in row.items() if name not in ("seconds", "differs", "gate", "line")}
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
         )
     if bench.varied is not None:
         yield CheckRun("decode loop, step by step, fields varied", partial(_stepwise, bench, bench.varied))
-        yield CheckRun("decode loop, greedy, fields varied", partial(_greedy, bench, bench.varied, "float32"))
     for name, run in (
         ("sampling with a fixed seed", _sampled),
         ("step by step, one row without a mask", partial(_stepwise, rows=1)),
