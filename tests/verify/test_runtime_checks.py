@@ -80,7 +80,7 @@ BUGS = {
     ),
     "a prompt without a mask cannot be read": (
         "runtime/decode.py", "unpadded = attention_mask is None or", "unpadded = attention_mask is None and",
-        of_the_loop("one row without a mask"), "",
+        of_the_loop("one row without a mask"), "has no attribute",
     ),
 }  # fmt: skip
 
@@ -97,9 +97,8 @@ def test_a_bug_is_caught(name: str, package: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken_llama"
     shutil.copytree(package, folder)
     (folder / file).write_text(planted((folder / file).read_text("utf-8"), old, new), "utf-8")
-    with pytest.raises(Exception, match=said) as caught:
+    with pytest.raises((Mismatch, AttributeError), match=said):
         run(workbench("llama", folder))
-    assert said == "" or caught.type is Mismatch
 
 
 def test_a_bug_of_low_precision_is_seen_in_a_model_with_an_encoder(tmp_path: Path) -> None:
