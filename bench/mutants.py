@@ -265,6 +265,7 @@ def main() -> None:
     if arguments.json is not None:
         apart = {one.model: dict(one.apart) for one in drawn}
         about = {"seed": arguments.seed, "machine": machine(arguments.device), "kinds": APART, "apart": apart}
+        about["drawn"] = sum(len(one.picked) for one in drawn)
         rows.sort(key=lambda row: row["name"])
         arguments.json.write_text(
             json.dumps({**about, "rows": [plain(row) for row in rows]}, indent=1) + "\n", "utf-8"
