@@ -215,6 +215,10 @@ def fused_experts(
     Returns:
         Shaped as `hidden_states`, in its dtype.
     """
+    if (parts := summed(experts)) is not None:
+        with parts.lifted():
+            part = fused_experts(hidden_states, experts, top_k_index, top_k_weights, scaling=scaling)
+        return parts.finished(part, residual)
     form = form_of(experts)
     how = None if form is None else gating(form, scaling)
     reason = unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, form, how)
@@ -266,7 +270,7 @@ def unsafe(
         return "other_implementation"
     names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form.biased else ())
     tensors = [experts._parameters.get(name) for name in names]
-    if any(type(tensor) is not nn.Parameter for tensor in tensors):
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "not_a_plain_parameter"
     if not _lies_so(form, [tensor for tensor in tensors if tensor is not None]):
         return "layout"

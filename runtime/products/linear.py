@@ -26,6 +26,7 @@ from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import Tile, tile
+from ..parallel.forwards import summed
 from . import packing
 from .gated_activation import activation_kind, gated_activation
 from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
@@ -288,6 +289,11 @@ def linear(
         `[N, O]`.
     """
     if takes_few_rows(input):
+        parts = summed(projection)
+        if parts is not None and not (parts.splits and norm is not None):
+            with parts.lifted():
+                part = linear(parts.ranks.part(input) if parts.splits else input, projection, norm=norm)
+            return parts.finished(part, residual)
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, (projection,))
         if isinstance(parameters, tuple) and _fits(input, parameters, residual):

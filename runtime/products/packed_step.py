@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .linear import _fits, before, few_rows, takes_few_rows
-from .packing import packed_linear, packed_parameters
+from .packing import _parameter, packed_linear, packed_parameters
 
 OFFERS: dict[str, dict[str, str]] = {
     "packed_step": {
@@ -32,5 +32,5 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
             product = few_rows(input, *parameters, prologue, None)
             if product is not None:
-                return product.split_with_sizes([p.get_parameter("weight").shape[0] for p in projections], -1)
+                return product.split_with_sizes([_parameter(p, "weight").shape[0] for p in projections], -1)
     return packed_linear(input if norm is None else norm(input), *projections)

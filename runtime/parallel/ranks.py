@@ -1,0 +1,177 @@
+"""The processes that share one model's tensors, and what they say to each other in a step.
+
+n ranks. All of it is torch's: `torch.distributed` (NCCL, RCCL or gloo), and on NVIDIA cards its symmetric memory, in
+which one kernel reads the other ranks' parts and adds them up in the order of the ranks. Both give every rank the same
+bits, so that ranks choose the same tokens without asking each other. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.launch import HIP
+from .liveness import Peers
+
+ONE_SHOT_BYTES = 512 * 1024
+"""Up to so many bytes, times the ranks beside this one, each rank reads all parts itself."""
+_ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+
+_known: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+
+
+class DifferentCalls(ValueError):
+    """The ranks of one model were called with different arguments."""
+
+    def __init__(self, name: str, values: Sequence[int]):
+        super().__init__(
+            f"the ranks of a tensor-parallel model were given calls that differ in {name}: "
+            f"{', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}. "
+            "Every rank has to call generate() with the same tokens and settings."
+        )
+
+
+class Ranks:
+    """The ranks of a device mesh of one dimension.
+
+    Args:
+        mesh: of torch's, over which tensors are dealt.
+    """
+
+    def __init__(self, mesh: Any):
+        self.group: Any = mesh.get_group()
+        self.size: int = mesh.size()
+        self.rank: int = mesh.get_local_rank()
+        self.device = torch.device(mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.peers = Peers(self._gathered(Peers.own()))
+        self._shared: dict[torch.dtype, Tensor] = {}
+        self.refusal: str | None = None
+        """Why small sums take the library's all-reduce."""
+        self._find_shared_memory()
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Return the sum of every rank's `part`; the part may be overwritten."""
+        part.data_ptr()  # a step computes here what it has put off
+        part = part.contiguous()
+        shared = self._shared.get(part.dtype)
+        if shared is None or part.numel() > shared.numel() or part.numel() * part.element_size() % 16:
+            dist.all_reduce(part, group=self.group)
+            return part
+        place = shared[: part.numel()].view(part.shape)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(place, part, "sum", self.group.group_name)
+        return total
+
+    def gather(self, part: Tensor, size: int) -> Tensor:
+        """Return what the ranks' parts `[..., k]` are one behind the other, `[..., size]`; the last may be shorter."""
+        part.data_ptr()
+        width = math.ceil(size / self.size)
+        if part.shape[-1] < width:
+            part = torch.nn.functional.pad(part, (0, width - part.shape[-1]))
+        parts = part.new_empty((self.size, *part.shape))
+        dist.all_gather_into_tensor(parts, part.contiguous()[None], group=self.group)
+        whole = parts.movedim(0, -2).reshape(*part.shape[:-1], self.size * width)
+        return whole if whole.shape[-1] == size else whole[..., :size]
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's columns of `[..., size]`."""
+        width = math.ceil(whole.shape[-1] / self.size)
+        start = min(self.rank * width, whole.shape[-1])
+        return whole.narrow(-1, start, min(width, whole.shape[-1] - start))
+
+    def agree(self, values: dict[str, int], same: Sequence[str]) -> dict[str, list[int]]:
+        """Return every rank's values, in the order of the ranks; the host waits for it.
+
+        Args:
+            values: the same names on every rank.
+            same: names of those that must not differ.
+
+        Raises:
+            DifferentCalls: on every rank, if one does.
+        """
+        gathered = self._gathered([*values.values()])
+        found = {name: [given[at] for given in gathered] for at, name in enumerate(values)}
+        for name in same:
+            if len(set(found[name])) > 1:
+                raise DifferentCalls(name, found[name])
+        return found
+
+    def share_randomness(self) -> None:
+        """Let every rank draw what the first will: its generator's state is copied."""
+        on_gpu = self.device.type == "cuda"
+        state = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
+        sent = state.to(self.device, copy=True)
+        dist.broadcast(sent, group_src=0, group=self.group)
+        if self.rank and on_gpu:
+            torch.cuda.set_rng_state(sent.cpu(), self.device)
+        elif self.rank:
+            torch.set_rng_state(sent)
+
+    def _gathered(self, values: list[int]) -> list[list[int]]:
+        own = torch.tensor([values], dtype=torch.int64, device=self.device)
+        found = own.new_empty((self.size, len(values)))
+        dist.all_gather_into_tensor(found, own, group=self.group)
+        lists: list[list[int]] = found.tolist()
+        return lists
+
+    def _find_shared_memory(self) -> None:
+        """Get memory that the ranks read of each other, and try it: all ranks use it, or none."""
+        self.refusal = _no_shared_memory(self.device, self.peers.on_one_host)
+        if self.refusal is None:
+            try:
+                self._shared = self._tried()
+            except (RuntimeError, ImportError, AttributeError, NotImplementedError) as error:
+                self.refusal = f"{type(error).__name__}: {error}"
+        without = self._gathered([int(self.refusal is not None)])
+        if any(flag for (flag,) in without):
+            self._shared = {}
+            self.refusal = self.refusal or "another rank cannot"
+
+    def _tried(self) -> dict[torch.dtype, Tensor]:
+        # Read where memory is first shared: nothing here needs multicast, which not every host survives.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        found: dict[torch.dtype, Tensor] = {}
+        with torch.inference_mode(False):
+            for dtype in _ONE_SHOT_DTYPES:
+                count = ONE_SHOT_BYTES // (self.size - 1) // dtype.itemsize
+                found[dtype] = symmetric.empty(count, dtype=dtype, device=self.device)
+                symmetric.rendezvous(found[dtype], group=self.group.group_name)
+        for dtype, shared in found.items():
+            part = torch.arange(64, device=self.device).to(dtype) * (self.rank + 1)
+            total = torch.ops.symm_mem.one_shot_all_reduce_copy(shared[:64], part, "sum", self.group.group_name)
+            dist.all_reduce(part, group=self.group)
+            if not torch.equal(total, part):
+                raise RuntimeError(f"sums in {dtype} over symmetric memory are wrong")
+        return found
+
+    def __str__(self) -> str:
+        small = "a one-shot kernel over symmetric memory for small ones" if self._shared else None
+        sums = small or f"one way for all sizes ({self.refusal})"
+        return f"{self.size} ranks, sums by {dist.get_backend(self.group)}, {sums}"
+
+
+def _no_shared_memory(device: torch.device, on_one_host: bool) -> str | None:
+    if device.type != "cuda":
+        return "the ranks are on no GPU"
+    if HIP:
+        return "not tried on AMD cards"
+    return None if on_one_host else "the ranks are on several hosts"
+
+
+def ranks_of(mesh: Any) -> Ranks:
+    """Return the ranks of a mesh, found once; every rank has to ask."""
+    group = mesh.get_group()
+    found = _known.get(group)
+    if found is None:
+        found = _known[group] = Ranks(mesh)
+    return found
