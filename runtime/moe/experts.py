@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, overlaps
+from ..parallel.forwards import summed
 from .form import ExpertsForm, Gating, form_of, gated, gating
 from .transposed import launch_transposed
 

@@ -70,7 +70,7 @@ class SummedForward(Forward):
 class RowForward(SummedForward):
     """A linear layer of which each rank has some of the input's columns; the bias is added to the sum."""
 
-    def __call__(self, input: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input: Tensor, *_: Any) -> Tensor:
         """Return the whole product."""
         with self.lifted():
             part = self.plain(self.ranks.part(input) if self.splits else input)
@@ -110,7 +110,7 @@ class VocabularyForward(Forward):
         width = -(-rows // ranks.size)
         self.start, self.end = min(ranks.rank * width, rows), min((ranks.rank + 1) * width, rows)
 
-    def __call__(self, input: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input: Tensor, *_: Any) -> Tensor:
         """Return each token's row, which one rank has."""
         mine = (input >= self.start) & (input < self.end)
         found: Tensor = self.plain(torch.where(mine, input - self.start, 0))

@@ -76,14 +76,27 @@ class Peers:
     def watched(self) -> Iterator[None]:
         """Look every second for as long as a call runs.
 
-        Once a rank has died, `check` raises. A host that waits for its device inside torch or the driver cannot be told
-        so: its process is ended after `GRACE_SECONDS`, with the reason on its standard error.
+        Once a rank has died, `check` raises, and whatever a library raises for that reason is raised as `RankDied`. A
+        host that waits for its device inside torch or the driver cannot be told: its process is ended after
+        `GRACE_SECONDS`, with the reason on its standard error.
+
+        Raises:
+            RankDied: where the block raises because a rank has died.
         """
         done = threading.Event()
         thread = threading.Thread(target=self._watch, args=(done,), daemon=True)
         thread.start()
         try:
             yield
+        except RankDied:
+            raise
+        except RuntimeError as error:
+            if not self.look():
+                time.sleep(LOOK_SECONDS)  # its connection is gone before the process is
+            if self.look():
+                assert self._dead is not None
+                raise self._dead from error
+            raise
         finally:
             done.set()
 

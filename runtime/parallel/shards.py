@@ -23,7 +23,7 @@ from . import forwards
 from .ranks import Ranks, ranks_of
 
 REASONS = {
-    "parallel_style": "the plan deals a module in a way, or this transformers deals it in a way, that is not known here",
+    "parallel_style": "the plan, or this transformers, deals a module to the ranks in a way that is not known here",
     "parallel_mesh": "the tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
 }
 
@@ -145,7 +145,7 @@ class _Changes:
         """Return how each dealt parameter is placed."""
         from torch.distributed.tensor import DTensor
 
-        found = {}
+        found: dict[str, Any] = {}
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
                 if parameter.device_mesh.ndim != 1:
@@ -183,16 +183,19 @@ class _Changes:
         if kind == "PackedColwiseParallel" and dim == 0:
             return None
         if kind == "ColwiseParallel" and dim == 0 and style.input_layouts.is_replicate():
-            whole = style.output_layouts.is_replicate()
-            return forwards.GatheredForward(module, ranks, module.out_features) if whole else _parts(style)
+            if style.output_layouts.is_replicate():
+                return forwards.GatheredForward(module, ranks, module.out_features)
+            if style.output_layouts.is_shard() and style.output_layouts.dim == -1:
+                return None  # this rank's columns are what is wanted
         if kind == "RowwiseParallel" and dim == 1 and style.output_layouts.is_replicate():
             return forwards.RowForward(module, ranks, splits=style.input_layouts.is_replicate())
         raise Unknown("parallel_style")
 
     def _embedding(self, module: nn.Embedding, dim: int) -> forwards.Forward:
-        if module.max_norm is not None or -(-module.num_embeddings // self.ranks.size) * (
-            self.ranks.size - 1
-        ) >= module.num_embeddings:
+        if (
+            module.max_norm is not None
+            or -(-module.num_embeddings // self.ranks.size) * (self.ranks.size - 1) >= module.num_embeddings
+        ):
             raise Unknown("parallel_style")
         if dim == 0:
             return forwards.VocabularyForward(module, self.ranks, module.num_embeddings)
@@ -211,12 +214,6 @@ class _Changes:
                 whole = child.out_features % head_dim == 0
                 if whole and (width % head_dim or child.out_features % self.ranks.size):
                     raise UnevenHeads(f"{name}.{child_name}", width, head_dim, self.ranks.size)
-
-
-def _parts(style: Any) -> None:
-    """Check that the output is this rank's columns, for which nothing has to be done."""
-    if not (style.output_layouts.is_shard() and style.output_layouts.dim == -1):
-        raise Unknown("parallel_style")
 
 
 def _inside(wrapper: Any) -> dict[str, Any]:
