@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 LOOK_SECONDS = 1.0
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 10
 """From the death of a rank to the end of this process, where nothing else has ended it."""
 POLL_SECONDS = 50e-6
 
@@ -101,13 +102,15 @@ class Peers:
             done.set()
 
     def _watch(self, done: threading.Event) -> None:
-        while not done.wait(LOOK_SECONDS):
-            if self.look():
-                time.sleep(GRACE_SECONDS)
-                if torch.cuda.is_available():
-                    print(f"{self._dead}", file=sys.stderr, flush=True)
-                    os._exit(1)
-                return
+        while not done.wait(LOOK_SECONDS) and not self.look():
+            pass
+        if self._dead is None or not torch.cuda.is_initialized():
+            return
+        # The end of the process may wait for the device too, with no Python left that could end it.
+        signal.alarm(2 * GRACE_SECONDS)
+        time.sleep(GRACE_SECONDS)
+        print(f"{self._dead}", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait for an event on the device for as long as all ranks live.

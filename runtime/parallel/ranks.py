@@ -63,7 +63,7 @@ class Ranks:
         part.data_ptr()  # a step computes here what it has put off
         part = part.contiguous()
         shared = self._shared.get(part.dtype)
-        if shared is None or part.numel() > shared.numel() or part.numel() * part.element_size() % 16:
+        if shared is None or part.numel() > shared.numel() or (part.data_ptr() | part.nbytes) % 16:
             dist.all_reduce(part, group=self.group)
             return part
         place = shared[: part.numel()].view(part.shape)

@@ -50,6 +50,15 @@ def is_dealt(model: nn.Module) -> bool:
     return bool(getattr(model, "_tp_size", None)) and dist.is_available() and dist.is_initialized()
 
 
+def is_split(model: nn.Module) -> bool:
+    """Return whether parameters of a model are tensors of several ranks, as they are outside of `local`."""
+    if not is_dealt(model):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 @contextlib.contextmanager
 def local(model: nn.Module) -> Iterator[Ranks | str | None]:
     """Let every module hold this rank's plain tensors for the length of a `with` block.
