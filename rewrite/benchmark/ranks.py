@@ -12,8 +12,6 @@ import gc
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rewrite.errors import VerificationError
 from rewrite.measure import timing
 from rewrite.measure.presets import config_for
+from rewrite.measure.processes import launch
 
 from . import parity
 from .contenders import Generating
@@ -39,38 +37,6 @@ SIDES = (ORIGINAL, OURS, ORIGINAL_TP, OURS_TP)
 SHORT = 8
 SUM_KIB = (8, 32, 128, 512, 2048, 8192)
 SUMS_A_GRAPH = 50
-
-
-class RanksFailed(VerificationError):
-    """The processes of a measurement, or of a verification, did not come to an end."""
-
-    def __init__(self, what: str, code: int, output: str):
-        lines = [line for line in output.strip().splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if "Error" in line and "ChildFailed" not in line), "")
-        super().__init__(f"{what} on several ranks ended with code {code}: {said or (lines or ['no message'])[-1]}")
-
-
-def launch(module: str, ranks: int, arguments: Sequence[str], what: str) -> None:
-    """Run a module in `ranks` processes of this host.
-
-    Raises:
-        RanksFailed: if one fails.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        module,
-    ]
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RanksFailed(what, done.returncode, done.stderr)
 
 
 def measure(
