@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rewrite.show.console import Screen
     from rewrite.upstream.source import Source
 
-SHAPES = ("tiny", "1b", "8b", "30b-a3b")
+SHAPES = ("tiny", "1b", "8b", "70b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
 
 

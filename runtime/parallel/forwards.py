@@ -63,8 +63,7 @@ class SummedForward(Forward):
 
     def finished(self, part: Tensor, residual: Tensor | None) -> Tensor:
         """Return the sum of the ranks' parts and what each rank adds by itself, once."""
-        total = self.ranks.sum(part)
-        return total if residual is None else residual + total
+        return self.ranks.sum(part, residual)
 
 
 class RowForward(SummedForward):
@@ -78,9 +77,10 @@ class RowForward(SummedForward):
 
     def finished(self, part: Tensor, residual: Tensor | None) -> Tensor:
         """Return the product, with bias and residual."""
-        total = self.ranks.sum(part)
         bias = self.module._parameters.get("bias")
-        total = total if bias is None else total + bias
+        if bias is None:
+            return self.ranks.sum(part, residual)
+        total = self.ranks.sum(part) + bias
         return total if residual is None else residual + total
 
 

@@ -1,8 +1,9 @@
 """The processes that share one model's tensors, and what they say to each other in a step.
 
-n ranks. All of it is torch's: `torch.distributed` (NCCL, RCCL or gloo), and on NVIDIA cards its symmetric memory, in
-which one kernel reads the other ranks' parts and adds them up in the order of the ranks. Both give every rank the same
-bits, so that ranks choose the same tokens without asking each other. NVLink multicast is not used.
+n ranks. All of it is torch's: `torch.distributed` (NCCL, RCCL or gloo), and on NVIDIA cards its symmetric memory, of
+which a kernel reads the other ranks' parts and adds them up in the order of the ranks: `shared_sum` for a few rows,
+torch's own one-shot for more. All of them give every rank the same bits, so that ranks choose the same tokens without
+asking each other. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core import backend
 from ..core.launch import HIP
 from .liveness import Peers
+from .shared_sum import BLOCK, PROGRAMS, launch_shared_sum, takes, words
 
 ONE_SHOT_BYTES = 512 * 1024
 """Up to so many bytes, times the ranks beside this one, each rank reads all parts itself."""
@@ -54,14 +57,28 @@ class Ranks:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.peers = Peers(self._gathered(Peers.own()))
         self._shared: dict[torch.dtype, Tensor] = {}
+        self._memory: Tensor | None = None
+        """`[n]`, where the memory of every rank begins, for `shared_sum`."""
+        self._rounds = torch.zeros(PROGRAMS, dtype=torch.int64, device=self.device)
+        self._kept: list[Tensor] = []
         self.refusal: str | None = None
         """Why small sums take the library's all-reduce."""
         self._find_shared_memory()
 
-    def sum(self, part: Tensor) -> Tensor:
-        """Return the sum of every rank's `part`; the part may be overwritten."""
+    def sum(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of every rank's `part`, plus a residual that all have; the part may be overwritten."""
         part.data_ptr()  # a step computes here what it has put off
         part = part.contiguous()
+        if self._memory is not None and takes(part, residual):
+            if residual is not None:
+                residual.data_ptr()
+            out = torch.empty_like(part)
+            launch_shared_sum(part, residual, out, self._memory, self._rounds, self.rank, self.size)
+            return out
+        total = self._summed(part)
+        return total if residual is None else residual + total
+
+    def _summed(self, part: Tensor) -> Tensor:
         shared = self._shared.get(part.dtype)
         if shared is None or part.numel() > shared.numel() or (part.data_ptr() | part.nbytes) % 16:
             dist.all_reduce(part, group=self.group)
@@ -132,7 +149,7 @@ class Ranks:
                 self.refusal = f"{type(error).__name__}: {error}"
         without = self._gathered([int(self.refusal is not None)])
         if any(flag for (flag,) in without):
-            self._shared = {}
+            self._shared, self._memory = {}, None
             self.refusal = self.refusal or "another rank cannot"
 
     def _tried(self) -> dict[torch.dtype, Tensor]:
@@ -152,10 +169,33 @@ class Ranks:
             dist.all_reduce(part, group=self.group)
             if not torch.equal(total, part):
                 raise RuntimeError(f"sums in {dtype} over symmetric memory are wrong")
+        if backend.triton_installed():
+            self._memory = self._tried_kernel(symmetric)
         return found
 
+    def _tried_kernel(self, symmetric: Any) -> Tensor:
+        """Return the addresses of memory for `shared_sum`, which is tried."""
+        with torch.inference_mode(False):
+            own = symmetric.empty(words(self.size), dtype=torch.int32, device=self.device).zero_()
+            self._kept.append(own)
+            handle = symmetric.rendezvous(own, group=self.group.group_name)
+            parts = [handle.get_buffer(rank, (own.numel(),), torch.int32) for rank in range(self.size)]
+            self._kept += parts
+            memory = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=self.device)
+        self._gathered([0])  # all memory is zero
+        for dtype in (torch.bfloat16, torch.float32):
+            for count in (96, 3 * BLOCK + 8, 96):
+                part = (torch.arange(count, device=self.device) % 64).to(dtype) * (self.rank + 1)
+                out = torch.empty_like(part)
+                launch_shared_sum(part, part, out, memory, self._rounds, self.rank, self.size)
+                total = part.clone()
+                dist.all_reduce(total, group=self.group)
+                if not torch.equal(out, total + part):
+                    raise RuntimeError(f"sums of {count} {dtype} in one kernel are wrong")
+        return memory
+
     def __str__(self) -> str:
-        small = "a one-shot kernel over symmetric memory for small ones" if self._shared else None
+        small = "small ones by one kernel over symmetric memory" if self._shared else None
         sums = small or f"one way for all sizes ({self.refusal})"
         return f"{self.size} ranks, sums by {dist.get_backend(self.group)}, {sums}"
 
