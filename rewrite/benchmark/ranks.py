@@ -280,7 +280,7 @@ class _Run:
         self.record["prompts"].append(entry)
 
     def _sums(self) -> dict[str, dict[str, float]]:
-        """Microseconds of one sum in a graph: by NCCL, by torch's one-shot, and as the package does, with a residual."""
+        """Microseconds of one sum in a graph: by NCCL, by torch's one-shot, and by the package, with a residual."""
         import torch
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
