@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from rewrite.measure.runtime_part import runtime_part
 from . import parity
 from .contenders import Generating
 from .models import build, from_checkpoint, load, settled, sharing
-from .plan import plain, write_json
+from .plan import Plan, plain, write_json
 from .tables import Table, narrow, ratio_text
 
 if TYPE_CHECKING:
@@ -40,47 +40,28 @@ SUM_KIB = (8, 32, 128, 512, 2048, 8192)
 SUMS_A_GRAPH = 50
 
 
-def measure(
-    package: Path,
-    ranks: int,
-    *,
-    shape: str | None,
-    weights: str | None,
-    original: str | None,
-    device: str,
-    dtype: str,
-    batches: Sequence[int],
-    context: int,
-    prompts: Sequence[int],
-    new_tokens: int,
-    rounds: int,
-) -> dict[str, Any]:
+def measure(plan: Plan, ranks: int, layers: int | None = None) -> dict[str, Any]:
     """Measure in `ranks` processes and return the figures.
 
     Args:
-        package: to be measured.
+        plan: a package and what to measure it at; of the contexts the first.
         ranks: cards, or processes of a CPU.
-        shape: sizes with random weights; None with `weights`.
-        weights: a checkpoint's folder.
-        original: where the original is, if not where the lock says.
-        device: `cpu` or `cuda`.
-        dtype: precision.
-        batches: rows.
-        context: tokens before decoding.
-        prompts: lengths of prompts that are timed.
-        new_tokens: of a long generation.
-        rounds: how often each side is timed.
+        layers: fewer than the shape has.
 
     Raises:
         RanksFailed: if a process fails.
     """
+    device = plan.device.partition(":")[0]
+    batches = sorted({cell.batch for cell in plan.cells})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record.json"
-        arguments = [str(package), "--json", str(out), "--device", device, "--dtype", dtype]
-        arguments += ["--batch", ",".join(map(str, batches)), "--context", str(context), "--rounds", str(rounds)]
-        arguments += ["--prompts", ",".join(map(str, prompts)), "--new-tokens", str(new_tokens)]
-        for name, value in (("--shape", shape), ("--weights", weights), ("--original", original)):
-            arguments += [name, value] if value is not None else []
+        arguments = [str(plan.package), "--json", str(out), "--device", device, "--dtype", plan.dtype]
+        arguments += ["--batch", ",".join(map(str, batches)), "--context", str(plan.cells[0].context)]
+        arguments += ["--prompts", ",".join(map(str, plan.prefill)), "--new-tokens", str(plan.new_tokens)]
+        arguments += ["--parity-tokens", str(plan.parity_tokens)]
+        given = {"shape": plan.shape, "weights": plan.weights, "original": plan.original, "layers": layers}
+        for name, value in given.items():
+            arguments += [f"--{name}", str(value)] if value is not None else []
         launch("rewrite.benchmark.ranks", ranks, arguments, "the measurement")
         record: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return record

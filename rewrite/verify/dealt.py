@@ -11,8 +11,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +22,13 @@ from rewrite.measure.runtime_part import runtime_part
 from .judging.tolerances import bound
 from .models import sides
 from .models.subjects import find_subjects
+from .ranks import Check
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS, PROMPT, NEW = 2, 9, 24
 SWITCH = "_step_without_graph"
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison: what it was, whether it held on every rank, and its figures."""
-
-    name: str
-    passed: bool
-    detail: str
 
 
 class Dealt:
@@ -50,17 +41,18 @@ class Dealt:
         device: `cpu`, or this rank's card.
         dtype: of the generation on a card; everything else is in fp64.
         seed: of weights and inputs.
+        more: fields of the small model's configuration.
     """
 
     def __init__(
         self, original: Any, rewritten: Any, weights: str | None = None, device: str = "cpu", dtype: str = "float64",
-        seed: int = 0,
+        seed: int = 0, more: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         import torch
         import torch.distributed as dist
 
         self.original, self.rewritten, self.device, self.seed = original, rewritten, device, seed
-        self.dtype = getattr(torch, dtype)
+        self.dtype, self.more = getattr(torch, dtype), dict(more or {})
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.kept = tempfile.TemporaryDirectory()
         place = [self.kept.name]
@@ -76,7 +68,8 @@ class Dealt:
 
         heads = {"num_attention_heads": 4 * self.size, "num_key_value_heads": 2 * self.size}
         sizes = {"hidden_size": 16 * self.size, "head_dim": 16, "vocab_size": 130 * self.size - 1}
-        config = config_for(self.original.config_class, "tiny", **heads, **sizes)
+        biases = {"attention_bias": True, "mlp_bias": True}
+        config = config_for(self.original.config_class, "tiny", **{**heads, **sizes, **biases, **self.more})
         torch.manual_seed(self.seed)
         model = self.original._from_config(config, dtype=torch.float64)
         with torch.no_grad():
@@ -107,20 +100,23 @@ class Dealt:
         import torch
 
         whole, theirs, ours = self.whole(), self.dealt(self.original), self.dealt(self.rewritten)
-        prompt = self._tokens(whole, ROWS, PROMPT)
+        prompt = self.prompt(whole)
         with torch.no_grad():
             truth, own, got = (model(prompt).logits.double() for model in (whole, theirs, ours))
         yield self._close("forward", _error(truth, got), _error(truth, own), "fp64 max")
         yield self._gradients(whole, theirs, ours, prompt)
         before = {name: id(parameter) for name, parameter in ours.named_parameters()}
-        yield from self._generation(whole, ours, prompt)
+        yield from self.generation(whole, ours)
         after = {name: id(parameter) for name, parameter in ours.named_parameters()}
         yield self._everywhere("parameters stay", before == after, f"{len(after)} after generate() as before")
         yield self._bytes("weights a rank holds", _held(ours), _held(theirs))
         yield self._saved(theirs, ours)
 
-    def _generation(self, whole: Any, ours: Any, prompt: Tensor) -> Iterator[Check]:
+    def generation(self, whole: Any, ours: Any) -> Iterator[Check]:
+        """The checks of what the package generates beside the whole original."""
         import torch
+
+        prompt = self.prompt(whole)
 
         if self.device == "cpu":
             setattr(type(ours), SWITCH, True)
@@ -225,12 +221,13 @@ class Dealt:
         dist.all_gather(found, tensor.contiguous())
         return all(torch.equal(found[0], other) for other in found), found
 
-    def _tokens(self, model: Any, rows: int, length: int) -> Tensor:
+    def prompt(self, model: Any) -> Tensor:
+        """Tokens `[ROWS, PROMPT]` for a model, the same on every rank."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
         size = model.config.get_text_config().vocab_size
-        return torch.randint(1, size, (rows, length), generator=generator).to(self.device)
+        return torch.randint(1, size, (ROWS, PROMPT), generator=generator).to(self.device)
 
 
 def _gradients_of(model: Any, prompt: Tensor) -> dict[str, Tensor]:
@@ -307,7 +304,7 @@ def main() -> None:
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device)
     checks = run(given.package, given.original, given, lambda check: None)
     if dist.get_rank() == 0 and given.json is not None:
-        given.json.write_text(json.dumps([asdict(check) for check in checks]), encoding="utf-8")
+        given.json.write_text(json.dumps([check.to_json() for check in checks]), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
