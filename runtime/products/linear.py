@@ -168,8 +168,12 @@ if backend.triton_installed():
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         if SCALED:
             scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        if BIAS:
+            bias = tl.load(bias_ptr + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
+        if RESIDUAL:  # needed last, and there by then
+            residual = tl.load(residual_ptr + row, mask=live, other=0.0)
         if CENTRED:
             mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
             x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
@@ -191,11 +195,11 @@ if backend.triton_installed():
         if NORM and not CENTRED:
             y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
         if BIAS:
-            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            y += bias.to(tl.float32)
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
         if RESIDUAL:
-            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
+            y += residual.to(tl.float32)
         tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
 
     @triton.jit
@@ -236,6 +240,9 @@ if backend.triton_installed():
         if SCALED:
             gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
             up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
+        if BIAS:
+            gate_bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+            up_bias = tl.load(bias_ptr + O + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         if CENTRED:
@@ -266,8 +273,8 @@ if backend.triton_installed():
             g *= inverse
             u *= inverse
         if BIAS:
-            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
-            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
+            g += gate_bias.to(tl.float32)
+            u += up_bias.to(tl.float32)
         tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
 
     linear_kernel = Kernel(_linear_kernel)
