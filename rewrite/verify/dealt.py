@@ -8,6 +8,7 @@ own, and the yardstick for the third.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import tempfile
@@ -305,6 +306,7 @@ def main() -> None:
     checks = run(given.package, given.original, given, lambda check: None)
     if dist.get_rank() == 0 and given.json is not None:
         given.json.write_text(json.dumps([check.to_json() for check in checks]), encoding="utf-8")
+    gc.collect()  # the models, with graphs that hold on to what is destroyed now
     dist.barrier()
     dist.destroy_process_group()
 

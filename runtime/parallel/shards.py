@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import forwards
+from .forwards import Forward, GatheredForward, RowForward, SummedForward, VocabularyForward
 from .ranks import Ranks, ranks_of
 
 REASONS = {
@@ -88,7 +88,7 @@ class _Changes:
     """What has to be changed in a model's modules, and back."""
 
     def __init__(self, model: nn.Module):
-        self._forwards: list[tuple[nn.Module, Callable[..., Any], forwards.Forward | None]] = []
+        self._forwards: list[tuple[nn.Module, Callable[..., Any], Forward | None]] = []
         self._parameters: list[tuple[nn.Module, str, Any, Tensor]] = []
         self._hooks: list[tuple[nn.Module, Any]] = []
         self._ranks: Ranks | None = None
@@ -169,7 +169,7 @@ class _Changes:
             raise Unknown("parallel_mesh")
         self._ranks = ranks
 
-    def _instead(self, module: nn.Module, inside: dict[str, Any], placed: dict[str, Any]) -> forwards.Forward | None:
+    def _instead(self, module: nn.Module, inside: dict[str, Any], placed: dict[str, Any]) -> Forward | None:
         """Return what does the communication of a wrapper; None where there is none without gradients."""
         style, ranks = inside["self"], self.ranks
         kind = type(style).__name__ if type(style).__module__.startswith("transformers.") else ""
@@ -178,9 +178,9 @@ class _Changes:
         if kind == "MoeExpertsParallel" and any(map(_is_split, placed.values())):
             if inside.get("is_expert_parallel"):
                 raise Unknown("parallel_style")
-            return forwards.SummedForward(module, ranks)
+            return SummedForward(module, ranks)
         if kind == "AllReduceParallel":
-            return forwards.SummedForward(module, ranks)
+            return SummedForward(module, ranks)
         weight = placed.get("weight")
         if weight is None or not _is_split(weight) or not getattr(style, "use_local_output", False):
             raise Unknown("parallel_style")
@@ -193,22 +193,22 @@ class _Changes:
             return None
         if kind == "ColwiseParallel" and dim == 0 and style.input_layouts.is_replicate():
             if style.output_layouts.is_replicate():
-                return forwards.GatheredForward(module, ranks, module.out_features)
+                return GatheredForward(module, ranks, module.out_features)
             if style.output_layouts.is_shard() and style.output_layouts.dim == -1:
                 return None  # this rank's columns are what is wanted
         if kind == "RowwiseParallel" and dim == 1 and style.output_layouts.is_replicate():
-            return forwards.RowForward(module, ranks, splits=style.input_layouts.is_replicate())
+            return RowForward(module, ranks, splits=style.input_layouts.is_replicate())
         raise Unknown("parallel_style")
 
-    def _embedding(self, module: nn.Embedding, dim: int) -> forwards.Forward:
+    def _embedding(self, module: nn.Embedding, dim: int) -> Forward:
         if (
             module.max_norm is not None
             or -(-module.num_embeddings // self.ranks.size) * (self.ranks.size - 1) >= module.num_embeddings
         ):
             raise Unknown("parallel_style")
         if dim == 0:
-            return forwards.VocabularyForward(module, self.ranks, module.num_embeddings)
-        return forwards.GatheredForward(module, self.ranks, module.embedding_dim)
+            return VocabularyForward(module, self.ranks, module.num_embeddings)
+        return GatheredForward(module, self.ranks, module.embedding_dim)
 
     def _check_heads(self, name: str, module: nn.Module) -> None:
         """Raise where the columns of a projection that a rank has are no whole heads."""

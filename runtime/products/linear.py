@@ -26,7 +26,7 @@ from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import Tile, tile
-from ..parallel.forwards import summed
+from ..parallel.forwards import is_local, summed
 from . import packing
 from .gated_activation import activation_kind, gated_activation
 from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
@@ -309,7 +309,7 @@ def linear(
                 product = few_rows(input, *parameters, prologue, residual)
             if product is not None:
                 return product
-        elif isinstance(parameters, str):
+        elif isinstance(parameters, str) and not is_local(projection):
             backend.count_fallback("linear", parameters, projection)
         norm = norm if prologue is not None else None
     output: Tensor = projection(input if norm is None else norm(input))
