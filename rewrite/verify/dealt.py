@@ -28,7 +28,7 @@ from .ranks import Check
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROWS, PROMPT, NEW = 2, 9, 24
+ROWS, PROMPT, NEW = 2, 9, 16
 SWITCH = "_step_without_graph"
 
 
@@ -122,13 +122,13 @@ class Dealt:
         if self.device == "cpu":
             setattr(type(ours), SWITCH, True)
             yield self._tokens_agree("tokens", whole, ours, prompt)
-            yield self._steps(whole, ours, prompt)
+            yield self.steps(whole, ours)
             setattr(type(ours), SWITCH, False)
             yield self._tokens_agree("tokens of transformers' loop", whole, ours, prompt)
             setattr(type(ours), SWITCH, True)
         else:
             yield self._tokens_agree("tokens", whole, self.dealt(self.rewritten, self.dtype), prompt)
-            yield self._steps(whole, ours, prompt)
+            yield self.steps(whole, ours)
         torch.manual_seed(self.seed + self.rank)
         drawn = ours.generate(prompt, max_new_tokens=NEW, do_sample=True)
         if self.device == "cpu":
@@ -136,10 +136,11 @@ class Dealt:
         alike, _ = self._same_everywhere(drawn)
         yield self._everywhere("drawn tokens", alike, f"{drawn.numel()} the same on every rank, whatever its seed")
 
-    def _steps(self, whole: Any, ours: Any, prompt: Tensor) -> Check:
+    def steps(self, whole: Any, ours: Any) -> Check:
         """The logits of every step, which tell more than the tokens that are chosen from them."""
         import torch
 
+        prompt = self.prompt(whole)
         settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         output = ours.generate(prompt, return_dict_in_generate=True, output_logits=True, **settings)
         got = torch.stack(output.logits, 1).double()

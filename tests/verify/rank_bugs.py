@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rewrite.verify.dealt import Dealt
+from rewrite.verify.dealt import SWITCH, Dealt
 from rewrite.verify.models import sides
 from rewrite.verify.models.subjects import find_subjects
 
@@ -83,11 +83,10 @@ def main() -> None:
     sound = Dealt(main.original, main.rewritten)
     found["sound"] = [check.to_json() for check in sound.checks()]
     whole, ours = sound.whole(), sound.dealt(main.rewritten)
+    setattr(main.rewritten, SWITCH, True)
     for bug in BUGS:
         with bug(runtime):
-            checks = sound.generation(whole, ours)
-            found[bug.__name__] = [check.to_json() for check in (next(checks), next(checks))]
-            checks.close()  # type: ignore[attr-defined]
+            found[bug.__name__] = sound.steps(whole, ours).to_json()
     found["uneven"] = uneven(main.original, main.rewritten)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
