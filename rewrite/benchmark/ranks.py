@@ -40,13 +40,12 @@ SUM_KIB = (8, 32, 128, 512, 2048, 8192)
 SUMS_A_GRAPH = 50
 
 
-def measure(plan: Plan, ranks: int, layers: int | None = None) -> dict[str, Any]:
+def measure(plan: Plan, ranks: int) -> dict[str, Any]:
     """Measure in `ranks` processes and return the figures.
 
     Args:
         plan: a package and what to measure it at; of the contexts the first.
         ranks: cards, or processes of a CPU.
-        layers: fewer than the shape has.
 
     Raises:
         RanksFailed: if a process fails.
@@ -59,7 +58,7 @@ def measure(plan: Plan, ranks: int, layers: int | None = None) -> dict[str, Any]
         arguments += ["--batch", ",".join(map(str, batches)), "--context", str(plan.cells[0].context)]
         arguments += ["--prompts", ",".join(map(str, plan.prefill)), "--new-tokens", str(plan.new_tokens)]
         arguments += ["--parity-tokens", str(plan.parity_tokens)]
-        given = {"shape": plan.shape, "weights": plan.weights, "original": plan.original, "layers": layers}
+        given = {"shape": plan.shape, "weights": plan.weights, "original": plan.original, "layers": plan.layers}
         for name, value in given.items():
             arguments += [f"--{name}", str(value)] if value is not None else []
         launch("rewrite.benchmark.ranks", ranks, arguments, "the measurement")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "1b", "8b", "70b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
+FOR_TRAINING = ("fuse_loss", "spare_activation")
+"""Transforms that a model gets that is rewritten to measure its training; a package is measured as it is."""
+TRAINING_SIDES = ("original", "compiled", "liger", "ours", "ours compiled")
 
 
 def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -44,7 +47,10 @@ class Target:
 @click.command(
     cls=Command,
     short_help="Measure a package against its original.",
-    examples=("rewrite bench ./optimized_llama --device cuda --shape 8b --batch 1,8",),
+    examples=(
+        "rewrite bench ./optimized_llama --device cuda --shape 8b --batch 1,8",
+        "rewrite bench ./optimized_llama --train --batch 4 --context 2048",
+    ),
 )
 @click.argument("target", metavar="DIR|MODEL", shell_complete=complete_models)
 @click.option(
@@ -59,7 +65,15 @@ class Target:
 @click.option(
     "--prefill", callback=numbers, default=None, metavar="N,…", help="Prompt lengths.  [default: 128,512,2048]"
 )
-@click.option("--side", "sides", type=click.Choice(SIDES), multiple=True, help="Measure only this side; repeatable.")
+@click.option("--train", is_flag=True, help="Measure training steps of --batch rows of --context tokens instead.")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="With --train or --tp: cut the shape to N layers.")
+@click.option(
+    "--side",
+    "sides",
+    type=click.Choice(tuple(dict.fromkeys(SIDES + TRAINING_SIDES))),
+    multiple=True,
+    help="Measure only this side; repeatable.",
+)
 @click.option("--seconds", type=float, default=8.0, show_default=True, help="Time for the repeats of one batch shape.")
 @click.option("--device", metavar="DEVICE", help="Measure on this device: cpu, cuda, cuda:1.")
 @click.option(
@@ -68,7 +82,6 @@ class Target:
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
 @click.option("--tp", type=click.IntRange(2), metavar="N", help="Measure on N cards: tensor parallel under torchrun.")
-@click.option("--layers", type=click.IntRange(1), metavar="N", help="With --tp: fewer layers than the shape has.")
 @click.option("--ladder", is_flag=True, help="Measure one transform more at a time instead.")
 @click.option(
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
@@ -78,16 +91,17 @@ class Target:
 def bench(
     target: str,
     tp: int | None,
-    layers: int | None,
     ladder: bool,
     ladder_prepare: Path | None,
+    train: bool,
     quiet: bool,
     **options: Any,
 ) -> int:
     """Measure prefill, decode and generate() of a package, its original, and the original compiled.
 
     DIR is a package, or what --ladder-prepare wrote; a MODEL is rewritten for the measurement. All sides are timed in
-    turn; a ratio comes with its 95% interval. The exit code is 1 if the package is slower than its original as it
+    turn; a ratio comes with its 95% interval. With --train it is the time and memory of training steps, and the
+    gradients are compared. The exit code is 1 if the package is slower than its original as it
     stands, or if its tokens are not the original's.
     """
     from rewrite.deliver import verification
@@ -99,14 +113,16 @@ def bench(
     verification.require_libraries("measuring")
     if tp is not None:
         with _package(target, options) as found:
-            return _ranks(screen, _plan(found.package, str(found.source.path), options), tp, layers, options)
+            return _ranks(screen, _plan(found.package, str(found.source.path), options), tp, options)
     if options["png"] is not None:
         from rewrite.benchmark.chart import require_matplotlib
 
         require_matplotlib()
     if ladder:
         return _ladder(screen, target, options)
-    with _package(target, options) as found:
+    with _package(target, {**options, "train": train}) as found:
+        if train:
+            return _train(screen, _plan(found.package, str(found.source.path), options), options)
         return _bench(screen, _plan(found.package, str(found.source.path), options), options)
 
 
@@ -132,13 +148,13 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     return code
 
 
-def _ranks(screen: Screen, plan: Plan, ranks: int, layers: int | None, options: Mapping[str, Any]) -> int:
+def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -> int:
     from rewrite.benchmark import ranks as several
     from rewrite.benchmark.plan import plain
     from rewrite.deliver import report
 
     with screen.working("measuring on several ranks"):
-        record = several.measure(plan, ranks, layers)
+        record = several.measure(plan, ranks)
     screen.line("model", f"{record['model']}, {record['shape'] or 'checkpoint'}, {record['dtype']}, random weights")
     screen.line("on", f"{ranks} × {record['device']}")
     for table in several.tables(record):
@@ -147,6 +163,31 @@ def _ranks(screen: Screen, plan: Plan, ranks: int, layers: int | None, options: 
     code = several.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original on the same ranks, or its tokens differ")
+    return code
+
+
+def _train(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
+    from dataclasses import replace
+
+    from rewrite.benchmark import tables, training
+    from rewrite.benchmark.plan import plain, write_json
+    from rewrite.deliver import report
+
+    asked = tuple(side for side in TRAINING_SIDES if side in options["sides"] or side in ("original", "ours"))
+    default = TRAINING_SIDES if plan.device != "cpu" else ("original", "ours")
+    plan = replace(plan, sides=asked if options["sides"] else default)
+    json_path = options["json_path"]
+    keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
+    with screen.working("measuring") as progress:
+        record = training.measure(plan, keep, progress)
+    for label, text in tables.head(record):
+        screen.line(label, text)
+    for table in training.tables(record):
+        _show(screen, table)
+    report.write(json_path, "bench", plain(record))
+    code = training.exit_code(record)
+    if code:
+        screen.problem("failed", "its gradients differ, it is slower than its original, or it did not run")
     return code
 
 
@@ -206,6 +247,7 @@ def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Pl
         new_tokens=options["new_tokens"],
         seconds=min(options["seconds"], 2.0) if on_cpu else options["seconds"],
         parity_tokens=16 if on_cpu else 64,
+        layers=options["layers"],
     )
 
 
@@ -223,7 +265,7 @@ def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     if _is_package(target):
         yield Target(Path(target), source)
         return
-    transforms = select()
+    transforms = select(also=FOR_TRAINING if options.get("train") else ())
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"
         write(assemble(build(source, transforms), transforms, Options(target=of_machine()), package), package)

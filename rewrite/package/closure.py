@@ -17,6 +17,7 @@ CALLED_FROM_OUTSIDE = {
     "decode/compile_ahead": ("compile_all", "variants"),
     "decode/graph": ("DecodeGraph",),
     "decode/graph_store": ("release_graphs", "store_of"),
+    "loss/chunked_loss": ("use_chunked_loss",),
     "products/gemm": ("PATHS", "by_path", "forget", "listen"),
 }
 """What `rewrite tune`, `verify` and `bench`, and users, ask a package for, of the files that are in use."""

@@ -19,15 +19,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
+from ..core.rows import few_rows as few_rows_of
 from ..core.tiles import Tile, tile
 from ..parallel.forwards import is_local, summed
 from . import packing
+from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
 from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
@@ -80,16 +81,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from .blocks import widened
     from .gated_activation import _activate
-
-    @triton.jit
-    def widened(loaded, DECODE: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return what was loaded of a weight in fp32; with DECODE the bytes of e4m3, or of e4m3fnuz."""
-        if DECODE:
-            wide = loaded.to(tl.int16)
-            half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-            return half.to(tl.float16, bitcast=True).to(tl.float32) * (128.0 if FNUZ else 256.0)
-        return loaded.to(tl.float32)
 
     @triton.jit
     def scaled(x_ptr, norm_ptr, col, mask, offset, NORM: tl.constexpr, WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -168,12 +161,8 @@ if backend.triton_installed():
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         if SCALED:
             scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-        if BIAS:
-            bias = tl.load(bias_ptr + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        if RESIDUAL:  # needed last, and there by then
-            residual = tl.load(residual_ptr + row, mask=live, other=0.0)
         if CENTRED:
             mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
             x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
@@ -195,11 +184,11 @@ if backend.triton_installed():
         if NORM and not CENTRED:
             y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
         if BIAS:
-            y += bias.to(tl.float32)
+            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
         if RESIDUAL:
-            y += residual.to(tl.float32)
+            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
 
     @triton.jit
@@ -240,9 +229,6 @@ if backend.triton_installed():
         if SCALED:
             gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
             up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
-        if BIAS:
-            gate_bias = tl.load(bias_ptr + row, mask=live, other=0.0)
-            up_bias = tl.load(bias_ptr + O + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         if CENTRED:
@@ -273,8 +259,8 @@ if backend.triton_installed():
             g *= inverse
             u *= inverse
         if BIAS:
-            g += gate_bias.to(tl.float32)
-            u += up_bias.to(tl.float32)
+            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
 
     linear_kernel = Kernel(_linear_kernel)
@@ -295,7 +281,11 @@ def linear(
     Returns:
         `[N, O]`.
     """
-    if takes_few_rows(input):
+    if is_block_linear(projection):
+        scaled = block_linear(input, (projection,), norm, residual)
+        if scaled is not None:
+            return scaled
+    elif takes_few_rows(input):
         parts = summed(projection)
         if parts is not None and not (parts.splits and norm is not None):
             with parts.lifted():
@@ -345,7 +335,15 @@ def gated_linear(
         `[N, O]`.
     """
     kind = activation_kind(activation)
-    if kind is not None and takes_few_rows(input):
+    if are_blocks(projections):
+        scaled = block_linear(input, projections, norm, kind=kind) if kind is not None else None
+        if scaled is not None:
+            return scaled
+        scaled = block_linear(input, projections, norm)
+        if scaled is not None:
+            gate, up = scaled.chunk(2, dim=-1)
+            return gated_activation(gate, up, activation)
+    elif kind is not None and takes_few_rows(input):
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
@@ -371,18 +369,8 @@ def gated_linear(
 
 
 def takes_few_rows(input: Tensor) -> bool:
-    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients.
-
-    More than one row are for the tensor cores, which have no fp32.
-    """
-    most = 1 if input.dtype == torch.float32 else MOST_ROWS
-    return (
-        0 < input.numel() <= most * input.shape[-1]
-        and input.dtype in KERNEL_DTYPES
-        and backend.nothing_watches(input)
-        and not backend.wants_gradient(input)
-        and backend.uses_triton(input)
-    )
+    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients."""
+    return few_rows_of(input, MOST_ROWS)
 
 
 def is_one_row(input: Tensor) -> bool:

@@ -97,12 +97,8 @@ if backend.triton_installed():
         row = split * TILES * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         at = weight_ptr + row.to(tl.int64)[:, None] * O + column[None, :]
         weight = tl.load(at, mask=(row < I)[:, None] & live[None, :], other=0.0, cache_modifier=".cg")
-        if BIAS:
-            bias = tl.load(bias_ptr + column, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        if RESIDUAL:  # needed last, and there by then
-            residual = tl.load(residual_ptr + column, mask=live, other=0.0)
         mean = 0.0
         inverse = 1.0
         if NORM:
@@ -127,11 +123,11 @@ if backend.triton_installed():
             for one in tl.static_range(SPLITS):
                 y += tl.load(part + one * BLOCK_COLS, cache_modifier=".cg")
         if BIAS:
-            y += bias.to(tl.float32)
+            y += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
         if RESIDUAL:
-            y += residual.to(tl.float32)
+            y += tl.load(residual_ptr + column, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + column, y.to(out_ptr.dtype.element_ty), mask=live)
 
     transposed_linear_kernel = Kernel(_transposed_linear_kernel)
