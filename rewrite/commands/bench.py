@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rewrite.show.console import Screen
     from rewrite.upstream.source import Source
 
-SHAPES = ("tiny", "1b", "8b", "30b-a3b")
+SHAPES = ("tiny", "1b", "8b", "70b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
 FOR_TRAINING = ("fuse_loss", "spare_activation")
 """Transforms that a model gets that is rewritten to measure its training; a package is measured as it is."""
@@ -66,7 +66,7 @@ class Target:
     "--prefill", callback=numbers, default=None, metavar="N,…", help="Prompt lengths.  [default: 128,512,2048]"
 )
 @click.option("--train", is_flag=True, help="Measure training steps of --batch rows of --context tokens instead.")
-@click.option("--layers", type=click.IntRange(1), metavar="N", help="With --train: cut the shape to so many layers.")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="With --train or --tp: cut the shape to N layers.")
 @click.option(
     "--side",
     "sides",
@@ -81,13 +81,22 @@ class Target:
 )
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
+@click.option("--tp", type=click.IntRange(2), metavar="N", help="Measure on N cards: tensor parallel under torchrun.")
 @click.option("--ladder", is_flag=True, help="Measure one transform more at a time instead.")
 @click.option(
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
 )
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
 @reporting_options
-def bench(target: str, ladder: bool, ladder_prepare: Path | None, train: bool, quiet: bool, **options: Any) -> int:
+def bench(
+    target: str,
+    tp: int | None,
+    ladder: bool,
+    ladder_prepare: Path | None,
+    train: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
     """Measure prefill, decode and generate() of a package, its original, and the original compiled.
 
     DIR is a package, or what --ladder-prepare wrote; a MODEL is rewritten for the measurement. All sides are timed in
@@ -102,6 +111,9 @@ def bench(target: str, ladder: bool, ladder_prepare: Path | None, train: bool, q
     if ladder_prepare is not None:
         return _prepare(screen, _source(target, options), ladder_prepare)
     verification.require_libraries("measuring")
+    if tp is not None:
+        with _package(target, options) as found:
+            return _ranks(screen, _plan(found.package, str(found.source.path), options), tp, options)
     if options["png"] is not None:
         from rewrite.benchmark.chart import require_matplotlib
 
@@ -133,6 +145,24 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     code = tables.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original as it stands, did not run, or its tokens differ")
+    return code
+
+
+def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -> int:
+    from rewrite.benchmark import ranks as several
+    from rewrite.benchmark.plan import plain
+    from rewrite.deliver import report
+
+    with screen.working("measuring on several ranks"):
+        record = several.measure(plan, ranks)
+    screen.line("model", f"{record['model']}, {record['shape'] or 'checkpoint'}, {record['dtype']}, random weights")
+    screen.line("on", f"{ranks} × {record['device']}")
+    for table in several.tables(record):
+        _show(screen, table)
+    report.write(options["json_path"], "bench", plain(record))
+    code = several.exit_code(record)
+    if code:
+        screen.problem("failed", "it is slower than its original on the same ranks, or its tokens differ")
     return code
 
 

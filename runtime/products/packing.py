@@ -125,8 +125,9 @@ def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
         if backend.observed(projection):
             return "observed"
         weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias")
-        if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
+        if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
             return "not_a_plain_parameter"
+        assert weight is not None
         if gradient and (weight.requires_grad or (bias is not None and bias.requires_grad)):
             return "gradient"
     return None
