@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
+from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.imports import from_line, isort_key
 from rewrite.errors import UnknownOperator
 from rewrite.operators import offered, own_text, without_declarations
@@ -35,6 +36,7 @@ _ALWAYS = {
 _EXPORTS = {
     "core": ("explain", "get_backend", "set_backend", "use_backend"),
     "decode": ("DecodeGraph", "release_graphs"),
+    "forward": ("release_forwards", "set_forward_graphs", "use_forward_graphs"),
 }
 """What users call of the runtime, by room; of a room that a package does not have, nothing."""
 
@@ -94,8 +96,16 @@ def init(taken: Closure) -> str:
     exported = sorted((name for names in exports.values() for name in names), key=isort_key)
     return _INIT.format(
         imports="\n".join(from_line(f".{room}", sorted(names, key=isort_key)) for room, names in exports.items()),
-        exported=", ".join(f'"{name}"' for name in exported),
+        exported=_listed(exported),
     )
+
+
+def _listed(names: list[str]) -> str:
+    """Return names between the brackets of a list, as a formatter lays it out."""
+    line = ", ".join(f'"{name}"' for name in names)
+    if len(f"__all__ = [{line}]") <= LINE_LENGTH:
+        return line
+    return "\n" + "".join(f'    "{name}",\n' for name in names)
 
 
 @cache
