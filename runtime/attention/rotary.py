@@ -250,7 +250,7 @@ def rotary(
         reason = "broadcast"
     if reason is None and to_query_dtype and q.dtype != k.dtype:
         reason = "dtype"
-    if reason is None and backend.wants_gradient(q, k, cos, sin):
+    if reason is None and backend.in_torch(q, k, cos, sin):
         reason = "gradient_wanted"
     if reason is not None:
         backend.count_fallback("rotary", reason)
@@ -275,7 +275,7 @@ def rotary_single(
     """Rotate one tensor, for files that call the embedding once for queries and once for keys; see `rotary`."""
     form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
     reason = _broadcasts(x, cos, sin, form)
-    if reason is None and backend.wants_gradient(x, cos, sin):
+    if reason is None and backend.in_torch(x, cos, sin):
         reason = "gradient_wanted"
     if reason is not None:
         backend.count_fallback("rotary", reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from ..core import backend
 from .add_layer_norm import add_layer_norm
@@ -36,6 +37,9 @@ def add_norm(
         residual: `[N, H]`.
         norm: the module that normalises the sum.
     """
+    if is_compiling() and backend.named_none():  # which fuses the sum with the norm, and what is around both
+        summed = residual + hidden_states
+        return norm(summed), summed
     reason = _refusal(hidden_states, residual, norm)
     if reason is not None:
         backend.count_fallback("add_norm", reason)

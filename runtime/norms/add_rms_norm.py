@@ -63,7 +63,7 @@ def add_rms_norm(
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("add_rms_norm", "eps_is_a_tensor")
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
-    if backend.wants_gradient(hidden_states, residual, weight):
+    if backend.in_torch(hidden_states, residual, weight):
         backend.count_fallback("add_rms_norm", "gradient_wanted")
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if (summed := deferring.sum(hidden_states, residual)) is not None:

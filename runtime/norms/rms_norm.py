@@ -150,7 +150,7 @@ def rms_norm(
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("rms_norm", "eps_is_a_tensor")
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
-    if backend.wants_gradient(hidden_states, weight):
+    if backend.in_torch(hidden_states, weight):
         backend.count_fallback("rms_norm", "gradient_wanted")
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     deferred = deferring.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)

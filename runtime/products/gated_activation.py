@@ -139,12 +139,12 @@ def gated_activation(
     if not isinstance(up, torch.Tensor) or not isinstance(gate, torch.Tensor):
         backend.count_fallback("gated_activation", "no_tensor")
         return activation(gate) * up
+    if backend.in_torch(gate, up):
+        backend.count_fallback("gated_activation", "gradient_wanted")
+        return activation(gate) * up
     kind = activation_kind(activation)
     if kind is None:
         backend.count_fallback("gated_activation", "activation_observed_or_unknown")
-        return activation(gate) * up
-    if backend.wants_gradient(gate, up):
-        backend.count_fallback("gated_activation", "gradient_wanted")
         return activation(gate) * up
     if not (_is_in_order(gate) and _is_in_order(up)):
         backend.count_fallback("gated_activation", "permuted")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..core import backend
@@ -67,6 +68,8 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
+    if is_compiling() and backend.named_none():  # whose code calls the library without our questions
+        return tuple(projection(input) for projection in projections)
     return multiplied(input, projections, F.linear, _operator)
 
 
