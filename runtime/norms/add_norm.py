@@ -7,6 +7,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from ..core import backend
+from ..core.launch_bound import is_launch_bound
 from .add_layer_norm import add_layer_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -46,6 +47,9 @@ def add_norm(
         summed = residual + hidden_states
         return norm(summed), summed
     if type(norm) is nn.LayerNorm:
+        if is_launch_bound(hidden_states):
+            summed = residual + hidden_states
+            return norm(summed), summed
         return add_layer_norm(hidden_states, residual, norm.weight, norm.bias, norm.eps)
     return norm.add_forward(hidden_states, residual)  # type: ignore[operator]
 
