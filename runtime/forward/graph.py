@@ -150,7 +150,13 @@ class ForwardGraph:
         self._outputs = Outputs(value, self.inputs, self._weights, self._device)
 
     def _again(self) -> None:
+        """Do what a replay does: write to the memory of the first outputs."""
+        before = self._outputs
         self._keep(self._run(self._call))
+        if before is not None:
+            for kept, new in zip(before.made, self.made, strict=True):
+                kept.copy_(new)
+            self._outputs = before
 
     @property
     def form(self) -> Hashable:
