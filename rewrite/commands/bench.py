@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from rewrite.commands.options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
 
@@ -67,18 +68,22 @@ class Target:
 )
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
+@click.option("--forward", is_flag=True, help="Measure calls of the model instead of its generate().")
 @click.option("--ladder", is_flag=True, help="Measure one transform more at a time instead.")
 @click.option(
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
 )
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
 @reporting_options
-def bench(target: str, ladder: bool, ladder_prepare: Path | None, quiet: bool, **options: Any) -> int:
+def bench(target: str, forward: bool, ladder: bool, ladder_prepare: Path | None, quiet: bool, **options: Any) -> int:
     """Measure prefill, decode and generate() of a package, its original, and the original compiled.
 
     DIR is a package, or what --ladder-prepare wrote; a MODEL is rewritten for the measurement. All sides are timed in
     turn; a ratio comes with its 95% interval. The exit code is 1 if the package is slower than its original as it
     stands, or if its tokens are not the original's.
+
+    --forward measures a call instead, of any model: batch 1 and 32, texts of --context tokens (default: 128), images
+    of the configuration's size, 10 s of sound; eager and compiled.
     """
     from rewrite.deliver import verification
     from rewrite.show.console import Screen
@@ -93,6 +98,9 @@ def bench(target: str, ladder: bool, ladder_prepare: Path | None, quiet: bool, *
         require_matplotlib()
     if ladder:
         return _ladder(screen, target, options)
+    if forward:
+        with _package(target, options) as found:
+            return _forward(screen, found, options)
     with _package(target, options) as found:
         return _bench(screen, _plan(found.package, str(found.source.path), options), options)
 
@@ -116,6 +124,39 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     code = tables.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original as it stands, did not run, or its tokens differ")
+    return code
+
+
+def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
+    from rewrite.benchmark import forward_run, tables
+    from rewrite.benchmark.plan import plain
+    from rewrite.deliver import report
+    from rewrite.verify.models.device import usable_device
+
+    device = usable_device(options["device"])
+    chosen = click.get_current_context().get_parameter_source("batch") != ParameterSource.DEFAULT
+    plan = forward_run.ForwardPlan(
+        target.package,
+        str(target.source.path),
+        shape=options["shape"],
+        weights=str(options["weights"]) if options["weights"] else None,
+        device=device,
+        dtype=options["dtype"] or ("float32" if device == "cpu" else "bfloat16"),
+        batches=options["batch"] if chosen else (1, 32),
+        tokens=(options["context"] or ((16,) if device == "cpu" else (128,)))[0],
+        seconds=min(options["seconds"], 1.0) if device == "cpu" else options["seconds"],
+    )
+    with screen.working("measuring") as progress:
+        record = forward_run.measure(plan, progress)
+    for label, text in tables.head(record):
+        screen.line(label, text)
+    for table in forward_run.tables(record):
+        _show(screen, table)
+    screen.line("explain", record["explain"])
+    report.write(options["json_path"], "bench", plain(record))
+    code = forward_run.exit_code(record)
+    if code:
+        screen.problem("failed", "it is slower than its original as it stands, did not run, or its outputs differ")
     return code
 
 
