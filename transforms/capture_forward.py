@@ -32,8 +32,9 @@ class CaptureForward(Transform):
         is kept where it gave the same outputs and took less time; `explain(model)` says where there is none.
 
     Numerics:
-        A mask that hides nothing is left out by transformers, except in a graph: there attention with a mask rounds in
-        another order. So do operators that run as one kernel in a graph, and as torch's own two outside of it.
+        A replay computes what the capture did. A mask that hides nothing is left out by transformers, except in a
+        graph: there attention with a mask rounds in another order. So do operators that run as one kernel in a graph,
+        and as torch's own two outside of it.
 
     Known limits:
         Each shape has a graph of its own, eight a model. Calls with a cache, under autocast, torch.compile or hooks
