@@ -149,15 +149,30 @@ def arguments(model: Any, batch: int, length: int, device: str, seed: int = 0) -
     Raises:
         VerificationError: no set of arguments that the class takes is known.
     """
-    kinds = model_inputs.kinds_of(type(model))
-    if not kinds:
+    for kind in model_inputs.kinds_of(type(model)):
+        if _runs(model, kind, device):
+            break
+    else:
         raise VerificationError(f"nothing is known that {type(model).__name__} could be given.")
     sizes = model_inputs.Sizes(length, SAMPLES)
-    found = model_inputs.make(kinds[0], model.config, batch, seed, model.dtype, sizes=sizes)
+    found = model_inputs.make(kind, model.config, batch, seed, model.dtype, sizes=sizes)
     given = {name: value.to(device) for name, value in found.items()}
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = False  # type: ignore[assignment]
     return given
+
+
+def _runs(model: Any, kind: tuple[str, ...], device: str) -> bool:
+    """Return whether a model runs on a set of arguments."""
+    import torch
+
+    given = model_inputs.make(kind, model.config, 1, 0, model.dtype)
+    try:
+        with torch.no_grad():
+            model(**{name: value.to(device) for name, value in given.items()})
+    except Exception:  # foreign model code raises what it likes; what none of the sets suits is an error of the caller
+        return False
+    return True
 
 
 def _is_float(value: Any) -> bool:

@@ -17,13 +17,14 @@ SMALL = 1 << 22
 """Elements up to which a call is short: reading and writing 8 MiB takes an H200 5 µs."""
 
 
-def is_launch_bound(tensor: Tensor) -> bool:
+def is_launch_bound(tensor: object) -> bool:
     """Return whether an operator on `tensor` is launched by the host now, and is soon over.
 
     Not where kernels were asked for by name.
     """
     return (
-        tensor.is_cuda
+        type(tensor) is Tensor
+        and tensor.is_cuda
         and backend.named_none()
         and tensor.numel() < SMALL
         and not (deferring.defers() or rehearses() or collects())

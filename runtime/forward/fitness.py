@@ -93,14 +93,14 @@ def unfit_model(model: nn.Module) -> str | None:
 
 
 def only_records(module: nn.Module) -> bool:
-    """Return whether what watches a module is transformers' recording of hidden states, which a graph can hold."""
+    """Return whether what watches a module can be part of a graph.
+
+    That is transformers' recording of hidden states, and a parametrisation, which computes a weight from others.
+    """
     others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     forward = module.__dict__.get("forward")
     own = forward is None or getattr(forward, "__func__", None) is type(module).forward
-    parametrised = "parametrizations" in module._modules
-    return bool(
-        not others and not parametrised and own and all(_records(hook) for hook in module._forward_hooks.values())
-    )
+    return bool(not others and own and all(_records(hook) for hook in module._forward_hooks.values()))
 
 
 def _records(hook: Callable[..., Any]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core import derived
 from ..core.capture import CaptureFailed
+from ..core.launch import rehearsing
 from .fitness import Randomness, collector_of, unfit_model
 from .graph import ForwardGraph, Run, Unsuitable
 from .snapshot import Snapshot, unfit_weights
@@ -48,6 +49,8 @@ def attempt(
     try:
         if random.is_drawn():
             raise Unsuitable("random")
+        with rehearsing():  # what is packed or made at the first use in a graph is there before the model is looked at
+            run(call)
         snapshot = _ready(model, store, device)
         kept = _captured(store, snapshot, call, tensors, run, expected)
         if measures:
@@ -55,14 +58,22 @@ def attempt(
         store.keep(kind, kept)
     except Unsuitable as error:
         store.refuse(kind, error.reason, error.detail)
+    except CaptureFailed as error:
+        cause = error.__cause__
+        reason, detail = (cause.reason, cause.detail) if isinstance(cause, Unsuitable) else ("not_capturable", error)
+        store.refuse(kind, reason, _said(detail))
     except NotUnderstood as error:
         store.refuse(kind, "outputs", str(error))
     except torch.OutOfMemoryError:
         store.release()
         store.refuse(kind, "out_of_memory")
-    except (CaptureFailed, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        store.refuse(kind, "not_capturable", " ".join(str(error).split())[:200])
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        store.refuse(kind, "not_capturable", _said(error))
     return expected
+
+
+def _said(error: object) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _ready(model: nn.Module, store: ForwardStore, device: torch.device) -> Snapshot:

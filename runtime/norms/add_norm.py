@@ -38,7 +38,8 @@ def add_norm(
         residual: `[N, H]`.
         norm: the module that normalises the sum.
     """
-    if is_compiling() and backend.named_none():  # which fuses the sum with the norm, and what is around both
+    # A compiler fuses the sum with the norm and what is around both; of short calls the checks are the longest part.
+    if (is_compiling() and backend.named_none()) or (type(norm) is nn.LayerNorm and is_launch_bound(hidden_states)):
         summed = residual + hidden_states
         return norm(summed), summed
     reason = _refusal(hidden_states, residual, norm)
@@ -47,9 +48,6 @@ def add_norm(
         summed = residual + hidden_states
         return norm(summed), summed
     if type(norm) is nn.LayerNorm:
-        if is_launch_bound(hidden_states):
-            summed = residual + hidden_states
-            return norm(summed), summed
         return add_layer_norm(hidden_states, residual, norm.weight, norm.bias, norm.eps)
     return norm.add_forward(hidden_states, residual)  # type: ignore[operator]
 

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..core import backend
+from ..core.launch_bound import is_launch_bound
 from ..core.place import NAMESPACE
 from . import memory
 
@@ -68,7 +69,8 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
-    if is_compiling() and backend.named_none():  # whose code calls the library without our questions
+    # Compiled code calls the library without our questions; of short calls these are longer than two launches.
+    if (is_compiling() and backend.named_none()) or is_launch_bound(input):
         return tuple(projection(input) for projection in projections)
     return multiplied(input, projections, F.linear, _operator)
 

@@ -270,8 +270,9 @@ def test_modes_that_a_graph_does_not_know(device: str) -> None:
     model.eval()
     with torch.autocast(device, dtype=torch.bfloat16):
         assert torch.equal(model(inputs(device)), plain(model, inputs(device)))
+    x = inputs(device)
     with torch.device(device):
-        model(inputs(device))
+        model(x)
     assert replays(model) == 1
     with torch.inference_mode():
         assert model(inputs(device)).is_inference()
@@ -283,6 +284,16 @@ def test_modes_that_a_graph_does_not_know(device: str) -> None:
     assert model(inputs(device), past_key_values=cache) is not None
     model(inputs(device), other=cache)
     assert "inputs" in refused(model)
+
+
+def test_a_parametrised_weight_is_part_of_the_graph(device: str) -> None:
+    model = made(device)
+    nn.utils.parametrizations.weight_norm(model.linear)
+    model.eval()
+    model(inputs(device))
+    model.linear.parametrizations.weight.original0.mul_(3)  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(model(inputs(device)), plain(model, inputs(device)))
+    assert replays(model) == 1
 
 
 def _draws(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
