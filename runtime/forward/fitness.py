@@ -24,6 +24,7 @@ REASONS = {
     "attention_implementation": "only eager and sdpa attention are known to run in a graph",
     "derived_weights": "the model multiplies by copies of its weights, which a replay would not renew",
     "own_state": "the model refers to itself, or holds more objects than can be compared at each call",
+    "inference_tensors": "the model's tensors were made in inference mode: nobody counts what is written to them",
     "cache": "the call is given a cache, which it changes",
     "inputs": "an argument is of a class that no graph can stand for, or on another device than the model",
     "outputs": "something is returned that cannot be copied",

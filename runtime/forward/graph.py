@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..core import layout
 from ..core.capture import capture
 from .structure import form_of, is_rebuilt, with_tensors
 
@@ -117,9 +118,12 @@ class ForwardGraph:
         weights: tensors of the model.
         device: of the model.
         pool: of the graphs' memory; None to run the forward again at each replay, for tests where there is no GPU.
+        free_layout: whether operators lay out their results as suits them (`core.layout`).
     """
 
-    def __init__(self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any):
+    def __init__(
+        self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any, free_layout: bool = False
+    ):
         self.nbytes = 0
         """Bytes of device memory that came with it."""
         self.inputs: list[Tensor] = []
@@ -128,16 +132,21 @@ class ForwardGraph:
         self._outputs: Outputs | None = None
         self._graph: Replays | None = None
         self._weights, self._device = weights, device
+
+        def freely(call: Any) -> Any:
+            with layout.free(free_layout):
+                return run(call)
+
         if pool is None:
-            self._run = run
+            self._run = freely
             self._again()
             return
         before = torch.cuda.memory_reserved(device)
 
         def captured() -> None:
-            self._keep(run(self._call))
+            self._keep(freely(self._call))
 
-        self._graph = capture(captured, lambda: run(self._call), device, pool)
+        self._graph = capture(captured, lambda: freely(self._call), device, pool)
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - before)
 
     def _own(self, tensor: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class ForwardStore:
         self.replays = 0
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
         self._needed: dict[Hashable, int] = {}
+        self._changed: set[Hashable] = set()
         self._failures = 0
         self._since_look = 0
         self._stream: Any = None
@@ -77,6 +78,12 @@ class ForwardStore:
             gone, _ = self._uses.popitem(last=False)
             self._needed.pop(gone, None)
         return max(0, self._needed.get(kind, 2) - uses)
+
+    def first_change(self, kind: Hashable) -> bool:
+        """Note that a call of a kind changed the model; return whether it is the first that did."""
+        first = kind not in self._changed
+        self._changed.add(kind)
+        return first
 
     def pool(self) -> Any:
         """Return the memory pool of the graphs, a new one for the first of them."""
@@ -140,6 +147,7 @@ class ForwardStore:
         self.refused.clear()
         self._uses.clear()
         self._needed.clear()
+        self._changed.clear()
         self.snapshot = self.whole = self._pool = None
         self._failures = 0
 

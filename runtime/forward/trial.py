@@ -29,6 +29,12 @@ TOLERANCE = 1e-3
 """The same for wider dtypes."""
 
 
+MOST_COPIED = 2**26
+"""Bytes of tensors without a version, made in inference mode, that are compared by their values."""
+ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""What code raises that cannot run during a capture."""
+
+
 def attempt(
     model: nn.Module, store: ForwardStore, kind: Hashable, call: Any, tensors: list[Tensor], run: Run, measures: bool
 ) -> Any:
@@ -44,15 +50,20 @@ def attempt(
         measures: whether the graph is kept only where it is faster.
     """
     device = tensors[0].device
-    random = Randomness(device)
+    effects = Effects(model, tensors)
     expected = run(call)
     try:
-        if random.is_drawn():
-            raise Unsuitable("random")
+        if not effects.are_none(store, kind):  # more runs would have them too
+            return expected
         with rehearsing():  # what is packed or made at the first use in a graph is there before the model is looked at
             run(call)
         snapshot = _ready(model, store, device)
-        kept = _captured(store, snapshot, call, tensors, run, expected)
+        try:
+            kept = _captured(store, snapshot, call, tensors, run, expected, free_layout=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (CaptureFailed, *ERRORS):  # which may be for the layout: then it is as it was
+            kept = _captured(store, snapshot, call, tensors, run, expected, free_layout=False)
         if measures:
             kept = kept._replace(milliseconds=_times(kept.graph, snapshot, call, tensors, run))
         store.keep(kind, kept)
@@ -67,9 +78,57 @@ def attempt(
     except torch.OutOfMemoryError:
         store.release()
         store.refuse(kind, "out_of_memory")
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+    except ERRORS as error:
         store.refuse(kind, "not_capturable", _said(error))
     return expected
+
+
+class Effects:
+    """What a run of the forward does besides returning something.
+
+    Args:
+        model: whose forward is run.
+        inputs: what it is given.
+    """
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor]):
+        self._random = Randomness(inputs[0].device)
+        self._inputs = inputs
+        self._before = [(tensor.clone(), _version(tensor)) for tensor in inputs]
+        self._snapshot = Snapshot(model)
+        self._versions = self._snapshot.versions()
+        uncounted = [tensor for tensor in self._snapshot.tensors if tensor.is_inference()]
+        self._too_many = sum(tensor.nbytes for tensor in uncounted) > MOST_COPIED
+        self._copies = [] if self._too_many else [(tensor, tensor.clone()) for tensor in uncounted]
+
+    def are_none(self, store: ForwardStore, kind: Hashable) -> bool:
+        """Return whether nothing else changed since; what a model does at its first call alone is forgiven once.
+
+        Raises:
+            Unsuitable: if it is no call to be repeated.
+        """
+        if self._random.is_drawn():
+            raise Unsuitable("random")
+        for tensor, (before, version) in zip(self._inputs, self._before, strict=True):
+            if _version(tensor) != version or not _equal(tensor, before):
+                raise Unsuitable("changes_inputs")
+        if self._too_many:
+            raise Unsuitable("inference_tensors")
+        if not all(_equal(tensor, before) for tensor, before in self._copies):
+            raise Unsuitable("changes_state")
+        if self._snapshot.versions() == self._versions and self._snapshot.is_current():
+            return True
+        if not store.first_change(kind):
+            raise Unsuitable("changes_state")
+        return False
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _said(error: object) -> str:
@@ -101,7 +160,14 @@ def _ready(model: nn.Module, store: ForwardStore, device: torch.device) -> Snaps
 
 
 def _captured(
-    store: ForwardStore, snapshot: Snapshot, call: Any, tensors: list[Tensor], run: Run, expected: Any
+    store: ForwardStore,
+    snapshot: Snapshot,
+    call: Any,
+    tensors: list[Tensor],
+    run: Run,
+    expected: Any,
+    *,
+    free_layout: bool,
 ) -> Kept:
     """Return a graph that computes `expected`.
 
@@ -114,7 +180,7 @@ def _captured(
     assert store.device is not None
     pool = store.pool() if store.device.type == "cuda" and not store.without_graph else None
     with derived.watching() as seen:
-        graph = ForwardGraph(run, call, snapshot.tensors, store.device, pool)
+        graph = ForwardGraph(run, call, snapshot.tensors, store.device, pool, free_layout)
     if seen.copies:
         raise Unsuitable("derived_weights")
     if any(own._version > 1 for own in graph.inputs):

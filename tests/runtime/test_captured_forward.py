@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from rewrite.runtime.core import derived
+from rewrite.runtime.core import derived, layout
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.forward import fitness, store, switch
 from rewrite.runtime.forward.captured import CapturedForward
@@ -354,18 +354,39 @@ REFUSED = [
 @pytest.mark.parametrize(("act", "reason"), REFUSED)
 def test_refusals(device: str, act: Callable[..., Any], reason: str) -> None:
     model = made(device, act)
-    for _ in range(3):
+    twin = copy.deepcopy(model)
+    given, other_given = inputs(device), inputs(device)
+    for _ in range(4):
         torch.manual_seed(1)
-        twin = copy.deepcopy(model)
-        found = model(inputs(device))
+        found = model(given)
         torch.manual_seed(1)
-        expected = plain(twin, inputs(device))
+        expected = plain(twin, other_given)
         for one, other in zip(*([v] if isinstance(v, Tensor) else v for v in (found, expected)), strict=True):
             if isinstance(one, Tensor) and not one.is_meta:
                 torch.testing.assert_close(one, other)
+        assert torch.equal(given, other_given)
+        assert (model.factor, model.scale.item()) == (twin.factor, twin.scale.item())
     assert not graphs(model)
     assert reason in refused(model)
     assert fitness.REASONS[reason] in str(explain(model))
+
+
+def _permuted(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
+    y = model.linear(x).t() * 2
+    y = y.contiguous() if layout.is_free() else y
+    return y if model.factor == 1 else y.t().view(-1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_another_layout_is_tried_first_and_given_up(device: str, factor: float) -> None:
+    """Where what is returned would be laid out otherwise, or code fails on it."""
+    model = made(device, _permuted)
+    model.factor = factor
+    for number in range(2):
+        found, expected = model(inputs(device, number)), plain(model, inputs(device, number))
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+    assert replays(model) == 1
 
 
 @pytest.mark.gpu
@@ -470,6 +491,22 @@ def test_a_copy_of_a_model_has_graphs_of_its_own(device: str) -> None:
     twin.linear.weight.mul_(2)
     torch.testing.assert_close(twin(inputs(device)), plain(twin, inputs(device)))
     torch.testing.assert_close(model(inputs(device)), plain(model, inputs(device)))
+
+
+@pytest.mark.parametrize(("most", "act", "reasons"), [
+    (2**26, None, set()), (0, None, {"inference_tensors"}), (2**26, _writes_state, {"changes_state"}),
+])  # fmt: skip
+def test_tensors_of_inference_mode(
+    device: str, monkeypatch: pytest.MonkeyPatch, most: int, act: Any, reasons: set[str]
+) -> None:
+    """Nobody counts what is written to them, so few are compared and many are left alone."""
+    monkeypatch.setattr("rewrite.runtime.forward.trial.MOST_COPIED", most)
+    with torch.inference_mode():
+        model = made(device, act)
+        for _ in range(2):
+            model(inputs(device))
+    assert refused(model) == reasons
+    assert graphs(model) == (not reasons)
 
 
 @pytest.mark.parametrize("name", ["_forward_pre_hooks", "_buffers", "training"])
