@@ -12,8 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "bench" / "results" / "forwards.json"
 PAGE = ROOT / "docs" / "forwards.md"
 BEGIN, END = "<!-- forwards: generated -->", "<!-- forwards: end -->"
-COLUMNS = ("model", "batch", "original", "compiled", "rewritten", "× original", "× compiled", "rewritten, compiled",
-           "error")  # fmt: skip
+COLUMNS = (
+    "model", "batch", "original", "compiled", "rewritten", "× original", "× compiled", "without graphs",
+    "rewritten, compiled", "error",
+)  # fmt: skip
 
 
 def told(row: Row) -> str:
@@ -45,11 +47,11 @@ def table(rows: Sequence[Row]) -> str:
     timed = [row for row in rows if not row["error"]]
     first = timed[0]
     versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
-    head = [" | ".join(COLUMNS), "|".join("---" for _ in COLUMNS)]
-    lines = [_line(row, cell) for row in timed for cell in row["cells"]]
-    body = "\n".join(f"| {line} |" for line in (*head, *lines))
+    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    body = "\n".join([*head, *(f"| {_line(row, cell)} |" for row in timed for cell in row["cells"])])
     failed = [f"- `{row['name']}`: {row['error']}" for row in rows if row["error"]]
-    return "\n\n".join([f"{first['device']}, {versions}, {first['date']}.", body, *failed])
+    commit = f", commit {first['commit']}" if "commit" in first else ""
+    return "\n\n".join([f"{first['device']}, {versions}, {first['date']}{commit}.", body, *failed])
 
 
 def _line(row: Row, cell: Mapping[str, Any]) -> str:
@@ -58,7 +60,11 @@ def _line(row: Row, cell: Mapping[str, Any]) -> str:
     cells = [row["published"], str(cell["batch"])]
     cells += [_ms(sides, "original"), _ms(sides, "compiled"), f"**{ours:.2f}**"]
     cells += [f"{sides[name]['ms'] / ours:.2f}×" if name in sides else "–" for name in ("original", "compiled")]
-    cells += [_ms(sides, "ours_compiled"), f"{cell['parity']['ours'] / own:.2f}" if own else "0"]
+    cells += [
+        _ms(sides, "ours_plain"),
+        _ms(sides, "ours_compiled"),
+        f"{cell['parity']['ours'] / own:.2f}" if own else "0",
+    ]
     return " | ".join(cells)
 
 
