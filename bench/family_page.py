@@ -25,8 +25,9 @@ How fast the rewritten model generates, beside its original. Made by `python ben
 | measured | how |
 |---|---|
 | weights | random, bf16, at the published sizes; the layers of the largest are cut |
-| call | greedy `generate()`, batch 1, about 512 tokens before (more where an image takes more; 512 tokens in an \
-encoder; 30 s of sound for Whisper, 10 s for Moonshine) |
+| call | greedy `generate()`, batch 1, about 512 tokens before (more where an image takes more, 64 \
+where the original takes over 0.5 s to read them; 512 tokens in an encoder; 30 s of sound \
+for Whisper, 10 s for Moonshine) |
 | the two sides | share the weights and run in turn in one process; {kernels} |
 | ms per token | the slope between a short and a long call, the median of the turns |
 

@@ -48,6 +48,9 @@ EAGER, GRAPH = (2, 16), (64, 128)
 """Tokens of the short generation, and how many more the long one has: of a loop of plain calls, and of a graph."""
 ROUNDS, SECONDS = (2, 8), 3.0
 CONTEXT = 512
+BRIEF_CONTEXT, SLOW_PROMPT = 64, 0.5
+"""Tokens before where a prompt takes the original longer than so many seconds: token by token, without its kernels.
+A slope is the difference of two calls, and would be lost in what their prompts take."""
 KERNELS = ("fla", "mamba_ssm", "causal_conv1d")
 """Libraries whose kernels transformers' own hybrids use where they are installed."""
 TINY_LENGTHS, TINY_CONTEXT = (2, 4), 80
@@ -135,8 +138,14 @@ class Pair:
         self.eager_lengths = TINY_LENGTHS if tiny else EAGER
         self.rewritten, self.original = classes.built(family, device, tiny)
         self.prompt = family_inputs.prompt(self.original, family.feed, TINY_CONTEXT if tiny else CONTEXT)
+        if not tiny and self._prompt_seconds() > SLOW_PROMPT:
+            self.prompt = family_inputs.prompt(self.original, family.feed, BRIEF_CONTEXT)
         self.moved = family_bytes.moved(self.original, self.prompt.arguments)
         self.tokens: dict[str, Tensor] = {}
+
+    def _prompt_seconds(self) -> float:
+        side = Side(self.original, self.prompt, EAGER)
+        return min(wall_ms(self.device, lambda: side.generate(1)) for _ in range(2)) / 1e3
 
     def times(self) -> dict[str, Any]:
         """Return ms per token of both sides, and whether the decode loop ran."""

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from screens import COLUMNS, Screen, run
 
 ROOT = Path(__file__).parents[1]
 OLD, NEW = "5.17.0", "5.23.0"
-PACKAGE, SECOND = "optimized_llama", "optimized_qwen3"
+PACKAGE, SECOND, SHARED = "optimized_llama", "optimized_qwen3", "rewrite_runtime"
 FILE = f"{PACKAGE}/modeling_llama.py"
 GENERATED = "logits = linear(hidden_states[:, slice_indices, :], self.lm_head)"
 EDITED = "logits = 30.0 * torch.tanh(linear(hidden_states[:, slice_indices, :], self.lm_head) / 30.0)"
@@ -75,6 +76,8 @@ class Size:
 
     files: int
     lines: int
+    modeling: int
+    """Lines of the modeling file."""
     changed: int
     """Lines of the modeling file that the original does not have, or lost."""
     megabytes: float
@@ -211,10 +214,13 @@ def package(walk: Walk) -> dict[str, Size]:
     require("rewrite.lock" in walk.step("git ls-files", shown=False).text, "the lock is committed")
     walk.step(f'python -c "import {PACKAGE}; print({PACKAGE}.selftest())"')
     walk.step(f"rewrite check {PACKAGE}", shows=["up to date"])
-    walk.say("A second model of the same repository:")
-    walk.step(f"rewrite qwen3 --out {SECOND} --no-verify --diff none")
+    walk.say("A second model of the same repository, with which the first can share its runtime:")
+    sharing = f"rewrite sync {PACKAGE} {SECOND} --runtime {SHARED}"
+    walk.step(f"rewrite qwen3 --out {SECOND} --no-verify --diff none", shows=[sharing])
+    walk.step(f"{sharing} --diff none", shows=[f"{SHARED}, ", f"shared with {PACKAGE}"])
+    require(not (walk.project / PACKAGE / "runtime" / "core.py").exists(), "the runtime lies in one place")
     walk.step("git add . && git commit -qm 'Qwen3, rewritten' && git show --stat=80 --format=%s | tail -n 1")
-    return {"now": measured(walk, []), "second": counted(walk, "HEAD", 0.0)}
+    return {"now": measured(walk, []), "second": counted(walk, "HEAD", 0.0, SECOND)}
 
 
 def edit(walk: Walk) -> None:
@@ -298,29 +304,37 @@ def measured(walk: Walk, settings: Sequence[str]) -> Size:
     line = " ".join([*settings, "python -m rewrite.cli llama --out measured/llama --no-verify --diff none"])
     seconds = min(walk.step(f"rm -rf measured && {line}", shown=False).seconds for _ in range(2))
     walk.step("git add measured && git commit -qm measured", shown=False)
-    size = counted(walk, "HEAD", seconds)
+    size = counted(walk, "HEAD", seconds, "measured/llama")
     walk.step("git reset -q --hard HEAD~1", shown=False)
     return size
 
 
-def counted(walk: Walk, commit: str, seconds: float) -> Size:
-    """Return what a commit added, the text files counted as git counts them."""
+def counted(walk: Walk, commit: str, seconds: float, package: str) -> Size:
+    """Return what a commit with a package added, counted as git counts text files; what only moved is nothing."""
     stat = walk.step(f"git show --numstat --format= {commit}", shown=False).text.splitlines()
-    rows = [(int(line.split()[0]), line.split()[2]) for line in stat if line[:1].isdigit()]
-    folder = walk.project / rows[0][1].split("/")[0]
-    model = next(walk.project / name for _, name in rows if "/modeling_" in name and "/.rewrite/" not in name)
-    return Size(len(rows), sum(lines for lines, _ in rows), changed(model), megabytes(folder), seconds)
+    rows = [int(line.split()[0]) for line in stat if line[:1].isdigit() and line.split()[:2] != ["0", "0"]]
+    folder = walk.project / package
+    (model,) = folder.glob("modeling_*.py")
+    return Size(len(rows), sum(rows), len(model.read_text().splitlines()), changed(model), megabytes(folder), seconds)
 
 
 def changed(model: Path) -> int:
     """Return the lines of the diff between a modeling file and its original, kept beside it."""
-    originals = sorted((model.parent / ".rewrite").glob("*.original"))
-    if not originals:
+    original = _kept_original(model)
+    if original is None:
         return 0
     import difflib
 
-    pair = [path.read_text().splitlines() for path in (originals[0], model)]
+    pair = [text.splitlines() for text in (original, model.read_text())]
     return sum(1 for line in difflib.ndiff(*pair) if line[:2] in ("+ ", "- "))
+
+
+def _kept_original(model: Path) -> str | None:
+    """Return the original that a package keeps, in an archive or, in those of earlier commits, in a file."""
+    kept, name = model.parent / ".rewrite", f"{model.name}.original"
+    if (archive := kept / "texts.zip").is_file():
+        return zipfile.ZipFile(archive).read(name).decode()
+    return (kept / name).read_text() if (kept / name).is_file() else None
 
 
 def megabytes(folder: Path) -> float:
@@ -383,7 +397,8 @@ def _sizes(sizes: dict[str, Size], before: str | None) -> str:
     rows = {
         "files": lambda size: f"{size.files}",
         "lines": lambda size: f"{size.lines:,}",
-        "of these changed in the modeling file": lambda size: f"{size.changed}" if size.changed else "–",
+        "of these in the modeling file": lambda size: f"{size.modeling}",
+        "changed there": lambda size: f"{size.changed}" if size.changed else "–",
         "MB": lambda size: f"{size.megabytes:.2f}",
         "seconds, without verification": lambda size: f"{size.seconds:.1f}" if size.seconds else "–",
     }

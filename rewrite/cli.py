@@ -55,6 +55,7 @@ COMMANDS = {
     "export": "Write a package in the form that loads from the Hub.",
     "kernels": "Compile the kernels for chips that need not be there.",
     "models": "List the model types of the installed transformers.",
+    "profile": "Show where the time of a step goes, before and after.",
     "sweep": "Rewrite and verify every modeling file of a transformers.",
     "sync": "Make packages anew and merge your edits.",
     "transforms": "List the transforms.",

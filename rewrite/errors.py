@@ -145,6 +145,7 @@ class CheckpointNotUsable(UsageError):
 EXTRAS = {
     **dict.fromkeys(("coverage", "torch", "transformers", "triton"), "'hf-rewrite[verify]'"),
     "huggingface_hub": "'hf-rewrite[hub]'",
+    **dict.fromkeys(("jinja2", "matplotlib"), "'hf-rewrite[report]'"),
 }
 """What brings a library that `pip install hf-rewrite` alone does not."""
 
@@ -278,6 +279,24 @@ class OutputNotOurs(UsageError):
     def __init__(self, path: object, why: str, *, forcible: bool = True, option: str = "--out"):
         force = ", or --force to replace it (what is there is kept beside it as a backup)" if forcible else ""
         super().__init__(f"{shortened(path)} {why}: choose another {option}{force}.")
+
+
+class SharedRuntimeNotUsable(UsageError):
+    """The folder of a runtime that packages share is not there, or cannot be one."""
+
+    def __init__(self, folder: object, why: str):
+        super().__init__(f"cannot share the runtime {shortened(folder)}: {why}. --runtime DIR names another.")
+
+
+class SharedRuntimeMoves(UsageError):
+    """A runtime that several packages share would become one of another version for one of them alone."""
+
+    def __init__(self, folder: object, others: Sequence[object]):
+        names = " ".join(str(other) for other in others)
+        super().__init__(
+            f"the runtime {shortened(folder)} was made by another version of hf-rewrite, and other packages run with "
+            f"it: rewrite sync {names}, which makes both anew, goes first."
+        )
 
 
 class OutputOfAnotherModel(OutputNotOurs):

@@ -15,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refresh", action="store_true", help="write the golden files anew, to be read as a diff")
     parser.addoption("--every-model", action="store_true", help="all modeling files, where a test takes a sample")
     parser.addoption("--brief", action="store_true", help="kernels: one launch of each, interpreted in fp32")
-    parser.addoption("--examples", type=int, default=60, help="random modules for each transform (tests/soundness)")
+    parser.addoption("--examples", type=int, default=40, help="random modules for each transform (tests/soundness)")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from torch import nn
 from rewrite.engine.decode_loops import with_loops
 from rewrite.engine.passes import rewrite_text
 from rewrite.package.lock import Lock, Options, Origin, read_lock
-from rewrite.runtime.core import explain, place
+from rewrite.runtime.core import explain, place, target
 from rewrite.sync import review
 from rewrite.transform import Rewritten, SkippedSite, TransformReport
 from rewrite.transforms import all_transforms
@@ -181,6 +181,16 @@ def test_explain_says_it_of_a_model_and_what_it_is_wrapped_in(tmp_path: Path, mo
     assert said.splitlines()[1:] == ["Text: decode loop: yes", FAST]
     assert FAST not in str(explain.Explanation("auto", decode_loops=explain.explain().decode_loops))
     assert explain.explain(nn.Linear(1, 1)).decode_loops == {}
+
+
+def test_explain_says_what_a_package_for_cuda_lacks_on_an_amd_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--target rocm" not in str(explain.explain())
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    assert "--target rocm" not in str(explain.explain())  # this one has it
+    monkeypatch.setattr(target, "ROCM", False)
+    for said in (explain.explain(), explain.explain(nn.Linear(1, 1))):
+        assert "aiter and the settings of ROCm's libraries did not come along" in str(said)
+        assert FAST not in str(said)
 
 
 def test_explain_without_a_lock_asks_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

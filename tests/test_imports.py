@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "triton", "numpy"}
-WITH_TORCH = {"verify", "benchmark", "measure", "tuning", "kernels", "runtime", "sweep/loaded"}
+WITH_TORCH = {"verify", "benchmark", "measure", "profile", "tuning", "kernels", "runtime", "sweep/loaded"}
 """Rooms of the tool that may import torch; the others work where it is not installed."""
 FLOORS = re.compile(r"```rooms\n(.*?)```", re.DOTALL)
 

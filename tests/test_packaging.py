@@ -55,7 +55,7 @@ def test_what_runs_models_is_not_installed_with_the_tool() -> None:
     assert names(project["dependencies"]) == {"click", "libcst", "rich", "ruff", "tomli"}
     assert names(extras["verify"]) == {"coverage", "torch", "transformers", "triton"}
     assert all("hf-rewrite[verify]" in extras[name] for name in ("bench", "dev"))
-    brought = {library: extra for extra in ("verify", "hub") for library in names(extras[extra])}
+    brought = {library: extra for extra in ("verify", "hub", "report") for library in names(extras[extra])}
     assert {library: f"'hf-rewrite[{extra}]'" for library, extra in brought.items()} == EXTRAS
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python3 -m venv .*?pip install -e ('.*?') ", readme, re.MULTILINE)
@@ -119,12 +119,12 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
 
 
 def test_the_runtime_of_a_package_exports_what_it_has() -> None:
-    plain = runtime_files.init(runtime_files.closure_of(["norms.rms_norm"], "cuda"))
+    plain = runtime_files.init(runtime_files.closure_of(["norms.rms_norm"], "cuda").rooms)
     assert plain == (
         '"""What the modeling file beside this folder calls. Generated with it: edit the modeling file instead."""\n\n'
         "from .core import explain, get_backend, set_backend, use_backend\n\n"
         '__all__ = ["explain", "get_backend", "set_backend", "use_backend"]\n'
     )
-    decoding = runtime_files.init(runtime_files.closure_of(["decode.GraphGeneration"], "cuda"))
+    decoding = runtime_files.init(runtime_files.closure_of(["decode.GraphGeneration"], "cuda").rooms)
     assert "from .decode import DecodeGraph, release_graphs\n" in decoding
     assert '__all__ = ["DecodeGraph", "explain", ' in decoding

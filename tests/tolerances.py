@@ -30,6 +30,13 @@ KERNEL = Tolerance(
 )
 
 
+LOSS = KERNEL._replace(
+    root_mean_square=2.0,
+    reason="the column of the label is most of a row's gradient, and shares the roundings of the row's norm and of "
+    "a tanh that is good to a unit in the last place: the mean is that of as few roundings as there are rows",
+)
+
+
 # A model that takes a softmax in the hidden states' dtype, fp64 here, loses this much where ours is taken in fp32.
 SOFTMAX_IN_FP32 = 1e-5
 # Everything else of a block in fp64.

@@ -92,11 +92,15 @@ def _input(call: cst.Call) -> cst.BaseExpression | None:
     return call.args[0].value if word is None or word.value == "input" else None
 
 
+_ASKED = {"dtype", "device", "shape", "ndim", "requires_grad"}
+
+
 def _weight_read(call: cst.Call) -> str | None:
-    """Return `x` of a call that is given `self.x.weight`, or what is made of it."""
+    """Return `x` of a call that is given `self.x.weight`, or what is made of it; its dtype has none of its numbers."""
     for argument in call.args:
+        asked = [n.value for n in walk(argument.value) if isinstance(n, cst.Attribute) and n.attr.value in _ASKED]
         for node in walk(argument.value):
-            if isinstance(node, cst.Attribute) and node.attr.value == "weight":
+            if isinstance(node, cst.Attribute) and node.attr.value == "weight" and not any(node is a for a in asked):
                 if (attribute := self_attribute(node.value)) is not None:
                     return attribute
     return None

@@ -115,21 +115,29 @@ def liger_installed() -> bool:
 
 
 def liger(subject: Subject, donor: Any, new_tokens: int) -> Contender:
-    """The original with Liger's kernels, applied by Liger to an instance.
+    """The original with Liger's kernels, and the parameters of `donor`."""
+    from .models import sharing
+
+    model = with_liger(subject, lambda kind: sharing(kind, donor))
+    return Generating(LIGER, model, 2, min(new_tokens, SLOW_STEPS))
+
+
+def with_liger(subject: Subject, made: Callable[[Any], Any]) -> Any:
+    """A model that `made` makes of the original's class, with Liger's kernels, applied by Liger to an instance.
 
     Liger also changes the module of transformers that everyone shares, which the original beside it must not see: what
     it changes there is moved to a copy of the module that this model's class is made in.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    from .models import private_copy, sharing
+    from .models import private_copy
 
     copied = private_copy(subject.module)
-    model = sharing(getattr(copied, subject.original.__name__), donor)
+    model = made(getattr(copied, subject.original.__name__))
     before = dict(vars(subject.module))
     _apply_liger_kernel_to_instance(model=model)
     for name, value in list(vars(subject.module).items()):
         if name not in before or before[name] is not value:
             setattr(copied, name, value)
             setattr(subject.module, name, before.get(name))
-    return Generating(LIGER, model, 2, min(new_tokens, SLOW_STEPS))
+    return model

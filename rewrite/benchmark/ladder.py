@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from typing import Any
 
 from rewrite.errors import RewriteError, UsageError
 from rewrite.measure import profiling, timing
+from rewrite.measure.categories import CATEGORIES, TITLES
 from rewrite.measure.presets import SHAPES, config_for
 from rewrite.show.step import Step
 
@@ -28,6 +29,8 @@ from .run import _quiet, claim, header
 from .tables import NONE, Table, narrow, plain_rows, ratio_text
 
 MANIFEST = "ladder.json"
+LARGE = 0.02
+"""Share of a token's kernels from which a change of a category is said."""
 
 
 class NoLadder(UsageError):
@@ -155,13 +158,27 @@ def table(record: Mapping[str, Any]) -> Table:
     cell = record["cell"]
     title = f"ladder, batch {cell['batch']}, {cell['context']} tokens before"
     headings = ("", "sites", "ms/token", "kernels", "speed-up", "tokens")
-    return Table(title, headings, tuple(rows))
+    return Table(title, headings, tuple(rows), tuple(_moved(record["rungs"])))
+
+
+def _moved(rungs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each rung moved between the categories of `rewrite profile`, in µs of kernels a token."""
+    before: Mapping[str, float] | None = None
+    for rung in rungs:
+        now = rung.get("categories")
+        if before is not None and now is not None:
+            changes = {kind: now.get(kind, 0.0) - before.get(kind, 0.0) for kind in CATEGORIES}
+            large = [kind for kind in CATEGORIES if abs(changes[kind]) > LARGE * sum(before.values())]
+            if large:
+                said = ", ".join(f"{TITLES[kind]} {changes[kind]:+.0f} µs" for kind in large)
+                yield f"{rung['name']}: {said}"
+        before = now if now is not None else before
 
 
 def text(record: Mapping[str, Any]) -> str:
     """The ladder as plain text."""
     made = table(record)
-    return "\n".join([made.title, *plain_rows(made.headings, made.rows)])
+    return "\n".join([made.title, *plain_rows(made.headings, made.rows), *made.notes])
 
 
 def exit_code(record: Mapping[str, Any]) -> int:

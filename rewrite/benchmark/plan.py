@@ -40,7 +40,7 @@ class Plan:
     `original` names the original where the lock's own name does not lead to it. `shape` is a preset of
     `presets.SHAPES`, or None with a checkpoint in `weights`. `new_tokens` is how many tokens a repeat decodes, of a
     fast side; slow ones decode fewer. `rounds` bounds the repeats from below and above; between those, `seconds` is
-    the time a cell may take. `compiled_cells` are those where the original is compiled, `static_cells` those where
+    the time a cell may take. `layers` cuts the preset, of a training step. `compiled_cells` are those where the original is compiled, `static_cells` those where
     it is compiled by transformers too (None: the same ones). After `budget` seconds nothing new is compiled.
     """
 
@@ -63,6 +63,7 @@ class Plan:
     parity_tokens: int = 64
     cold: bool = True
     seed: int = 0
+    layers: int | None = None
 
     def wants(self, side: str, cell: Cell) -> bool:
         """Whether a side is measured at a cell."""

@@ -21,6 +21,7 @@ from rewrite.commands.options import (
     complete_transforms,
     diff_option,
     reporting_options,
+    runtime_option,
     transformers_option,
     verification_options,
 )
@@ -57,6 +58,8 @@ class Job:
     """Which transformers, as the user named it; None is the installed one."""
     request: Request
     json_path: Path | None
+    runtime: Path | None = None
+    """The folder of a runtime to share with other packages."""
     quiet: bool = False
     bisect: bool = True
     judge: Judge | None = None
@@ -96,6 +99,7 @@ class Job:
     type=click.Choice(TARGETS),
     help="GPUs that the runtime is for: rocm adds AMD's aiter and settings to what cuda has. Default: this machine's.",
 )
+@runtime_option
 @click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
 @click.option("--dry-run", is_flag=True, help="Write nothing; in a pipe, print a patch that git applies.")
 @diff_option(None, "Show the changes instead of their statistics.")
@@ -207,7 +211,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     from rewrite.deliver import report, summary
     from rewrite.deliver.delivery import Delivery, deliver
     from rewrite.engine.build import build
-    from rewrite.package import original
+    from rewrite.package import original, output
     from rewrite.package.assemble import assemble
     from rewrite.package.lock import Options
     from rewrite.package.targets import of_machine
@@ -223,8 +227,9 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
         report.write(job.json_path, "apply", report.of_build(built))
         return 0
-    options = Options(job.only, job.skip, job.also, job.target or of_machine())
+    options = Options(job.only, job.skip, job.also, job.target or of_machine(), _runtime(job, place))
     package = assemble(built, transforms, options, place.folder)
+    output.check_shared(place.shown, package)
     delivery = Delivery(
         job.verify,
         job.request,
@@ -235,6 +240,18 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         bisect=job.bisect,
     )
     return deliver(delivery, screen, built, package, place)
+
+
+def _runtime(job: Job, place: Output) -> str | None:
+    """Return the way to the runtime that the package shares: the one asked for, else that of the package before."""
+    from rewrite.package import shared
+
+    if job.runtime is not None:
+        return shared.way_to(place.folder, job.runtime)
+    if place.previous is None or (folder := shared.of(place.folder, place.previous)) is None:
+        return None
+    shared.read(folder)
+    return place.previous.options.runtime
 
 
 def _folder_for(source: Source) -> str:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "1b", "8b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
+FOR_TRAINING = ("fuse_loss", "spare_activation")
+"""Transforms that a model gets that is rewritten to measure its training; a package is measured as it is."""
+TRAINING_SIDES = ("original", "compiled", "liger", "ours", "ours compiled")
 
 
 def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -45,7 +48,10 @@ class Target:
 @click.command(
     cls=Command,
     short_help="Measure a package against its original.",
-    examples=("rewrite bench ./optimized_llama --device cuda --shape 8b --batch 1,8",),
+    examples=(
+        "rewrite bench ./optimized_llama --device cuda --shape 8b --batch 1,8",
+        "rewrite bench ./optimized_llama --train --batch 4 --context 2048",
+    ),
 )
 @click.argument("target", metavar="DIR|MODEL", shell_complete=complete_models)
 @click.option(
@@ -60,7 +66,15 @@ class Target:
 @click.option(
     "--prefill", callback=numbers, default=None, metavar="N,…", help="Prompt lengths.  [default: 128,512,2048]"
 )
-@click.option("--side", "sides", type=click.Choice(SIDES), multiple=True, help="Measure only this side; repeatable.")
+@click.option("--train", is_flag=True, help="Measure training steps of --batch rows of --context tokens instead.")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="With --train: cut the shape to so many layers.")
+@click.option(
+    "--side",
+    "sides",
+    type=click.Choice(tuple(dict.fromkeys(SIDES + TRAINING_SIDES))),
+    multiple=True,
+    help="Measure only this side; repeatable.",
+)
 @click.option("--seconds", type=float, default=8.0, show_default=True, help="Time for the repeats of one batch shape.")
 @click.option("--device", metavar="DEVICE", help="Measure on this device: cpu, cuda, cuda:1.")
 @click.option(
@@ -75,11 +89,20 @@ class Target:
 )
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
 @reporting_options
-def bench(target: str, forward: bool, ladder: bool, ladder_prepare: Path | None, quiet: bool, **options: Any) -> int:
+def bench(
+    target: str,
+    forward: bool,
+    ladder: bool,
+    ladder_prepare: Path | None,
+    train: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
     """Measure prefill, decode and generate() of a package, its original, and the original compiled.
 
     DIR is a package, or what --ladder-prepare wrote; a MODEL is rewritten for the measurement. All sides are timed in
-    turn; a ratio comes with its 95% interval. The exit code is 1 if the package is slower than its original as it
+    turn; a ratio comes with its 95% interval. With --train it is the time and memory of training steps, and the
+    gradients are compared. The exit code is 1 if the package is slower than its original as it
     stands, or if its tokens are not the original's.
 
     --forward measures a call instead, of any model: batch 1 and 32, texts of --context tokens (default: 128), images
@@ -99,9 +122,11 @@ def bench(target: str, forward: bool, ladder: bool, ladder_prepare: Path | None,
     if ladder:
         return _ladder(screen, target, options)
     if forward:
-        with _package(target, options) as found:
+        with _package(target, {**options, "train": False}) as found:
             return _forward(screen, found, options)
-    with _package(target, options) as found:
+    with _package(target, {**options, "train": train}) as found:
+        if train:
+            return _train(screen, _plan(found.package, str(found.source.path), options), options)
         return _bench(screen, _plan(found.package, str(found.source.path), options), options)
 
 
@@ -157,6 +182,31 @@ def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
     code = forward_run.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original as it stands, did not run, or its outputs differ")
+    return code
+
+
+def _train(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
+    from dataclasses import replace
+
+    from rewrite.benchmark import tables, training
+    from rewrite.benchmark.plan import plain, write_json
+    from rewrite.deliver import report
+
+    asked = tuple(side for side in TRAINING_SIDES if side in options["sides"] or side in ("original", "ours"))
+    default = TRAINING_SIDES if plan.device != "cpu" else ("original", "ours")
+    plan = replace(plan, sides=asked if options["sides"] else default)
+    json_path = options["json_path"]
+    keep = (lambda record: write_json(json_path, record)) if _is_file(json_path) else (lambda record: None)
+    with screen.working("measuring") as progress:
+        record = training.measure(plan, keep, progress)
+    for label, text in tables.head(record):
+        screen.line(label, text)
+    for table in training.tables(record):
+        _show(screen, table)
+    report.write(json_path, "bench", plain(record))
+    code = training.exit_code(record)
+    if code:
+        screen.problem("failed", "its gradients differ, it is slower than its original, or it did not run")
     return code
 
 
@@ -216,6 +266,7 @@ def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Pl
         new_tokens=options["new_tokens"],
         seconds=min(options["seconds"], 2.0) if on_cpu else options["seconds"],
         parity_tokens=16 if on_cpu else 64,
+        layers=options["layers"],
     )
 
 
@@ -233,7 +284,7 @@ def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     if _is_package(target):
         yield Target(Path(target), source)
         return
-    transforms = select()
+    transforms = select(also=FOR_TRAINING if options.get("train") else ())
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"
         write(assemble(build(source, transforms), transforms, Options(target=of_machine()), package), package)

@@ -35,6 +35,8 @@ def check(
     With --quiet only the packages that are. What a formatter changes is no edit. A package that was never verified is
     said to be `unverified`.
     """
+    import shutil
+
     from rewrite.deliver import report
     from rewrite.package import find
     from rewrite.sync import formats
@@ -48,7 +50,9 @@ def check(
         stale = {folder: several for folder, several in found.items() if several}
         sys.stderr.write(formats.FORMATS[style](stale) if stale else "")
     elif str(json_path) != OUTPUT:
-        sys.stdout.write(formats.FORMATS[style](found))
+        text = formats.FORMATS[style](found)
+        wide = style == "text" and sys.stdout.isatty()
+        sys.stdout.write(formats.wrapped(text, shutil.get_terminal_size().columns) if wide else text)
     if json_path is not None:
         report.write_raw(json_path, formats.as_json(found))
     return 1 if any(found.values()) else 0

@@ -102,6 +102,12 @@ def transformers_option(help_text: str) -> Callable[[Function], Function]:
     return click.option("--transformers", "asked", metavar="VERSION|PATH", help=text)
 
 
+def runtime_option(function: Function) -> Function:
+    """Add the option `--runtime`."""
+    help_text = "Share the runtime in this folder with other packages; the package's own runtime/ ends that."
+    return click.option("--runtime", type=FOLDER, metavar="DIR", help=help_text)(function)
+
+
 def bisect_option(function: Function) -> Function:
     """Add the option `--bisect`."""
     help_text = "Where the verification fails, look for the transform at fault."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from rewrite.commands.options import (
     bisect_option,
     diff_option,
     reporting_options,
+    runtime_option,
     transformers_option,
     verification_options,
 )
@@ -42,6 +43,7 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 @click.option("--verify/--no-verify", default=False, help="Run parity too before the package is put in place.")
 @diff_option("stat", "How to show what changes in your modeling file.")
 @verification_options
+@runtime_option
 @click.option("--original", "given", type=FILE, metavar="FILE", help="Where the original is.")
 @click.option("--exit-non-zero-on-change", is_flag=True, help="Exit with 1 where something was written; for hooks.")
 @bisect_option
@@ -64,22 +66,29 @@ def sync(
     """
     from rewrite.package import find
     from rewrite.show.console import Screen
+    from rewrite.sync import partners
     from rewrite.upstream import release
 
-    if (resolved or given) and len(folders) != 1:
-        raise click.UsageError("--resolved and --original are for one DIR")
+    if given and len(folders) != 1:
+        raise click.UsageError("--original is for one DIR")
     patch = options["diff_style"] == "unified" or bool(options["views"])
     if quiet and not _asked("diff_style"):
         options["diff_style"] = "none"
     screen = Screen(patch=patch, json=json_path, quiet=quiet)
-    places = folders or find.packages(Path())
+    asked_for = list(folders or find.packages(Path()))
+    moving = [place for place in partners.moving(asked_for) if place not in asked_for]
+    places = [*asked_for, *moving]
+    by_folder = _by_folder(resolved, asked_for)
     with release.library(asked) as library:
-        wish = _wish(library=library, given=given, resolved=_by_name(resolved), **options)
+        wish = _wish(library=library, given=given, together=[place.resolve() for place in places], **options)
+        wishes = {place: replace(wish, resolved=by_folder.get(place, {})) for place in places}
+        stopped = partners.trial(wishes, screen) if not wish.dry_run else {}
         results = {}
         for number, folder in enumerate(places, 1):
             if len(places) > 1:
-                screen.line("package", f"{folder} ({number} of {len(places)})", "bold")
-            results[str(folder)] = _one(screen, folder, wish, alone=len(places) == 1)
+                why = ", which shares its runtime with them" if folder in moving else ""
+                screen.line("package", f"{folder} ({number} of {len(places)}){why}", "bold")
+            results[str(folder)] = _one(screen, folder, wishes[folder], stopped.get(folder), alone=len(places) == 1)
     return _end(results, json_path, exit_non_zero_on_change)
 
 
@@ -92,11 +101,17 @@ def _wish(
     return Wish(request=Request(device, dtype, weights, seed=seed, quick=quick), **options)
 
 
-def _one(screen: Screen, folder: Path, wish: Wish, alone: bool) -> Result:
-    """Sync one package; where there are several, an error of one is said and the others go on."""
+def _one(screen: Screen, folder: Path, wish: Wish, stopped_by: Path | None, alone: bool) -> Result:
+    """Sync one package; where there are several, an error of one is said and the others go on.
+
+    What `stopped_by` another package, which shares its runtime and cannot be made anew, is left as it is.
+    """
     from rewrite.errors import RewriteError
     from rewrite.sync import upgrade
 
+    if stopped_by is not None and stopped_by != folder:
+        screen.problem("written", f"nothing: {stopped_by}, which shares its runtime, cannot be made anew yet")
+        return upgrade.Result(1)
     if alone:
         return upgrade.sync(folder, wish, screen)
     try:
@@ -117,6 +132,20 @@ def _end(results: dict[str, Result], json_path: Path | None, changed_is_failure:
 def _asked(option: str) -> bool:
     """Return whether an option was given on the command line."""
     return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def _by_folder(resolved: tuple[Path, ...], folders: list[Path]) -> dict[Path, dict[str, Path]]:
+    """Return resolved files by package, and the name that they have in it: of several packages the one they lie in."""
+    if len(folders) == 1:
+        return {folders[0]: _by_name(resolved)}
+    found = {folder: tuple(path for path in resolved if _lies_in(path, folder)) for folder in folders}
+    if outside := [path for path in resolved if not any(path in paths for paths in found.values())]:
+        raise click.UsageError(f"--resolved {outside[0]} lies in none of the packages: name its DIR alone")
+    return {folder: _by_name(paths) for folder, paths in found.items()}
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    return path.resolve().parent == folder.resolve()
 
 
 def _by_name(resolved: tuple[Path, ...]) -> dict[str, Path]:

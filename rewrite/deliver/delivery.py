@@ -48,7 +48,7 @@ def deliver(delivery: Delivery, screen: Screen, built: Build, package: Package, 
     if not delivery.force:
         output.check_sites(place, package.lock)
     with output.stage(place, package) as staged:
-        precheck.check_text(staged.folder, package.lock.files)
+        precheck.check_text(staged.folder, [*package.lock.files, *package.rooms])
         verdict, note = _verified(delivery, screen, built, staged)
         data = {**report.of_build(built), "verify": verdict.to_json() if verdict else None}
         if verdict is not None and not verdict.passed and not _accepted(delivery, screen, built, staged, verdict):

@@ -50,12 +50,12 @@ def check_text(folder: Path, files: Iterable[str]) -> None:
         GateFailed: if not.
     """
     trees = {folder / name: _parsed(folder / name) for name in sorted(files) if name.endswith(".py")}
-    bound = {path: _bound(tree) for path, tree in trees.items()}
+    found = {path: bound(tree) for path, tree in trees.items()}
     for path, tree in trees.items():
         if path.parent.name == KEPT:
             continue
         for name, place in _relative_names(tree, path):
-            if place not in bound or (name != "*" and name not in bound[place]):
+            if place not in found or (name != "*" and name not in found[place]):
                 raise GateFailed(path.name, f"it imports {name} from {place.name}, which does not have it")
 
 
@@ -136,7 +136,7 @@ def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[str, Path]]:
                 yield alias.name, base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
-def _bound(tree: ast.Module) -> set[str]:
+def bound(tree: ast.Module) -> set[str]:
     """Return every name that is bound anywhere in a file: broad, so that no correct file is refused."""
     names: set[str] = set()
     for node in ast.walk(tree):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.deliver import precheck
 from rewrite.errors import MissingLibrary, NotTrusted
-from rewrite.package import syntax
+from rewrite.package import shared, syntax
 from rewrite.package.lock import Lock, sha256
 
 if TYPE_CHECKING:
@@ -125,6 +125,8 @@ def record(verdict: Verdict, lock: Lock, folder: Path, before: Path) -> Record:
         "files": files,
         "syntax": syntax.digests(texts),
     }
+    if (runtime := shared.state(folder, lock)) is not None:
+        data["rewritten"]["runtime"] = runtime
     data["options"].pop("weights", None)
     full = _kept(before) if verdict.options.quick else None
     if full is None or full.get("original") != data["original"] or not _same_files(full, data):
@@ -146,7 +148,9 @@ def _kept(path: Path) -> dict[str, Any] | None:
 def _same_files(full: Mapping[str, Any], quick: Mapping[str, Any]) -> bool:
     """Return whether two verdicts are on files that say the same; one of an earlier version knows bytes alone."""
     one, other = full.get("rewritten"), quick["rewritten"]
-    return isinstance(one, dict) and any(one.get(known) == other[known] for known in ("files", "syntax"))
+    if not isinstance(one, dict) or one.get("runtime") != other.get("runtime"):
+        return False
+    return any(one.get(known) == other[known] for known in ("files", "syntax"))
 
 
 def _text(data: Mapping[str, Any]) -> str:

@@ -19,6 +19,36 @@ def bandwidths(device: str) -> dict[str, float]:
     return {"read": size / read, "copy": 2 * size / copied, "bytes": size}
 
 
+def card(device: str, dtype: str) -> dict[str, float]:
+    """What a device does in this run: bytes it reads a second (`read`), and operations of products (`arithmetic`).
+
+    On a GPU a product of two matrices of 8,192 x 8,192 in `dtype`, on a CPU of 1,024 x 1,024, and a sum over 64 MiB.
+    """
+    import torch
+
+    gpu = device != "cpu"
+    size = 8192 if gpu else 1024
+    left = torch.randn(size, size, dtype=getattr(torch, dtype), device=device)
+    seconds = _fastest(lambda: left @ left) if gpu else _fastest_on_host(lambda: left @ left)
+    arithmetic = 2.0 * size**3 / seconds
+    if gpu:
+        return {**bandwidths(device), "arithmetic": arithmetic}
+    memory = torch.ones(2**24, dtype=torch.float32)
+    return {"read": memory.nbytes / _fastest_on_host(memory.sum), "arithmetic": arithmetic}
+
+
+def _fastest_on_host(call: Callable[[], Any]) -> float:
+    """Seconds of the fastest of three calls, after one."""
+    import time
+
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
 def _fastest(call: Callable[[], Any]) -> float:
     """Seconds of the fastest of eight calls, after two."""
     import torch

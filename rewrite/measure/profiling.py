@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import categories
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,8 +30,9 @@ def is_copy(name: str) -> bool:
 
 
 def kernels(side: Contender, prompt: Tensor) -> dict[str, Any]:
-    """Kernels per token, GPU ms per token, the largest kernels and all copies, from the difference of two generations.
+    """Kernels per token, GPU ms per token, also by category, the largest kernels and all copies.
 
+    All from the difference of two generations.
     A graph's replay is counted kernel by kernel.
     """
     steps = min(side.steps, 64)
@@ -43,7 +46,16 @@ def kernels(side: Contender, prompt: Tensor) -> dict[str, Any]:
         "gpu_ms_per_token": sum(times[name] for name in kernels) / 1e3,
         "largest": [row(name) for name in kernels[:TOP]],
         "copies": [row(name) for name in ranked if is_copy(name)],
+        "categories": by_category(times),
     }
+
+
+def by_category(times: Mapping[str, float]) -> dict[str, float]:
+    """Sum µs by what each kernel is for; as `rewrite profile` divides them, in its order."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for name, us in times.items():
+        sums[categories.category(name)] += us
+    return {kind: sums[kind] for kind in categories.CATEGORIES if kind in sums}
 
 
 def _difference(long: Mapping[str, float], short: Mapping[str, float], steps: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import rewrite
@@ -18,22 +18,22 @@ from rewrite.engine import collector
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import runtime_files, syntax
+from rewrite.package import kept, runtime_files, shared, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
+from rewrite.package.shared import Shared
 from rewrite.runtime.origin import definitions, fingerprints
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
-KEPT = ".rewrite"
+KEPT = kept.FOLDER
 """Folder with the text as it was generated, the common ancestor of a later three-way merge, and the original's."""
 WHOLE = f"{KEPT}/original"
 """Folder with the original of a model that brings its own code: it runs there, beside its neighbours."""
-ORIGINAL = ".original"
-"""Ends the name of the kept original."""
 INIT = "__init__.py"
 ATTRIBUTES = ".gitattributes"
 """Written once and not in the lock: it is the user's from then on."""
 UPSTREAM = "runtime/upstream.py"
+RUNTIME_INIT = "runtime/__init__.py"
 VERDICT_NAME = "verify.json"
 _TAKEN = re.compile(r"^ *from transformers\b[\w.]* import (?:\([^)]*\)|.*)$", re.MULTILINE)
 _METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
@@ -113,6 +113,11 @@ class Package:
     files: Mapping[str, bytes]
     """By path in the folder, `/` between parts; the lock included."""
     lock: Lock
+    shared: Shared | None = None
+    """The runtime that it shares, as it is to be; it is put in place with the package."""
+    rooms: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of a shared runtime, by the path that they would have in the package: a package that is checked before it
+    is put in place has them itself."""
 
 
 @collector.paused()
@@ -128,19 +133,25 @@ def assemble(
     if previous is not None and origin.path == previous.source.path:
         origin = replace(origin, target=previous.source.target)
     name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
-    text = build.rewritten.text.encode("utf-8")
-    runtime = runtime_files.files(runtime_files.closure_of(build.rewritten.runtime, options.target))
+    text, original = build.rewritten.text.encode("utf-8"), build.source.path.read_bytes()
+    closure = runtime_files.closure_of(build.rewritten.runtime, options.target)
+    runtime = runtime_files.files(closure)
+    upstream = _upstream(build, runtime).encode("utf-8")
+    together: Shared | None = None
+    rooms: dict[str, bytes] = {}
+    if options.runtime is not None:
+        together = shared.for_package(folder, options.runtime, build.rewritten.runtime, options.target)
+        rooms = {f"{runtime_files.FOLDER}{name}": d for name, d in together.rooms.items() if name != INIT}
+        runtime = {RUNTIME_INIT: runtime_files.init(closure.rooms, options.runtime).encode("utf-8")}
     init = _init(build, name, folder).encode("utf-8")
     files = {
         INIT: init,
         f"{name}.py": text,
-        f"{KEPT}/{INIT}": init,
-        f"{KEPT}/{name}.py": text,
-        f"{KEPT}/{name}.py{ORIGINAL}": build.source.path.read_bytes(),
+        kept.ARCHIVE: kept.archive({INIT: init, f"{name}.py": text, f"{name}.py{kept.ORIGINAL}": original}),
         **{file.name: file.data for file in build.neighbours},
         **_kept_whole(build),
         **runtime,
-        UPSTREAM: _upstream(build, runtime).encode("utf-8"),
+        UPSTREAM: upstream,
     }
     lock = Lock(
         tool=rewrite.__version__,
@@ -153,9 +164,10 @@ def assemble(
         engine=engine_digest(),
         files={path: sha256(data) for path, data in sorted(files.items())},
         syntax=syntax.digests(files),
+        named=f"{name}.py",
     )
     files |= {LOCK_NAME: lock.to_json().encode("utf-8"), ATTRIBUTES: _ATTRIBUTES.encode("utf-8")}
-    return Package(files, lock)
+    return Package(files, lock, together, rooms)
 
 
 def _kept_whole(build: Build) -> dict[str, bytes]:

@@ -67,7 +67,32 @@ def _room(room: str, taken: Closure) -> str:
         lines += _file(here, by_file[name], guarded, taken.without)
     for test, statements in guarded.items():
         lines += [f"if {test}:", *(f"    {statement}" for statement in statements)]
-    return "\n".join(lines) + "\n"
+    return _with_summaries("\n".join(lines) + "\n")
+
+
+def _with_summaries(text: str) -> str:
+    """Return a text with the first sentence of each docstring alone; those of kernels, which say what is where, stay.
+
+    The rest is for who changes the runtime, and that is done in this project.
+    """
+    lines = text.split("\n")
+    tree = ast.parse(text)
+    kernels = {node for kernel in ast.walk(tree) if _is_kernel(kernel) for node in ast.walk(kernel)}
+    said_below = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and node not in kernels and isinstance(node.value, ast.Constant)
+    ]
+    for said in sorted(said_below[1:], key=lambda said: said.lineno, reverse=True):  # the first is the room's own
+        last = said.end_lineno or said.lineno
+        indent, opening = lines[said.lineno - 1][: said.col_offset], lines[said.lineno - 1][said.col_offset :]
+        if last > said.lineno and opening.rstrip().endswith(".") and opening.startswith('"""'):
+            lines[said.lineno - 1 : last] = [f'{indent}{opening.rstrip()}"""']
+    return "\n".join(lines)
+
+
+def _is_kernel(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(by) for by in node.decorator_list)
 
 
 def _file(here: File, chosen: Sequence[Part], guarded: dict[str, list[str]], without: frozenset[str]) -> Iterator[str]:

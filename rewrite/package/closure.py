@@ -19,6 +19,7 @@ CALLED_FROM_OUTSIDE = {
     "decode/graph_store": ("release_graphs", "store_of"),
     "forward/store": ("captured_kinds", "release_forwards"),
     "forward/switch": ("get_forward_graphs", "set_forward_graphs", "use_forward_graphs"),
+    "loss/chunked_loss": ("use_chunked_loss",),
     "products/gemm": ("PATHS", "by_path", "forget", "listen"),
 }
 """What `rewrite tune`, `verify` and `bench`, and users, ask a package for, of the files that are in use."""

@@ -23,11 +23,12 @@ def packages(top: Path) -> list[Path]:
     for here, folders, files in os.walk(top):
         if LOCK_NAME in files:
             found.append(Path(here))
-        folders[:] = [name for name in folders if _is_entered(name)]
+        folders[:] = [name for name in folders if is_entered(name)]
     if not found:
         raise NotAPackage(top.resolve().name, f"no folder in it has a {LOCK_NAME}")
     return sorted(found)
 
 
-def _is_entered(name: str) -> bool:
+def is_entered(name: str) -> bool:
+    """Return whether a folder of this name may be, or hold, a package in use."""
     return not name.startswith(".") and name not in _PASSED_OVER and not _LEFT_BEHIND.fullmatch(name)

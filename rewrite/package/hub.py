@@ -11,7 +11,7 @@ from typing import Any
 
 from rewrite.engine.relocate import is_rewritten
 from rewrite.errors import MissingTransformers, NotExportable, OutputNotOurs, OutputNotWritable
-from rewrite.package import output
+from rewrite.package import output, shared
 from rewrite.package.lock import Lock
 from rewrite.runtime.package.flat import MARK, NotFlat, flat_files
 from rewrite.upstream.auto_classes import auto_classes
@@ -40,7 +40,7 @@ def export(folder: Path, lock: Lock, checkpoint: Path | None, library: Installed
         MissingTransformers: if there is no `library`.
     """
     try:
-        files = flat_files(folder, lock.modeling)
+        files = flat_files(folder, lock.modeling, [place] if (place := shared.of(folder, lock)) is not None else [])
     except NotFlat as error:
         raise NotExportable(folder, str(error)) from error
     config = read_config(checkpoint) if checkpoint is not None else {}

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 SCHEMA = 2
 ENGINE = (
     "analysis", "engine", "operators.py", "package/assemble.py", "package/bundle.py", "package/closure.py",
-    "package/parts.py", "package/runtime_files.py", "package/targets.py", "runtime", "transform.py",
+    "package/parts.py", "package/runtime_files.py", "package/shared.py", "package/targets.py", "runtime",
+    "transform.py",
 )  # fmt: skip
 """What decides the generated files besides the transforms, in `rewrite/`."""
 
@@ -55,6 +56,8 @@ class Options:
     """Transforms that run on request only, `--with`."""
     target: str = targets.CUDA
     """GPUs that the runtime is for. Packages of versions that had no choice have what ROCm's take, and keep it."""
+    runtime: str | None = None
+    """The way from the package to the runtime that it shares with others (`shared.py`); None if it has its own."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,15 @@ class Lock:
     """sha256 of what decides the text besides the rules, the formatter too; empty in a lock of schema 1."""
     decode_loops: Mapping[str, str] = field(default_factory=dict)
     """Of every class that generates whether it does so in a decode loop, and why not; older versions did not say."""
+    named: str | None = None
+    """Name of the modeling file; None in a lock of a version that did not write it."""
     intact: bool = True
     """Whether the file is as this tool wrote it; not part of the file."""
 
     @property
     def modeling(self) -> str:
         """Name of the modeling file."""
-        return lock_text.modeling_file(self.files)
+        return lock_text.modeling_file(self.files, self.named)
 
     def as_generated(self, folder: Path, name: str) -> bool:
         """Return whether a file in `folder` is as it was generated, in whatever layout; not where it is missing."""
@@ -111,6 +116,8 @@ class Lock:
             "files": dict(self.files),
             "syntax": dict(self.syntax),
         }
+        if self.named is not None:
+            data["modeling"] = self.named
         return lock_text.dumps({**data, "digest": lock_text.digest(data)})
 
 
@@ -160,8 +167,8 @@ def _sources(place: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _options(options: Options) -> dict[str, Any]:
-    """As in locks of versions that knew no `also`, where nothing was requested."""
-    return {name: value for name, value in asdict(options).items() if name != "also" or value}
+    """As in locks of versions that knew no `also` and no `runtime`, where nothing was requested."""
+    return {name: value for name, value in asdict(options).items() if name not in ("also", "runtime") or value}
 
 
 def _report(report: TransformReport) -> dict[str, Any]:
@@ -175,7 +182,8 @@ def _parse(data: lock_text.Table) -> Lock:
         raise lock_text.Malformed(f"has schema {schema} and this version reads up to {SCHEMA}: update hf-rewrite")
     source, options, tool = data.table("source"), data.table("options"), data.table("tool")
     files = data.table("files")
-    names = lock_text.generated_names(files.names())
+    names, named = files.names(), data.optional("modeling")
+    lock_text.check_generated(names, named)
     origin = Origin(
         target=source.text("target"),
         path=source.text("path"),
@@ -193,6 +201,7 @@ def _parse(data: lock_text.Table) -> Lock:
             options.texts("skip"),
             options.texts("also") if "also" in options.names() else (),
             _target(options),
+            _runtime(options),
         ),
         rules=data.table("rules").all_text(),
         transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
@@ -201,6 +210,7 @@ def _parse(data: lock_text.Table) -> Lock:
         syntax=data.table("syntax").all_text() if "syntax" in data.names() else {},
         engine=tool.optional("engine") or "",
         decode_loops=data.table("decode_loops").all_text() if "decode_loops" in data.names() else {},
+        named=named,
         intact=schema == 1 or data.optional("digest") == lock_text.digest(data.without("digest")),
     )
 
@@ -210,6 +220,11 @@ def _target(options: lock_text.Table) -> str:
     if target not in targets.TARGETS:
         raise lock_text.Malformed(f"has the target '{target}', which this version does not know: update hf-rewrite")
     return target
+
+
+def _runtime(options: lock_text.Table) -> str | None:
+    way = options.optional("runtime")
+    return None if way is None else lock_text.check_way(way)
 
 
 def _parse_report(name: str, reports: lock_text.Table) -> TransformReport:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 MOST_BYTES = 16 * 2**20
 """The largest lock of the 500 modeling files of transformers 5.23 has 60 KiB."""
+LINE = 100
+"""Characters of a line that holds a whole list or object of a lock."""
 _MODELING = re.compile(r"modeling_\w+\.py")
 _MODULE = re.compile(r"transformers(\.\w+)+")
 
@@ -106,13 +108,28 @@ def loads(path: Path) -> Table:
 
 
 def dumps(data: Mapping[str, Any]) -> str:
-    """Return the text of a lock: sorted, indented, one trailing newline."""
-    return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    """Return the text of a lock: sorted, indented, what fits on a line in one, one trailing newline."""
+    return f"{_laid_out(data, '')}\n"
+
+
+def _laid_out(value: Any, indent: str) -> str:
+    flat = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    if not isinstance(value, (dict, list)) or not value or (len(indent) > 2 and len(indent) + len(flat) < LINE):
+        return flat
+    inner = f"{indent}  "
+    if isinstance(value, list):
+        items = [_laid_out(item, inner) for item in value]
+    else:
+        names = ((json.dumps(name, ensure_ascii=False), value[name]) for name in sorted(value))
+        items = [f"{name}: {_laid_out(item, inner)}" for name, item in names]
+    opening, closing = "[]" if isinstance(value, list) else "{}"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{closing}"
 
 
 def digest(data: Mapping[str, Any]) -> str:
     """Return the sha256 of a lock's content, which shows an edit by hand."""
-    return sha256(dumps(data).encode("utf-8", "surrogatepass"))
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"  # as earlier versions wrote locks
+    return sha256(text.encode("utf-8", "surrogatepass"))
 
 
 def sha256(data: bytes) -> str:
@@ -120,14 +137,13 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def generated_names(names: Iterable[str]) -> list[str]:
-    """Return `names`, each checked to be a path inside the package.
+def check_generated(names: Sequence[str], modeling: str | None) -> None:
+    """Check that each name of a generated file is a path inside the package, and that one is the modeling file.
 
     Raises:
-        Malformed: if one is not, or if there is not exactly one modeling file.
+        Malformed: if not.
     """
-    found = list(names)
-    for name in found:
+    for name in names:
         path = PurePosixPath(name)
         if (
             path.is_absolute()
@@ -138,22 +154,41 @@ def generated_names(names: Iterable[str]) -> list[str]:
             or name == "."
         ):
             raise Malformed(f"names a file outside its folder: {name!r}")
-    modeling_file(found)
-    return found
+    modeling_file(names, modeling)
 
 
-def modeling_file(names: Iterable[str]) -> str:
-    """Return the modeling file among the files of a package: of several, the one whose original is kept.
+def modeling_file(names: Iterable[str], named: str | None = None) -> str:
+    """Return the modeling file among the files of a package: the one that its lock names.
+
+    One of an older version names none: there it is the only one, or that whose original is kept.
 
     Raises:
         Malformed: if there is not exactly one.
     """
     listed = set(names)
+    if named is not None:
+        if named not in listed or not _MODELING.fullmatch(named):
+            raise Malformed(f"cannot be read: it should list the modeling file {named!r}")
+        return named
     found = [name for name in sorted(listed) if _MODELING.fullmatch(name)]
     found = found if len(found) == 1 else [name for name in found if f".rewrite/{name}.original" in listed]
     if len(found) != 1:
         raise Malformed(f"cannot be read: it should list one modeling file and lists {len(found)}")
     return found[0]
+
+
+def check_way(way: str) -> str:
+    """Return a way to another folder of the same tree, `../rewrite_runtime`, which has its `..` in front.
+
+    Raises:
+        Malformed: if it is something else.
+    """
+    path = PurePosixPath(way)
+    below = [part for part in path.parts if part != ".."]
+    plain = not path.is_absolute() and str(path) == way and not {"\\", "\0", '"', "\n"}.intersection(way)
+    if not plain or ".." in path.parts[len(path.parts) - len(below) :]:
+        raise Malformed(f"names a folder that it cannot have: {way!r}")
+    return way
 
 
 def check_origin(target: str, path: str, module: str | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
@@ -37,6 +37,7 @@ _EXPORTS = {
     "core": ("explain", "get_backend", "set_backend", "use_backend"),
     "decode": ("DecodeGraph", "release_graphs"),
     "forward": ("release_forwards", "set_forward_graphs", "use_forward_graphs"),
+    "loss": ("use_chunked_loss",),
 }
 """What users call of the runtime, by room; of a room that a package does not have, nothing."""
 
@@ -47,6 +48,30 @@ _INIT = '''\
 
 __all__ = [{exported}]
 '''
+
+_SHARED = '''\
+"""What the modeling file beside this folder calls, from a folder that packages of this repository share.
+
+Generated with it: edit the modeling file instead.
+"""
+# ruff: noqa: E402
+
+from pathlib import Path
+
+SHARED = (Path(__file__).resolve().parent / "../{way}").resolve()
+__path__.append(str(SHARED))
+
+try:
+    {core}
+except ModuleNotFoundError as error:
+    if error.name != f"{{__name__}}.core":
+        raise
+    said = f"the runtime that this package shares is not in {{SHARED}}: rewrite sync PACKAGE --runtime DIR"
+    raise ImportError(said) from error
+{imports}
+__all__ = [{exported}]
+'''
+"""A room that lies in the folder itself, as in a copy of the package, goes before a shared one."""
 
 
 def closure_of(uses: Iterable[str], target: str) -> Closure:
@@ -64,8 +89,9 @@ def closure_of(uses: Iterable[str], target: str) -> Closure:
 
 def files(taken: Closure) -> dict[str, bytes]:
     """Return the files of a package's runtime by their path in it, one a room."""
-    made = {f"{FOLDER}{room}.py": text for room, text in bundle.rooms(taken).items()}
-    return {f"{FOLDER}__init__.py": init(taken).encode("utf-8")} | {p: t.encode("utf-8") for p, t in made.items()}
+    rooms = {f"{FOLDER}{room}.py": text for room, text in bundle.rooms(taken).items()}
+    made = {f"{FOLDER}__init__.py": init(taken.rooms), **rooms}
+    return {path: text.encode("utf-8") for path, text in made.items()}
 
 
 def own_of(use: str) -> Own:
@@ -90,14 +116,21 @@ def uses_of(text: str) -> list[str]:
     ]
 
 
-def init(taken: Closure) -> str:
-    """Return the text of the `__init__.py` of a package's runtime."""
-    exports = {room: names for room, names in _EXPORTS.items() if room in taken.rooms}
+def init(rooms: Collection[str], way: str | None = None) -> str:
+    """Return the text of the `__init__.py` of a package's runtime.
+
+    Args:
+        rooms: what the package needs, `norms`.
+        way: the way from the package to the folder that has them, None if they are its own.
+    """
+    exports = {room: names for room, names in _EXPORTS.items() if room in rooms}
     exported = sorted((name for names in exports.values() for name in names), key=isort_key)
-    return _INIT.format(
-        imports="\n".join(from_line(f".{room}", sorted(names, key=isort_key)) for room, names in exports.items()),
-        exported=_listed(exported),
-    )
+    lines = [from_line(f".{room}", sorted(names, key=isort_key)) for room, names in exports.items()]
+    listed = _listed(exported)
+    if way is None:
+        return _INIT.format(imports="\n".join(lines), exported=listed)
+    others = "".join(f"\n{line}\n" for line in lines[1:])
+    return _SHARED.format(way=way, core=lines[0], imports=others, exported=listed)
 
 
 def _listed(names: list[str]) -> str:

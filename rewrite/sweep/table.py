@@ -12,6 +12,8 @@ from typing import Any
 from rewrite.deliver.report import envelope
 from rewrite.sweep.row import ClassRow, Row
 
+_COLUMNS = ("file", "sites", "skipped", "imported", "classes that pass", "not run", "gates of the causal LM")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -47,11 +49,17 @@ class Report:
         lines = [
             f"{len(rows)} modeling files of transformers {self.version}, {sites} sites rewritten, {skips} skipped"
         ]
-        for name in ("round_trip", "deterministic", "stable", "imported"):
+        for name in ("round_trip", "deterministic", "stable", *(["imported"] if self.ran else [])):
             lines.append(f"{name.replace('_', ' ')}: {sum(getattr(row, name) for row in rows)} of {len(rows)}")
-        lines.append(f"classes: {_tally(classes)}")
-        lines.append(f"causal LMs: {_tally(causal)}")
+        if self.ran:
+            lines.append(f"classes: {_tally(classes)}")
+            lines.append(f"causal LMs: {_tally(causal)}")
         return lines
+
+    @property
+    def ran(self) -> bool:
+        """Whether anything was run, as without `--no-verify`."""
+        return any(row.imported or row.classes for row in self.rows)
 
     def markdown(self) -> str:
         """The table as Markdown."""
@@ -60,24 +68,39 @@ class Report:
         lines = [
             "# Coverage",
             "",
-            f"Made by `rewrite sweep --markdown docs/coverage.md` with transformers {self.version}, on {self.device},",
-            "with small random models. A class passes if its outputs in fp64 are the original's (fp32 where it has",
-            "no fp64 run) and its checkpoints too, byte for byte. The first causal LM of a file passes the verifier's",
-            "quick gates.",
+            *(self._conditions() if self.ran else self._conditions_unrun()),
             *self._other_device(),
             "",
             *(f"- {line}" for line in self.summary()),
             "",
             *self._failures(),
             *self._skips(),
-            *self._not_run(),
-            "## Files",
-            "",
-            f"| file | sites | skipped | imported | classes that pass | not run | gates of the causal LM |{column}",
-            f"|---|---|---|---|---|---|---|{'---|' if column else ''}",
-            *(_line(row) + (_elsewhere(others.get(row.file)) if column else "") for row in self.rows),
         ]
+        if self.ran:
+            lines += [
+                *self._not_run(),
+                "## Files",
+                "",
+                "| file | sites | skipped | imported | classes that pass | not run | gates of the causal LM |"
+                + column,
+                f"|---|---|---|---|---|---|---|{'---|' if column else ''}",
+                *(_line(row) + (_elsewhere(others.get(row.file)) if column else "") for row in self.rows),
+            ]
+        else:
+            lines += ["## Files", "", "| file | sites | skipped |", "|---|---|---|"]
+            lines += [f"| `{row.file}` | {row.count} | {sum(row.reasons().values())} |" for row in self.rows]
         return "\n".join(lines) + "\n"
+
+    def _conditions(self) -> Iterator[str]:
+        made = f"with transformers {self.version}, on {self.device},"
+        yield f"Made by `rewrite sweep --markdown docs/coverage.md` {made}"
+        yield "with small random models. A class passes if its outputs in fp64 are the original's (fp32 where it has"
+        yield "no fp64 run) and its checkpoints too, byte for byte. The first causal LM of a file passes the"
+        yield "verifier's quick gates."
+
+    def _conditions_unrun(self) -> Iterator[str]:
+        yield f"Made by `rewrite sweep --no-verify --markdown FILE` with transformers {self.version}: the files were"
+        yield "rewritten, and nothing was run."
 
     def _other_device(self) -> Iterator[str]:
         if self.beside is None:

@@ -10,11 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewrite.errors import NotAPackage, NothingToRewrite, RewriteError, SourceNotReadable, TransformError
-from rewrite.package import original
+from rewrite.errors import (
+    NotAPackage,
+    NothingToRewrite,
+    RewriteError,
+    SharedRuntimeNotUsable,
+    TransformError,
+)
+from rewrite.package import kept, runtime_files, shared
 from rewrite.package.assemble import KEPT, VERDICT_NAME
 from rewrite.package.lock import Lock, read_lock, sha256
-from rewrite.sync import edits, lines, merge, rebuild
+from rewrite.sync import edits, imports, lines, merge, rebuild
 from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
 from rewrite.upstream import pins
@@ -25,6 +31,7 @@ KINDS = {
     "transformers-moved": "The original is not the one that the package was made from.",
     "tool-moved": "Another version of hf-rewrite makes another package.",
     "edited-runtime": "A generated file other than the modeling file was edited; a sync would not merge that.",
+    "edited-import": "An edit imports of the runtime what is not there, or will not be after a sync.",
     "lost-match": "A rule no longer rewrites a place that is still there.",
     "conflict": "A merge was not finished.",
     "stale-verification": "The package is not as it was when it was verified, or the verification failed.",
@@ -90,6 +97,8 @@ def findings(folder: Path, library: Installed | None, full: bool = False) -> lis
 def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -> Iterator[Finding]:
     yield from _conflicts(folder, lock)
     yield from _files(folder, lock)
+    yield from _shared(folder, lock)
+    yield from _imports(folder, lock)
     try:
         source = rebuild.source_of(folder, lock, library=library)
         moved = rebuild.moved(lock, source)
@@ -130,12 +139,60 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
             yield _finding("not-reproducible", f"{name} is missing", folder / LOCK_NAME)
         elif name not in edits.merged_names(lock) and not lock.as_generated(folder, name):
             if name.startswith(f"{KEPT}/"):
-                yield _finding("not-reproducible", f"{name} was edited: it is the text as it was generated", path)
+                yield _finding("not-reproducible", f"{name} was edited: it keeps what was generated", path)
             else:
                 own = rebuild.own_runtime(folder, lock).get(name, b"")
                 text = own.decode("utf-8") if sha256(own) == digest else None
                 message = f"{name} was edited; a sync does not merge that (`rewrite sync --help`, --replace)"
                 yield Finding("edited-runtime", message, _changed_places(path, text))
+
+
+def _imports(folder: Path, lock: Lock) -> Iterator[Finding]:
+    """Look at what edits import of the runtime: it has to be there, and to stay when the package is made anew."""
+    for name in edits.merged_names(lock):
+        path = folder / name
+        if not path.is_file() or path.read_bytes() == kept.text(folder, name):
+            continue
+        text = path.read_text("utf-8", "replace")
+        paths = [file for file in lock.files if file.startswith(runtime_files.FOLDER) and (folder / file).is_file()]
+        runtime = {file: (folder / file).read_bytes() for file in paths if file.endswith(".py")}
+        try:
+            runtime |= shared.rooms(folder, lock)
+            found = {one.line: one for one in (*imports.lacking(text, runtime), *imports.of_old_layout(text))}
+        except (SyntaxError, ValueError, SharedRuntimeNotUsable):  # a conflict, or said with the shared runtime
+            continue
+        for one in found.values():
+            yield _finding("edited-import", f"{name}, line {one.line}, {one.said}", path, one.line)
+
+
+def _shared(folder: Path, lock: Lock) -> Iterator[Finding]:
+    """Look at the runtime that a package shares with others: its lock, its files, and whether it is of one version."""
+    place = shared.of(folder, lock)
+    if place is None:
+        return
+    shown = Path(shared.shown(place))
+    try:
+        there = shared.read(place)
+    except SharedRuntimeNotUsable as error:
+        yield _finding("not-reproducible", f"{error} (rewrite sync {folder} --runtime DIR)", folder / LOCK_NAME)
+        return
+    if not there.intact:
+        yield _finding("not-reproducible", f"{shared.LOCK_NAME} was edited by hand", shown / shared.LOCK_NAME)
+    for name in shared.edited(place, there):
+        if (place / name).is_file():
+            message = f"{name} was edited; a sync does not merge that (--replace {runtime_files.FOLDER}{name})"
+            yield _finding("edited-runtime", message, shown / name)
+        else:
+            yield _finding("not-reproducible", f"{name} is missing", shown / shared.LOCK_NAME)
+    if not shared.is_user(folder, lock, there):
+        yield _finding("not-reproducible", f"it is not listed for {folder.name} as it is", shown / shared.LOCK_NAME)
+    elif there.engine != lock.engine:
+        users = " ".join(shared.shown(shared.place_of(place, way)) for way in there.users)
+        message = f"the runtime {shown} is of another version than {folder.name}: rewrite sync {users}"
+        yield _finding("tool-moved", message, shown / shared.LOCK_NAME)
+    if gone := shared.gone(place, there):
+        message = f"it lists {', '.join(shared.shown(user) for user in gone)}, which no longer share it"
+        yield _finding("not-reproducible", message, shown / shared.LOCK_NAME)
 
 
 def _said(lock: Lock, source: Source, moved: Sequence[str]) -> str:
@@ -205,12 +262,12 @@ def _lines(folder: Path, lock: Lock, source: Source) -> tuple[Place, ...]:
 
 
 def _new_places(folder: Path, lock: Lock, text: str) -> tuple[Place, ...]:
-    kept, modeling = folder / KEPT / lock.modeling, folder / lock.modeling
-    try:
-        base, yours = original.text_of(kept), original.text_of(modeling)
-    except SourceNotReadable:
+    modeling, base = folder / lock.modeling, kept.text(folder, lock.modeling)
+    if base is None or not modeling.is_file():
         return (Place(str(modeling)),)
-    return _places(modeling, lines.carried(base, yours, lines.changed(base, text)))
+    yours = modeling.read_text("utf-8", "replace")
+    before = base.decode("utf-8", "replace")
+    return _places(modeling, lines.carried(before, yours, lines.changed(before, text)))
 
 
 def _changed_places(path: Path, text: str | None) -> tuple[Place, ...]:

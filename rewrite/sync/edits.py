@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rewrite.errors import BaseLost, SourceDoesNotParse, StillInConflict
-from rewrite.package import original
-from rewrite.package.assemble import INIT, KEPT, Package
+from rewrite.errors import BaseLost, SourceDoesNotParse, SourceNotReadable, StillInConflict
+from rewrite.package import kept, original
+from rewrite.package.assemble import INIT, Package
 from rewrite.package.lock import Lock, sha256
 from rewrite.package.syntax import digest
 from rewrite.runtime.origin import definitions
-from rewrite.sync import merge
+from rewrite.sync import imports, merge
 from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
 
 MODELING = "modeling"
@@ -75,9 +75,23 @@ def generated_like_yours(folder: Path, lock: Lock, name: str) -> str:
     Raises:
         SourceNotReadable: if a file is missing.
     """
-    base, yours = (original.text_of(path) for path in (folder / KEPT / name, folder / name))
-    base, marks = plain(base), Marks.of(yours)
+    base, yours = plain(kept_text(folder, name)), original.text_of(folder / name)
+    if digest(name, base.encode("utf-8")) == digest(name, yours.encode("utf-8")):
+        return yours  # a layout that no formatter makes
+    marks = Marks.of(yours)
     return marks.put(style_of(base, plain(yours), folder / name).of(base))
+
+
+def kept_text(folder: Path, name: str) -> str:
+    """Return the text of a merged file as it was generated last.
+
+    Raises:
+        SourceNotReadable: if the package does not keep it.
+    """
+    data = kept.text(folder, name)
+    if data is None:
+        raise SourceNotReadable(folder / kept.ARCHIVE, f"it does not keep {name} as it was generated")
+    return data.decode("utf-8", "replace")
 
 
 def problems(folder: Path, package: Package, root: Path | None) -> dict[str, list[str]]:
@@ -89,10 +103,14 @@ def problems(folder: Path, package: Package, root: Path | None) -> dict[str, lis
         root: package folder of the transformers that it will run with, None where that is not known.
     """
     found = {}
+    runtime = {**package.files, **package.rooms}
     for name in (package.lock.modeling, INIT):
-        text, generated = (package.files[path].decode("utf-8") for path in (name, f"{KEPT}/{name}"))
+        text, generated = (data.decode("utf-8") for data in (package.files[name], _generated(package, name)))
         yours = original.text_of(folder / name)
-        if text not in (generated, yours) and (said := problems_of(text, (generated, yours), root)):
+        said = problems_of(text, (generated, yours), root) if text not in (generated, yours) else []
+        if text != generated:
+            said += [f"line {one.line} {one.said}" for one in imports.lacking(text, runtime)]
+        if said:
             found[name] = said
     return found
 
@@ -123,15 +141,20 @@ def _base(folder: Path, lock: Lock, name: str, package: Package) -> str:
     Raises:
         BaseLost: if it is nowhere.
     """
-    candidates = [path.read_bytes() for path in (folder / KEPT / name, folder / name) if path.is_file()]
-    candidates.append(package.files.get(f"{KEPT}/{name}", b""))
+    there = kept.text(folder, name), (folder / name).read_bytes() if (folder / name).is_file() else None
+    candidates = [data for data in (*there, _generated(package, name)) if data is not None]
     for data in candidates:
         if sha256(data) == lock.files[name]:
             return data.decode("utf-8")
     for data in candidates:  # formatted since
         if digest(name, data) == lock.syntax.get(name):
             return plain(data.decode("utf-8"))
-    raise BaseLost(folder, f"{KEPT}/{name}")
+    raise BaseLost(folder, kept.ARCHIVE)
+
+
+def _generated(package: Package, name: str) -> bytes:
+    """Return a file of a package that is made anew, without the user's edits."""
+    return kept.of_archive(package.files[kept.ARCHIVE], name) or b""
 
 
 def _merged(base: str, yours: str, generated: str, style: Style) -> merge.Merged:
@@ -155,9 +178,8 @@ def _in_your_layout(folder: Path, lock: Lock, files: Mapping[str, bytes], style:
     for name in sorted(lock.files.keys() & files.keys() - {*merged_names(lock)}):
         if not lock.as_generated(folder, name) or sha256(old := (folder / name).read_bytes()) == lock.files[name]:
             continue
-        likely = (old, files.get(name.removeprefix(f"{KEPT}/"), b""))  # of a kept text: the file that it is kept of
-        if (same := next((d for d in likely if digest(name, d) == digest(name, files[name])), None)) is not None:
-            yield name, same
+        if digest(name, old) == digest(name, files[name]):
+            yield name, old
         elif name.endswith(".py"):
             yield name, style.of(files[name].decode("utf-8")).encode("utf-8")
 

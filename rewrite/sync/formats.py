@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePath
@@ -25,6 +26,15 @@ def as_text(found: Found) -> str:
         for folder, several in found.items()
     ]
     return "\n".join([*lines, *([HINT] if any(found.values()) else [])]) + "\n"
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return lines broken at spaces where they pass `width`, the rest below the text behind the first words."""
+    lines = [
+        textwrap.wrap(line, width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    ]
+    return "".join(f"{piece}\n" for pieces in lines for piece in pieces)
 
 
 def as_json(found: Found) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownOperator, UnknownTransform
-from rewrite.package import original, runtime_files
-from rewrite.package.assemble import KEPT, ORIGINAL, VERDICT_NAME, Package, assemble
+from rewrite.package import kept, original, runtime_files, shared
+from rewrite.package.assemble import RUNTIME_INIT, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
@@ -40,19 +40,31 @@ class Renewal:
         return [change.rule for change in self.rules if change.lost]
 
 
-def renewed(folder: Path, lock: Lock, source: Source) -> Renewal:
+def renewed(folder: Path, lock: Lock, source: Source, runtime: Path | None = None) -> Renewal:
     """Rewrite `source`, the original of a package as it is now, with the options of its lock.
+
+    Args:
+        folder: the package.
+        lock: its lock.
+        source: its original.
+        runtime: the runtime that it is to share; None is the one that it has.
 
     Raises:
         NothingToRewrite: if no rule matches any more.
         RuleGone: if the lock asks for a rule that this version does not have.
+        SharedRuntimeNotUsable: if the runtime that it shares is not there.
     """
     if source.sha256 == lock.source.sha256:
         # the same file in another version is no change: the package keeps saying what it was made from
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
     transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
-    package = assemble(built, transforms, lock.options, folder.resolve(), previous=lock)
+    options = lock.options
+    if runtime is not None:
+        options = replace(options, runtime=shared.way_to(folder, runtime))
+    elif (place := shared.of(folder, lock)) is not None:
+        shared.read(place)  # one that is gone was moved: only the user knows where to
+    package = assemble(built, transforms, options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
 
 
@@ -113,27 +125,35 @@ def own_runtime(folder: Path, lock: Lock) -> dict[str, bytes]:
     for name in (name for name in lock.files if name.count("/") == 2 and not name.endswith("__init__.py")):
         with contextlib.suppress(FileNotFoundError):  # of another version
             found[name] = runtime_files.file_of_old(name)
-    kept = folder / KEPT / lock.modeling
-    if not found and lock.as_generated(folder, f"{KEPT}/{lock.modeling}"):
+    generated = kept.text(folder, lock.modeling)
+    if not found and generated is not None and kept.is_as_generated(folder, lock, lock.modeling):
         with contextlib.suppress(UnknownOperator):  # of another version
-            uses = runtime_files.uses_of(kept.read_text("utf-8"))
-            made = runtime_files.files(runtime_files.closure_of(uses, lock.options.target))
+            uses = runtime_files.uses_of(generated.decode("utf-8"))
+            closure = runtime_files.closure_of(uses, lock.options.target)
+            made = runtime_files.files(closure)
+            if lock.options.runtime is not None:
+                made[RUNTIME_INIT] = runtime_files.init(closure.rooms, lock.options.runtime).encode("utf-8")
             found = {name: text for name, text in made.items() if name in lock.files}
     return {name: text for name, text in found.items() if name.startswith(runtime_files.FOLDER)}
 
 
 def kept_original(folder: Path, lock: Lock) -> str | None:
     """Return the text of the original that a package was made from, None if it was not kept or is another."""
-    path = folder / KEPT / f"{lock.modeling}{ORIGINAL}"
-    if not path.is_file():
+    data = kept.text(folder, f"{lock.modeling}{kept.ORIGINAL}")
+    if data is None:
         return None
-    versions = (data := path.read_bytes(), unix_newlines(data))
+    versions = (data, unix_newlines(data))
     return next((text.decode("utf-8-sig") for text in versions if sha256(text) == lock.source.sha256), None)
 
 
 def differences(lock: Lock, package: Package) -> list[str]:
     """Return in words what `package` has otherwise than the lock of the one that is there; empty if nothing."""
-    return list(_differences(lock, package.lock))
+    said = []
+    if (together := package.shared) is not None:
+        name = f"runtime {package.lock.options.runtime}"
+        said = [f"{name}: changed"] if together.is_new else []
+        said += [f"{name}: of another version"] if lock.engine != package.lock.engine else []
+    return [*_differences(lock, package.lock), *said]
 
 
 def stale_verdict(folder: Path, lock: Lock) -> str | None:
@@ -161,6 +181,8 @@ def stale_verdict(folder: Path, lock: Lock) -> str | None:
         return f"{VERDICT_NAME} says that a later quick verification failed: rewrite verify {folder}"
     if made_from != lock.source.sha256:
         return f"the original has changed since it was verified: rewrite verify {folder}"
+    if verdict["rewritten"].get("runtime") != shared.state(folder, lock):
+        return f"the runtime that it shares has changed since it was verified: rewrite verify {folder}"
     for name in sorted({*files, *_importable(lock)}):
         if name not in files or not (folder / name).is_file():
             return f"{name} was not there when it was verified, or is not now: rewrite verify {folder}"

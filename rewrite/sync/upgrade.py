@@ -9,7 +9,7 @@ from pathlib import Path
 from rewrite.deliver import delivery, verification
 from rewrite.deliver.summary import describe
 from rewrite.errors import EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
-from rewrite.package import original, output, swap
+from rewrite.package import original, output, shared, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
 from rewrite.show.console import Screen
@@ -42,6 +42,10 @@ class Wish:
     bisect: bool = True
     """Look for the transform at fault where the verification fails."""
     dry_run: bool = False
+    runtime: Path | None = None
+    """The runtime that the packages are to share; None is the one that each has."""
+    together: Sequence[Path] = ()
+    """The packages that are synced in this run."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,10 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
         verification.require_libraries("verification")
     with screen.working(f"rewriting {folder}"):
         source = rebuild.source_of(folder, lock, wish.given, wish.library)
-        renewed = rebuild.renewed(folder, lock, source)
+        renewed = rebuild.renewed(folder, lock, source, wish.runtime)
     _say(screen, renewed, wish.accepted)
     _show(screen, folder, lock, renewed, wish)
-    whole = lock.intact and not wish.resolved and not _damaged(folder, lock)
+    whole = lock.intact and not wish.resolved and not _damaged(folder, lock, renewed.package)
     if whole and not rebuild.differences(lock, renewed.package):
         screen.line("written", "nothing: the package is up to date")
         return Result(0, rules=renewed.rules)
@@ -85,6 +89,7 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     if merged.conflicts:
         return _conflict(screen, folder, merged.conflicts, renewed, wish)
     _check_edits(folder, lock, merged.package, source.transformers_root, wish)
+    output.check_shared(folder, renewed.package, wish.replaced, wish.together)
     if wish.dry_run:
         screen.line("written", "nothing (--dry-run)")
         return Result(0, rules=renewed.rules)
@@ -102,6 +107,11 @@ def _deliver(
     if dropped:
         aside = {output.free_name(folder, name, ".edited"): (folder / name).read_bytes() for name in dropped}
         package = replace(package, files={**package.files, **aside})
+    if package.shared is not None:
+        for name in set(wish.replaced).intersection(output.edited_shared(package.shared)):
+            path = package.shared.folder / Path(name).name
+            aside_name = output.free_name(path.parent, path.name, ".edited")
+            output.write_beside(path.with_name(aside_name), path.read_bytes())
     with swap.alone(folder):
         place = output.prepare(
             folder,
@@ -146,9 +156,12 @@ def _check_edits(folder: Path, lock: Lock, package: Package, root: Path | None, 
         raise EditsBroken(folder, name, problems)
 
 
-def _damaged(folder: Path, lock: Lock) -> bool:
-    """Return whether a generated file is missing, or a kept text is not the one that was generated."""
+def _damaged(folder: Path, lock: Lock, package: Package) -> bool:
+    """Return whether a generated file is missing, or a kept text or a shared file is not as it was generated."""
     missing = any(not (folder / name).is_file() for name in lock.files)
+    together = package.shared
+    if together is not None and together.before is not None:
+        missing |= bool(shared.edited(together.folder, together.before))
     return missing or any(name.startswith(f"{KEPT}/") for name in output.edited_files(folder, lock))
 
 
@@ -183,7 +196,7 @@ def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:
 
 def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish) -> None:
     name = lock.modeling
-    last, now = folder / KEPT / name, renewed.package.files[name].decode("utf-8")
+    now = renewed.package.files[name].decode("utf-8")
     style = "unified" if wish.diff_style == "stat" and wish.views else wish.diff_style
     for view in wish.views:
         if view == "upstream" and renewed.before is None:
@@ -191,7 +204,7 @@ def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish
         elif view == "upstream":
             screen.show_diff(renewed.before or "", renewed.source.text, renewed.source.path.name, style)
         elif view == "rewritten":
-            screen.show_diff(original.text_of(last), now, name, style)
+            screen.show_diff(edits.kept_text(folder, name), now, name, style)
         else:
             screen.show_diff(
                 edits.generated_like_yours(folder, lock, name), original.text_of(folder / name), name, style

@@ -91,17 +91,29 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
         lines += _gate(gate, verbose)
     if verdict.divergence is not None:
         lines += _divergence(verdict.divergence)
-    lines += _reached(verdict.reached, verbose)
-    lines += _unasked(verdict.asked)
-    if not verdict.reached and verdict.options.reach and not verdict.options.quick:
-        text = "not counted   which lines ran: none did, or a debugger or another counter is at work"
-        lines += _wrap(text, " " * 14)
-    lines += _config_fields(verdict.config_fields, verbose)
+    if verdict.passed or verbose:
+        lines += _left_unseen(verdict, verbose)
+    else:  # what failed is the news
+        lines += [
+            line
+            for said in _not_verified(verdict)
+            for line in _wrap(f"{said} (verify.json, or --json, lists them)", "  ")
+        ]
     if verdict.reason and not verdict.passed:
         lines += _wrap(f"failed: {verdict.reason}", "")
     approximate = ", approximate" if _approximate(verdict) else ""
     lines.append(f"passed{approximate}" if verdict.passed else "NOT PASSED")
     return "\n".join(lines)
+
+
+def _left_unseen(verdict: Verdict, verbose: bool) -> Iterator[str]:
+    """What no check ran, gave, compared or varied."""
+    yield from _reached(verdict.reached, verbose)
+    yield from _unasked(verdict.asked)
+    if not verdict.reached and verdict.options.reach and not verdict.options.quick:
+        text = "not counted   which lines ran: none did, or a debugger or another counter is at work"
+        yield from _wrap(text, " " * 14)
+    yield from _config_fields(verdict.config_fields, verbose)
 
 
 def _head(verdict: Verdict) -> Iterator[str]:

@@ -41,7 +41,7 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor | None
         return aiter_calls.mostly_equal(call(both), exact, most_unequal=0.05)
 
     variant = (activation, gate.dtype, gate.device, gate.shape[-1])
-    product = aiter_calls.run("gated_activation", variant, lambda: call(packed), proof)
+    product = aiter_calls.run("gated_activation", gate, variant, lambda: call(packed), proof)
     return None if product is None else product.view(gate.shape)
 
 

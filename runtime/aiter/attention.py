@@ -68,7 +68,7 @@ def attend(
     regime = "decode" if query.shape[2] == 1 else "short" if query.shape[2] <= 128 else "long"
     dims = f"head_dim {query.shape[-1]}/{value.shape[-1]}"
     variant = (query.dtype, query.device, dims, groups, causal, window is not None, regime)
-    return aiter_calls.run("attention", variant, lambda: call(query, key, value, window), proof)
+    return aiter_calls.run("attention", query, variant, lambda: call(query, key, value, window), proof)
 
 
 def _refusal(query: Tensor, key: Tensor, value: Tensor) -> str | None:

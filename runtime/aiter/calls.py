@@ -60,6 +60,7 @@ REASONS = {
     "weight": "the weight is missing, or not one vector of the hidden size",
     "no_equal_mode": "none of aiter's rounding modes is that of the modeling file",
     "head_dim": "the head dimension is over 256 or no multiple of 8",
+    "single_query": "aiter's kernel is for prompts: one query gives it a workgroup a head and a row, of 304",
     "heads": "the query heads are no multiple of the key heads, or batches or lengths differ",
     "more_queries_than_keys": "aiter aligns the causal mask with the last key, torch with the first",
     "mask": "a mask (padding, static cache, window) is given",
@@ -166,17 +167,28 @@ def capturing() -> bool:
 
 
 def run(
-    operator: str, variant: tuple[object, ...], call: Callable[[], Result | None], proof: Callable[[], bool]
+    operator: str,
+    like: Tensor,
+    variant: tuple[object, ...],
+    call: Callable[[], Result | None],
+    proof: Callable[[], bool],
 ) -> Result | None:
     """Return `call()`, once `proof()` has held for the variant in this process; None where aiter is not to be used.
 
     Args:
         operator: a key of `OPERATORS`.
+        like: a tensor on the device of the call, which is made the current one: aiter launches on its stream.
         variant: everything that decides which of aiter's kernels runs, dtype and device included.
         call: runs aiter's function; None where its result is not what was expected.
         proof: compares it with the reference, on tensors of its own. It compiles the kernels, too.
     """
-    key = (operator, *variant)
+    with backend.device_guard(like):
+        return _run(operator, (operator, *variant), call, proof)
+
+
+def _run(
+    operator: str, key: tuple[object, ...], call: Callable[[], Result | None], proof: Callable[[], bool]
+) -> Result | None:
     if key not in _states:
         if capturing():
             refuse(operator, "not_warm")

@@ -58,7 +58,7 @@ def mm(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
     # The table has exact and padded numbers of rows: each may have another kernel.
     variant = (rows.dtype, rows.device, *shape, rows.shape[1], bias is not None)
-    product = aiter_calls.run("gemm", variant, call, proof)
+    product = aiter_calls.run("gemm", input, variant, call, proof)
     return None if product is None else product.contiguous().view(*input.shape[:-1], weight.shape[0])
 
 

@@ -60,7 +60,7 @@ def rms_norm(
 
     variant = (hidden_states.dtype, hidden_states.device, hidden_states.shape[-1], offset, weight_in_fp32)
     rows = _as_rows(hidden_states)
-    normed = aiter_calls.run("rms_norm", variant, lambda: _checked(call(rows, weight), rows), proof)
+    normed = aiter_calls.run("rms_norm", hidden_states, variant, lambda: _checked(call(rows, weight), rows), proof)
     return None if normed is None else normed.view(hidden_states.shape)
 
 
@@ -109,7 +109,7 @@ def add_rms_norm(
     shape = hidden_states.shape
     variant = (hidden_states.dtype, hidden_states.device, shape[-1])
     rows, others = _as_rows(hidden_states), _as_rows(residual)
-    found = aiter_calls.run("add_rms_norm", variant, lambda: call(rows, others, weight), proof)
+    found = aiter_calls.run("add_rms_norm", hidden_states, variant, lambda: call(rows, others, weight), proof)
     return None if found is None else (found[0].view(shape), found[1].view(shape))
 
 
@@ -139,7 +139,9 @@ def layer_norm(
 
     variant = (hidden_states.dtype, hidden_states.device, hidden_states.shape[-1])
     rows = _as_rows(hidden_states)
-    normed = aiter_calls.run("layer_norm", variant, lambda: _checked(call(rows, weight, shift), rows), proof)
+    normed = aiter_calls.run(
+        "layer_norm", hidden_states, variant, lambda: _checked(call(rows, weight, shift), rows), proof
+    )
     return None if normed is None else normed.view(hidden_states.shape)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core import backend
 from . import calls as aiter_calls
 from .gemm import near
 
@@ -24,7 +25,8 @@ def shuffle(weight: Tensor) -> Tensor | None:
     function = aiter_calls.function("gemm", "shuffle_weight", ("x",), ("layout",), "aiter.ops.shuffle")
     if function is None:
         return None
-    found: Any = function(weight, layout=LAYOUT)
+    with backend.device_guard(weight):
+        found: Any = function(weight, layout=LAYOUT)
     return found if aiter_calls.is_result(found, tuple(weight.shape), weight) else None
 
 
@@ -53,5 +55,5 @@ def multiply(input: Tensor, shuffled: Tensor, weight: Tensor) -> Tensor | None:
         return found is not None and near(found, F.linear(rows, weight))
 
     variant = ("preshuffled", rows.dtype, rows.device, *shape, rows.shape[1])
-    product = aiter_calls.run("gemm", variant, call, proof)
+    product = aiter_calls.run("gemm", input, variant, call, proof)
     return None if product is None else product.contiguous().view(*input.shape[:-1], weight.shape[0])

@@ -28,6 +28,8 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.rows import KERNEL_DTYPES
 from ..products import packing
+from ..products.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
+from ..products.blocks import dequantized
 from ..products.linear import before, few_rows, linear, takes_few_rows
 from ..products.prologue import Prologue, prologue_of
 from .latent_decode import divide, launch_latent_decode
@@ -89,9 +91,10 @@ def latent_attention(
     turn = Turn(None, deinterleave)
     if position_embeddings is not None:
         turn = Turn(Rotation(*position_embeddings, interleaved, half_table), deinterleave)
-    reason = packing.unsafe(q, (up,))
-    if reason is None and _kernels_take(q, compressed, up, layer, turn, sizes, in_fp32 or keep_dtype):
-        kept, weight = Latents(layer.keys, layer.values), _weight(up)
+    reason = _reason_against(q, up)
+    weight = None if reason is not None else _weight(up, q.dtype)
+    if weight is not None and _kernels_take(q, compressed, up, weight, layer, turn, sizes, in_fp32 or keep_dtype):
+        kept = Latents(layer.keys, layer.values)
         latent, key, prologue = _normed(compressed, kv_norm, sizes)
         position = past_key_values.position
         brought = launch_latent_query(q, (latent, key), weight, prologue, kept, position, turn, sizes)
@@ -104,14 +107,24 @@ def latent_attention(
     past_key_values.update(latent, key, layer_idx)
     visible = _visible(past_key_values)
     kept = Latents(layer.keys, layer.values)
-    if reason is None and up.bias is None:
-        return absorbed_attention(q, kept, _weight(up), visible, scaling, sizes)
+    if weight is not None and up.bias is None:
+        return absorbed_attention(q, kept, weight, visible, scaling, sizes)
     if reason is not None:
         backend.count_fallback("latent_attention", reason, up)
     return expanded_attention(q, kept, up, visible, scaling, sizes)
 
 
-def _weight(linear: nn.Module) -> Tensor:
+def _reason_against(q: Tensor, up: nn.Module) -> str | None:
+    """Return why the module has to be called for what it expands, a key of `packing.REASONS`."""
+    if is_block_linear(up):
+        return "observed" if backend.observed(up) else "gradient" if backend.wants_gradient(q) else None
+    return packing.unsafe(q, (up,))
+
+
+def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return a projection's weight; one with a scale for each block is dequantised for the call."""
+    if is_block_linear(linear):
+        return dequantized(blocks_of(linear), dtype)
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
@@ -172,7 +185,13 @@ def _projected(
     hidden_states: Tensor, first: nn.Module, down: nn.Module, norm: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
     """Return both projections of the normed hidden states, by one product where their weights can be one."""
-    if takes_few_rows(hidden_states):
+    sizes = [first.get_parameter("weight").shape[0], down.get_parameter("weight").shape[0]]
+    if are_blocks((first, down)):
+        scaled = block_linear(hidden_states, (first, down), norm)
+        if scaled is not None:
+            q, compressed = scaled.split(sizes, -1)
+            return q, compressed
+    elif takes_few_rows(hidden_states):
         x, prologue = before(hidden_states, norm)
         parameters = packing.packed_parameters(x, (first, down))
         if isinstance(parameters, tuple) and parameters[0].dtype == x.dtype:
@@ -180,7 +199,7 @@ def _projected(
             product = few_rows(x, weight, bias, prologue, None)
             if product is None:
                 product = F.linear(x if prologue is None or norm is None else norm(x), weight, bias)
-            q, compressed = product.split([_weight(first).shape[0], _weight(down).shape[0]], -1)
+            q, compressed = product.split(sizes, -1)
             return q, compressed
     x = hidden_states if norm is None else norm(hidden_states)
     q, compressed = packing.packed_linear(x, first, down)
@@ -213,10 +232,17 @@ def _plainly(
 
 
 def _kernels_take(
-    q: Tensor, compressed: Tensor, up: nn.Module, layer: Any, turn: Turn, sizes: HeadDims, rounds_to_input: bool
+    q: Tensor,
+    compressed: Tensor,
+    up: nn.Module,
+    weight: Tensor,
+    layer: Any,
+    turn: Turn,
+    sizes: HeadDims,
+    rounds_to_input: bool,
 ) -> bool:
-    latents, keys, weight = layer.keys, layer.values, up._parameters["weight"]
-    if latents is None or weight is None or up._parameters["bias"] is not None or q.dtype not in KERNEL_DTYPES:
+    latents, keys = layer.keys, layer.values
+    if latents is None or up._parameters["bias"] is not None or q.dtype not in KERNEL_DTYPES:
         return False
     if not {compressed.dtype, latents.dtype, keys.dtype, weight.dtype} <= {q.dtype} or latents.shape[1] != 1:
         return False

@@ -14,6 +14,9 @@ head to finish adds up the parts.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,10 +25,12 @@ from ..core.arrivals import arrivals
 from ..core.launch import Kernel, overlaps, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 
-MOST_HEADS = 8
-"""Query heads of a program."""
+MOST_HEADS = 16
+"""Query heads of a program, which are the rows of a product of matrices."""
 PROGRAMS = 528
 """Four for each processor of an H100."""
+WIDEST = 512
+"""The largest head_dim."""
 
 CASES = """
 def attend(rows, heads, kv_heads, head_dim, mask):
@@ -43,7 +48,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.arrivals import publish
-    from .decode_attention import _sum_of_parts
+    from .decode_attention import _products, _sum_of_parts, _weighted
 
     @triton.jit(do_not_specialize=["slots"])
     def _masked_attention_kernel(  # type: ignore[no-untyped-def]
@@ -76,12 +81,15 @@ if backend.triton_installed():
         MASK: tl.constexpr,
         OVERLAP: tl.constexpr,
         WAIT: tl.constexpr,
+        HEADS: tl.constexpr,
         BLOCK_HEADS: tl.constexpr,
         BLOCK_D: tl.constexpr,
         BLOCK_DV: tl.constexpr,
         BLOCK_SLOTS: tl.constexpr,
         SPLITS: tl.constexpr,
         PARTS: tl.constexpr,
+        ONE_TILE: tl.constexpr,
+        DOT: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
@@ -95,21 +103,20 @@ if backend.triton_installed():
         keys_ptr += row * key_row_stride + kv_head * key_head_stride
         values_ptr += row * value_row_stride + kv_head * value_head_stride
         mask_ptr += row * mask_row_stride + kv_head * mask_head_stride
-        head = tl.program_id(1) % SHARES * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        index = tl.arange(0, BLOCK_HEADS)
+        head = tl.program_id(1) % SHARES * HEADS + index
+        ours = (index < HEADS) & (head < G)
         column = tl.arange(0, BLOCK_D)
         value_column = tl.arange(0, BLOCK_DV)
         out_row = (row * HK + kv_head) * G + head
-        query = tl.load(
-            query_ptr + out_row[:, None] * D + column[None, :],
-            mask=(head < G)[:, None] & (column < D)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        query_at = query_ptr + out_row[:, None] * D + column[None, :]
+        query = tl.load(query_at, mask=ours[:, None] & (column < D)[None, :], other=0.0)
         top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
         total = tl.zeros([BLOCK_HEADS], tl.float32)
         mixed = tl.zeros([BLOCK_HEADS, BLOCK_DV], tl.float32)
         for at in range(begin, end, BLOCK_SLOTS):
             slot = at + tl.arange(0, BLOCK_SLOTS)
-            live = (head < G)[:, None] & (slot < end)[None, :]
+            live = ours[:, None] & (slot < end)[None, :]
             added = tl.zeros([BLOCK_HEADS, BLOCK_SLOTS], tl.float32)
             if MASK != "":
                 mask_at = mask_ptr + head[:, None] * mask_query_stride + slot.to(tl.int64)[None, :] * mask_slot_stride
@@ -119,29 +126,30 @@ if backend.triton_installed():
                 else:
                     added = mask.to(tl.float32)
                     live = live & (added > -1e30)
-            if tl.max(tl.max(live.to(tl.int32), 1), 0) > 0:
+            # The only tile of a program is loaded together with its mask; of several, only what a mask lets through.
+            if ONE_TILE or tl.max(tl.max(live.to(tl.int32), 1), 0) > 0:
                 held = (slot < end)[:, None]
                 key_at = keys_ptr + slot.to(tl.int64)[:, None] * key_slot_stride + column[None, :]
-                keys = tl.load(key_at, mask=held & (column < D)[None, :], other=0.0).to(tl.float32)
+                keys = tl.load(key_at, mask=held & (column < D)[None, :], other=0.0)
                 value_at = values_ptr + slot.to(tl.int64)[:, None] * value_slot_stride + value_column[None, :]
-                seen = tl.max(live.to(tl.int32), 0) > 0
-                values = tl.load(value_at, mask=seen[:, None] & (value_column < DV)[None, :], other=0.0).to(tl.float32)
-                scores = tl.sum(query[:, None, :] * keys[None, :, :], 2) * scaling + added
-                scores = tl.where(live, scores, -1e30)
+                values = tl.load(value_at, mask=held & (value_column < DV)[None, :], other=0.0)
+                seen = tl.max(live.to(tl.int32), 0) > 0  # what nothing has written may be NaN, and 0 * NaN is NaN
+                values = tl.where(seen[:, None], values, 0.0)
+                scores = tl.where(live, _products(query, keys, DOT) * scaling + added, -1e30)
                 higher = tl.maximum(top, tl.max(scores, 1))
                 weights = tl.where(live, tl.exp(scores - higher[:, None]), 0.0)
                 shrink = tl.exp(top - higher)
                 total = total * shrink + tl.sum(weights, 1)
-                mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)
+                mixed = mixed * shrink[:, None] + _weighted(weights, values, DOT)
                 top = higher
-        there = (head < G)[:, None] & (value_column < DV)[None, :]
-        out_at = out_ptr + out_row[:, None] * DV + value_column[None, :]
+        there = ours[:, None] & (value_column < DV)[None, :]
         if SPLITS == 1:
+            out_at = out_ptr + out_row[:, None] * DV + value_column[None, :]
             tl.store(out_at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
         else:
             at = out_row * SPLITS + part
-            tl.store(top_ptr + at, top, mask=head < G)
-            tl.store(sum_ptr + at, total, mask=head < G)
+            tl.store(top_ptr + at, top, mask=ours)
+            tl.store(sum_ptr + at, total, mask=ours)
             tl.store(part_ptr + at[:, None] * DV + value_column[None, :], mixed, mask=there)
             publish(WAIT)
             arrived_ptr += row * tl.num_programs(1) + tl.program_id(1)
@@ -149,24 +157,29 @@ if backend.triton_installed():
                 return
             tl.store(arrived_ptr, 0)
             number = tl.arange(0, SPLITS)[None, :]
-            held = (head < G)[:, None] & (number < SPLITS)
+            index = tl.arange(0, HEADS)
+            head = tl.program_id(1) % SHARES * HEADS + index
+            ours = head < G
+            out_row = (row * HK + kv_head) * G + head
             at = out_row[:, None] * SPLITS + number
-            tops = tl.load(top_ptr + at, mask=held, other=-1e30, cache_modifier=".cg")
-            sums = tl.load(sum_ptr + at, mask=held, other=0.0, cache_modifier=".cg")
+            tops = tl.load(top_ptr + at, mask=ours[:, None], other=-1e30, cache_modifier=".cg")
+            sums = tl.load(sum_ptr + at, mask=ours[:, None], other=0.0, cache_modifier=".cg")
             highest = tl.max(tops, 1)
             whole = tl.sum(sums * tl.exp(tops - highest[:, None]), 1)
-            mixed = tl.zeros([BLOCK_HEADS, BLOCK_DV], tl.float32)
+            y = tl.zeros([HEADS, BLOCK_DV], tl.float32)
             for first in tl.static_range(0, SPLITS, PARTS):
                 some = first + tl.arange(0, PARTS)[None, :]
-                held = (head < G)[:, None] & (some < SPLITS)
+                held = ours[:, None] & (some < SPLITS)
                 parts = out_row[:, None] * SPLITS + some
                 scale = tl.exp(
                     tl.load(top_ptr + parts, mask=held, other=-1e30, cache_modifier=".cg") - highest[:, None]
                 )
-                mixed += _sum_of_parts(part_ptr, parts, held, scale, value_column[None, :], DV)
-            tl.store(out_at, (mixed / whole[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+                y += _sum_of_parts(part_ptr, parts, held, scale, value_column[None, :], DV)
+            out_at = out_ptr + out_row[:, None] * DV + value_column[None, :]
+            there = ours[:, None] & (value_column < DV)[None, :]
+            tl.store(out_at, (y / whole[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
-    masked_attention_kernel = Kernel(_masked_attention_kernel)
+    masked_attention_kernel = Kernel(_masked_attention_kernel, dot=True)
 
 
 def masked_attention(
@@ -215,7 +228,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable
         shared = (enable_gqa or key.shape[1] == 1) and query.shape[1] % key.shape[1] == 0
         if not shared or query.shape[2] != 1:
             return False
-    if query.shape[2] > MOST_HEADS or max(key.shape[3], value.shape[3]) > 256:
+    if query.shape[2] > MOST_HEADS or max(key.shape[3], value.shape[3]) > WIDEST:
         return False
     if key.stride(3) != 1 or value.stride(3) != 1 or not query.dtype == key.dtype == value.dtype:
         return False
@@ -247,19 +260,17 @@ def _launch(
 ) -> None:
     batch, kv_heads, slots, head_dim = key.shape
     value_dim = value.shape[3]
-    block_d, block_dv, block_heads = _power(head_dim), _power(value_dim), min(MOST_HEADS, _power(group))
-    shares = -(-group // block_heads)
-    block_slots = max(4, min(128, 2048 // (max(block_d, block_dv) * block_heads)))
-    splits = _power(max(1, min(32, PROGRAMS // (batch * kv_heads * shares), -(-slots // 48))) + 1) // 2
-    top, total = query.new_empty((2, out.numel() // value_dim * splits), dtype=torch.float32)
-    parts = query.new_empty(out.numel() * splits, dtype=torch.float32)
+    form = choose(batch, kv_heads, group, slots, head_dim, value_dim)
+    shares, block_d, block_dv = -(-group // form.heads), _power(head_dim), _power(value_dim)
+    top, total = query.new_empty((2, out.numel() // value_dim * form.splits), dtype=torch.float32)
+    parts = query.new_empty(out.numel() * form.splits, dtype=torch.float32)
     strides = (0, 0, 0, 0) if mask is None else _mask_strides(mask, query, kv_heads)
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "number"
     overlap = overlaps(query)
     with backend.device_guard(query):
         masked_attention_kernel.launch(
-            (batch, kv_heads * shares, splits),
-            4,
+            (batch, kv_heads * shares, form.splits),
+            form.warps,
             (
                 query.contiguous(), key, value, query if mask is None else mask, parts, top, total,
                 arrivals(query, batch * kv_heads * shares), out,
@@ -269,11 +280,38 @@ def _launch(
             (scaling,),
             (
                 kv_heads, group, shares, head_dim, value_dim, kind, overlap,
-                wait_for_stores(query) if splits > 1 else "", block_heads, block_d, block_dv, block_slots, splits,
-                max(1, min(splits, 16384 // (block_heads * block_dv))),
+                wait_for_stores(query) if form.splits > 1 else "", form.heads, max(16, form.heads) if form.dot else
+                form.heads, block_d, block_dv, form.slots, form.splits,
+                max(1, min(form.splits, 4096 * form.warps // (form.heads * block_dv))),
+                -(-slots // form.splits) <= form.slots, form.dot,
             ),
             overlap=overlap,
         )  # fmt: skip
+
+
+class Form(NamedTuple):
+    """How the work is divided."""
+
+    heads: int
+    """Query heads of a program, a power of two."""
+    slots: int
+    """Of a tile."""
+    splits: int
+    """Parts of the slots, a power of two."""
+    warps: int
+    dot: bool
+    """Whether products of matrices are taken, whose rows are heads and at least sixteen."""
+
+
+@functools.cache
+def choose(batch: int, kv_heads: int, group: int, slots: int, head_dim: int, value_dim: int) -> Form:
+    """Return how the work is divided."""
+    widest = _power(max(head_dim, value_dim))
+    heads = min(MOST_HEADS, _power(group))
+    programs = batch * kv_heads * -(-group // heads)
+    tile = max(16, min(32, 8192 // widest))
+    splits = _power(max(1, min(32, PROGRAMS // programs, -(-slots // tile))) + 1) // 2
+    return Form(heads, tile, splits, 4, True)
 
 
 def _mask_strides(mask: Tensor, query: Tensor, kv_heads: int) -> tuple[int, int, int, int]:

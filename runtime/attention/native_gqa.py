@@ -135,6 +135,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if is_causal and key.shape[2] < query.shape[2]:
         aiter_calls.refuse("attention", "more_queries_than_keys")
+    elif query.shape[2] == 1 and backend.get_backend() == "auto":
+        aiter_calls.refuse("attention", "single_query")
     else:
         out = aiter_attention.attend(query, key, value, scaling=scaling, causal=is_causal)
         if out is not None:

@@ -9,18 +9,19 @@ B batch, S sequence, H and Hk heads, D head_dim, R <= D the rotated columns, i a
     out[b] = x[b] * cos[b] + x[a] * sin[b]
     out[c] = x[c]                                   for c >= R
 
-The products and the sum are each rounded to torch's promotion of the dtypes of x and cos, or kept in fp32 until the
+Gradients take the transposed rotation by the same tables, and nothing else is kept. The products and the sum are each
+rounded to torch's promotion of the dtypes of x and cos, or kept in fp32 until the
 end with `in_fp32`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core import backend, rows
-from ..core.launch import WAVE, Kernel, grid
+from ..core.launch import WAVE, grid
 
 OFFERS: dict[str, dict[str, str]] = {
     "rotary": {
@@ -48,141 +49,7 @@ case("8B, half table", rotate, LLAMA_8B, 128, 64, interleaved=True, half_table=T
 """
 
 if backend.triton_installed():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def _pairs(ptr, mask, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Load columns a and b of every pair, each [BLOCK_ROWS, BLOCK], from rows at `ptr`."""
-        if INTERLEAVED:
-            col = tl.arange(0, 2 * BLOCK)[None, :]
-            x = tl.load(ptr + col, mask=mask & (col < R), other=0.0)
-            first, second = tl.split(tl.reshape(x, (BLOCK_ROWS, BLOCK, 2)))
-        else:
-            pair = tl.arange(0, BLOCK)[None, :]
-            first = tl.load(ptr + pair, mask=mask & (pair < R // 2), other=0.0)
-            second = tl.load(ptr + R // 2 + pair, mask=mask & (pair < R // 2), other=0.0)
-        return first, second
-
-    @triton.jit
-    def _table(ptr, R: tl.constexpr, INTERLEAVED: tl.constexpr, HALF_TABLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Load the cos or sin of columns a and b of every pair, each [1, BLOCK] in fp32."""
-        if HALF_TABLE:
-            pair = tl.arange(0, BLOCK)[None, :]
-            first = tl.load(ptr + pair, mask=pair < R // 2, other=0.0).to(tl.float32)
-            return first, first
-        first, second = _pairs(ptr + tl.zeros((1, 1), tl.int32), True, R, INTERLEAVED, 1, BLOCK)
-        return first.to(tl.float32), second.to(tl.float32)
-
-    @triton.jit
-    def _rounded(x, DTYPE: tl.constexpr, ROUND: tl.constexpr):  # type: ignore[no-untyped-def]
-        return x.to(DTYPE).to(tl.float32) if ROUND else x
-
-    @triton.jit
-    def _rotate(  # type: ignore[no-untyped-def]
-        x_row,
-        out_row,
-        live,
-        cos_a,
-        cos_b,
-        sin_a,
-        sin_b,
-        D: tl.constexpr,
-        R: tl.constexpr,
-        INTERLEAVED: tl.constexpr,
-        DEINTERLEAVE: tl.constexpr,
-        ROUND: tl.constexpr,
-        BLOCK_HEADS: tl.constexpr,
-        BLOCK_PAIRS: tl.constexpr,
-        BLOCK_PASS: tl.constexpr,
-    ):
-        DTYPE: tl.constexpr = x_row.dtype.element_ty
-        OUT: tl.constexpr = out_row.dtype.element_ty
-        a, b = _pairs(x_row, live, R, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        out_a = _rounded(a * cos_a, DTYPE, ROUND) - _rounded(b * sin_a, DTYPE, ROUND)
-        out_b = _rounded(b * cos_b, DTYPE, ROUND) + _rounded(a * sin_b, DTYPE, ROUND)
-        if INTERLEAVED and not DEINTERLEAVE:
-            col = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
-            out = tl.reshape(tl.join(out_a, out_b), (BLOCK_HEADS, 2 * BLOCK_PAIRS))
-            tl.store(out_row + col, out.to(OUT), mask=live & (col < R))
-        else:
-            pair = tl.arange(0, BLOCK_PAIRS)[None, :]
-            tl.store(out_row + pair, out_a.to(OUT), mask=live & (pair < R // 2))
-            tl.store(out_row + R // 2 + pair, out_b.to(OUT), mask=live & (pair < R // 2))
-        if R < D:
-            col = R + tl.arange(0, BLOCK_PASS)[None, :]
-            passed = tl.load(x_row + col, mask=live & (col < D), other=0.0)
-            tl.store(out_row + col, passed.to(OUT), mask=live & (col < D))
-
-    @triton.jit(do_not_specialize=["token_count", "tokens", "q_heads", "k_heads"])
-    def _rotary_kernel(  # type: ignore[no-untyped-def]
-        q_ptr,
-        k_ptr,
-        cos_ptr,
-        sin_ptr,
-        q_out_ptr,
-        k_out_ptr,
-        token_count,
-        tokens,
-        q_heads,
-        k_heads,
-        q_stride_b,
-        q_stride_s,
-        q_stride_h,
-        k_stride_b,
-        k_stride_s,
-        k_stride_h,
-        q_out_stride_b,
-        q_out_stride_s,
-        q_out_stride_h,
-        k_out_stride_b,
-        k_out_stride_s,
-        k_out_stride_h,
-        table_stride_b,
-        table_stride_s,
-        D: tl.constexpr,
-        R: tl.constexpr,
-        ONE_SEQUENCE: tl.constexpr,
-        INTERLEAVED: tl.constexpr,
-        HALF_TABLE: tl.constexpr,
-        DEINTERLEAVE: tl.constexpr,
-        ROUND: tl.constexpr,
-        BLOCK_HEADS: tl.constexpr,
-        BLOCK_PAIRS: tl.constexpr,
-        BLOCK_PASS: tl.constexpr,
-    ):
-        q_blocks = tl.cdiv(q_heads, BLOCK_HEADS)
-        block = tl.program_id(0)
-        token = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        if token >= token_count:
-            return
-        b = tl.zeros((), tl.int64)
-        s = token
-        if not ONE_SEQUENCE:
-            b = token // tokens
-            s = token % tokens
-        table = b * table_stride_b + s * table_stride_s
-        cos_a, cos_b = _table(cos_ptr + table, R, INTERLEAVED, HALF_TABLE, BLOCK_PAIRS)
-        sin_a, sin_b = _table(sin_ptr + table, R, INTERLEAVED, HALF_TABLE, BLOCK_PAIRS)
-        if block < q_blocks:
-            head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-            x_row = q_ptr + b * q_stride_b + s * q_stride_s + head.to(tl.int64) * q_stride_h
-            out_row = q_out_ptr + b * q_out_stride_b + s * q_out_stride_s + head.to(tl.int64) * q_out_stride_h
-            _rotate(
-                x_row, out_row, head < q_heads, cos_a, cos_b, sin_a, sin_b,
-                D, R, INTERLEAVED, DEINTERLEAVE, ROUND, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_PASS,
-            )  # fmt: skip
-        else:
-            head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-            x_row = k_ptr + b * k_stride_b + s * k_stride_s + head.to(tl.int64) * k_stride_h
-            out_row = k_out_ptr + b * k_out_stride_b + s * k_out_stride_s + head.to(tl.int64) * k_out_stride_h
-            _rotate(
-                x_row, out_row, head < k_heads, cos_a, cos_b, sin_a, sin_b,
-                D, R, INTERLEAVED, DEINTERLEAVE, ROUND, BLOCK_HEADS, BLOCK_PAIRS, BLOCK_PASS,
-            )  # fmt: skip
-
-    rotary_kernel = Kernel(_rotary_kernel)
+    from .rotary_kernel import rotary_kernel
 
 # Of 1 to 32 heads and 1 to 8 warps a program, 8 and 4 are within 3% of the best from 1 to 8,192 tokens (H100,
 # triton 3.6).
@@ -241,8 +108,8 @@ def rotary(
 
     Returns:
         The rotated `(q, k)`, shaped as given, with the strides of what the original returns: those of the usual
-        transposed views, or those of a new tensor where it joins parts. Differentiable: where gradients are wanted,
-        and where torch would broadcast one of the tensors to another shape, the torch form runs.
+        transposed views, or those of a new tensor where it joins parts. Differentiable in q and k, by the kernel or in
+        the torch form, which runs where torch would broadcast one of the tensors to another shape, too.
     """
     form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
     reason = _broadcasts(q, cos, sin, form) or _broadcasts(k, cos, sin, form)
@@ -250,8 +117,13 @@ def rotary(
         reason = "broadcast"
     if reason is None and to_query_dtype and q.dtype != k.dtype:
         reason = "dtype"
-    if reason is None and backend.in_torch(q, k, cos, sin):
-        reason = "gradient_wanted"
+    if reason is None and backend.composes():
+        reason = "compiled"
+    elif reason is None and backend.wants_gradient(q, k, cos, sin):
+        reason = _not_learned(q, k, cos, sin, form)
+        if reason is None:
+            turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin, form)
+            return turned
     if reason is not None:
         backend.count_fallback("rotary", reason)
         return _reference(q, k, cos, sin, form, q.dtype if to_query_dtype else k.dtype, chunked=chunked)
@@ -275,13 +147,57 @@ def rotary_single(
     """Rotate one tensor, for files that call the embedding once for queries and once for keys; see `rotary`."""
     form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
     reason = _broadcasts(x, cos, sin, form)
-    if reason is None and backend.in_torch(x, cos, sin):
-        reason = "gradient_wanted"
+    learns = reason is None and not backend.composes() and backend.wants_gradient(x, cos, sin)
+    if reason is None and backend.composes():
+        reason = "compiled"
+    if learns:
+        reason = _not_learned(x, x, cos, sin, form)
     if reason is not None:
         backend.count_fallback("rotary", reason)
         return _rotated(x, *_tables(cos, sin, form), form, chunked=chunked)
-    no_heads = x.narrow(unsqueeze_dim if unsqueeze_dim >= 0 else x.ndim + unsqueeze_dim, 0, 0)
+    no_heads = x.detach().narrow(unsqueeze_dim if unsqueeze_dim >= 0 else x.ndim + unsqueeze_dim, 0, 0)
+    if learns:
+        turned: torch.Tensor = _Rotary.apply(x, no_heads, cos, sin, form)[0]
+        return turned
     return _op(x, no_heads, cos, sin, *form)[0]
+
+
+class _Rotary(torch.autograd.Function):
+    """The rotation, and its transpose of the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.form, ctx.dtype = form, q.dtype
+        return _launch(q, k, cos, sin, form)
+
+    @staticmethod
+    def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        if torch.is_grad_enabled():  # linear in both, so that any tensors will do to differentiate it at
+            reference = lambda q, k: _reference(q, k, cos, sin, ctx.form, ctx.dtype)
+            at = [torch.zeros_like(x, dtype=ctx.dtype).requires_grad_() for x in (of_q, of_k)]
+            found = backend.again(reference, at, ctx.needs_input_grad[:2], [of_q, of_k])
+            return (*found, None, None, None)
+        back = ctx.form._replace(in_fp32=True, keep_dtype=True)
+        turned = _launch(_dense(of_q), _dense(of_k), cos, sin, back, inverse=True)
+        return (*(x.to(ctx.dtype) for x in turned), None, None, None)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as it lies, or contiguous where it is expanded or its rows are not dense."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+def _not_learned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:
+    """Return why the torch form is differentiated, and not the kernel."""
+    if not backend.learns(q, k, cos, sin):
+        return "gradient_wanted"
+    if cos.requires_grad or sin.requires_grad:
+        return "tables_learned"
+    return "deinterleaved" if form.deinterleave else _refusal(q, k, cos, sin, form)
 
 
 def _broadcasts(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:
@@ -398,7 +314,7 @@ def _strides(x: torch.Tensor, head_axis: int) -> tuple[int, int, int]:
 
 
 def _launch(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form, *, inverse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q_out, k_out = _fake(q, k, cos, sin, *form)
     if q_out.numel() + k_out.numel() == 0:
@@ -435,6 +351,7 @@ def _launch(
                 form.half_table,
                 form.deinterleave,
                 q.dtype != torch.float32 and q.dtype == cos.dtype and not form.in_fp32,
+                inverse,
                 BLOCK_HEADS,
                 1 << (rotary_dim // 2 - 1).bit_length(),
                 1 << (max(head_dim - rotary_dim, 1) - 1).bit_length(),

@@ -16,7 +16,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -141,19 +141,60 @@ def wants_gradient(*tensors: torch.Tensor | Proxy | None) -> bool:
     return transformed()
 
 
-def in_torch(*tensors: torch.Tensor | Proxy | None) -> bool:
-    """Return whether an operator that does little per element runs as torch's own operators.
+def composes() -> bool:
+    """Return whether an operator that does little per element runs as torch's own operators, without a question.
 
-    So it does where torch differentiates it (`wants_gradient`), and inside torch.compile, which fuses torch's with
-    what is around them: an operator of ours is a wall, and asks its questions anew at each call. SigLIP base took 8.1
-    ms compiled with them, 3.3 ms without (one image, H200, torch 2.11). A backend that was named is honoured.
+    So it does inside torch.compile, which fuses torch's with what is around them: an operator of ours is a wall, and
+    asks its questions anew at each call. SigLIP base took 8.1 ms compiled with them, 3.3 ms without (one image, H200,
+    torch 2.11). A backend that was named is honoured.
     """
-    return (is_compiling() and named_none()) or wants_gradient(*tensors)
+    return is_compiling() and named_none()
 
 
 def named_none() -> bool:
     """Return whether nobody asked for kernels by name."""
     return (_chosen or _NAMED) not in ("triton", "aiter")
+
+
+def learns(*tensors: torch.Tensor | None) -> bool:
+    """Return whether an operator that torch is to differentiate may do it itself, by kernels for both ways.
+
+    Not where a compiler looks, which fuses torch's own operators better than it could these, and not under a
+    transform, a dispatch mode, or for a tensor class. A second differentiation takes the form in torch's operators
+    (`again`). The first tensor decides on the backend, as in a forward.
+    """
+    first = tensors[0]
+    plain = all(tensor is None or type(tensor) in _PLAIN_TENSORS for tensor in tensors)
+    return plain and first is not None and nothing_watches(first.detach()) and not transformed() and uses_triton(first)
+
+
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+def again(
+    reference: Callable[..., Any],
+    inputs: Sequence[torch.Tensor | None],
+    needed: Sequence[bool],
+    gradients: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Return the gradients of `reference` by its inputs, so that they can be differentiated themselves.
+
+    Args:
+        reference: an operator in torch's own, of these inputs.
+        inputs: what its kernels were called with, as autograd saved it.
+        needed: of which of them a gradient is wanted.
+        gradients: of each of its outputs.
+    """
+    places = [place for place, (x, need) in enumerate(zip(inputs, needed, strict=True)) if need and x is not None]
+
+    def of_wanted(*wanted: torch.Tensor | None) -> Any:
+        given = dict(zip(places, wanted, strict=True))
+        return reference(*[given.get(place, x) for place, x in enumerate(inputs)])
+
+    # not `autograd.grad`, which would also follow the paths on which one input was made of another
+    pull = torch.func.vjp(of_wanted, *[inputs[place] for place in places])[1]
+    found = dict(zip(places, pull(gradients[0] if len(gradients) == 1 else tuple(gradients)), strict=True))
+    return [found.get(place) for place in range(len(inputs))]
 
 
 def transformed() -> bool:

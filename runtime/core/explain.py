@@ -9,9 +9,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from . import backend, place
+from . import backend, place, target
+
+NOT_FOR_AMD = (
+    "this GPU is AMD's, and the package was made for CUDA: aiter and the settings of ROCm's libraries did not come "
+    "along (rewrite MODEL --out DIR --target rocm)"
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Explanation:
     """What is kept for the model: the decode graphs of `generate()`, copies in 8 bits, who multiplies."""
     decode_loops: dict[str, str] = field(default_factory=dict)
     """Whether `generate()` of the model's class, or of every class, can take the decode loop, and why not."""
+    missing: list[str] = field(default_factory=list)
+    """What a package made for this machine's GPUs would have besides."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
@@ -37,7 +45,8 @@ class Explanation:
         lines += [f"{name}: decode loop: {said}" for name, said in self.decode_loops.items()]
         lines += self.graphs
         slow = any(said != "yes" for said in self.decode_loops.values())
-        if not self.fallbacks and not self.modules and not slow:
+        lines += self.missing
+        if not self.fallbacks and not self.modules and not self.missing and not slow:
             lines.append("every operator took its fast form")
         return "\n".join(lines)
 
@@ -57,10 +66,13 @@ def explain(model: nn.Module | None = None) -> Explanation:
     """Return every fallback of this package's operators, and the modules of `model` that they happened at."""
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
     loops = decode_loops()
+    missing = [NOT_FOR_AMD] if torch.version.hip is not None and not target.ROCM else []
     if model is None:
-        return Explanation(backend.get_backend(), counts, decode_loops=loops)
+        return Explanation(backend.get_backend(), counts, decode_loops=loops, missing=missing)
     graphs = [line for describe in _describers() for line in describe(model)]
-    return Explanation(backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model, loops))
+    return Explanation(
+        backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model, loops), missing
+    )
 
 
 def decode_loops() -> dict[str, str]:

@@ -79,16 +79,16 @@ def fp8_dtype(arch: str) -> torch.dtype:
 def options(chip: Target, dot: bool) -> dict[str, int]:
     """Return what a kernel is compiled with on a chip, besides its number of warps.
 
-    Of NVIDIA's compiler nothing: it refuses a launch with options that it does not know. `waves_per_eu` is left to
-    AMD's, which then aims at the most waves that the registers allow. A kernel with products (`dot`) gets 16 x 16
-    matrix instructions, since its tiles have 16 rows; before gfx950 two of their inner steps share one read of shared
-    memory.
+    A product and a sum are one instruction, which Triton 3.9 no longer does by itself: kernels of few rows would take
+    two for each weight. Nothing else of NVIDIA's compiler: it refuses a launch with options that it does not know.
+    AMD's keeps subnormals, which weights in 4 bits are read as (`products.blocks`). `waves_per_eu` is left to it, so
+    that it aims at the most waves that the registers allow. A kernel with products (`dot`) gets 16 x 16 matrix
+    instructions, since its tiles have 16 rows; before gfx950 two of their inner steps share one read of shared memory.
     """
     if chip.backend != "hip":
-        return {}
-    if not dot:
-        return {"waves_per_eu": 0}
-    return {"waves_per_eu": 0, "matrix_instr_nonkdim": 16, "kpack": 1 if chip.arch == "gfx950" else 2}
+        return {"enable_fp_fusion": True}
+    given = {"enable_fp_fusion": True, "allow_flush_denorm": False, "waves_per_eu": 0}
+    return given | ({"matrix_instr_nonkdim": 16, "kpack": 1 if chip.arch == "gfx950" else 2} if dot else {})
 
 
 _pretended: Target | None = None
@@ -285,6 +285,6 @@ class Kernel:
 
     def _options(self, num_warps: int, overlap: bool, tensor: torch.Tensor) -> dict[str, int]:
         given = {"num_warps": num_warps} | ({"launch_pdl": True} if overlap else {})
-        if not HIP or not (tensor.is_cuda or pretends()):  # the interpreter takes CPU tensors and no options
+        if not (tensor.is_cuda or pretends()):  # the interpreter takes CPU tensors and no options
             return given
         return given | options(_pretended or target(tensor.get_device()), self.dot)

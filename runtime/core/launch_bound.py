@@ -20,11 +20,12 @@ SMALL = 1 << 22
 def is_launch_bound(tensor: object) -> bool:
     """Return whether an operator on `tensor` is launched by the host now, and is soon over.
 
-    Not where kernels were asked for by name.
+    Not where kernels were asked for by name, nor in training, where a kernel also saves memory.
     """
     return (
         type(tensor) is Tensor
         and tensor.is_cuda
+        and not torch.is_grad_enabled()
         and backend.named_none()
         and tensor.numel() < SMALL
         and not (deferring.defers() or rehearses() or collects())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 _NESTED = re.search(r"\.runtime\.core(\.place)?$", __name__)
@@ -12,7 +13,7 @@ PACKAGE = __name__[: _NESTED.start()] if _NESTED else __name__.rpartition(".")[0
 """Dotted name of the package that the modeling file is in."""
 MODULES = f"{PACKAGE}.runtime." if _NESTED else f"{PACKAGE}.rewrite_runtime_"
 """How the dotted name of every file of this runtime begins."""
-FOLDER = Path(__file__).parents[_NESTED[0].count(".") - 1] if _NESTED else Path(__file__).parent
-"""The folder that the modeling file is in, with the tables that were measured."""
+FOLDER = Path(sys.modules[f"{PACKAGE}.runtime"].__path__[0]).parent if _NESTED else Path(__file__).parent
+"""The folder that the modeling file is in, with the tables that were measured: this file may lie in a shared one."""
 NAMESPACE = re.sub(r"\W", "_", PACKAGE)
 """What its operators are registered under: each package carries its own copy, and two live in one process."""

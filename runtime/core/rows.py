@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from . import backend
 from .launch import WAVE
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -75,6 +76,21 @@ def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor.contiguous(), tensor.shape[-1]
 
 
+def few_rows(input: torch.Tensor, most: int) -> bool:
+    """Return whether `input` is at most `most` rows that a kernel reads: nobody traces it or wants gradients.
+
+    More than one row are for the tensor cores, which have no fp32.
+    """
+    most = 1 if input.dtype == torch.float32 else most
+    return (
+        0 < input.numel() <= most * input.shape[-1]
+        and input.dtype in KERNEL_DTYPES
+        and backend.nothing_watches(input)
+        and not backend.wants_gradient(input)
+        and backend.uses_triton(input)
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def tile(hidden_size: int, rows: int) -> tuple[int, int, int]:
     """Return `(BLOCK_ROWS, BLOCK_COLS, num_warps)` for rows of `hidden_size` elements.
@@ -90,3 +106,15 @@ def tile(hidden_size: int, rows: int) -> tuple[int, int, int]:
     size = block_rows * block_cols
     threads = max(size // 16, min(size // 8, 256))
     return block_rows, block_cols, max(1, threads // WAVE)
+
+
+def programs(tensor: torch.Tensor, blocks: int) -> int:
+    """Return how many programs walk over `blocks` of rows, each with a sum of its own: four a multiprocessor."""
+    if not tensor.is_cuda:  # interpreted, one program after the other
+        return min(blocks, 2)
+    return min(blocks, 4 * _processors(tensor.get_device()))
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -40,6 +40,7 @@ from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .sampling import Sampling, StepState
 from .step_inputs import StepInputs
+from .step_length import StepLength
 
 PROGRAMS_KEPT = 8
 """Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
@@ -460,7 +461,9 @@ class DecodeGraph:
 
     def forward(self) -> Tensor:
         """Return the logits `[B, V]` of one step at the cache's position."""
-        with self.cache.step(), StepProducts(_INSTEAD, HANDLERS, poisons=rehearses()), self._constants:
+        products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
+        length = StepLength(self.cache.position, self.cache.capacity)
+        with self.cache.step(), products, self._constants, length:
             outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)
         if self.watched is not None:
             self.watched.advance()

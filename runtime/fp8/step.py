@@ -50,7 +50,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.linear import widened
+    from ..products.blocks import widened
 
     @triton.jit(do_not_specialize=["count"])
     def _fp8_skinny_kernel(  # type: ignore[no-untyped-def]

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
-from ..core.launch import WAVE, Kernel, overlaps
+from ..core.launch import WAVE, Kernel, chip_of, overlaps
+from .block_experts import block_experts, block_experts_of
 from .form import ExpertsForm, Gating, form_of, gated, gating
+from .grouped import grouped_experts
+from .mxfp4 import MxExperts
 from .transposed import launch_transposed
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -215,6 +218,11 @@ def fused_experts(
     Returns:
         Shaped as `hidden_states`, in its dtype.
     """
+    parts = experts.packed_parts() if isinstance(experts, MxExperts) else block_experts_of(experts)
+    parts = None if _has_a_say(experts) else parts
+    if parts is not None and not torch.is_autocast_enabled(hidden_states.device.type):
+        many = _sorting_pays(*top_k_index.shape, parts.down.values.shape[0], parts.gate_up.nbytes + parts.down.nbytes)
+        return block_experts(hidden_states, parts, top_k_index, top_k_weights, residual, scaling, many)
     form = form_of(experts)
     how = None if form is None else gating(form, scaling)
     reason = unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, form, how)
@@ -224,12 +232,40 @@ def fused_experts(
         biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if form is not None and form.biased else ()
         output: Tensor = _op(hidden_states, top_k_index, top_k_weights, *weights, residual, *how, *biases)
         return output
-    if reason is not None:
-        backend.count_fallback("fused_experts", reason, experts)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    output = _called(experts, tokens, top_k_index, top_k_weights, reason).view(hidden_states.shape)
-    output = output if scaling == 1.0 else output * scaling
+    if reason == "many_tokens" and how is not None and _is_sorted_here(tokens, top_k_weights, experts, form):
+        biases = (
+            (experts.gate_up_proj_bias, experts.down_proj_bias) if form is not None and form.biased else (None, None)
+        )
+        weights = (experts.gate_up_proj, experts.down_proj)
+        output = grouped_experts(tokens.contiguous(), top_k_index, top_k_weights, *weights, biases, how)
+    else:
+        if reason is not None:
+            backend.count_fallback("fused_experts", reason, experts)
+        output = _called(experts, tokens, top_k_index, top_k_weights, reason)
+        output = output if scaling == 1.0 else output * scaling
+    output = output.view(hidden_states.shape)
     return output if residual is None else residual + output
+
+
+def _is_sorted_here(tokens: Tensor, top_k_weights: Tensor, experts: nn.Module, form: ExpertsForm | None) -> bool:
+    """Return whether many tokens are sorted and multiplied by our own kernel: on AMD's chips.
+
+    torch's grouped product asks the host there where each group ends, once a layer, and cannot be captured.
+    """
+    chip = chip_of(tokens)
+    if chip is None or chip.backend != "hip" or not backend.nothing_watches(tokens):
+        return False
+    names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form and form.biased else ())
+    given = [experts.get_parameter(name) for name in names]
+    alike = all(t.dtype == tokens.dtype and t.device == tokens.device for t in given)
+    return alike and tokens.dtype in rows.KERNEL_DTYPES and tokens.numel() > 0 and backend.uses_triton(tokens)
+
+
+def _has_a_say(experts: nn.Module) -> bool:
+    """Return whether something watches the experts' call, or other kernels were asked for."""
+    asked = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return backend.observed(experts) or asked not in _IMPLEMENTATIONS
 
 
 def _called(
@@ -295,10 +331,13 @@ def sorting_is_faster(tokens: int, top_k: int, down_proj: Tensor) -> bool:
     The kernels read an expert once for each token that takes it; sorted, it is read once. With tokens spread evenly
     this is right for all of 1 to 512 tokens of Qwen3-30B-A3B (from 32) and Mixtral 8x7B (from 4), in bf16 on an H100.
     """
+    return _sorting_pays(tokens, top_k, down_proj.shape[0], 3 * down_proj.nbytes)
+
+
+def _sorting_pays(tokens: int, top_k: int, experts: int, nbytes: int) -> bool:
     if tokens > MAX_TOKENS:
         return True
-    experts, hidden_size, size = down_proj.shape
-    expert_bytes = 3 * hidden_size * size * down_proj.element_size()
+    expert_bytes = nbytes / experts
     hit = experts * (1.0 - (1.0 - top_k / experts) ** tokens)
     return tokens * top_k * expert_bytes > hit * expert_bytes / GROUPED_SHARE + SORTING_BYTES
 

@@ -48,7 +48,7 @@ def add_layer_norm(
         runs `F.layer_norm` in fp32, it runs too.
     """
     reason = None
-    if backend.in_torch(hidden_states, residual, weight, bias):
+    if backend.composes() or backend.wants_gradient(hidden_states, residual, weight, bias):
         reason = "gradient_wanted"
     elif torch.is_autocast_enabled(hidden_states.device.type):
         reason = "autocast"

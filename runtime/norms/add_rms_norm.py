@@ -8,6 +8,8 @@ N is any leading shape, H the hidden size:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..aiter import norms as aiter_norms
@@ -16,6 +18,8 @@ from ..core.target import ROCM
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
 from .rms_norm import result_dtype, rms_norm
+from .rms_norm_backward import refusal as backward_refusal
+from .rms_norm_backward import rms_norm_backward
 
 OFFERS: dict[str, dict[str, str]] = {
     "add_rms_norm": {
@@ -57,18 +61,71 @@ def add_rms_norm(
         weight_in_fp32: as in `rms_norm`.
 
     Returns:
-        `(normed, summed)`, both `[N, H]`, new and laid out as the torch form lays them out. Differentiable: where
-        gradients are wanted the torch form runs, and so it does where eps is no number.
+        `(normed, summed)`, both `[N, H]`, new and laid out as the torch form lays them out. Differentiable, by a
+        kernel (`rms_norm_backward`) or in the torch form, which runs where eps is no number, too.
     """
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("add_rms_norm", "eps_is_a_tensor")
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
-    if backend.in_torch(hidden_states, residual, weight):
-        backend.count_fallback("add_rms_norm", "gradient_wanted")
+    if backend.composes():
+        return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+    if backend.wants_gradient(hidden_states, residual, weight):
+        reason = _not_learned(hidden_states, residual, weight)
+        if reason is None:
+            given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
+            both: tuple[torch.Tensor, torch.Tensor] = _AddRmsNorm.apply(*given)
+            return both
+        backend.count_fallback("add_rms_norm", reason)
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if (summed := deferring.sum(hidden_states, residual)) is not None:
         return rms_norm(summed, weight, eps, offset=offset, weight_in_fp32=weight_in_fp32), summed
     return _op(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """Sum and norm, and their gradients from the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        offset: float,
+        weight_in_fp32: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, summed = _launch(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+        ctx.save_for_backward(summed, weight)
+        ctx.form = (eps, offset, weight_in_fp32)
+        ctx.dtypes = (hidden_states.dtype, residual.dtype)
+        return normed, summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        summed, weight = ctx.saved_tensors
+        eps, offset, weight_in_fp32 = ctx.form
+        first, second, for_weight = ctx.needs_input_grad[:3]
+        of_sum: torch.Tensor | None
+        if torch.is_grad_enabled():
+            reference = lambda x, w: norm_reference(x, w, *ctx.form)
+            of_norm, of_weight = backend.again(reference, (summed, weight), (True, for_weight), [gradient])
+            of_sum = after if of_norm is None else of_norm + after
+        else:
+            of_sum, of_weight = rms_norm_backward(
+                gradient, after, summed, weight, eps, for_weight, offset=offset, weight_in_fp32=weight_in_fp32
+            )
+        needed = zip((first, second), ctx.dtypes, strict=True)
+        of_terms = [of_sum.to(dtype) if need and of_sum is not None else None for need, dtype in needed]
+        return (*of_terms, of_weight, None, None, None)
+
+
+def _not_learned(hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> str | None:
+    """Return why the torch form is differentiated, and not the kernel."""
+    if not backend.learns(hidden_states, residual, weight):
+        return "gradient_wanted"
+    reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
+    return reason or backward_refusal(hidden_states) or backward_refusal(residual)
 
 
 def _reference(

@@ -12,12 +12,16 @@ N is any leading shape, H the hidden size, `x32` the input in fp32:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel
 from ..core.target import ROCM
+from .rms_norm_backward import refusal as backward_refusal
+from .rms_norm_backward import rms_norm_backward
 
 OFFERS: dict[str, dict[str, str]] = {
     "rms_norm": {
@@ -141,8 +145,8 @@ def rms_norm(
 
     Returns:
         `[N, H]`, laid out as the torch form lays it out. The input's dtype if `weight_in_fp32` or without a weight,
-        else torch's promotion of the two. Differentiable: where gradients are wanted the torch form runs, and so it
-        does where eps is no number.
+        else torch's promotion of the two. Differentiable, by a kernel (`rms_norm_backward`) or in the torch form,
+        which runs where eps is no number, too.
     """
     if rounds_as_weight and weight is not None and not hidden_states.dtype == weight.dtype != torch.float64:
         backend.count_fallback("rms_norm", "rounds_as_weight")
@@ -150,11 +154,55 @@ def rms_norm(
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("rms_norm", "eps_is_a_tensor")
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
-    if backend.in_torch(hidden_states, weight):
-        backend.count_fallback("rms_norm", "gradient_wanted")
+    if backend.composes():
+        return reference(hidden_states, weight, eps, offset, weight_in_fp32)
+    if backend.wants_gradient(hidden_states, weight):
+        reason = _not_learned(hidden_states, weight)
+        if reason is None:
+            given = (hidden_states, weight, eps, offset, weight_in_fp32)
+            normed: torch.Tensor = _RmsNorm.apply(*given)
+            return normed
+        backend.count_fallback("rms_norm", reason)
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     deferred = deferring.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)
     return _op(hidden_states, weight, eps, offset, weight_in_fp32) if deferred is None else deferred
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The norm, and its gradients from what it was given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        offset: float,
+        weight_in_fp32: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_states, weight)
+        ctx.form = (eps, offset, weight_in_fp32)
+        return launch_rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_states, weight = ctx.saved_tensors
+        eps, offset, weight_in_fp32 = ctx.form
+        needed = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():
+            found = backend.again(lambda x, w: reference(x, w, *ctx.form), (hidden_states, weight), needed, [gradient])
+            return (*found, None, None, None)
+        of_x, of_weight = rms_norm_backward(
+            gradient, None, hidden_states, weight, eps, needed[1], offset=offset, weight_in_fp32=weight_in_fp32
+        )
+        return of_x, of_weight, None, None, None
+
+
+def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | None:
+    """Return why the torch form is differentiated, and not the kernel."""
+    if not backend.learns(hidden_states, weight):
+        return "gradient_wanted"
+    return refusal(hidden_states, weight) or backward_refusal(hidden_states)
 
 
 def reference(

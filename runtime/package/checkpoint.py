@@ -2,9 +2,64 @@
 
 from __future__ import annotations
 
+import contextvars
+import copy
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+from transformers import PreTrainedConfig
+
 OFFERS: dict[str, dict[str, str]] = {
     "NativeCheckpoint": {},
 }
+
+
+class Adopter(Protocol):
+    """A class of layers with kernels for weights as they are published."""
+
+    @staticmethod
+    def adopt(model: nn.Module) -> None:
+        """Take over the layers of a loaded model that it computes."""
+
+
+class Loader(Protocol):
+    """A class of layers that are loaded in their published form, where transformers would change it."""
+
+    method: str
+    """Of quantisation, as `config.json` names it."""
+
+    @staticmethod
+    def wanted() -> bool:
+        """Return whether this machine has a use for that form."""
+
+    @staticmethod
+    def prepare(model: nn.Module, quantization: dict[str, Any]) -> bool:
+        """Give a model without weights the layers of a checkpoint; return whether it has such layers."""
+
+
+AnyAdopter = TypeVar("AnyAdopter", bound=type[Adopter])
+AnyLoader = TypeVar("AnyLoader", bound=type[Loader])
+
+_adopters: list[type[Adopter]] = []
+_loaders: dict[str, type[Loader]] = {}
+_preparing: contextvars.ContextVar[tuple[type, type[Loader], dict[str, Any]] | None] = contextvars.ContextVar(
+    "preparing", default=None
+)
+_ELSEWHERE = ("quantization_config", "gguf_file", "state_dict", "tp_plan", "tp_size", "device_mesh", "ep_plan")
+"""Arguments of `from_pretrained` with which transformers' own way is taken."""
+_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+
+
+def adopts(kind: AnyAdopter) -> AnyAdopter:
+    """Let a class look at every quantised model that is loaded."""
+    _adopters.append(kind)
+    return kind
+
+
+def loads(kind: AnyLoader) -> AnyLoader:
+    """Let a class load checkpoints of its method of quantisation."""
+    _loaders[kind.method] = kind
+    return kind
 
 
 class NativeCheckpoint:
@@ -19,3 +74,63 @@ class NativeCheckpoint:
     def is_custom_code(cls) -> bool:
         """Return False: checkpoints are laid out as the original's."""
         return False
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint as the original class does; quantised layers for which there are kernels get them."""
+        found = _published(cls, pretrained_model_name_or_path, kwargs)
+        if found is None:
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        else:
+            loader, config, rest = found
+            quantization = config.quantization_config
+            config = copy.deepcopy(config)
+            del config.quantization_config
+            token = _preparing.set((cls, loader, quantization))
+            try:
+                loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **rest)  # type: ignore[misc]
+            finally:
+                _preparing.reset(token)
+            (loaded[0] if isinstance(loaded, tuple) else loaded).config.quantization_config = quantization
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if getattr(model, "hf_quantizer", None) is not None:
+            for adopter in _adopters:
+                adopter.adopt(model)
+        return loaded
+
+    def post_init(self) -> None:
+        """Do what transformers does once a model is built; layers of a published form are then put in."""
+        super().post_init()  # type: ignore[misc]
+        preparing = _preparing.get()
+        if preparing is not None and type(self) is preparing[0]:
+            _, loader, quantization = preparing
+            loader.prepare(self, quantization)  # type: ignore[arg-type]
+
+
+def _published(
+    model_class: Any, name: Any, kwargs: dict[str, Any]
+) -> tuple[type[Loader], PreTrainedConfig, dict[str, Any]] | None:
+    """Return who loads a checkpoint in its published form, its configuration, and the other arguments."""
+    if not _loaders or name is None or any(kwargs.get(key) is not None for key in _ELSEWHERE):
+        return None
+    config = kwargs.get("config")
+    rest = {key: value for key, value in kwargs.items() if key != "config"}
+    if not isinstance(config, PreTrainedConfig):
+        place = name if config is None else config
+        hub = {key: value for key, value in rest.items() if key in _HUB}
+        try:
+            written, _ = PreTrainedConfig.get_config_dict(place, **hub)
+        except OSError:  # an adapter's folder, or none: for transformers to say
+            return None
+        if _loader_of(written.get("quantization_config")) is None:
+            return None
+        config, rest = model_class.config_class.from_pretrained(place, return_unused_kwargs=True, **rest)
+        rest |= hub
+    loader = _loader_of(getattr(config, "quantization_config", None))
+    return None if loader is None else (loader, config, rest)
+
+
+def _loader_of(quantization: Any) -> type[Loader] | None:
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    loader = _loaders.get(method) if isinstance(method, str) else None
+    return loader if loader is not None and loader.wanted() else None

@@ -9,7 +9,7 @@ as `from .name import …`: no folders, and in transformers 5.0 only what that o
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -25,20 +25,26 @@ class NotFlat(ValueError):
     """A package has no flat form."""
 
 
-def flat_files(folder: Path, modeling: str) -> dict[str, str]:
+def flat_files(folder: Path, modeling: str, shared: Sequence[Path] = ()) -> dict[str, str]:
     """Return the flat files, by name, of the package in `folder` whose modeling file is `modeling`.
+
+    Args:
+        folder: the package.
+        modeling: the name of its modeling file.
+        shared: where else the files of its `runtime/` are looked for.
 
     Raises:
         NotFlat: if a file imports one that is not there, or two would have the same name.
     """
+    places = _Places(folder, shared)
     guard = _guard(folder / "__init__.py")
     found: dict[str, str] = {}
-    made_from = next((name for name in _GUARDS if (folder / name).is_file()), "")
+    made_from = next((name for name in _GUARDS if places.has(name)), "")
     waiting = [modeling, *([made_from, UPSTREAM] if guard else [])]
     while waiting:
         name = waiting.pop()
         if name not in found:
-            found[name], needed = _flattened(folder, name)
+            found[name], needed = _flattened(places, name)
             waiting += needed
     names = {name: flat_name(name) for name in sorted(found)}
     if len(set(names.values())) < len(names):
@@ -46,6 +52,24 @@ def flat_files(folder: Path, modeling: str) -> dict[str, str]:
     runtime = [names[name] for name in sorted(found) if name != modeling]
     texts = {names[name]: _marked(name, text) for name, text in sorted(found.items()) if name != modeling}
     return {modeling: _with_names(found[modeling].replace(_LOCK, "", 1), guard, made_from, runtime), **texts}
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the files of a package lie."""
+
+    folder: Path
+    shared: Sequence[Path]
+
+    def path(self, name: PurePosixPath | str) -> Path:
+        """Return where a file is, by its name in the package."""
+        parts = PurePosixPath(name).parts
+        others = [place.joinpath(*parts[1:]) for place in self.shared if parts[0] == "runtime"]
+        return next((path for path in (self.folder / name, *others) if path.is_file()), self.folder / name)
+
+    def has(self, name: PurePosixPath | str) -> bool:
+        """Return whether there is such a file."""
+        return self.path(name).is_file()
 
 
 def _marked(name: str, text: str) -> str:
@@ -60,14 +84,14 @@ def flat_name(name: str) -> str:
     return f"{'_'.join(('rewrite', *parts)) if path.parent.parts else path.stem}.py"
 
 
-def _flattened(folder: Path, name: str) -> tuple[str, list[str]]:
+def _flattened(places: _Places, name: str) -> tuple[str, list[str]]:
     """Return the text of a file with one dot in each of its relative imports, and the files that these name."""
-    text = (folder / name).read_text(encoding="utf-8")
+    text = places.path(name).read_text(encoding="utf-8")
     lines = text.split("\n")
     needed: list[str] = []
     imports = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
     for node in sorted(imports, key=lambda node: node.lineno, reverse=True):
-        found = [_imported(folder, name, node, alias) for alias in node.names]
+        found = [_imported(places, name, node, alias) for alias in node.names]
         needed += [one.file for one in found]
         if not any("/" in file for file in (name, *(one.file for one in found))):
             continue  # files beside the modeling file are flat
@@ -85,16 +109,16 @@ class _Imported:
     """Whether the name is the file itself, and not something in it."""
 
 
-def _imported(folder: Path, name: str, node: ast.ImportFrom, alias: ast.alias) -> _Imported:
+def _imported(places: _Places, name: str, node: ast.ImportFrom, alias: ast.alias) -> _Imported:
     base = PurePosixPath(name).parents[node.level - 1].joinpath(*(node.module or "").split("."))
     init = base / "__init__.py"
-    if node.module is not None and (folder / f"{base}.py").is_file():
+    if node.module is not None and places.has(f"{base}.py"):
         return _Imported(alias, f"{base}.py", is_module=False)
-    if base.name and (folder / init).is_file() and alias.name in _bound(folder / init):  # before a file of that name
+    if base.name and places.has(init) and alias.name in _bound(places.path(init)):  # before a file of that name
         return _Imported(alias, init.as_posix(), is_module=False)
-    for place in (base / f"{alias.name}.py", base / alias.name / "__init__.py"):
-        if (folder / place).is_file():
-            return _Imported(alias, place.as_posix(), is_module=True)
+    for path in (base / f"{alias.name}.py", base / alias.name / "__init__.py"):
+        if places.has(path):
+            return _Imported(alias, path.as_posix(), is_module=True)
     raise NotFlat(f"{name} imports {alias.name}, which no file beside the modeling file or below it has")
 
 

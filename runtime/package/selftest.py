@@ -50,8 +50,8 @@ class SelfTest:
 
     def __str__(self) -> str:
         return (
-            f"{self.model} on {self.device}: {self.tensors} tensors arrived whole, logits within "
-            f"{self.difference:.1e}, {self.tokens} tokens equal, {self.seconds:.1f} s"
+            f"{self.model} on {self.device}: {self.tensors} tensors arrived whole,\n"
+            f"logits within {self.difference:.1e}, {self.tokens} tokens equal, {self.seconds:.1f} s"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +37,9 @@ def _saving_flat(save: Callable[..., Any], module: ModuleType) -> Callable[..., 
         if self._auto_class is None or type(self).__module__ != module.__name__:
             return save(self, *args, **kwargs)
         path = Path(str(module.__file__))
+        runtime = getattr(sys.modules.get(f"{module.__package__}.runtime"), "__path__", ())
         with tempfile.TemporaryDirectory() as folder:
-            for name, text in flat_files(path.parent, path.name).items():
+            for name, text in flat_files(path.parent, path.name, [Path(place) for place in runtime]).items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
             module.__file__ = str(Path(folder) / path.name)  # what transformers copies, with all that it imports
             try:

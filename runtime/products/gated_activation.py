@@ -9,12 +9,16 @@ torch does, then multiplied:
     relu       max(g, 0)
     relu2      round(max(g, 0)²)
     quick_gelu g / (1 + exp(-1.702 g))                         in a product's kernel only (`step_products`)
+
+The gradients of both are made in one pass from gate and up, which is all that is kept; the activation is computed
+again.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +50,13 @@ case("8B, SiLU, two tensors", gated_activation, tensor(PROMPT, size), tensor(PRO
 case("8B, GELU", halves, PROMPT, size, nn.GELU())
 case("Gemma 9B, GELU tanh", halves, PROMPT, GEMMA_9B.intermediate_size, nn.GELU("tanh"))
 case("8B, ReLU", halves, PROMPT, size, nn.ReLU())
+
+def gradients(kind):
+    tensors = [tensor(PROMPT, size) for _ in range(3)]
+    gated_activation_backward(*tensors, kind)
+
+for kind in ("silu", "gelu", "gelu_tanh", "relu2"):
+    case(f"8B, {kind}, gradients", gradients, kind)
 """
 
 if backend.triton_installed():
@@ -99,6 +110,65 @@ if backend.triton_installed():
 
     gated_activation_kernel = Kernel(_gated_activation_kernel)
 
+    @triton.jit
+    def _slope(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return the derivative of the activation."""
+        if ACTIVATION == "silu":
+            share, rest = 1.0 / (1.0 + tl.exp(-gate)), 1.0 / (1.0 + tl.exp(gate))
+            slope = share + gate * share * rest
+        elif ACTIVATION == "gelu":
+            density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+            slope = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) + gate * density
+        elif ACTIVATION == "gelu_tanh":
+            bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            share, rest = 1.0 / (1.0 + tl.exp(-bent)), 1.0 / (1.0 + tl.exp(bent))  # 1 - share would lose its digits
+            slope = share + gate * share * rest * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+        elif ACTIVATION == "relu":
+            slope = tl.where(gate > 0.0, 1.0, 0.0)
+        else:
+            tl.static_assert(ACTIVATION == "relu2")
+            slope = tl.where(gate > 0.0, 2.0 * gate, 0.0)
+        return slope
+
+    @triton.jit(do_not_specialize=["row_count"])
+    def _gated_activation_backward_kernel(  # type: ignore[no-untyped-def]
+        gradient_ptr,
+        gate_ptr,
+        up_ptr,
+        of_gate_ptr,
+        of_up_ptr,
+        product_ptr,
+        row_count,
+        intermediate_size,
+        gate_stride,
+        up_stride,
+        FLAT: tl.constexpr,
+        ACTIVATION: tl.constexpr,
+        AGAIN: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Write both gradients; with AGAIN also the product itself, as the forward rounded it."""
+        row = tl.zeros((), tl.int64)
+        if not FLAT:
+            row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            if row >= row_count:
+                return
+        col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = col < intermediate_size
+        place = row * intermediate_size + col
+        gradient = tl.load(gradient_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0)
+        up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+        wide = gate.to(tl.float32)
+        activated = _activate(wide, ACTIVATION).to(gate.dtype).to(tl.float32)
+        of_gate = gradient * up * _slope(wide, ACTIVATION)
+        tl.store(of_gate_ptr + place, of_gate.to(of_gate_ptr.dtype.element_ty), mask=mask)
+        tl.store(of_up_ptr + place, (gradient * activated).to(of_up_ptr.dtype.element_ty), mask=mask)
+        if AGAIN:
+            tl.store(product_ptr + place, (activated * up).to(product_ptr.dtype.element_ty), mask=mask)
+
+    gated_activation_backward_kernel = Kernel(_gated_activation_backward_kernel)
+
 
 _REFERENCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -134,18 +204,23 @@ def gated_activation(
         activation: a module or function.
 
     Returns:
-        `[N, I]` in torch's promotion of the two, contiguous when the kernel ran. Differentiable: where gradients are
-        wanted the torch form runs.
+        `[N, I]` in torch's promotion of the two, contiguous when the kernel ran. Differentiable, by a kernel or in the
+        torch form.
     """
     if not isinstance(up, torch.Tensor) or not isinstance(gate, torch.Tensor):
         backend.count_fallback("gated_activation", "no_tensor")
         return activation(gate) * up
-    if backend.in_torch(gate, up):
-        backend.count_fallback("gated_activation", "gradient_wanted")
+    if backend.composes():
         return activation(gate) * up
     kind = activation_kind(activation)
     if kind is None:
         backend.count_fallback("gated_activation", "activation_observed_or_unknown")
+        return activation(gate) * up
+    if backend.wants_gradient(gate, up):
+        if (reason := not_learned(gate, up)) is None:
+            product: torch.Tensor = _GatedActivation.apply(gate, up, kind)
+            return product
+        backend.count_fallback("gated_activation", reason)
         return activation(gate) * up
     if is_launch_bound(gate):
         return activation(gate) * up
@@ -153,6 +228,38 @@ def gated_activation(
         backend.count_fallback("gated_activation", "permuted")
         return activation(gate) * up
     return _op(gate, up, kind)
+
+
+class _GatedActivation(torch.autograd.Function):
+    """The product, and its gradients from what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return launch_gated_activation(gate, up, kind)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            reference = lambda gate, up: _REFERENCE[ctx.kind](gate) * up
+            return (*backend.again(reference, (gate, up), ctx.needs_input_grad[:2], [gradient]), None)
+        return (*gated_activation_backward(gradient, gate, up, ctx.kind), None)
+
+
+def not_learned(gate: torch.Tensor, up: torch.Tensor) -> str | None:
+    """Return why the torch form is differentiated, and not the kernel."""
+    if not backend.learns(gate, up):
+        return "gradient_wanted"
+    if not gate.numel() or not (_is_in_order(gate) and _is_in_order(up)):
+        return "permuted"
+    return _refusal(gate, up)
+
+
+def torch_form(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the activation of a name in torch's operators."""
+    return _REFERENCE[kind]
 
 
 def _is_in_order(tensor: torch.Tensor) -> bool:
@@ -190,7 +297,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
     if backend.uses_triton(gate):
         reason = _refusal(gate, up)
         if reason is None:
-            return _launch(gate, up, activation)
+            return launch_gated_activation(gate, up, activation)
         backend.count_fallback("gated_activation", reason)
     return (_REFERENCE[activation](gate) * up).contiguous()
 
@@ -202,18 +309,13 @@ def _refusal(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     return None if same else "shapes_differ"
 
 
-def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def launch_gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Run the kernel."""
     out = _fake(gate, up, activation)
     count = out.numel()
     if count == 0:
         return out
-    size = out.shape[-1]
-    flat = count < 1 << 31 and gate.is_contiguous() and up.is_contiguous()
-    if flat:
-        size = gate_stride = up_stride = count
-    else:
-        gate, gate_stride = rows.flatten(gate)
-        up, up_stride = rows.flatten(up)
+    gate, gate_stride, up, up_stride, size, flat = _rows(gate, up)
     block, threads = (1024, 256) if count >= 1 << 20 else (512, 128)
     num_warps = threads // (2 * WAVE if HIP else WAVE)  # AMD's memory units want 16 bytes a thread
     with backend.device_guard(out):
@@ -227,6 +329,50 @@ def _launch(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
             (flat, activation, block),
         )
     return out
+
+
+def gated_activation_backward(
+    gradient: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    product: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of gate and up, contiguous and in their dtypes.
+
+    Args:
+        gradient: `[N, I]`, of the product.
+        gate: `[N, I]`, as in `gated_activation`.
+        up: `[N, I]`.
+        activation: its name in a kernel.
+        product: `[N, I]`, contiguous, where the product is written once more; None where nobody needs it.
+    """
+    of_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    of_up = torch.empty_like(up, memory_format=torch.contiguous_format)
+    gradient = gradient.contiguous()
+    gate, gate_stride, up, up_stride, size, flat = _rows(gate, up)
+    count = gate.numel()
+    block, threads = (1024, 256) if count >= 1 << 20 else (512, 128)
+    num_warps = threads // (2 * WAVE if HIP else WAVE)
+    with backend.device_guard(gate):
+        gated_activation_backward_kernel.launch(
+            grid(-(-size // block), count // size),
+            num_warps,
+            (gradient, gate, up, of_gate, of_up, of_gate if product is None else product),
+            (count // size,),
+            (size, gate_stride, up_stride),
+            (),
+            (flat, activation, product is not None, block),
+        )
+    return of_gate, of_up
+
+
+def _rows(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor, int, int, bool]:
+    """Return both with the strides of their rows, the size of a row, and whether all of it is taken as one."""
+    count = gate.numel()
+    if count < 1 << 31 and gate.is_contiguous() and up.is_contiguous():
+        return gate, count, up, count, count, True
+    return *rows.flatten(gate), *rows.flatten(up), gate.shape[-1], False
 
 
 def _fake(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

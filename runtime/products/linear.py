@@ -19,14 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
+from ..core.rows import few_rows as few_rows_of
 from ..core.tiles import Tile, tile
 from . import packing
+from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
 from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
@@ -79,16 +80,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from .blocks import widened
     from .gated_activation import _activate
-
-    @triton.jit
-    def widened(loaded, DECODE: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return what was loaded of a weight in fp32; with DECODE the bytes of e4m3, or of e4m3fnuz."""
-        if DECODE:
-            wide = loaded.to(tl.int16)
-            half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-            return half.to(tl.float16, bitcast=True).to(tl.float32) * (128.0 if FNUZ else 256.0)
-        return loaded.to(tl.float32)
 
     @triton.jit
     def scaled(x_ptr, norm_ptr, col, mask, offset, NORM: tl.constexpr, WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -287,7 +280,11 @@ def linear(
     Returns:
         `[N, O]`.
     """
-    if takes_few_rows(input):
+    if is_block_linear(projection):
+        scaled = block_linear(input, (projection,), norm, residual)
+        if scaled is not None:
+            return scaled
+    elif takes_few_rows(input):
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, (projection,))
         if isinstance(parameters, tuple) and _fits(input, parameters, residual):
@@ -332,7 +329,15 @@ def gated_linear(
         `[N, O]`.
     """
     kind = activation_kind(activation)
-    if kind is not None and takes_few_rows(input):
+    if are_blocks(projections):
+        scaled = block_linear(input, projections, norm, kind=kind) if kind is not None else None
+        if scaled is not None:
+            return scaled
+        scaled = block_linear(input, projections, norm)
+        if scaled is not None:
+            gate, up = scaled.chunk(2, dim=-1)
+            return gated_activation(gate, up, activation)
+    elif kind is not None and takes_few_rows(input):
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
@@ -358,18 +363,8 @@ def gated_linear(
 
 
 def takes_few_rows(input: Tensor) -> bool:
-    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients.
-
-    More than one row are for the tensor cores, which have no fp32.
-    """
-    most = 1 if input.dtype == torch.float32 else MOST_ROWS
-    return (
-        0 < input.numel() <= most * input.shape[-1]
-        and input.dtype in KERNEL_DTYPES
-        and backend.nothing_watches(input)
-        and not backend.wants_gradient(input)
-        and backend.uses_triton(input)
-    )
+    """Return whether `input` is rows that a kernel of a decode step reads: nobody traces it or wants gradients."""
+    return few_rows_of(input, MOST_ROWS)
 
 
 def is_one_row(input: Tensor) -> bool:

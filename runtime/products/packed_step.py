@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from .block_linear import are_blocks, block_linear
 from .linear import _fits, before, few_rows, takes_few_rows
 from .packing import packed_linear, packed_parameters
 
@@ -25,12 +26,17 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
-    if takes_few_rows(input):
+    sizes = [projection.get_parameter("weight").shape[0] for projection in projections]
+    if are_blocks(projections):
+        scaled = block_linear(input, projections, norm)
+        if scaled is not None:
+            return scaled.split_with_sizes(sizes, -1)
+    elif takes_few_rows(input):
         input, prologue = before(input, norm)
         norm = norm if prologue is not None else None
         parameters = packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
             product = few_rows(input, *parameters, prologue, None)
             if product is not None:
-                return product.split_with_sizes([p.get_parameter("weight").shape[0] for p in projections], -1)
+                return product.split_with_sizes(sizes, -1)
     return packed_linear(input if norm is None else norm(input), *projections)

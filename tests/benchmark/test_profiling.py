@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rewrite.measure.profiling import is_copy, is_kernel
+from rewrite.benchmark import ladder
+from rewrite.measure.profiling import by_category, is_copy, is_kernel
 from rewrite.verify.generation.latency import copies_a_layer
 
 COPYING = (
@@ -33,3 +34,27 @@ def test_kernels_and_copies(name: str, kernel: bool, copy: bool) -> None:
 def test_copies_of_a_layer_are_named() -> None:
     assert copies_a_layer({COPYING[2]: 32.0, "sampled": 1.0}, 16) == "2 × Memcpy DtoD (Device -> Device)"
     assert copies_a_layer({"sampled": 1.0}, 16) == "none"
+
+
+def test_kernels_are_summed_by_category() -> None:
+    times = {
+        "_linear_kernel": 2.0,
+        "nvjet_tst_64x8_64x16_4x1_v_bz_TNT": 3.0,
+        "_rms_norm_kernel": 1.0,
+        "unheard of": 0.5,
+    }
+    assert by_category(times) == {"gemm": 5.0, "elementwise": 1.0, "other": 0.5}
+
+
+def test_a_rung_says_what_it_moved() -> None:
+    rungs = [
+        {"name": "original, eager", "sites": 0, "categories": {"gemm": 100.0, "elementwise": 80.0}},
+        {"name": "+ fuse_rms_norm", "sites": 1, "categories": {"gemm": 101.0, "elementwise": 20.0, "sampling": 5.0}},
+        {"name": "+ fuse_rope", "sites": 0, "error": "RuntimeError: no"},
+        {"name": "+ static_cache", "sites": 1, "categories": {"gemm": 60.0, "elementwise": 20.0, "sampling": 5.0}},
+    ]
+    notes = ladder.table({"cell": {"batch": 1, "context": 512}, "rungs": rungs}).notes
+    assert notes == (
+        "+ fuse_rms_norm: norms, elementwise -60 µs, sampling +5 µs",
+        "+ static_cache: products -41 µs",
+    )

@@ -175,7 +175,7 @@ def test_a_broken_lock(package: Path, rewrite: CommandLine, text: str) -> None:
     fails(rewrite("diff", package), 2, "rewrite.lock")
 
 
-@pytest.mark.parametrize("name", ["modeling_tiny.py", ".rewrite/modeling_tiny.py"])
+@pytest.mark.parametrize("name", ["modeling_tiny.py", ".rewrite/texts.zip"])
 def test_a_package_with_a_file_gone(package: Path, rewrite: CommandLine, name: str) -> None:
     (package / name).unlink()
     fails(rewrite("diff", package, "--generated"), 2, name)

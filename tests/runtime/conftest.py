@@ -57,6 +57,7 @@ def seeded() -> None:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with an MI300X and no aiter."""
     monkeypatch.setattr(aiter_probe, "chip", lambda device=None: "gfx942")
+    monkeypatch.setattr(backend, "device_guard", fake_aiter.device_guard)
     monkeypatch.setenv("AITER_LOG_LEVEL", "WARNING")
     for name in (aiter_calls.SWITCH, aiter_gemm.TABLE, backend.ENVIRONMENT_VARIABLE):
         monkeypatch.delenv(name, raising=False)

@@ -7,10 +7,11 @@ that the real package compiles are registered as operators that claim to write t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ RETURNS = ("rms_norm", "layernorm2d_fwd")
 
 calls: Counter[str] = Counter()
 """How often each function was called."""
+OF_TENSORS = 1
+"""The card that all tensors are on."""
+card = 0
+"""The current one, on whose stream aiter launches: another, except under a guard."""
+
+
+@contextlib.contextmanager
+def device_guard(tensor: Tensor) -> Iterator[None]:
+    """Stand for `backend.device_guard`, which makes the device of a tensor the current one."""
+    global card
+    before, card = card, OF_TENSORS
+    try:
+        yield
+    finally:
+        card = before
 
 
 def number(release: str) -> tuple[int, ...]:
@@ -74,6 +90,7 @@ class Release:
 
     def _counted(self, name: str) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:
+            assert card == OF_TENSORS, f"{name} would be launched on the stream of another card"
             calls[name] += 1
             return self.bodies[name](self, **arguments)
 

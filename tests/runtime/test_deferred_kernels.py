@@ -342,7 +342,7 @@ def test_attention_of_other_forms_is_torch_s(device: torch.device) -> None:
         assert masked_attention(query, key, key, is_causal=True) is None
         assert masked_attention(query, key, key, dropout_p=0.1) is None
         assert masked_attention(query.repeat(1, 2, 1, 1), key, key) is None
-        assert masked_attention(query.expand(1, 2, 9, 16), key, key) is None
+        assert masked_attention(query.expand(1, 2, 17, 16), key, key) is None
         assert masked_attention(query, key, key, torch.zeros(9, device=device)) is None
     assert masked_attention(query.requires_grad_(), key, key) is None
 

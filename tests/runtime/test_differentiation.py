@@ -28,6 +28,7 @@ from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.layer_norm import layer_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.gated_activation import gated_activation
+from rewrite.runtime.products.gated_product import gated_product
 from rewrite.runtime.products.gemm import routed_linear, routed_packed_linear
 from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.packed_step import packed_step
@@ -115,6 +116,9 @@ CASES: dict[str, Case] = {
     ),
     "gated_activation": Case(
         lambda _, x, y: gated_activation(x, y, F.silu), lambda _, x, y: F.silu(x) * y, (STATES, STATES)
+    ),
+    "gated_product": Case(
+        lambda m, x, y: gated_product(x, y, F.silu, m.q), lambda m, x, y: m.q(F.silu(x) * y), (STATES, STATES)
     ),
     "rotary": Case(
         lambda _, q, k, cos, sin: rotary(q, k, cos, sin),

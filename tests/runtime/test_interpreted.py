@@ -13,6 +13,8 @@ import pytest
 
 FOLDER = Path(__file__).parent
 TESTS = [*(path.name for path in sorted(FOLDER.glob("test_*kernels.py"))), "test_rotary_rows.py"]
+HALF = ("test_kernels.py", "test_step_kernels.py")
+"""Files that run in fp16 too, which takes the interpreter as long again; a GPU runs all of them in every dtype."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -22,7 +24,7 @@ TESTS = [*(path.name for path in sorted(FOLDER.glob("test_*kernels.py"))), "test
 )
 @pytest.mark.parametrize("tests", TESTS)
 def test_kernels_under_the_interpreter(tests: str, brief: bool) -> None:
-    chosen = ["-k", "not float16"] if brief else []
+    chosen = ["-k", "not float16"] if brief or tests not in HALF else []
     if tests == "test_rotary_rows.py":
         chosen = ["-k", "test_kernel_gathers_rows"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen, str(FOLDER / tests)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,12 @@ HARMS: dict[str, Harm] = {
     "through a folder": file("runtime/../../victim.py"),
     "a null": file("runtime/\0.py"),
     "the folder itself": file("."),
-    "two modeling files": lambda data: data["files"].update(
-        {"modeling_other.py": "0", ".rewrite/modeling_other.py.original": "0"}
-    ),
+    "another modeling file": lambda data: data.update(modeling="modeling_other.py"),
+    "no modeling file's name": lambda data: data.update(modeling="runtime/core.py"),
+    "two modeling files, of an older version": lambda data: [
+        data["files"].update({"modeling_other.py": "0"}),
+        data.pop("modeling"),
+    ],
     "a modeling file elsewhere": lambda data: data.update(files={"modeling_/../../victim.py": "0"}),
     "no modeling file": lambda data: data["files"].pop("modeling_tiny.py"),
     "an original outside transformers": lambda data: data["source"].update(path="../../../../etc/passwd"),
@@ -134,8 +138,11 @@ def test_a_lock_of_the_first_schema_is_read(package: Path, releases: Releases, r
     data = json.loads(path.read_text())
     del data["digest"], data["tool"]["engine"]
     data["schema"] = 1
-    kept = [name for name in data["files"] if name.startswith(".rewrite/") and not name.endswith("/modeling_tiny.py")]
-    for name in [*kept, "runtime/upstream.py"]:
+    generated = zipfile.ZipFile(package / ".rewrite" / "texts.zip").read("modeling_tiny.py")
+    (package / ".rewrite" / "modeling_tiny.py").write_bytes(generated)
+    data["files"][".rewrite/modeling_tiny.py"] = data["files"]["modeling_tiny.py"]
+    del data["modeling"]
+    for name in [".rewrite/texts.zip", "runtime/upstream.py"]:
         (package / name).unlink()
         del data["files"][name]
     path.write_text(json.dumps(data))

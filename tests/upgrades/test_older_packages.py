@@ -36,6 +36,11 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 @pytest.fixture
 def package(layout: Layout, tmp_path: Path) -> Path:
+    return unpacked(layout, tmp_path)
+
+
+def unpacked(layout: Layout, tmp_path: Path) -> Path:
+    """Return a package of a layout."""
     with tarfile.open(ARCHIVES / f"{layout.archive}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     assert (tmp_path / "pebble" / layout.norm).is_file()

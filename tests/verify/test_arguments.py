@@ -118,6 +118,17 @@ def test_what_was_not_asked_for_is_said() -> None:
     assert verdict.to_json()["asked"][0]["missed"] == ["odd"]
 
 
+def test_what_was_not_asked_for_is_one_line_where_something_failed() -> None:
+    missed = tuple(f"argument_{number}" for number in range(40))
+    asked = tuple(Asked(f"Model{number}", "arguments", 50, missed) for number in range(5))
+    failed = Verdict(False, None, None, "Model0", (), None, "parity", {}, Options(), 1.0, asked=asked)
+    lines = render(failed).splitlines()
+    assert [line for line in lines if "not verified" in line] == [
+        "not verified: 200 of 250 arguments (verify.json, or --json, lists them)"
+    ]
+    assert len(render(failed, verbose=True).splitlines()) > 20
+
+
 def bench_of(name: str, rewritten: Any = None) -> Workbench:
     cls = model_class(name)
     subject = Subject(cls, rewritten or cls, name.endswith("CausalLM"))

@@ -1,0 +1,275 @@
+"""Training steps of a package, its original, the original compiled and Liger: time, memory, and parity of gradients.
+
+A step is forward with labels, backward and a fused AdamW, on random tokens. All sides start from the same weights;
+each has weights and an optimizer of its own, and they are timed in turn. Memory is what a side's weights, optimizer
+and step take at their peak. Before that, the loss and every gradient of a short row are compared with those of the
+original in fp32, where the original's own error in the dtype at hand is the yardstick.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rewrite.measure import timing
+from rewrite.measure.presets import config_for
+from rewrite.show.step import Step
+
+from . import contenders
+from .models import Subject, load
+from .plan import LIGER, ORIGINAL, OURS, Cell, Plan
+from .run import Keep, Progress, header
+from .tables import Table, narrow, ratio_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COMPILED, OURS_COMPILED = "compiled", "ours compiled"
+SIDES = (ORIGINAL, COMPILED, LIGER, OURS, OURS_COMPILED)
+TITLES = {
+    ORIGINAL: "original, eager",
+    COMPILED: "original, compiled",
+    LIGER: "original with Liger",
+    OURS: "rewritten",
+    OURS_COMPILED: "rewritten, compiled",
+}
+PARITY_TOKENS = 512
+STEPS = 3
+"""Steps of a round: their kernels are queued one behind the other, as in training."""
+MOST = {"largest": 2.0, "middle": 1.1}
+"""Errors of our gradients, in terms of the original's in the same dtype: of any weight, and of the middle one."""
+IN_FP32 = 1e-4
+"""Relative error of a gradient in fp32, where the original is the yardstick itself."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How near our gradients are to those of the original in fp32, in terms of the original's own error."""
+
+    loss: float
+    original_loss: float
+    exact_loss: float
+    middle: float
+    largest: float
+    where: str
+    missing: tuple[str, ...]
+    passed: bool
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if self.missing:
+            return f"no gradient of {', '.join(self.missing[:3])}"
+        said = f"error {self.middle:.2f} times the original's, at most {self.largest:.2f} ({self.where})"
+        return f"{said}; loss {self.loss:.5f}, original {self.original_loss:.5f}, in fp32 {self.exact_loss:.5f}"
+
+
+class Trainer:
+    """A side: a model with an optimizer of its own."""
+
+    def __init__(self, model: Any, compiled: bool, gpu: bool):
+        import torch
+
+        self.model = model
+        self.call = torch.compile(model) if compiled else model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=gpu)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Train on tokens `[B, S]`; return the loss before."""
+        loss: Tensor = self.call(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def measure(plan: Plan, keep: Keep = lambda record: None, progress: Progress = lambda message: None) -> dict[str, Any]:
+    """Measure training steps at every cell of a plan: `batch` rows of `context` tokens.
+
+    Raises:
+        RewriteError: the package or its original cannot be loaded or built.
+    """
+    subject = load(plan.package, plan.original)
+    record = header(plan, subject) | {"sides": list(plan.sides)}
+    started = time.perf_counter()
+    said = iter(range(1 << 20))
+    steps = len(plan.cells) * (2 + len(plan.sides)) + 1
+    for cell in plan.cells:
+        entry: dict[str, Any] = asdict(cell) | {"sides": {}}
+        record["cells"].append(entry)
+        say = lambda what, cell=cell: progress(Step(f"{cell}: {what}", min(next(said), steps - 1), steps))
+        say("gradients")
+        found = gradients(plan, subject, cell)
+        entry["parity"] = asdict(found) | {"summary": found.summary}
+        _measured(plan, subject, cell, entry, say)
+        record["seconds"] = time.perf_counter() - started
+        keep(record)
+    record["complete"] = True
+    keep(record)
+    return record
+
+
+def _measured(plan: Plan, subject: Subject, cell: Cell, entry: dict[str, Any], say: Callable[[str], Any]) -> None:
+    gpu = plan.device != "cpu"
+    tokens = _tokens(plan, subject, cell.batch, cell.context)
+    sides: dict[str, Trainer] = {}
+    for name in plan.sides:
+        if name == LIGER and not (gpu and contenders.liger_installed()):
+            entry["sides"][name] = {"error": "not installed" if gpu else "needs a GPU"}
+            continue
+        say(TITLES[name])
+        try:
+            sides[name] = _warm(plan, subject, name, tokens, entry)
+        except Exception as error:  # one side that cannot run says so in its row; the others go on
+            entry["sides"][name] = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+        _release(gpu)
+    if OURS in sides:
+        entry["explain"] = str(subject.explain(sides[OURS].model))
+    say("steps")
+    calls = {name: _timed(plan.device, side, tokens) for name, side in sides.items()}
+    times = timing.interleaved(calls, plan.rounds, plan.seconds)
+    for name, values in times.items():
+        low, high = timing.interval(values)
+        entry["sides"][name] |= {"step_ms": median(values), "low": low, "high": high}
+        if name != OURS and OURS in times:
+            entry["sides"][name]["ours"] = timing.ratio(values, times[OURS])
+    sides.clear()
+    _release(gpu)
+
+
+def _warm(plan: Plan, subject: Subject, name: str, tokens: Tensor, entry: dict[str, Any]) -> Trainer:
+    """Build a side, let it take its first steps, and note its losses and its peak of memory."""
+    import torch
+
+    gpu = plan.device != "cpu"
+    before = torch.cuda.memory_allocated() if gpu else 0
+    side = Trainer(_model(plan, subject, name), name in (COMPILED, OURS_COMPILED), gpu)
+    figures: dict[str, Any] = {"losses": [float(side.step(tokens)) for _ in range(2)]}
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+        side.step(tokens)
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    entry["sides"][name] = figures
+    return side
+
+
+def _timed(device: str, side: Trainer, tokens: Tensor) -> Callable[[int], float]:
+    def several() -> None:
+        import torch
+
+        with torch.enable_grad():
+            for _ in range(STEPS):
+                side.step(tokens)
+
+    return lambda number: timing.wall_ms(device, several) / STEPS
+
+
+def _model(plan: Plan, subject: Subject, name: str, dtype: str | None = None) -> Any:
+    """A model in training mode with the weights that every side starts from."""
+    if name == LIGER:
+        return contenders.with_liger(subject, lambda kind: _trainable(plan, kind, dtype))
+    ours = name in (OURS, OURS_COMPILED)
+    return _trainable(plan, subject.rewritten if ours else subject.original, dtype)
+
+
+def _trainable(plan: Plan, kind: Any, dtype: str | None = None) -> Any:
+    import torch
+
+    if plan.weights is not None:
+        model = kind.from_pretrained(plan.weights, dtype=getattr(torch, plan.dtype)).to(plan.device)
+    else:
+        assert plan.shape is not None
+        torch.manual_seed(plan.seed)
+        with torch.device(plan.device):  # drawn in the dtype of all sides, so that every one has the same
+            config = config_for(kind.config_class, plan.shape, **_overrides(plan))
+            model = kind._from_config(config, dtype=getattr(torch, plan.dtype))
+    return (model if dtype is None else model.to(getattr(torch, dtype))).train()
+
+
+def _overrides(plan: Plan) -> dict[str, Any]:
+    return {} if plan.layers is None else {"num_hidden_layers": plan.layers}
+
+
+def _tokens(plan: Plan, subject: Subject, rows: int, length: int) -> Tensor:
+    import torch
+
+    if plan.weights is not None:
+        vocabulary = subject.original.config_class.from_pretrained(plan.weights).get_text_config().vocab_size
+    else:
+        assert plan.shape is not None
+        vocabulary = config_for(subject.original.config_class, plan.shape).get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(plan.seed + 1)
+    return torch.randint(4, int(vocabulary), (rows, length), generator=generator).to(plan.device)
+
+
+def gradients(plan: Plan, subject: Subject, cell: Cell) -> Gradients:
+    """Compare the loss and every gradient of one row with those of the original in fp32."""
+    tokens = _tokens(plan, subject, 1, min(cell.context, PARITY_TOKENS))
+    losses: dict[str, float] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, side, dtype in (("exact", ORIGINAL, "float32"), (ORIGINAL, ORIGINAL, None), (OURS, OURS, None)):
+        model = _model(plan, subject, side, dtype)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        losses[name] = float(loss)
+        grads = {key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
+        found[name] = grads
+        del model, loss
+        _release(plan.device != "cpu")
+    missing = tuple(sorted(found["exact"].keys() ^ found[OURS].keys()))
+    ratios = dict(_errors(found, plan.dtype == "float32")) if not missing else {"": math.inf}
+    where = max(ratios, key=lambda key: ratios[key])
+    middle, largest = median(ratios.values()), ratios[where]
+    near = abs(losses[OURS] - losses["exact"]) <= 2 * abs(losses[ORIGINAL] - losses["exact"]) + 1e-3
+    passed = not missing and near and largest <= MOST["largest"] and middle <= MOST["middle"]
+    return Gradients(losses[OURS], losses[ORIGINAL], losses["exact"], middle, largest, where, missing, passed)
+
+
+def _errors(found: Mapping[str, Mapping[str, Tensor]], in_fp32: bool) -> Iterator[tuple[str, float]]:
+    """Yield for each weight our error over the original's; in fp32, where that is none, over the bound."""
+    for key, exact in found["exact"].items():
+        ours = float((found[OURS][key] - exact).norm())
+        theirs = float((found[ORIGINAL][key] - exact).norm())
+        yield key, ours / max(IN_FP32 * float(exact.norm()) if in_fp32 else theirs, 1e-30)
+
+
+def _release(gpu: bool) -> None:
+    import torch
+
+    gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
+
+
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
+    """A table for each batch shape."""
+    for cell in record["cells"]:
+        sides = {name: figures for name, figures in cell["sides"].items() if "step_ms" in figures}
+        rows = [_row(name, figures) for name, figures in sides.items()]
+        notes = [f"{TITLES[name]}: {f['error']}" for name, f in cell["sides"].items() if "error" in f]
+        if "parity" in cell:
+            outcome = "agree" if cell["parity"]["passed"] else "DO NOT AGREE"
+            notes.append(f"gradients {outcome}: {cell['parity']['summary']}")
+        title = f"training step, {cell['batch']} × {cell['context']} tokens, AdamW"
+        yield Table(title, ("", "ms", "peak GiB", "loss of 2nd step", "rewritten is"), tuple(rows), tuple(notes))
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    peak = f"{figures['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in figures else "–"
+    compared = ratio_text(figures["ours"]) if "ours" in figures else ""
+    return TITLES[name], narrow(figures["step_ms"]), peak, f"{figures['losses'][-1]:.5f}", compared
+
+
+def exit_code(record: Mapping[str, Any]) -> int:
+    """0, or 1 where ours failed, is certainly slower than the original, or its gradients differ."""
+    for cell in record["cells"]:
+        ours, theirs = (cell["sides"].get(name, {}) for name in (OURS, ORIGINAL))
+        slower = theirs.get("ours", {"high": 1.0})["high"] < 1.0
+        if "error" in ours or slower or not cell.get("parity", {}).get("passed", False):
+            return 1
+    return 0

@@ -1,0 +1,87 @@
+"""What a model does with the number of tokens so far, which in a step is a tensor that only the device can read.
+
+Models ask the cache for it on the host, where two uses of it need a number. A mask of their own has as many ones as
+there are keys, `torch.ones(B, past + 1)`: in a step it has a column for every slot, since what is beyond the position
+is masked in any case, by the position. A table that may be too short is compared with it, `if past + 1 > len(table)`:
+the answer is given where it is the same for every position that the cache has. Both are followed through sums with
+integers; other uses are left alone, and cannot be captured. Rewritten files say the first themselves (`key_length`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+OFFERS: dict[str, dict[str, str]] = {}
+
+_ADDS = {"__add__", "__radd__", "add"}
+_SUBTRACTS = {"__sub__", "sub"}
+_COMPARES: dict[str, Callable[[int, int], bool]] = {
+    "__gt__": operator.gt, "gt": operator.gt, "__ge__": operator.ge, "ge": operator.ge,
+    "__lt__": operator.lt, "lt": operator.lt, "__le__": operator.le, "le": operator.le,
+}  # fmt: skip
+
+
+class StepLength(TorchFunctionMode):
+    """Answers what has one answer in every step.
+
+    Args:
+        position: `[1]` int64, the number of tokens before the step.
+        capacity: which it stays below.
+    """
+
+    def __init__(self, position: Tensor, capacity: int):
+        super().__init__()
+        self.position, self.capacity = position, capacity
+        self._lengths: dict[int, tuple[Tensor, int]] = {}
+        """Tensors that are the position and so much more, by identity; kept, so that no other takes it over."""
+        self._answers: dict[int, tuple[Tensor, bool]] = {}
+        """Comparisons of such a tensor that come out the same for every position."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        given = dict(kwargs or {})
+        if func is torch.ones:
+            size = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+            if len(size) == 2 and isinstance(size[0], int) and self._more(size[1]) is not None:
+                return torch.ones(size[0], self.capacity, **given)
+        name = getattr(func, "__name__", "")
+        if name == "__bool__" and id(args[0]) in self._answers:
+            return self._answers[id(args[0])][1]
+        result = func(*args, **given)
+        if id(result) in self._lengths or id(result) in self._answers:  # written in place, or into `out`
+            self._lengths.pop(id(result), None)
+            self._answers.pop(id(result), None)
+        elif given or not isinstance(result, Tensor):
+            pass
+        elif name == "__getitem__" and args[0] is self.position and args[1] == 0:
+            self._lengths[id(result)] = result, 0
+        elif len(args) == 2 and (name in _COMPARES or name in _ADDS or name in _SUBTRACTS):
+            self._follow(name, args[0], args[1], result)
+        return result
+
+    def _follow(self, name: str, left: Any, right: Any, result: Tensor) -> None:
+        """Note what the sum or comparison of a length and an integer is."""
+        more, other = self._more(left), right
+        if more is None and name in _ADDS:
+            more, other = self._more(right), left
+        if more is None or type(other) is not int:
+            return
+        if name in _COMPARES:
+            first, last = (_COMPARES[name](more + position, other) for position in (0, self.capacity - 1))
+            if first == last:
+                self._answers[id(result)] = result, first
+        else:
+            self._lengths[id(result)] = result, more + (other if name in _ADDS else -other)
+
+    def _more(self, value: Any) -> int | None:
+        """Return how much more than the position a tensor is, if it is known to be just that."""
+        known = self._lengths.get(id(value)) if isinstance(value, Tensor) else None
+        return None if known is None else known[1]

@@ -1,0 +1,454 @@
+"""Products with weights whose blocks have a scale each (`blocks`), as fine-grained FP8 checkpoints have them.
+
+I in_features, O out_features, N rows:
+
+    y = norm(x) Wᵀ + b (+ residual)                  activation(x' W_gᵀ + b_g) * (x' W_uᵀ + b_u)
+
+transformers puts `FP8Linear` in the place of a checkpoint's quantised layers; its products are kernels from the Hub,
+which also round the input to 8 bits, block by block. Loading a rewritten model makes them `BlockLinear`: the same
+parameters under the same names, so that what is saved has the checkpoint's bytes, with these products. The input keeps
+its 16 bits, so the result is that of the dequantised model, where the original rounds once more.
+
+    one row                read at the speed of memory, a group of 16 bytes at a time; norm, residual, gate inside
+    2 to 16 rows           the same bytes, on the tensor cores
+    more, or gradients     the weight is dequantised for the call, and torch multiplies
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core import backend, rows
+from ..core.launch import HIP, WAVE, Kernel, overlaps
+from ..core.tiles import Tile
+from ..package.checkpoint import adopts
+from . import memory
+from .blocks import GROUP, Blocks, as_read, dequantized, reason_against
+from .prologue import Prologue, norm_arguments, prologue_of
+
+CASES = """
+def weight(rows, cols):
+    scale = tensor(-(-rows // 128), -(-cols // 128), dtype=torch.float32)
+    return Blocks(tensor(rows, cols, dtype=torch.float8_e4m3fn), scale, 128, 128)
+
+def product(count, rows, cols, norm, kind=""):
+    out = tensor(count, 1, rows // 2 if kind else rows)
+    given, added = (prologue(cols), None) if norm else (None, None if kind else out)
+    launch = _launch_row if count == 1 else _launch_rows
+    return launch(tensor(count, 1, cols), weight(rows, cols), None, given, added, out, *([kind] if count == 1 else []))
+
+size, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
+case("8B, qkv", product, 1, 6144, size, norm=True)
+case("8B, gate and up", product, 1, 2 * inner, size, norm=True, kind="silu")
+case("8B, down", product, 1, size, inner, norm=False)
+case("8B, qkv, 8 rows", product, 8, 6144, size, norm=True)
+case("8B, down, 8 rows", product, 8, size, inner, norm=False)
+"""
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from .blocks import first_and_second, group_sums, scaled_by, widened
+    from .gated_activation import _activate
+
+    @triton.jit
+    def _block_linear_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_ptr,
+        values_ptr,
+        scale_ptr,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        eps,
+        offset,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        EXPONENTS: tl.constexpr,
+        DECODE: tl.constexpr,
+        NORM: tl.constexpr,
+        NORM_WEIGHT: tl.constexpr,
+        BIAS: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        ACTIVATION: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_GROUPS: tl.constexpr,
+        UNROLL: tl.constexpr,
+    ):
+        """One row; with an ACTIVATION the gated product, for which a program takes a row of either half in turn."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        if ACTIVATION != "":
+            both = tl.arange(0, 2 * BLOCK_ROWS)
+            column = tl.program_id(0) * BLOCK_ROWS + both // 2
+            row = column + (both % 2) * O
+            scale_row = column // ROWS + (both % 2) * ((O + ROWS - 1) // ROWS)
+        else:
+            column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            row = column
+            scale_row = column // ROWS
+        live = (column < O)[:, None]
+        place = tl.arange(0, 16)[None, None, :]
+        row_ptr = values_ptr + row.to(tl.int64)[:, None, None] * I
+        scale_row_ptr = scale_ptr + scale_row[:, None] * ((I + COLUMNS - 1) // COLUMNS)
+        group = tl.arange(0, BLOCK_GROUPS)
+        there = live & (group * 16 < I)[None, :]
+        loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        total = tl.zeros((row.shape[0], BLOCK_GROUPS), tl.float32)
+        square = tl.zeros((BLOCK_GROUPS, 16), tl.float32)
+        for outer in tl.range(0, I // 16, UNROLL * BLOCK_GROUPS, num_stages=1):
+            for inner in tl.static_range(UNROLL):
+                group = outer + inner * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+                inside = group * 16 < I
+                there = live & inside[None, :]
+                if inner > 0 or I // 16 > UNROLL * BLOCK_GROUPS:
+                    loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
+                scale = tl.load(scale_row_ptr + (group * 16 // COLUMNS)[None, :], mask=there, other=0)
+                x, _ = first_and_second(x_ptr, group[:, None], inside[:, None], False)
+                if NORM:
+                    square += x * x
+                    if NORM_WEIGHT:
+                        norm, _ = first_and_second(norm_ptr, group[:, None], inside[:, None], False)
+                        x *= norm + offset
+                sums = group_sums(loaded, x[None, :, :], x[None, :, :], 2, False, DECODE)
+                total += scaled_by(sums, scale, False, EXPONENTS)
+        live = column < O
+        y = tl.sum(total, 1)
+        if NORM:
+            y *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / I + eps)
+        if BIAS:
+            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+        if ACTIVATION != "":
+            gate, up = tl.split(tl.reshape(y, (BLOCK_ROWS, 2)))
+            y = _activate(gate, ACTIVATION) * up
+            column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        if RESIDUAL:
+            y += tl.load(residual_ptr + column, mask=column < O, other=0.0).to(tl.float32)
+        tl.store(out_ptr + column, y.to(out_ptr.dtype.element_ty), mask=column < O)
+
+    @triton.jit(do_not_specialize=["count"])
+    def _block_rows_kernel(  # type: ignore[no-untyped-def]
+        x_ptr,
+        norm_ptr,
+        values_ptr,
+        scale_ptr,
+        bias_ptr,
+        residual_ptr,
+        out_ptr,
+        count,
+        eps,
+        offset,
+        I: tl.constexpr,  # noqa: E741
+        O: tl.constexpr,  # noqa: E741
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        EXPONENTS: tl.constexpr,
+        DECODE: tl.constexpr,
+        NORM: tl.constexpr,
+        NORM_WEIGHT: tl.constexpr,
+        BIAS: tl.constexpr,
+        RESIDUAL: tl.constexpr,
+        OVERLAP: tl.constexpr,
+        M: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):
+        """2 to M rows on the tensor cores: BLOCK_COLS columns of one block at a time, whose product is then scaled."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        live = column < O
+        row_ptr = values_ptr + column.to(tl.int64)[:, None] * I
+        scale_row_ptr = scale_ptr + column // ROWS * ((I + COLUMNS - 1) // COLUMNS)
+        rows = tl.arange(0, M)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        y = tl.zeros((M, BLOCK_ROWS), tl.float32)
+        square = tl.zeros((M, BLOCK_COLS), tl.float32)
+        for start in tl.range(0, I, BLOCK_COLS, num_stages=STAGES):
+            col = start + tl.arange(0, BLOCK_COLS)
+            loaded = tl.load(row_ptr + col, mask=live[:, None] & (col < I)[None, :], other=0.0)
+            scale = tl.load(scale_row_ptr + start // COLUMNS, mask=live, other=0)
+            there = (rows < count)[:, None] & (col < I)[None, :]
+            x = tl.load(x_ptr + rows[:, None] * I + col, mask=there, other=0.0)
+            if NORM:
+                wide = x.to(tl.float32)
+                square += wide * wide
+                if NORM_WEIGHT:
+                    norm = tl.load(norm_ptr + col, mask=col < I, other=0.0).to(tl.float32) + offset
+                    x = (wide * norm[None, :]).to(x.dtype)
+            weight = widened(loaded, DECODE, False).to(x.dtype)
+            part = tl.dot(x, tl.trans(weight), input_precision="ieee")
+            y += scaled_by(part, scale[None, :], False, EXPONENTS)
+        if NORM:
+            y *= tl.rsqrt(tl.sum(square, 1) / I + eps)[:, None]
+        if BIAS:
+            y += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
+        at = rows[:, None] * O + column[None, :]
+        written = (rows < count)[:, None] & live[None, :]
+        if RESIDUAL:
+            y += tl.load(residual_ptr + at, mask=written, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=written)
+
+    block_linear_kernel = Kernel(_block_linear_kernel)
+    block_rows_kernel = Kernel(_block_rows_kernel, dot=True)
+
+MOST_ROWS = 16
+STAGES = 2 if HIP else 4
+"""Tiles of a program of several rows in flight; LDS is 64 KiB on AMD cards."""
+UNROLL = 4
+"""Tiles of a program of one row that are in its registers at a time."""
+
+Parameters = tuple[Blocks, Tensor | None]
+
+
+@adopts
+class BlockLinear(nn.Module):
+    """A layer whose weight has a scale for each block; the first base of what takes `FP8Linear`'s place."""
+
+    @staticmethod
+    def adopt(model: nn.Module) -> None:
+        """Give the quantised layers of a loaded model the products of this file, where they read such weights."""
+        for module in model.modules():
+            if _is_block_scaled(module) and reason_against(blocks_of(module)) is None:
+                kind = type(module)
+                if kind not in _classes:
+                    _classes[kind] = type(kind.__name__, (BlockLinear, kind), {"__module__": __name__})
+                module.__class__ = _classes[kind]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product of `[…, I]`, `[…, O]`."""
+        if not is_block_linear(self):  # a model that was cast: its own class has an answer
+            output: Tensor = super().forward(input)
+            return output
+        return block_affine(input, (blocks_of(self), self._parameters["bias"]))
+
+
+_classes: dict[type, type] = {}
+"""What takes the place of a class."""
+
+
+def _is_block_scaled(module: nn.Module) -> bool:
+    if type(module).__name__ != "FP8Linear" or isinstance(module, BlockLinear):
+        return False
+    scale, size = module._parameters.get("weight_scale_inv"), getattr(module, "block_size", None)
+    weight = module._parameters.get("weight")
+    plain = type(weight) is nn.Parameter and type(scale) is nn.Parameter
+    return plain and size is not None and scale.dim() == 2 and weight.dtype == torch.float8_e4m3fn  # type: ignore[union-attr]
+
+
+def blocks_of(module: nn.Module) -> Blocks:
+    """Return the weight of a block-scaled layer."""
+    weight, scale = module._parameters["weight"], module._parameters["weight_scale_inv"]
+    size: Any = module.block_size
+    return Blocks(weight.detach(), scale.detach(), *size)  # type: ignore[union-attr]
+
+
+def is_block_linear(projection: nn.Module) -> bool:
+    """Return whether a projection is of this file; its kernels stand for it where nothing observes it."""
+    if not isinstance(projection, BlockLinear):
+        return False
+    weight = projection._parameters["weight"]
+    return weight is not None and weight.dtype == torch.float8_e4m3fn
+
+
+def are_blocks(projections: Sequence[nn.Module]) -> bool:
+    """Return whether all projections are of this file."""
+    return all(is_block_linear(projection) for projection in projections)
+
+
+def block_parameters(projections: Sequence[nn.Module]) -> Parameters | str:
+    """Return weight and bias of projections as one; or why they are not one, a key of `packing.REASONS`."""
+    if any(backend.observed(projection) for projection in projections):
+        return "observed"
+    weights = [blocks_of(projection) for projection in projections]
+    biases = [projection._parameters["bias"] for projection in projections]
+    if len(projections) == 1:
+        return weights[0], biases[0]
+    first = weights[0]
+    if any((weight.rows, weight.columns) != (first.rows, first.columns) for weight in weights):
+        return "different_weights"
+    if any(weight.shape[0] % first.rows for weight in weights[:-1]) or any(b is None for b in biases) != (
+        all(b is None for b in biases)
+    ):
+        return "different_weights"
+    parts = [
+        _as_one([p._parameters[name] for p in projections])  # type: ignore[misc]
+        for name in ("weight", "weight_scale_inv", *(() if biases[0] is None else ("bias",)))
+    ]
+    for part in parts:
+        if isinstance(part, str):
+            return part
+    values, scale, *bias = parts
+    return Blocks(values, scale, first.rows, first.columns), bias[0] if bias else None  # type: ignore[arg-type, return-value]
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor | str:
+    whole = memory.joined(tensors)
+    if whole is None:
+        moved = memory.join(tensors)
+        if isinstance(moved, str):
+            return moved
+        whole = moved
+    return whole.detach()
+
+
+def block_linear(
+    input: Tensor,
+    projections: Sequence[nn.Module],
+    norm: nn.Module | None = None,
+    residual: Tensor | None = None,
+    kind: str | None = None,
+) -> Tensor | None:
+    """Return `projection(norm(input)) + residual` of block-scaled projections as one, by a kernel.
+
+    With `kind`, an activation of `gated_activation`, the gated product. None where the projections have to be called;
+    why is counted.
+    """
+    if not takes_rows(input) or (kind is not None and input.numel() != input.shape[-1]):
+        return None
+    parameters = block_parameters(projections)
+    if isinstance(parameters, str):
+        backend.count_fallback("block_linear", parameters, projections[0])
+        return None
+    if not _fits(input, parameters, residual) or (
+        kind is not None and parameters[0].shape[0] // 2 % parameters[0].rows
+    ):
+        return None
+    return _by_kernel(input, parameters, norm, residual, kind or "")
+
+
+def takes_rows(input: Tensor) -> bool:
+    """Return whether `input` is rows for these kernels."""
+    return rows.few_rows(input, MOST_ROWS)
+
+
+def block_affine(input: Tensor, parameters: Parameters) -> Tensor:
+    """Return `input Wᵀ + b`, for any input."""
+    if takes_rows(input) and _fits(input, parameters, None):
+        return _by_kernel(input, parameters, None, None, "")
+    weight, bias = parameters
+    return F.linear(input, dequantized(weight, input.dtype), bias if bias is None else bias.to(input.dtype))
+
+
+def _fits(input: Tensor, parameters: Parameters, residual: Tensor | None) -> bool:
+    weight, bias = parameters
+    others = [tensor for tensor in (bias, residual) if tensor is not None]
+    same = all(t.dtype in rows.KERNEL_DTYPES and t.device == input.device for t in others)
+    readable = weight.columns % 32 == 0 or input.numel() == input.shape[-1]
+    return same and readable and weight.values.device == input.device and weight.shape[1] == input.shape[-1]
+
+
+def _by_kernel(
+    input: Tensor, parameters: Parameters, norm: nn.Module | None, residual: Tensor | None, kind: str
+) -> Tensor:
+    prologue = None if norm is None else prologue_of(norm)
+    one_row = input.numel() == input.shape[-1]
+    if not isinstance(prologue, Prologue) or not (one_row or input.dtype != torch.float16):
+        input, prologue = input if norm is None else norm(input), None
+    weight, bias = parameters
+    size = weight.shape[0] // 2 if kind else weight.shape[0]
+    out = input.new_empty((*input.shape[:-1], size), dtype=None if residual is None else residual.dtype)
+    if one_row:
+        _launch_row(input, weight, bias, prologue, residual, out, kind)
+    else:
+        _launch_rows(input, weight, bias, prologue, residual, out)
+    return out
+
+
+def _launch_row(
+    input: Tensor,
+    weight: Blocks,
+    bias: Tensor | None,
+    prologue: Prologue | None,
+    residual: Tensor | None,
+    out: Tensor,
+    kind: str = "",
+    tile: Tile | None = None,
+) -> None:
+    size, cols = weight.shape
+    size = size // 2 if kind else size
+    block_rows, block_groups, num_warps = tile or rule(size, cols, gated=bool(kind))
+    values, scale, decode = as_read(weight)
+    norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    overlap = overlaps(input)
+    with backend.device_guard(input):
+        block_linear_kernel.launch(
+            (-(-size // block_rows), 1, 1),
+            num_warps,
+            (
+                input.contiguous(), norm, values, scale, input if bias is None else bias,
+                input if residual is None else residual.contiguous(), out,
+            ),
+            (),
+            (),
+            (eps, offset),
+            (
+                cols, size, weight.rows, weight.columns, weight.exponents, decode, prologue is not None, has_weight,
+                bias is not None, residual is not None, kind, overlap, block_rows, block_groups,
+                min(UNROLL, -(-cols // (GROUP * block_groups))),
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+def _launch_rows(
+    input: Tensor,
+    weight: Blocks,
+    bias: Tensor | None,
+    prologue: Prologue | None,
+    residual: Tensor | None,
+    out: Tensor,
+    tile: tuple[int, int, int] | None = None,
+) -> None:
+    size, cols = weight.shape
+    block_rows, num_warps, stages = tile or (32, 128 // WAVE, STAGES)
+    block_cols = min(weight.columns & -weight.columns, 128)
+    values, scale, decode = as_read(weight)
+    norm, eps, offset, has_weight = norm_arguments(prologue, input)
+    overlap = overlaps(input)
+    with backend.device_guard(input):
+        block_rows_kernel.launch(
+            (-(-size // block_rows), 1, 1),
+            num_warps,
+            (
+                input.contiguous(), norm, values, scale, input if bias is None else bias,
+                input if residual is None else residual.contiguous(), out,
+            ),
+            (out.numel() // size,),
+            (),
+            (eps, offset),
+            (
+                cols, size, weight.rows, weight.columns, weight.exponents, decode, prologue is not None, has_weight,
+                bias is not None, residual is not None, overlap, MOST_ROWS, block_rows, block_cols, stages,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
+
+
+@functools.cache
+def rule(size: int, cols: int, *, gated: bool) -> Tile:
+    """Return rows, groups and warps of a program of one row: 64 elements a thread."""
+    groups = cols // GROUP
+    block_groups = min(256, 1 << (groups - 1).bit_length())
+    if groups % block_groups:  # a block that divides the columns needs no mask
+        block_groups = max(16, min(block_groups, groups & -groups))
+    halves = 2 if gated else 1
+    block_rows = 4 // halves
+    while size % block_rows:
+        block_rows //= 2
+    threads = max(WAVE, min(512, block_rows * halves * block_groups * GROUP // 64))
+    return block_rows, block_groups, threads // WAVE

@@ -1,0 +1,254 @@
+"""Weights whose blocks have a scale each, as checkpoints are published: 8 bits of e4m3, or two 4 bits of e2m1 a byte.
+
+A weight `[O, I]` has one scale for every `rows` times `columns` of its elements:
+
+    W[o, i] = scale[o // rows, i // columns] q[o, i]
+
+e4m3 with blocks of 128 x 128 and scales in fp32, or as exponents (DeepSeek, Qwen: `weight_scale_inv`), and e2m1 with
+exponents of 32 columns of a row (OCP Microscaling Formats 1.0: MXFP4, gpt-oss: `*_blocks`, `*_scales`). An exponent
+is a byte b and stands for 2^(b - 127); of two elements in a byte the low half is the first.
+
+Kernels of one row read 16 bytes at a time, a *group* of one block: a thread multiplies a group, and scales the sum. So
+an element costs its conversion and one multiplication, whatever its block. e2m1 becomes an fp32 by two shifts: its
+exponent is put into the lowest bits of an fp32's, which is 2^-126 of it, a subnormal for some. That stays exact, since
+what it is multiplied with has 2^64 as a factor; an input beyond 2^63 would overflow.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import backend
+from ..core.launch import WAVE, Kernel, chip_of
+
+CASES = """
+def dense(rows, cols):
+    scale = tensor(rows // 128, cols // 128, dtype=torch.float32)
+    return dequantized(Blocks(tensor(rows, cols, dtype=torch.float8_e4m3fn), scale, 128, 128), torch.bfloat16)
+
+def expert(rows, cols):
+    codes, scale = tensor(32, rows, cols // 2, dtype=torch.uint8), tensor(32, rows, cols // 32, dtype=torch.uint8)
+    return dequantized(Blocks(codes, scale, 1, 32), torch.bfloat16)
+
+case("8B, down", dense, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size)
+case("gpt-oss, gate and up", expert, 2 * GPT_OSS.intermediate_size, GPT_OSS.hidden_size)
+"""
+
+GROUP = 16
+"""Bytes of a group."""
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def widened(loaded, DECODE: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return what was loaded of a weight in fp32; with DECODE the bytes of e4m3, or of e4m3fnuz."""
+        if DECODE:
+            wide = loaded.to(tl.int16)
+            half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+            return half.to(tl.float16, bitcast=True).to(tl.float32) * (128.0 if FNUZ else 256.0)
+        return loaded.to(tl.float32)
+
+    @triton.jit
+    def halves(loaded):  # type: ignore[no-untyped-def]
+        """Return both elements of bytes of e2m1 in fp32, times 2^-126."""
+        word = loaded.to(tl.int32)
+        low = ((word & 0x07) << 22) | ((word & 0x08) << 28)
+        high = ((word & 0x70) << 18) | ((word & 0x80) << 24)
+        return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def power(exponent):  # type: ignore[no-untyped-def]
+        """Return 2^exponent in fp32, of -126 to 127."""
+        return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def scaled_by(value, loaded, FOUR: tl.constexpr, EXPONENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return sums of groups times their scales, as these were loaded; those of e2m1 times 2^62 too."""
+        if EXPONENTS:
+            exponent = loaded.to(tl.int32) - (127 - 62 if FOUR else 127)
+            half = exponent >> 1
+            return value * power(half) * power(exponent - half)
+        return value * loaded.to(tl.float32)
+
+    @triton.jit
+    def first_and_second(x_ptr, group, mask, FOUR: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Load the input's columns for the elements of groups `[…, 1]`: of all low halves, and of all high ones."""
+        if FOUR:
+            x = tl.load(x_ptr + group * 32 + tl.arange(0, 32), mask=mask, other=0.0)
+            if len(x.shape) == 2:
+                low, high = tl.split(tl.reshape(x, (x.shape[0], 16, 2)))
+            else:
+                low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 16, 2)))
+            return low.to(tl.float32) * 18446744073709551616.0, high.to(tl.float32) * 18446744073709551616.0
+        else:
+            x = tl.load(x_ptr + group * 16 + tl.arange(0, 16), mask=mask, other=0.0).to(tl.float32)
+            return x, x
+
+    @triton.jit
+    def group_sums(loaded, first, second, AXIS: tl.constexpr, FOUR: tl.constexpr, DECODE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return the products of groups, without their scales; AXIS is the last one."""
+        if FOUR:
+            low, high = halves(loaded)
+            return tl.sum(low * first + high * second, axis=AXIS)
+        else:
+            return tl.sum(widened(loaded, DECODE, False) * first, axis=AXIS)
+
+    @triton.jit
+    def _dequantize_kernel(  # type: ignore[no-untyped-def]
+        values_ptr,
+        scale_ptr,
+        out_ptr,
+        O: tl.constexpr,  # noqa: E741
+        BYTES: tl.constexpr,
+        ROWS: tl.constexpr,
+        GROUPS: tl.constexpr,
+        FOUR: tl.constexpr,
+        EXPONENTS: tl.constexpr,
+        DECODE: tl.constexpr,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_BYTES: tl.constexpr,
+    ):
+        """Write BLOCK_ROWS rows of BLOCK_BYTES bytes; GROUPS is how many bytes share a scale."""
+        matrix = tl.program_id(2).to(tl.int64)
+        row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        at = tl.program_id(0) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
+        mask = (row < O)[:, None] & (at < BYTES)[None, :]
+        scale_rows: tl.constexpr = (O + ROWS - 1) // ROWS
+        scale_columns: tl.constexpr = (BYTES + GROUPS - 1) // GROUPS
+        values = values_ptr + matrix * (O * BYTES) + row.to(tl.int64)[:, None] * BYTES
+        loaded = tl.load(values + at[None, :], mask=mask, other=0.0)
+        scales = scale_ptr + (matrix * scale_rows + row // ROWS)[:, None] * scale_columns
+        scale = tl.load(scales + (at // GROUPS)[None, :], mask=mask, other=0)
+        if FOUR:
+            low, high = halves(loaded)
+            up: tl.constexpr = 18446744073709551616.0
+            pair = tl.join(scaled_by(low * up, scale, FOUR, EXPONENTS), scaled_by(high * up, scale, FOUR, EXPONENTS))
+            column = 2 * at[None, :, None] + tl.arange(0, 2)[None, None, :]
+            out = out_ptr + (matrix * O + row)[:, None, None] * (2 * BYTES) + column
+            tl.store(out, pair.to(out_ptr.dtype.element_ty), mask=mask[:, :, None])
+        else:
+            wide = scaled_by(widened(loaded, DECODE, False), scale, FOUR, EXPONENTS)
+            out = out_ptr + (matrix * O + row)[:, None] * BYTES + at[None, :]
+            tl.store(out, wide.to(out_ptr.dtype.element_ty), mask=mask)
+
+    dequantize_kernel = Kernel(_dequantize_kernel)
+
+FOURS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The elements of e2m1, by their bits."""
+
+
+class Blocks(NamedTuple):
+    """A weight `[…, O, I]`."""
+
+    values: Tensor
+    """`[…, O, I]` in e4m3fn, or `[…, O, I / 2]` bytes of two e2m1."""
+    scale: Tensor
+    """`[…, O / rows, I / columns]`, rounded up, in fp32, or bytes of exponents."""
+    rows: int
+    columns: int
+
+    @property
+    def four(self) -> bool:
+        """Whether an element has 4 bits."""
+        return self.values.dtype == torch.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(…, O, I)`."""
+        *leading, size = self.values.shape
+        return (*leading, 2 * size if self.four else size)
+
+    @property
+    def exponents(self) -> bool:
+        """Whether the scales are exponents."""
+        return self.scale.element_size() == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and scales."""
+        return self.values.nbytes + self.scale.nbytes
+
+
+def reason_against(weight: Blocks) -> str | None:
+    """Return why kernels do not read such a weight: `"blocks"`; None if they do.
+
+    A group of 16 bytes has one scale, and rows begin at multiples of 16 bytes.
+    """
+    *_, rows, cols = weight.shape
+    in_bytes = weight.columns // 2 if weight.four else weight.columns
+    wanted = (*weight.values.shape[:-2], -(-rows // weight.rows), -(-cols // weight.columns))
+    whole = in_bytes % GROUP == 0 and weight.values.shape[-1] % GROUP == 0
+    lies = weight.values.is_contiguous() and weight.scale.is_contiguous()
+    known = weight.scale.dtype == torch.float32 or weight.exponents
+    return None if whole and lies and known and tuple(weight.scale.shape) == wanted else "blocks"
+
+
+def as_read(weight: Blocks) -> tuple[Tensor, Tensor, bool]:
+    """Return values and scales as kernels read them, and whether they decode e4m3 by shifts.
+
+    MI300 converts e4m3fnuz, whose bits mean something else.
+    """
+    scale = weight.scale.view(torch.uint8) if weight.exponents else weight.scale
+    if weight.four or _converts(weight.values):
+        return weight.values, scale, False
+    return weight.values.view(torch.uint8), scale, True
+
+
+def _converts(values: Tensor) -> bool:
+    """Return whether the device converts e4m3fn in hardware."""
+    chip = chip_of(values)
+    if chip is None:
+        return False
+    return int(chip.arch[3:]) >= 89 if chip.backend == "cuda" else chip.arch.startswith(("gfx95", "gfx12"))
+
+
+def dequantized(weight: Blocks, dtype: torch.dtype) -> Tensor:
+    """Return `[…, O, I]`, `scale * values` rounded once to `dtype`."""
+    if backend.nothing_watches(weight.values) and backend.uses_triton(weight.values) and weight.values.numel():
+        if reason_against(weight) is None:
+            return _launch(weight, dtype)
+    return _reference(weight, dtype)
+
+
+def _reference(weight: Blocks, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    *_, rows, cols = weight.shape
+    if weight.four:
+        table = torch.tensor(FOURS, dtype=wide, device=weight.values.device)
+        codes = torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(-2)
+        values = table[codes.int()]
+    else:
+        values = weight.values.to(wide)
+    scale = weight.scale
+    if weight.exponents:
+        exponent = scale.view(torch.uint8).int() - 127
+        scale = torch.ldexp(torch.ones_like(exponent, dtype=wide), exponent)
+    scale = scale.to(wide).repeat_interleave(weight.rows, -2)[..., :rows, :]
+    return (values * scale.repeat_interleave(weight.columns, -1)[..., :cols]).to(dtype)
+
+
+def _launch(weight: Blocks, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.values.device)
+    values, scale, decode = as_read(weight)
+    rows, size = values.shape[-2:]
+    matrices = values.numel() // (rows * size)
+    block_rows, block_bytes = 4, 512
+    with backend.device_guard(values):
+        dequantize_kernel.launch(
+            (-(-size // block_bytes), -(-rows // block_rows), matrices),
+            128 // WAVE,
+            (values, scale, out),
+            (),
+            (),
+            (),
+            (
+                rows, size, weight.rows, weight.columns // 2 if weight.four else weight.columns, weight.four,
+                weight.exponents, decode, block_rows, block_bytes,
+            ),
+        )  # fmt: skip
+    return out
