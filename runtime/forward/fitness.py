@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -130,14 +132,16 @@ class Randomness:
         self._device = device
         self._before = self._now()
 
-    def _now(self) -> tuple[int, Tensor]:
+    def _now(self) -> tuple[Hashable, Tensor]:
         offset = 0
         if self._device.type == "cuda":
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             offset = torch.cuda.default_generators[index].get_offset()
-        return offset, torch.get_rng_state()
+        numpy = sys.modules.get("numpy")
+        drawn = "" if numpy is None else str(numpy.random.get_state())
+        return (offset, random.getstate(), drawn), torch.get_rng_state()
 
     def is_drawn(self) -> bool:
         """Return whether anything was drawn since."""
-        offset, state = self._now()
-        return offset != self._before[0] or not torch.equal(state, self._before[1])
+        others, state = self._now()
+        return others != self._before[0] or not torch.equal(state, self._before[1])

@@ -317,6 +317,11 @@ def _writes_state(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
     return x * model.scale
 
 
+def _writes_data(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
+    model.scale.data.mul_(2)
+    return x * model.scale
+
+
 def _counts(model: Model, x: Tensor, keywords: dict[str, Any]) -> Any:
     model.factor += 1
     return x * 2
@@ -343,6 +348,7 @@ REFUSED = [
     (_draws, "random"),
     (_writes_input, "changes_inputs"),
     (_writes_state, "changes_state"),
+    (_writes_data, "changes_state"),
     (_counts, "changes_state"),
     (_returns_object, "outputs"),
     (_returns_view, "outputs"),
@@ -401,6 +407,18 @@ def test_what_asks_the_host_is_refused(device: str, act: Callable[..., Any]) -> 
     for _ in range(store.LOOKS_AGAIN + 3):
         model(inputs(device))
     assert graphs(model) == 1  # the change was seen, later
+
+
+def test_what_cannot_be_looked_at_is_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(tensors: list[Tensor]) -> list[Tensor]:
+        raise RuntimeError("no sum of these")
+
+    monkeypatch.setattr("rewrite.runtime.forward.trial._sums", fails)
+    model = made(device)
+    for _ in range(2):
+        torch.testing.assert_close(model(inputs(device)), plain(model, inputs(device)))
+    assert refused(model) == {"not_capturable"}
+    assert "no sum of these" in str(explain(model))
 
 
 def test_few_graphs_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
