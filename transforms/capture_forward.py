@@ -37,7 +37,8 @@ class CaptureForward(Transform):
         and as torch's own two outside of it.
 
     Known limits:
-        Each shape has a graph of its own, eight a model. Calls with a cache, under autocast, torch.compile or hooks
+        What a forward does besides, to something outside of the model, a replay does not do. Each shape has a graph
+        of its own, eight a model. Calls with a cache, under autocast, torch.compile or hooks
         run as they did. `REWRITE_FORWARD_GRAPHS=never` switches it off.
     """
 
