@@ -29,7 +29,7 @@ from .origins import Matcher, Origin
 from .own import Launches, held_by
 from .places import Places
 from .subject import Models, Plan
-from .trace import Trace
+from .trace import Activity, Trace
 
 SCHEMA = 1
 AGREES = 0.02
@@ -186,6 +186,7 @@ def side(
         "wall_low_us": low * 1e3,
         "wall_high_us": high * 1e3,
         "captured": bool(call.rehearsals()),
+        "replayed": any(_replayed(share.item) for step in steps for share in step.shares),
         "steps": len(steps),
         "recorded_us": recording.us,
         "recorded_wait_us": recorded,
@@ -202,6 +203,10 @@ def side(
         "timeline": _timeline(call, typical, matcher),
     }
     return made | {"said": _said(made)}
+
+
+def _replayed(item: Any) -> bool:
+    return isinstance(item, Activity) and item.launch is not None and item.launch.graph
 
 
 def _account(call: Call, trace: Trace, window: tuple[float, float]) -> Account:

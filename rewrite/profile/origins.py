@@ -41,7 +41,7 @@ def of_device(trace: Trace, places: Places, amounts: dict[int, Amount]) -> list[
     finder = _Finder(trace, places, amounts)
     return [
         finder.origin(activity.name, activity.launch.thread, activity.launch.start)
-        if activity.launch is not None
+        if activity.launch is not None and not activity.launch.graph  # the line of a replay is nobody's in it
         else Origin(activity.name)
         for activity in trace.activities
     ]

@@ -108,14 +108,10 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
             found += side["notes"]
             continue
         found.append(f"{NAMES[name]}: {side['said']}")
-        found.append(
-            f"{NAMES[name]}: {side['placed']:.0%} of the time has a line"
-            + (
-                "; its kernels run in a graph and have the lines of the same step without one"
-                if side["captured"]
-                else ""
-            )
-        )
+        graph = "; what runs in a graph has none" if side.get("replayed") else ""
+        if side["captured"]:
+            graph = "; its kernels run in a graph and have the lines of the same step without one"
+        found.append(f"{NAMES[name]}: {side['placed']:.0%} of the time has a line{graph}")
     return found
 
 

@@ -12,9 +12,10 @@ from rewrite.measure import categories
 from rewrite.profile import advice
 from rewrite.profile.accounts import BETWEEN, HOST
 from rewrite.profile.calls import _replays, forwards_noted
+from rewrite.profile.origins import of_device
 from rewrite.profile.own import WORK, Held, Launches
 from rewrite.profile.places import Place, Places
-from rewrite.profile.trace import Activity, Launch
+from rewrite.profile.trace import Activity, Launch, Mark, Trace
 
 
 def replay(number: int, start: float, kernels: int) -> list[Activity]:
@@ -156,3 +157,13 @@ def test_advice_that_does_not_apply_is_not_given(changes: dict[str, Any], gone: 
 def test_fp8_is_not_advised_twice() -> None:
     lock = {"transforms": {**LOCK["transforms"], "fp8": {"rewritten": ["A"], "skipped": []}}}
     assert "fp8" not in {each["what"] for each in advice.derive(record(), lock)}
+
+
+def test_what_a_graph_replays_has_no_line_of_its_own() -> None:
+    places = Places(torch.nn.Module(), set())
+    places.opened(Place("a.py", 7, "f", "m")).__exit__(None, None, None)
+    mark = Mark("rewrite line #0", 0, 1000, 1)
+    plain = Launch("cudaLaunchKernel", 10, 12, 1, 8)
+    trace = Trace(activities=[*replay(1, 100, 2), Activity("k", 300, 310, 0, 8, plain)], marks=[mark])
+    found = of_device(trace, places, {})
+    assert [origin.place.line if origin.place else None for origin in found] == [None, None, 7]
