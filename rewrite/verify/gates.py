@@ -10,6 +10,7 @@ from rewrite.errors import VerificationError
 from .alone import class_alone
 from .calls.approximate import approximation_checks
 from .calls.asking import argument_checks
+from .calls.captured import captured_checks
 from .calls.compiled import compile_checks
 from .calls.forward import forward_parity, low_precision_forward
 from .calls.parity import exact_checks, low_precision_checks
@@ -128,6 +129,7 @@ def _asked(bench: Workbench) -> Iterator[CheckRun]:
         return
     yield from argument_checks(bench, bench.base)
     yield from embedding_checks(bench)
+    yield from captured_checks(bench)
 
 
 def _talks(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:

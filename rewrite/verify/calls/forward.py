@@ -122,11 +122,11 @@ def observe(model: Any, bench: Workbench, dtype: str, turn: int = 0) -> Observat
         if changed := next((name for name, value in keep.items() if not torch.equal(value, arguments[name])), None):
             raise Mismatch(f"{changed} was changed in place")
         mask = arguments.get("attention_mask")
-        runs.append({name: value if mask is None else _real(value, mask) for name, value in found.items()})
+        runs.append({name: value if mask is None else real_rows(value, mask) for name, value in found.items()})
     return join(runs)
 
 
-def _real(output: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def real_rows(output: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The rows [tokens, …] of an output with a token axis that are not padding; of caches and others, nothing."""
     if output.shape[:2] == mask.shape:
         return output[mask.bool()]
