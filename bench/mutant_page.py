@@ -22,11 +22,12 @@ def text(record: dict[str, Any]) -> str:
     rows = record["rows"]
     counts = Counter(row["status"] for row in rows)
     others = len(rows) - counts["equivalent"]
+    caught = others - counts["survived"]
     apart = Counter({kind: sum(one.get(kind, 0) for one in record["apart"].values()) for kind in record["kinds"]})
     said = (
         f"Made by `python bench/mutants.py {' '.join(record['apart'])} --json {RESULTS}` ({record['machine']}): "
-        f"{len(rows)} of {record['drawn']} mutants drawn. Of {others} that are bugs, {others - counts['survived']} "
-        f"are caught ({(others - counts['survived']) / others:.1%}). No part of the sample: "
+        f"{len(rows)} of {record['drawn']} mutants drawn. Of {others} that are bugs, {caught} are "
+        f"caught ({caught / others:.1%}). No part of the sample: "
         + ", ".join(f"{count} {kind}" for kind, count in apart.items())
         + " (the first two of all mutants, the others of those drawn)."
     )
