@@ -303,7 +303,7 @@ def unsafe(
         return "other_implementation"
     names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form.biased else ())
     tensors = [experts._parameters.get(name) for name in names]
-    if any(type(tensor) is not nn.Parameter for tensor in tensors):
+    if any(type(tensor) is not nn.Parameter or tensor.element_size() == 1 for tensor in tensors):
         return "not_a_plain_parameter"
     if not _lies_so(form, [tensor for tensor in tensors if tensor is not None]):
         return "layout"
