@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, chip_of, overlaps
+from ..parallel.forwards import summed
 from .block_experts import block_experts, block_experts_of
 from .form import ExpertsForm, Gating, form_of, gated, gating
 from .grouped import grouped_experts
@@ -218,6 +219,10 @@ def fused_experts(
     Returns:
         Shaped as `hidden_states`, in its dtype.
     """
+    if (dealt := summed(experts)) is not None:
+        with dealt.lifted():
+            part = fused_experts(hidden_states, experts, top_k_index, top_k_weights, scaling=scaling)
+        return dealt.finished(part, residual)
     parts = experts.packed_parts() if isinstance(experts, MxExperts) else block_experts_of(experts)
     parts = None if _has_a_say(experts) else parts
     if parts is not None and not torch.is_autocast_enabled(hidden_states.device.type):
@@ -303,7 +308,8 @@ def unsafe(
         return "other_implementation"
     names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form.biased else ())
     tensors = [experts._parameters.get(name) for name in names]
-    if any(type(tensor) is not nn.Parameter or tensor.element_size() == 1 for tensor in tensors):
+    kinds = (Tensor, nn.Parameter)
+    if any(type(tensor) not in kinds or tensor.element_size() == 1 for tensor in tensors):  # type: ignore[union-attr]
         return "not_a_plain_parameter"
     if not _lies_so(form, [tensor for tensor in tensors if tensor is not None]):
         return "layout"
