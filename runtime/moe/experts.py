@@ -308,7 +308,8 @@ def unsafe(
         return "other_implementation"
     names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form.biased else ())
     tensors = [experts._parameters.get(name) for name in names]
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+    kinds = (Tensor, nn.Parameter)
+    if any(type(tensor) not in kinds or tensor.element_size() == 1 for tensor in tensors):  # type: ignore[union-attr]
         return "not_a_plain_parameter"
     if not _lies_so(form, [tensor for tensor in tensors if tensor is not None]):
         return "layout"

@@ -174,10 +174,10 @@ if backend.triton_installed():
             if KIND == "transposed" and GATED and INTERLEAVED:
                 column = tl.program_id(0) * 2 * BLOCK_ROWS + tl.arange(0, 2 * BLOCK_ROWS)
                 inside = (col < I)[:, None] & (column < MATRIX_ROWS)[None, :]
-                both = tl.load(matrix + col[:, None] * MATRIX_ROWS + column[None, :], mask=inside, other=0.0)
-                first, second = tl.split(tl.reshape(both, (BLOCK_COLS, BLOCK_ROWS, 2)))
-                gate = tl.dot(tl.trans(first), x, gate, input_precision="ieee")
-                up = tl.dot(tl.trans(second), x, up, input_precision="ieee")
+                pairs_of_rows = tl.load(matrix + col[:, None] * MATRIX_ROWS + column[None, :], mask=inside, other=0.0)
+                gate_weight, up_weight = tl.split(tl.reshape(pairs_of_rows, (BLOCK_COLS, BLOCK_ROWS, 2)))
+                gate = tl.dot(tl.trans(gate_weight), x, gate, input_precision="ieee")
+                up = tl.dot(tl.trans(up_weight), x, up, input_precision="ieee")
             else:
                 weight, scale = _tile(
                     matrix, scales, gate_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
