@@ -127,7 +127,7 @@ def test_steps_that_the_profiler_marked_are_averaged(tmp_path: Path) -> None:
         ("a.json", b'{"traceEvents": [{"ph": "X", "ts": "x", "name": "k", "cat": "kernel"}]}', "damaged"),
         ("a.json", b'{"rocprofiler-sdk-tool": [{}]}', "damaged"),
         ("a.json.gz", b"\x1f\x8b\x08\x00broken", "cannot read"),
-        ("a.json.gz", gzip.compress(json.dumps(CHROME).encode())[:60], "cannot read"),
+        ("a.json.gz", gzip.compress(json.dumps(CHROME).encode(), mtime=0)[:60], "cannot read"),
         ("a.csv", b"a,b\n1,2\n", "none of the columns"),
         ("a.csv", b"Kernel_Name,Start_Timestamp,End_Timestamp\nk,1,\n", "line 2 has no times"),
         ("a.csv", b"Name,Calls,TotalDurationNs\nk,x,1\n", "line 2 has no numbers"),
