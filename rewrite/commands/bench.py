@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from rewrite.commands.options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
 
@@ -82,6 +83,7 @@ class Target:
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
 @click.option("--tp", type=click.IntRange(2), metavar="N", help="Measure on N cards: tensor parallel under torchrun.")
+@click.option("--forward", is_flag=True, help="Measure calls of the model instead of its generate().")
 @click.option("--ladder", is_flag=True, help="Measure one transform more at a time instead.")
 @click.option(
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
@@ -91,6 +93,7 @@ class Target:
 def bench(
     target: str,
     tp: int | None,
+    forward: bool,
     ladder: bool,
     ladder_prepare: Path | None,
     train: bool,
@@ -103,6 +106,9 @@ def bench(
     turn; a ratio comes with its 95% interval. With --train it is the time and memory of training steps, and the
     gradients are compared. The exit code is 1 if the package is slower than its original as it
     stands, or if its tokens are not the original's.
+
+    --forward measures a call instead, of any model: batch 1 and 32, texts of --context tokens (default: 128), images
+    of the configuration's size, 10 s of sound; eager and compiled.
     """
     from rewrite.deliver import verification
     from rewrite.show.console import Screen
@@ -120,6 +126,9 @@ def bench(
         require_matplotlib()
     if ladder:
         return _ladder(screen, target, options)
+    if forward:
+        with _package(target, {**options, "train": False}) as found:
+            return _forward(screen, found, options)
     with _package(target, {**options, "train": train}) as found:
         if train:
             return _train(screen, _plan(found.package, str(found.source.path), options), options)
@@ -163,6 +172,39 @@ def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -
     code = several.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original on the same ranks, or its tokens differ")
+    return code
+
+
+def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
+    from rewrite.benchmark import forward_run, tables
+    from rewrite.benchmark.plan import plain
+    from rewrite.deliver import report
+    from rewrite.verify.models.device import usable_device
+
+    device = usable_device(options["device"])
+    chosen = click.get_current_context().get_parameter_source("batch") != ParameterSource.DEFAULT
+    plan = forward_run.ForwardPlan(
+        target.package,
+        str(target.source.path),
+        shape=options["shape"],
+        weights=str(options["weights"]) if options["weights"] else None,
+        device=device,
+        dtype=options["dtype"] or ("float32" if device == "cpu" else "bfloat16"),
+        batches=options["batch"] if chosen else (1, 32),
+        tokens=(options["context"] or ((16,) if device == "cpu" else (128,)))[0],
+        seconds=min(options["seconds"], 1.0) if device == "cpu" else options["seconds"],
+    )
+    with screen.working("measuring") as progress:
+        record = forward_run.measure(plan, progress)
+    for label, text in tables.head(record):
+        screen.line(label, text)
+    for table in forward_run.tables(record):
+        _show(screen, table)
+    screen.line("explain", record["explain"])
+    report.write(options["json_path"], "bench", plain(record))
+    code = forward_run.exit_code(record)
+    if code:
+        screen.problem("failed", "it is slower than its original as it stands, did not run, or its outputs differ")
     return code
 
 

@@ -108,7 +108,10 @@ def loads(path: Path) -> Table:
 
 
 def dumps(data: Mapping[str, Any]) -> str:
-    """Return the text of a lock: sorted, indented, what fits on a line in one, one trailing newline."""
+    """Return the text of a lock: sorted, indented, one trailing newline.
+
+    What fits on a line is one, and so is a tuple, however long: it changes as a whole.
+    """
     return f"{_laid_out(data, '')}\n"
 
 

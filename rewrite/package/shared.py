@@ -143,7 +143,7 @@ def for_package(package: Path, way: str, uses: Sequence[str], target: str) -> Sh
 
     Raises:
         SharedRuntimeNotUsable: if the folder can be none: it is in the package or around it, or holds something else.
-        UnknownOperator: if a package uses what this version does not offer.
+        UnknownOperator: if the package uses what this version does not offer.
     """
     package, folder = package.resolve(), place_of(package, way)
     before = _before(package, folder)
@@ -271,7 +271,9 @@ def _still(folder: Path, users: Mapping[str, User], package: Path | None) -> dic
 
 def _made(folder: Path, users: Mapping[str, User], before: SharedLock | None, package: Path | None) -> Shared:
     target = targets.ROCM if any(user.target == targets.ROCM for user in users.values()) else targets.CUDA
-    uses = sorted({use for user in users.values() for use in user.uses})
+    # what another package used and this version has no longer, it uses no longer when it is made anew in the same run
+    own = {use for way, user in users.items() if place_of(folder, way) == package for use in user.uses}
+    uses = sorted(own | {use for user in users.values() for use in user.uses if runtime_files.is_offered(use)})
     made = runtime_files.files(runtime_files.closure_of(uses, target))
     files = {path.removeprefix(runtime_files.FOLDER): data for path, data in made.items()}
     files[INIT] = _DOCSTRING.encode("utf-8")

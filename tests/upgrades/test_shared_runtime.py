@@ -130,6 +130,10 @@ def test_another_model_adds_what_it_needs_and_changes_nothing_for_the_first(
 def test_packages_of_one_runtime_move_to_another_version_together(
     both: Path, rewrite: CommandLine, old: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = both / RUNTIME / "runtime.lock"
+    path.write_text(
+        path.read_text().replace('["products', '["norms.gone", "products')
+    )  # this version has it no longer
     moved(monkeypatch)
     refused = rewrite("tiny", "--out", "third", "--no-verify", *old, "--runtime", RUNTIME)
     assert (refused.code, "rewrite sync out second, which makes" in refused.err) == (2, True)
