@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import HIP
 from .liveness import Peers
-from .shared_sum import BLOCK, PROGRAMS, launch_shared_sum, takes, words
+from .shared_sum import BLOCK, NOT_HERE, PROGRAMS, launch_shared_sum, takes, words
 
 ONE_SHOT_BYTES = 512 * 1024
 """Up to so many bytes of all others each rank reads all parts itself: 7.3 µs for 8 KiB and 11.6 for 512 in a graph,
@@ -207,7 +206,7 @@ class Ranks:
 def _no_shared_memory(device: torch.device, on_one_host: bool) -> str | None:
     if device.type != "cuda":
         return "the ranks are on no GPU"
-    if HIP:
+    if NOT_HERE:
         return "not tried on AMD cards"
     return None if on_one_host else "the ranks are on several hosts"
 

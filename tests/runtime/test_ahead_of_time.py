@@ -54,7 +54,9 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
     whole = arch in WHOLE and not brief
     rows = compiled(arch, not whole)
     assert [str(finding) for finding in findings.judge(rows)] == []
-    assert {row.kernel for row in rows} == set(run.known_kernels()), "the catalogue has no case of these kernels"
+    elsewhere = {"shared_sum"} if CHIPS[arch].backend == "hip" else set()  # signals between cards: NVIDIA's alone
+    known = set(run.known_kernels()) - elsewhere
+    assert {row.kernel for row in rows} == known, "the catalogue has no case of these kernels"
     if whole:
         assert findings.unused_exemptions(rows) == []
     counting = {row.kernel for row in rows if row.figures is not None and row.figures.arrivals}
@@ -103,6 +105,10 @@ def test_who_counts_itself_publishes_first() -> None:
     """Whichever variant of a kernel the catalogue has: what is stored before a count is stored for everybody."""
     for path in RUNTIME.rglob("*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
+        if path.stem == "shared_sum":  # signals between cards
+            signals = [line for line in lines if "tl.atomic_" in line]
+            assert all('scope="sys"' in line and ("release" in line or "acquire" in line) for line in signals)
+            continue
         for number, line in enumerate(lines):
             if "tl.atomic_" in line:
                 assert any("publish(WAIT)" in before for before in lines[number - 2 : number]), f"{path.name}: {line}"
