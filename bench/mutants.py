@@ -1,7 +1,8 @@
 """Small bugs made by rule in what was generated, and how many of them `verify` catches.
 
     python bench/mutants.py [MODEL ...] [--each 60] [--jobs 2] [--limit-seconds S] [--rows DIR] [--seed 0]
-                            [--device cpu] [--quick] [--baselines] [--json FILE]
+                            [--device cpu] [--quick] [--baselines] [--only NAME ... [--checks CHECK ...]]
+                            [--json FILE]
 
 Each model is rewritten into a package. A mutant is the package with one change (`bench/mutation.py`), in the modeling
 file or in the runtime that it brings, half of the sample in either, every rule in its turn. Each is verified on its
@@ -9,10 +10,14 @@ own until its first failed check; one that ends its process, or that says nothin
 
 What no check runs is told from what runs and is not seen: the package itself is verified first (`--baselines`: nothing
 else) with the lines and branches counted that run. A mutant elsewhere is *not reached*, and no part of the sample; nor
-is one that Python compiles to the same code, or on a CPU one in a kernel. Of a survivor it is said which checks
-measured something else than in the package itself: where none did, the numbers came out the same on another way.
+is one that Python compiles to the same code, or on a CPU one in a kernel, or one that a rule of `bench/equivalent.py`
+finds to be the same program. A survivor is *equivalent* where `bench/equivalent.json` says why, and else counts as
+missed. Of each it is said which checks measured something else than in the package itself: where none did, the numbers
+came out the same on another way.
 
-With `--rows` a later call goes on where this one stops. The table and `--json` name function, rule and change, never a
+With `--rows` a later call goes on where this one stops. `--only` tries the mutants with these names (as a survivor's
+row has them; their beginnings do) again and no others; with `--checks` by these checks alone, which is soon over: what
+they catch is caught, and of the rest nothing is kept. The table and `--json` name function, rule and change, never a
 line of a model's source.
 """
 
@@ -29,10 +34,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from equivalent import Package, Review, review
 from mutation import Mutant, another_program, changed, in_turn, mutants
 from trials import PATIENCE_S, Row, Tell, Trial, arguments_of, judged, original, packages, results
 
@@ -41,7 +49,8 @@ from rewrite.verify.models import sides
 from rewrite.verify.reach import Reach
 
 MODELS = ("llama", "qwen3_moe", "gemma2", "bert", "t5", "qwen3_next")
-STATUSES = ("caught", "broke off", "survived")
+STATUSES = ("caught", "broke off", "survived", "equivalent")
+APART = ("in kernels", "not reached", "same code", "same on a CPU", "read by nothing", "default always given")
 
 
 @dataclass(frozen=True)
@@ -86,9 +95,18 @@ def ran(mutant: Mutant, missed: dict[str, Any]) -> bool:
     return mutant.line not in lines and not ((mutant.taken or mutant.skipped) and one_way)
 
 
+def named(package: Path, row: Row, names: list[str]) -> Sample:
+    """The mutants of a model whose names begin so."""
+    picked = [one for one in mutants(package) if name_of(row["model"], one).startswith(tuple(names))]
+    return Sample(row["model"], package, tuple(picked), row["measured"], Counter())
+
+
 def sample(package: Path, row: Row, options: argparse.Namespace) -> Sample:
     """Draw the mutants of a model by its baseline, half of them in what was generated and half in the runtime."""
+    if options.only:
+        return named(package, row, options.only)
     apart: Counter[str] = Counter()
+    whole = Package(package, row["missed"])
     able: dict[str, list[Mutant]] = {"generated": [], "runtime": []}
     for mutant in mutants(package):
         if mutant.kernel and options.device == "cpu":
@@ -102,11 +120,18 @@ def sample(package: Path, row: Row, options: argparse.Namespace) -> Sample:
         for mutant in in_turn(found, f"{options.seed} {row['model']}"):
             if len(picked) == count:
                 break
-            other = another_program((package / mutant.file).read_text("utf-8"), mutant)
-            if other:
-                picked.append(mutant)
-            elif other is not None:
+            text = (package / mutant.file).read_text("utf-8")
+            other = another_program(text, mutant)
+            if other is False:
                 apart["same code"] += 1
+            elif other and options.device == "cpu" and whole.same_on_a_cpu(mutant):
+                apart["same on a CPU"] += 1
+            elif other and whole.read_by_nothing(mutant):
+                apart["read by nothing"] += 1
+            elif other and whole.default_always_given(mutant):
+                apart["default always given"] += 1
+            elif other:
+                picked.append(mutant)
     return Sample(row["model"], package, tuple(picked), row["measured"], apart)
 
 
@@ -120,7 +145,7 @@ def tried(found: Sample, mutant: Mutant, options: Options, tell: Tell) -> Row:
         row, verdict = judged(found.model, copy, options, tell)
     if verdict.passed:
         now = measured(verdict)
-        row["differs"] = [name for name in now | found.measured if now.get(name) != found.measured.get(name)]
+        row["differs"] = [name for name in found.measured if now.get(name) != found.measured.get(name)]
         row["by"] = (
             ", ".join(row["differs"][:3]) + f" ({len(row['differs'])}) differ" if row["differs"] else "none differs"
         )
@@ -130,30 +155,40 @@ def tried(found: Sample, mutant: Mutant, options: Options, tell: Tell) -> Row:
 def trials(found: Sample, options: Options) -> Iterator[Trial]:
     """Yield the trials of a sample."""
     for mutant in found.picked:
-        key = hashlib.sha256(repr(mutant).encode()).hexdigest()[:10]
         about = {name: getattr(mutant, name) for name in ("file", "where", "line", "rule", "change", "place")}
         run = partial(tried, found, mutant, options)
-        yield Trial(f"{found.model}-{key}", run, {"model": found.model, **about})
+        yield Trial(name_of(found.model, mutant), run, {"model": found.model, **about})
+
+
+def name_of(model: str, mutant: Mutant) -> str:
+    """What a mutant's row is called."""
+    return f"{model}-{hashlib.sha256(repr(mutant).encode()).hexdigest()[:10]}"
+
+
+def reviews(found: Sample) -> Iterator[tuple[str, Review]]:
+    """Yield what is known by hand about mutants of a sample, by their names."""
+    for mutant in found.picked:
+        known = review(found.model, mutant, (found.package / mutant.file).read_text("utf-8"))
+        if known is not None:
+            yield name_of(found.model, mutant), known
 
 
 def said(row: Row) -> str:
     """One line about a mutant."""
     place = f"{row['model']} {row['file']}:{row['line']} {row['where']}"
-    return f"{row['status']:<9} {row['seconds']:5.0f} s  {place} · {row['rule']}: {row['change']} · {row['by']}"
+    why = "".join(f" · {row[name]}" for name in ("why", "caught_by") if row.get(name))
+    return f"{row['status']:<10} {row['seconds']:5.0f} s  {place} · {row['rule']}: {row['change']} · {row['by']}{why}"
 
 
 def table(rows: list[Row], samples: list[Sample]) -> str:
     """The counts by model, by rule and by place, and the survivors."""
-    lines = ["| | tried | caught | broke off | survived | share caught |", "|---|---|---|---|---|---|"]
+    lines = ["| | tried | caught | broke off | survived | equivalent | caught of the others |", "|---" * 7 + "|"]
     for key in ("model", "rule", "place"):
         for name in dict.fromkeys(row[key] for row in rows):
             lines.append(_counted(name, [row for row in rows if row[key] == name]))
-    lines += [_counted("all", rows), "", "| | in kernels | not reached | same code, among those drawn |"]
-    lines += ["|---|---|---|---|"]
-    for one in samples:
-        kinds = [str(one.apart[kind]) for kind in ("in kernels", "not reached", "same code")]
-        lines.append(f"| {one.model} | {' | '.join(kinds)} |")
-    unseen = [said(row) for row in rows if row["status"] != "caught"]
+    lines += [_counted("all", rows), "", f"| no part of the sample | {' | '.join(APART)} |", "|---" * 7 + "|"]
+    lines += [f"| {one.model} | {' | '.join(str(one.apart[kind]) for kind in APART)} |" for one in samples]
+    unseen = [said(row) for row in sorted(rows, key=lambda row: row["status"]) if row["status"] != "caught"]
     times = [row.get("processor", 0) for row in rows] or [0]
     lines += ["", f"{sum(times) / len(times):.1f} processor seconds a mutant, {max(times):.0f} at most", *unseen]
     return "\n".join(lines)
@@ -161,7 +196,8 @@ def table(rows: list[Row], samples: list[Sample]) -> str:
 
 def _counted(name: str, rows: list[Row]) -> str:
     counts = Counter(row["status"] for row in rows)
-    share = 1 - counts["survived"] / len(rows) if rows else 0
+    others = len(rows) - counts["equivalent"]
+    share = 1 - counts["survived"] / others if others else 0
     return f"| {name} | {len(rows)} | {' | '.join(str(counts[status]) for status in STATUSES)} | {share:.1%} |"
 
 
@@ -177,20 +213,35 @@ def samples(arguments: argparse.Namespace, folder: Path, options: Options, deadl
         yield sample(made[row["model"]], row, arguments)
 
 
+def judged_by_hand(row: Row, known: Review | None) -> Row:
+    """A row of a survivor with what is known of it."""
+    if row["status"] != "survived" or known is None:
+        return row
+    if known.equivalent:
+        return {**row, "status": "equivalent", "why": known.why}
+    return {**row, "why": known.why, "caught_by": known.caught_by}
+
+
 def survey(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], list[Sample]]:
     """Try the mutants of each package that passes."""
     deadline = time.monotonic() + arguments.limit_seconds
     options = Options(
         device=arguments.device, quick=arguments.quick, seed=arguments.seed, fail_fast=True, clean_process=False,
-        reach=False, gates=("structure", "parity", "generation"),
+        reach=False, gates=("structure", "parity", "generation"), checks=tuple(arguments.checks),
     )  # fmt: skip
     drawn = list(samples(arguments, folder, options, deadline))
     drawn.sort(key=lambda one: arguments.models.index(one.model))
     found = [] if arguments.baselines else [trial for one in drawn for trial in trials(one, options)]
+    if arguments.only:
+        for trial in found:
+            (folder / "mutants" / f"{trial.name}.json").unlink(missing_ok=True)
     random.Random(arguments.seed).shuffle(found)  # what is cut off is a sample of every model
+    known = {name: one for sample in drawn for name, one in reviews(sample)}
     rows = []
     for row in results(found, folder / "mutants", arguments.jobs, deadline):
-        rows.append(row)
+        if arguments.checks and row["status"] == "survived":
+            (folder / "mutants" / f"{row['name']}.json").unlink()
+        rows.append(row := judged_by_hand(row, known.get(row["name"])))
         print(said(row), flush=True)
     print(f"{len(rows)} of {len(found)} mutants tried")
     return rows, drawn
@@ -204,13 +255,32 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--baselines", action="store_true")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
+    parser.add_argument("--checks", nargs="+", metavar="CHECK", default=[])
     parser.add_argument("--json", type=Path)
     arguments = arguments_of(parser)
     with tempfile.TemporaryDirectory() as folder:
         rows, drawn = survey(arguments, arguments.rows or Path(folder))
     print(table(rows, drawn))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n", "utf-8")
+        apart = {one.model: dict(one.apart) for one in drawn}
+        about = {"seed": arguments.seed, "machine": machine(arguments.device), "kinds": APART, "apart": apart}
+        about["drawn"] = sum(len(one.picked) for one in drawn)
+        rows.sort(key=lambda row: row["name"])
+        arguments.json.write_text(
+            json.dumps({**about, "rows": [plain(row) for row in rows]}, indent=1) + "\n", "utf-8"
+        )
+
+
+def machine(device: str) -> str:
+    """Where it ran."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    return f"{device.upper()}, {versions}, {date.today().isoformat()}"
+
+
+def plain(row: Row) -> Row:
+    """A row without what depends on the machine's load."""
+    return {name: value for name, value in row.items() if name not in ("seconds", "differs", "gate", "line")}
 
 
 if __name__ == "__main__":

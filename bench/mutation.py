@@ -250,17 +250,17 @@ def changed(text: str, mutant: Mutant) -> str:
 def another_program(text: str, mutant: Mutant) -> bool | None:
     """Whether Python compiles the changed file to other code; `None` if it compiles to nothing."""
     try:
-        return _shape(compile(changed(text, mutant), "", "exec")) != _shape(compile(text, "", "exec"))
+        return shape(compile(changed(text, mutant), "", "exec")) != shape(compile(text, "", "exec"))
     except SyntaxError:
         return None
 
 
-def _shape(code: object) -> object:
+def shape(code: object) -> object:
     """What code does, without the lines where it stands."""
     if not isinstance(code, CodeType):
         return type(code), repr(code)
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags
-    return code.co_code, names, code.co_argcount, code.co_kwonlyargcount, tuple(map(_shape, code.co_consts))
+    return code.co_code, names, code.co_argcount, code.co_kwonlyargcount, tuple(map(shape, code.co_consts))
 
 
 def in_turn(found: list[Mutant], seed: str) -> Iterator[Mutant]:

@@ -28,7 +28,9 @@ def test_generated_documentation_is_up_to_date(monkeypatch: pytest.MonkeyPatch) 
     assert not stale, f"run `python -m rewrite.docs`: {stale}"
 
 
-@pytest.mark.parametrize("command", ["bench/decode.py render", "bench/families.py render", "bench/gemm_table.py"])
+@pytest.mark.parametrize(
+    "command", ["bench/decode.py render", "bench/families.py render", "bench/gemm_table.py", "bench/mutant_page.py"]
+)
 def test_figures_in_the_documentation_are_those_recorded(command: str) -> None:
     done = subprocess.run([sys.executable, *command.split(), "--check"], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, f"run `python {command}`"

@@ -37,12 +37,13 @@ class Subject:
     """The original's module."""
 
 
-def load(package: Path, original: str | None = None) -> Subject:
-    """Import a package and its original.
+def load(package: Path, original: str | None = None, *, calls: bool = False) -> Subject:
+    """Import a package and its original; what is measured of it is decoding, or `calls`.
 
     Raises:
         NotAPackage: the folder has no lock.
         OriginalNotFound: the lock names an original that is not here.
+        VerificationError: the main class does not decode.
     """
     source = lock_of(package)["source"]
     upstream = original or source["module"] or str(package.resolve() / source["target"])
@@ -50,8 +51,10 @@ def load(package: Path, original: str | None = None) -> Subject:
         raise OriginalNotFound(package, source["path"], source["sha256"])
     module, rewritten = sides.load(sides.locate(upstream)), sides.load(sides.locate(package))
     main = find_subjects(module, rewritten).main
-    if not main.causal or not hasattr(main.original, "generate"):
-        raise VerificationError(f"{main.name} does not generate, so there is no decoding to measure.")
+    if not calls and (not main.causal or not hasattr(main.original, "generate")):
+        raise VerificationError(
+            f"{main.name} does not generate, so there is no decoding to measure: --forward measures calls."
+        )
     explain = runtime_part(str(rewritten.__package__), "core/explain").explain
     return Subject(package, main.original, main.rewritten, explain, module)
 

@@ -38,10 +38,11 @@ class Plan:
     """One run: a package at one shape.
 
     `original` names the original where the lock's own name does not lead to it. `shape` is a preset of
-    `presets.SHAPES`, or None with a checkpoint in `weights`. `new_tokens` is how many tokens a repeat decodes, of a
-    fast side; slow ones decode fewer. `rounds` bounds the repeats from below and above; between those, `seconds` is
-    the time a cell may take. `layers` cuts the preset, of a training step. `compiled_cells` are those where the original is compiled, `static_cells` those where
-    it is compiled by transformers too (None: the same ones). After `budget` seconds nothing new is compiled.
+    `presets.SHAPES`, or None with a checkpoint in `weights`. `new_tokens` is how many tokens a repeat decodes, of
+    a fast side; slow ones decode fewer. `rounds` bounds the repeats from below and above; between those, `seconds`
+    is the time a cell may take. `layers` cuts the preset, of a training step. `compiled_cells` are those where the
+    original is compiled, `static_cells` those where it is compiled by transformers too (None: the same ones).
+    After `budget` seconds nothing new is compiled.
     """
 
     package: Path

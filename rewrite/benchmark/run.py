@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -323,23 +324,8 @@ def claim(low: float, high: float, agreed: bool, gpu: bool) -> str:
 
 def header(plan: Plan, subject: Subject) -> dict[str, Any]:
     """Where, with which versions and of what the results are."""
-    import torch
-
-    from .models import lock_of
-
-    lock = lock_of(plan.package)
-    card = torch.cuda.get_device_name(plan.device) if plan.device != "cpu" else platform.processor() or "CPU"
-    versions = {name: _version(name) for name in ("torch", "transformers", "triton", "liger-kernel")}
     return {
-        "schema": SCHEMA,
-        "device": card,
-        "versions": {"python": platform.python_version(), **{n: v for n, v in versions.items() if v}},
-        "model": subject.original.__name__,
-        "package": {
-            "name": plan.package.name,
-            "source": lock["source"]["path"],
-            "sites": {name: len(report["rewritten"]) for name, report in lock["transforms"].items()},
-        },
+        **described(plan.package, subject, plan.device),
         "shape": plan.shape,
         "weights": "checkpoint" if plan.weights is not None else "random",
         "dtype": plan.dtype,
@@ -348,6 +334,28 @@ def header(plan: Plan, subject: Subject) -> dict[str, Any]:
         "cells": [],
         "prefill": [],
         "complete": False,
+    }
+
+
+def described(package: Path, subject: Subject, device: str) -> dict[str, Any]:
+    """A package, and where it is measured."""
+    import torch
+
+    from .models import lock_of
+
+    lock = lock_of(package)
+    card = torch.cuda.get_device_name(device) if device != "cpu" else platform.processor() or "CPU"
+    versions = {name: _version(name) for name in ("torch", "transformers", "triton", "liger-kernel")}
+    return {
+        "schema": SCHEMA,
+        "device": card,
+        "versions": {"python": platform.python_version(), **{n: v for n, v in versions.items() if v}},
+        "model": subject.original.__name__,
+        "package": {
+            "name": package.name,
+            "source": lock["source"]["path"],
+            "sites": {name: len(report["rewritten"]) for name, report in lock["transforms"].items()},
+        },
     }
 
 

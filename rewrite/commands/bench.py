@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from rewrite.commands.options import DTYPES, FOLDER, OUTPUT, Command, complete_models, reporting_options
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rewrite.show.console import Screen
     from rewrite.upstream.source import Source
 
-SHAPES = ("tiny", "1b", "8b", "30b-a3b")
+SHAPES = ("tiny", "1b", "8b", "70b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
 FOR_TRAINING = ("fuse_loss", "spare_activation")
 """Transforms that a model gets that is rewritten to measure its training; a package is measured as it is."""
@@ -66,7 +67,7 @@ class Target:
     "--prefill", callback=numbers, default=None, metavar="N,…", help="Prompt lengths.  [default: 128,512,2048]"
 )
 @click.option("--train", is_flag=True, help="Measure training steps of --batch rows of --context tokens instead.")
-@click.option("--layers", type=click.IntRange(1), metavar="N", help="With --train: cut the shape to so many layers.")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="With --train or --tp: cut the shape to N layers.")
 @click.option(
     "--side",
     "sides",
@@ -81,19 +82,33 @@ class Target:
 )
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
 @click.option("--trust-remote-code", is_flag=True, help="Let a modeling file that came with a checkpoint run.")
+@click.option("--tp", type=click.IntRange(2), metavar="N", help="Measure on N cards: tensor parallel under torchrun.")
+@click.option("--forward", is_flag=True, help="Measure calls of the model instead of its generate().")
 @click.option("--ladder", is_flag=True, help="Measure one transform more at a time instead.")
 @click.option(
     "--ladder-prepare", type=FOLDER, metavar="DIR", help="Only write the ladder's packages, to be measured there."
 )
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a bar chart.")
 @reporting_options
-def bench(target: str, ladder: bool, ladder_prepare: Path | None, train: bool, quiet: bool, **options: Any) -> int:
+def bench(
+    target: str,
+    tp: int | None,
+    forward: bool,
+    ladder: bool,
+    ladder_prepare: Path | None,
+    train: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
     """Measure prefill, decode and generate() of a package, its original, and the original compiled.
 
     DIR is a package, or what --ladder-prepare wrote; a MODEL is rewritten for the measurement. All sides are timed in
     turn; a ratio comes with its 95% interval. With --train it is the time and memory of training steps, and the
     gradients are compared. The exit code is 1 if the package is slower than its original as it
     stands, or if its tokens are not the original's.
+
+    --forward measures a call instead, of any model: batch 1 and 32, texts of --context tokens (default: 128), images
+    of the configuration's size, 10 s of sound; eager and compiled.
     """
     from rewrite.deliver import verification
     from rewrite.show.console import Screen
@@ -102,12 +117,18 @@ def bench(target: str, ladder: bool, ladder_prepare: Path | None, train: bool, q
     if ladder_prepare is not None:
         return _prepare(screen, _source(target, options), ladder_prepare)
     verification.require_libraries("measuring")
+    if tp is not None:
+        with _package(target, options) as found:
+            return _ranks(screen, _plan(found.package, str(found.source.path), options), tp, options)
     if options["png"] is not None:
         from rewrite.benchmark.chart import require_matplotlib
 
         require_matplotlib()
     if ladder:
         return _ladder(screen, target, options)
+    if forward:
+        with _package(target, {**options, "train": False}) as found:
+            return _forward(screen, found, options)
     with _package(target, {**options, "train": train}) as found:
         if train:
             return _train(screen, _plan(found.package, str(found.source.path), options), options)
@@ -133,6 +154,57 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
     code = tables.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original as it stands, did not run, or its tokens differ")
+    return code
+
+
+def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -> int:
+    from rewrite.benchmark import ranks as several
+    from rewrite.benchmark.plan import plain
+    from rewrite.deliver import report
+
+    with screen.working("measuring on several ranks"):
+        record = several.measure(plan, ranks)
+    screen.line("model", f"{record['model']}, {record['shape'] or 'checkpoint'}, {record['dtype']}, random weights")
+    screen.line("on", f"{ranks} × {record['device']}")
+    for table in several.tables(record):
+        _show(screen, table)
+    report.write(options["json_path"], "bench", plain(record))
+    code = several.exit_code(record)
+    if code:
+        screen.problem("failed", "it is slower than its original on the same ranks, or its tokens differ")
+    return code
+
+
+def _forward(screen: Screen, target: Target, options: Mapping[str, Any]) -> int:
+    from rewrite.benchmark import forward_run, tables
+    from rewrite.benchmark.plan import plain
+    from rewrite.deliver import report
+    from rewrite.verify.models.device import usable_device
+
+    device = usable_device(options["device"])
+    chosen = click.get_current_context().get_parameter_source("batch") != ParameterSource.DEFAULT
+    plan = forward_run.ForwardPlan(
+        target.package,
+        str(target.source.path),
+        shape=options["shape"],
+        weights=str(options["weights"]) if options["weights"] else None,
+        device=device,
+        dtype=options["dtype"] or ("float32" if device == "cpu" else "bfloat16"),
+        batches=options["batch"] if chosen else (1, 32),
+        tokens=(options["context"] or ((16,) if device == "cpu" else (128,)))[0],
+        seconds=min(options["seconds"], 1.0) if device == "cpu" else options["seconds"],
+    )
+    with screen.working("measuring") as progress:
+        record = forward_run.measure(plan, progress)
+    for label, text in tables.head(record):
+        screen.line(label, text)
+    for table in forward_run.tables(record):
+        _show(screen, table)
+    screen.line("explain", record["explain"])
+    report.write(options["json_path"], "bench", plain(record))
+    code = forward_run.exit_code(record)
+    if code:
+        screen.problem("failed", "it is slower than its original as it stands, did not run, or its outputs differ")
     return code
 
 

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 @click.argument("sides", nargs=-1, required=True, metavar="DIR | ORIGINAL REWRITTEN")
 @verification_options
 @click.option("--original", "given", type=click.Path(path_type=Path), metavar="FILE", help="Where the original is.")
+@click.option("--tp", type=click.IntRange(2), metavar="N", help="Verify the package in N processes: tensor parallel.")
 @bisect_option
 @reporting_options
 def verify(
     sides: tuple[str, ...],
+    tp: int | None,
     device: str | None,
     dtype: str | None,
     weights: Path | None,
@@ -48,6 +50,10 @@ def verify(
     verification.require_libraries("verification")
     request = verification.Request(device, dtype, weights, seed=seed, quick=quick)
     screen = Screen(json=json_path, quiet=quiet)
+    if tp is not None:
+        if len(sides) != 1:
+            raise click.UsageError("--tp verifies one package")
+        return _ranks(screen, Path(sides[0]), given, request, trust_remote_code, tp, json_path)
     if len(sides) == 1:
         return _package(screen, Path(sides[0]), given, request, trust_remote_code, bisect, json_path)
     if len(sides) > 2 or given is not None:
@@ -111,6 +117,39 @@ def _package(
     output.write_beside(folder / acceptance.NAME, again.to_json().encode("utf-8"))
     screen.line("accepted", f"what fails was accepted: {accepted.reason}")
     return 0
+
+
+def _ranks(
+    screen: Screen,
+    folder: Path,
+    given: Path | None,
+    request: Request,
+    trusted: bool,
+    ranks: int,
+    json_path: Path | None,
+) -> int:
+    from rewrite.deliver import report, verification
+    from rewrite.package import original
+    from rewrite.package.lock import read_lock
+    from rewrite.upstream.source import weights_fit
+    from rewrite.verify import ranks as several
+
+    lock = read_lock(folder)
+    source = original.find(folder, lock, given)
+    verification.require_trust(source, trusted)
+    if request.weights is not None:
+        weights_fit(source, request.weights)
+    with screen.working(f"verifying on {ranks} ranks"):
+        checks = several.verify(
+            source.path, folder, ranks, request.device, request.dtype, request.weights, request.seed
+        )
+    for check in checks:
+        screen.line("pass" if check.passed else "FAIL", f"{check.name}: {check.detail}")
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        screen.problem("verify", f"{failed[0].name} on {ranks} ranks: {failed[0].detail}")
+    report.write(json_path, "verify", {"ranks": ranks, "checks": [check.to_json() for check in checks]})
+    return 1 if failed else 0
 
 
 def _side(side: str, trust_remote_code: bool) -> str | Path:

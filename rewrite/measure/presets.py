@@ -23,6 +23,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
         "max_position_embeddings": 131072, "rope_parameters": LLAMA_ROPE, "rms_norm_eps": 1e-5,
     },
+    "70b": {  # Llama-3.1-70B
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 28672, "vocab_size": 128256, "tie_word_embeddings": False,
+        "max_position_embeddings": 131072, "rope_parameters": LLAMA_ROPE, "rms_norm_eps": 1e-5,
+    },
     "30b-a3b": {  # Qwen3-30B-A3B
         "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
         "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,

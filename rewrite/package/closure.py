@@ -17,6 +17,8 @@ CALLED_FROM_OUTSIDE = {
     "decode/compile_ahead": ("compile_all", "variants"),
     "decode/graph": ("DecodeGraph",),
     "decode/graph_store": ("release_graphs", "store_of"),
+    "forward/store": ("captured_kinds", "release_forwards"),
+    "forward/switch": ("get_forward_graphs", "set_forward_graphs", "use_forward_graphs"),
     "loss/chunked_loss": ("use_chunked_loss",),
     "products/gemm": ("PATHS", "by_path", "forget", "listen"),
 }

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 
+from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.imports import from_line, isort_key
 from rewrite.errors import UnknownOperator
 from rewrite.operators import offered, own_text, without_declarations
@@ -35,6 +36,7 @@ _ALWAYS = {
 _EXPORTS = {
     "core": ("explain", "get_backend", "set_backend", "use_backend"),
     "decode": ("DecodeGraph", "release_graphs"),
+    "forward": ("release_forwards", "set_forward_graphs", "use_forward_graphs"),
     "loss": ("use_chunked_loss",),
 }
 """What users call of the runtime, by room; of a room that a package does not have, nothing."""
@@ -130,11 +132,19 @@ def init(rooms: Collection[str], way: str | None = None) -> str:
     exports = {room: names for room, names in _EXPORTS.items() if room in rooms}
     exported = sorted((name for names in exports.values() for name in names), key=isort_key)
     lines = [from_line(f".{room}", sorted(names, key=isort_key)) for room, names in exports.items()]
-    listed = ", ".join(f'"{name}"' for name in exported)
+    listed = _listed(exported)
     if way is None:
         return _INIT.format(imports="\n".join(lines), exported=listed)
     others = "".join(f"\n{line}\n" for line in lines[1:])
     return _SHARED.format(way=way, core=lines[0], imports=others, exported=listed)
+
+
+def _listed(names: list[str]) -> str:
+    """Return names between the brackets of a list, as a formatter lays it out."""
+    line = ", ".join(f'"{name}"' for name in names)
+    if len(f"__all__ = [{line}]") <= LINE_LENGTH:
+        return line
+    return "\n" + "".join(f'    "{name}",\n' for name in names)
 
 
 @cache

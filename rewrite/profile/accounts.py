@@ -77,7 +77,7 @@ def of_device(activities: Iterable[Activity], start: float, end: float) -> Accou
             cursor = activity.start
         ended = min(activity.end, end)
         taken = max(ended - cursor, 0.0)
-        shares.append(Share(activity, activity.start, taken))
+        shares.append(Share(activity, cursor, taken))
         cursor = max(cursor, ended)
     if cursor < end:
         waits.append(Wait(HOST, cursor, end - cursor))

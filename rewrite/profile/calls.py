@@ -196,7 +196,8 @@ class Call:
         if not self.gpu or self.kind not in (DECODE, PROMPT):
             return []
         if self.kind == PROMPT:
-            return [] if self._graph is None else [prompt.run for prompt in self._graph.prompts._graphs.values()]
+            prompts = [] if self._graph is None else self._graph.prompts._graphs.values()
+            return [functools.partial(_prompt, prompt) for prompt in prompts]
         found = _programs(self.model)
         return found
 
@@ -226,8 +227,18 @@ def _programs(model: Any) -> list[Callable[[], Any]]:
 
 
 def _step(graph: Any, program: Any) -> None:
+    """Run a captured step without its graph; what the graph writes to stays where it is."""
+    kept = program.logits, program.scores
     with graph._as_for_decoding(), graph._held():
         program._rehearse()
+    program.logits, program.scores = kept
+
+
+def _prompt(prompt: Any) -> None:
+    """Read a prompt without its graph, likewise."""
+    kept = prompt._logits
+    prompt.run()
+    prompt._logits = kept
 
 
 def _replays(activities: Sequence[Activity]) -> list[tuple[float, float]]:

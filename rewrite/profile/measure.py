@@ -233,16 +233,16 @@ def _origins(call: Call, file: str, plan: Plan) -> list[Origin]:
     rehearsals = call.rehearsals()
     recorder = record.fully(call)
     if rehearsals:
+        import torch
 
         def rehearse() -> None:
-            import torch
-
             with torch.no_grad(), call.rehearsing(), places.noted(), launches.noted():
                 for each in rehearsals[:1]:
                     each()
             call.synchronise()
 
-        rehearsals[0]()
+        with torch.no_grad():
+            rehearsals[0]()
         return origins.of_device(recorder(rehearse), places, launches.amounts)
 
     def work() -> None:

@@ -219,7 +219,8 @@ def _copies(ops: Sequence[Op]) -> Iterator[_Site]:
             op.frames[-1],
             [op],
             op.bytes,
-            f"{_bare(op)} copies what is already there, in the same order and type",
+            f"{_bare(op)} copies what is already there, in the same order and type"
+            + (", for this shape" if _bare(op) in ("repeat", "cat") else ""),
             "neither the source nor the copy is written while the copy is read, nobody holds the copy after the call",
         )
 

@@ -53,12 +53,19 @@ def of_host(trace: Trace, places: Places, start: float, end: float) -> list[Orig
     inside = [operator for operator in trace.operators if start <= operator.start < end]
     found = [finder.origin(operator.name, operator.thread, operator.start, operator) for operator in inside]
     stack: list[int] = []
-    for number, operator in enumerate(inside):  # the work of an operator that calls others is theirs
+    for number, operator in enumerate(inside):
         while stack and inside[stack[-1]].end <= operator.start:
             stack.pop()
         if found[number].amount is not None:
-            for outer in stack:
-                found[outer] = replace(found[outer], amount=None)
+            moves = categories.operator_category(operator.name) == categories.COPIES
+            for (
+                outer
+            ) in stack:  # the work of an operator that calls others is theirs, but for what only brings operands
+                computes = categories.operator_category(inside[outer].name) != categories.COPIES
+                if found[outer].amount is not None and moves and computes:
+                    found[number] = replace(found[number], amount=None)
+                else:
+                    found[outer] = replace(found[outer], amount=None)
         stack.append(number)
     return found
 

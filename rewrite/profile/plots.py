@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,28 +54,39 @@ DARK = LIGHT | {
 WIDTH = 8.0
 """Inches; the page scales it."""
 NARROWEST = 0.05
-"""Share of a bar from which a part has its name on it."""
+"""Share of a bar from which a part has its share on it."""
 
 
 def bars(record: Mapping[str, Any]) -> Any:
-    """Both sides as stacked bars, in the same unit."""
-    figure, axes = _figure(0.7 + 0.62 * len(record["sides"]))
-    longest = max(side["sum_us"] for side in record["sides"].values())
-    for place, side in enumerate(record["sides"].values()):
-        left = 0.0
-        for kind, us in parts(side):
-            axes.barh(place, us, left=left, height=0.62, color=LIGHT[kind], edgecolor="none")
-            if us > NARROWEST * 2.4 * longest:
-                shown = f"{tables.titles(record)[kind]} {us / side['sum_us']:.0%}"
-                axes.text(left + us / 2, place, shown, ha="center", va="center", fontsize=7.5, color=_on(kind))
-            left += us
-        axes.text(left, place, f"  {left / 1e3:.3g} ms", va="center", fontsize=8.5, color=LIGHT["text"])
-    names = [NAMES[name] if record["kind"] != "trace" else "trace" for name in record["sides"]]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, longest * 1.13)
-    axes.set_xlabel("µs a step, less is better")
+    """Both sides as stacked bars: in the same unit, and below that each as a whole of its own."""
+    sides = record["sides"]
+    figure, (absolute, own) = _figure(1.1 + 1.0 * len(sides), 2)
+    longest = max(side["sum_us"] for side in sides.values())
+    names = [NAMES[name] if record["kind"] != "trace" else "trace" for name in sides]
+    for axes, scaled in ((absolute, False), (own, True)):
+        for place, side in enumerate(sides.values()):
+            unit = 100 / side["sum_us"] if scaled else 1.0
+            _bar(axes, place, [(kind, us * unit) for kind, us in parts(side)], 100.0 if scaled else longest)
+            if not scaled:
+                said = f"  {side['sum_us'] / 1e3:.3g} ms"
+                axes.text(side["sum_us"], place, said, va="center", fontsize=8.5, color=LIGHT["text"])
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 100.0 if scaled else longest * 1.13)
+    absolute.set_xlabel("µs a step, less is better")
+    own.set_xlabel("% of each side's own step")
     return figure
+
+
+def _bar(axes: Any, place: int, pieces: Sequence[tuple[str, float]], whole: float) -> None:
+    left = 0.0
+    total = sum(length for _, length in pieces)
+    for kind, length in pieces:
+        axes.barh(place, length, left=left, height=0.66, color=LIGHT[kind], edgecolor="none")
+        if length > NARROWEST * whole:
+            said = f"{length / total:.0%}"
+            axes.text(left + length / 2, place, said, ha="center", va="center", fontsize=7.5, color=_on(kind))
+        left += length
 
 
 def _on(kind: str) -> str:
@@ -201,10 +213,18 @@ def _variables() -> Sequence[tuple[str, str]]:
 
 
 def png(record: Mapping[str, Any], path: Path) -> None:
-    """The bars as a picture, on white."""
+    """The bars as a picture, on white, with what the colours are and the conditions."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.patches import Patch
 
     figure = bars(record)
+    figure.set_size_inches(WIDTH, figure.get_figheight() + 0.9)
+    kinds = list(dict.fromkeys(kind for side in record["sides"].values() for kind, _ in parts(side)))
+    named = tables.titles(record)
+    patches = [Patch(color=LIGHT[kind], label=named[kind]) for kind in kinds]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    lines = textwrap.wrap(tables.conditions(record), 118)
+    figure.suptitle("\n".join(lines), fontsize=8, color=LIGHT["text"])
     figure.patch.set_alpha(1.0)
     figure.patch.set_facecolor("white")
     FigureCanvasAgg(figure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,17 @@ from .parts import part_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+FAILS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    AssertionError,
+    NotImplementedError,
+)
+"""What a model raises that is given something else than it takes, or has sizes that do not go together."""
 DEFAULT = "default"
 """The shape that is the configuration class's own defaults."""
 
@@ -94,6 +105,16 @@ def _subject(plan: Plan, theirs: Any, ours: Any) -> Subject:
 
 
 def _config(plan: Plan, subject: Subject) -> Any:
+    from huggingface_hub import errors
+
+    try:
+        return _configured(plan, subject)
+    except (ValueError, TypeError, getattr(errors, "StrictDataclassError", ValueError)) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise NotProfiled(f"{subject.name} in the shape '{plan.shape}'", why) from error
+
+
+def _configured(plan: Plan, subject: Subject) -> Any:
     changed = {} if plan.layers is None else {"num_hidden_layers": plan.layers}
     if plan.config is not None:
         try:
@@ -123,38 +144,47 @@ def calls(plan: Plan, models: Models) -> dict[str, Call]:
     generates = hasattr(models.subject.original, "generate") and models.subject.writes
     if kind in (DECODE, PROMPT) and not generates:
         raise NotProfiled(f"{kind} of {models.subject.name}", "it does not generate; --forward profiles one call")
-    inputs = _inputs(plan, models, kind)
-    found = {
-        "original": Call(kind, models.theirs, plan.device, inputs),
-        "ours": Call(kind, models.ours, plan.device, inputs),
-    }
+    sides = {"original": models.theirs, "ours": models.ours}
     if kind == TRAIN:
-        for call in found.values():
-            call.model.requires_grad_(True).train()
-            if getattr(call.model(**inputs), "loss", None) is None:
+        for model in sides.values():
+            model.requires_grad_(True).train()
+    reasons = []
+    for inputs in _inputs(plan, models, kind):
+        call = Call(kind, models.theirs, plan.device, inputs)
+        try:
+            if kind == TRAIN and getattr(models.theirs(**inputs), "loss", None) is None:
                 raise NotProfiled(f"training of {models.subject.name}", "its forward returns no loss for these labels")
-    return found
+            call.run(1)
+        except FAILS as error:
+            lines = str(error).strip().splitlines() or [""]
+            reasons.append(f"given {', '.join(inputs)}: {type(error).__name__}: {lines[0][:200]}")
+            continue
+        return {name: Call(kind, model, plan.device, inputs) for name, model in sides.items()}
+    why = "; ".join(reasons) or "what its forward takes is not known"
+    raise NotProfiled(f"{kind} of {models.subject.name} with these sizes", f"the original itself fails, {why}")
 
 
-def _inputs(plan: Plan, models: Models, kind: str) -> dict[str, Tensor]:
+def _inputs(plan: Plan, models: Models, kind: str) -> Iterator[dict[str, Tensor]]:
+    """What the model may be given: a text first, then what else it takes, images or sound."""
     import torch
 
     subject, config = models.subject, models.ours.config
-    if not subject.accepts("input_ids"):
-        kinds = model_inputs.kinds_of(subject.original)
-        if not kinds:
-            raise NotProfiled(subject.name, "what it takes is not known")
-        made = model_inputs.make(kinds[0], config, plan.batch, plan.seed, getattr(torch, plan.dtype))
-        return {name: tensor.to(plan.device) for name, tensor in made.items()}
-    generator = torch.Generator().manual_seed(plan.seed)
-    vocabulary = int(config.get_text_config().vocab_size)
-    ids = torch.randint(min(4, vocabulary - 1), vocabulary, (plan.batch, plan.tokens), generator=generator)
-    found = {"input_ids": ids.to(plan.device), "attention_mask": torch.ones_like(ids).to(plan.device)}
-    if kind not in (DECODE, PROMPT) and getattr(config, "is_encoder_decoder", False):
-        found["decoder_input_ids"] = found["input_ids"]
-    if kind == TRAIN:
-        found["labels"] = found["input_ids"]
-    return found
+    if subject.accepts("input_ids"):
+        generator = torch.Generator().manual_seed(plan.seed)
+        vocabulary = int(config.get_text_config().vocab_size)
+        ids = torch.randint(min(4, vocabulary - 1), vocabulary, (plan.batch, plan.tokens), generator=generator)
+        found = {"input_ids": ids.to(plan.device), "attention_mask": torch.ones_like(ids).to(plan.device)}
+        if kind not in (DECODE, PROMPT) and getattr(config, "is_encoder_decoder", False):
+            found["decoder_input_ids"] = found["input_ids"]
+        if kind == TRAIN:
+            found["labels"] = found["input_ids"]
+        yield found
+    if kind in (DECODE, PROMPT, TRAIN):
+        return
+    for names in model_inputs.kinds_of(subject.original):
+        if names != model_inputs.TEXT:
+            made = model_inputs.make(names, config, plan.batch, plan.seed, getattr(torch, plan.dtype))
+            yield {name: tensor.to(plan.device) for name, tensor in made.items()}
 
 
 def explanation(model: Any) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Literal
 from rewrite.errors import VerificationError
 
 from .alone import class_alone
-from .calls.forward import low_precision_forward
+from .calls.forward import low_precision_alone
 from .generation.talk import talk_alone
 from .judging.checks import CheckRun, describe, run_check
 from .judging.compare import NotRun
@@ -93,4 +93,4 @@ def _alone(subject: Subject, options: Options) -> Mapping[str, Figure]:
         raise NotRun(str(error)) from error
     bench = Workbench(subject, variants[:1], options)
     figures = {**class_alone(bench), **talk_alone(bench)}
-    return figures if options.device == "cpu" else {**figures, **low_precision_forward(bench)}
+    return figures if options.device == "cpu" else {**figures, **low_precision_alone(bench)}

@@ -10,8 +10,9 @@ from rewrite.errors import VerificationError
 from .alone import class_alone
 from .calls.approximate import approximation_checks
 from .calls.asking import argument_checks
+from .calls.captured import captured_checks
 from .calls.compiled import compile_checks
-from .calls.forward import forward_parity
+from .calls.forward import forward_parity, low_precision_forward
 from .calls.parity import exact_checks, low_precision_checks
 from .calls.precision import precision_checks
 from .calls.registered import registered_checks
@@ -29,6 +30,7 @@ from .models.subjects import Subject, Subjects
 from .models.workbench import Workbench, on_original
 from .parallel import Part
 from .state.embeddings import embedding_checks
+from .state.runtime import runtime_checks
 from .state.training import changing_checks, hook_checks
 
 
@@ -76,8 +78,15 @@ def _with_text(bench: Workbench, subjects: Subjects) -> list[Part]:
 
 def _without_text(bench: Workbench, subjects: Subjects) -> list[Part]:
     """A model that is fed more than text is compared as a whole."""
-    whole = CheckRun(f"fp64, {bench.subject.name}: forward", partial(forward_parity, bench), essential=True)
-    return _each_class(bench, subjects, [Part(lambda: iter([whole])), Part(partial(_asked, bench))], [])
+    return _each_class(bench, subjects, [Part(partial(_whole, bench)), Part(partial(_asked, bench))], [])
+
+
+def _whole(bench: Workbench) -> Iterator[CheckRun]:
+    name = f"{bench.subject.name}: forward"
+    yield CheckRun(f"fp64, {name}", partial(forward_parity, bench), essential=True)
+    for dtype in bench.low_precisions():
+        yield CheckRun(f"{dtype}, {name}, error against fp64", partial(low_precision_forward, bench, dtype))
+    yield from runtime_checks(bench, bench.variants)
 
 
 def _each_class(bench: Workbench, subjects: Subjects, asked: list[Part], then: list[Part]) -> list[Part]:
@@ -106,6 +115,7 @@ def _changed(bench: Workbench) -> Iterator[CheckRun]:
     yield from changing_checks(bench, bench.base)
     yield from hook_checks(bench, bench.base)
     yield from registered_checks(bench, bench.base)
+    yield from runtime_checks(bench, bench.variants)
 
 
 def _wide(bench: Workbench) -> Iterator[CheckRun]:
@@ -119,6 +129,7 @@ def _asked(bench: Workbench) -> Iterator[CheckRun]:
         return
     yield from argument_checks(bench, bench.base)
     yield from embedding_checks(bench)
+    yield from captured_checks(bench)
 
 
 def _talks(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:

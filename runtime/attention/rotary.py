@@ -117,7 +117,9 @@ def rotary(
         reason = "broadcast"
     if reason is None and to_query_dtype and q.dtype != k.dtype:
         reason = "dtype"
-    if reason is None and backend.wants_gradient(q, k, cos, sin):
+    if reason is None and backend.composes():
+        reason = "compiled"
+    elif reason is None and backend.wants_gradient(q, k, cos, sin):
         reason = _not_learned(q, k, cos, sin, form)
         if reason is None:
             turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin, form)
@@ -145,7 +147,9 @@ def rotary_single(
     """Rotate one tensor, for files that call the embedding once for queries and once for keys; see `rotary`."""
     form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
     reason = _broadcasts(x, cos, sin, form)
-    learns = reason is None and backend.wants_gradient(x, cos, sin)
+    learns = reason is None and not backend.composes() and backend.wants_gradient(x, cos, sin)
+    if reason is None and backend.composes():
+        reason = "compiled"
     if learns:
         reason = _not_learned(x, x, cos, sin, form)
     if reason is not None:

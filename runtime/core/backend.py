@@ -39,6 +39,8 @@ ENVIRONMENT_VARIABLE = "REWRITE_BACKEND"
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _last_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _chosen: str | None = None
+_NAMED = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+"""For code that is being compiled, which may not look into the environment."""
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _NO_GUARD = contextlib.nullcontext()
@@ -137,6 +139,21 @@ def wants_gradient(*tensors: torch.Tensor | Proxy | None) -> bool:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return True
     return transformed()
+
+
+def composes() -> bool:
+    """Return whether an operator that does little per element runs as torch's own operators, without a question.
+
+    So it does inside torch.compile, which fuses torch's with what is around them: an operator of ours is a wall, and
+    asks its questions anew at each call. SigLIP base took 8.1 ms compiled with them, 3.3 ms without (one image, H200,
+    torch 2.11). A backend that was named is honoured.
+    """
+    return is_compiling() and named_none()
+
+
+def named_none() -> bool:
+    """Return whether nobody asked for kernels by name."""
+    return (_chosen or _NAMED) not in ("triton", "aiter")
 
 
 def learns(*tensors: torch.Tensor | None) -> bool:

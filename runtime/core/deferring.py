@@ -51,6 +51,11 @@ def to(puts: Puts) -> Iterator[None]:
         _THREAD.puts = before
 
 
+def defers() -> bool:
+    """Return whether this thread puts anything off."""
+    return _THREAD.puts is not None
+
+
 def rms_norm(input: Tensor, *prologue: Any) -> Tensor | None:
     """Return what stands for a norm that is computed later, None where it has to be computed now."""
     return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.rms_norm(input, *prologue)

@@ -20,6 +20,8 @@ from transformers.generation.stopping_criteria import (
 
 from ..cache import states
 from ..core import backend
+from ..parallel.forwards import is_local
+from ..parallel.ranks import Ranks
 
 OFFERS: dict[str, dict[str, str]] = {
     "recomputes_at_switch": {},
@@ -28,6 +30,10 @@ OFFERS: dict[str, dict[str, str]] = {
 REASONS = {
     "cpu": "the model is not on a GPU",
     "several_devices": "the model's layers are on several devices, or its tensors are split over them",
+    "parallel_style": "the plan deals a module to the ranks in a way that is not known here",
+    "parallel_mesh": "tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
+    "another_rank": "another rank of the model cannot take the loop",
+    "clocks": "a limit of time, which the ranks' clocks would not reach together",
     "input_device": "the input is on another device than the model",
     "training": "the model is in training mode",
     "gradient": "gradients are wanted",
@@ -162,15 +168,28 @@ def has_own_inputs(model: Any, call: Call) -> bool:
     return own or call.cache_name != _CACHES[0] or not set(call.inputs) <= _KNOWN_INPUTS
 
 
-def unfit(model: Any, call: Call, without_graph: bool) -> str | None:
-    """Return why `call` cannot take the graph's loop, a key of `REASONS`; None if it can try."""
+def unfit(model: Any, call: Call, without_graph: bool, ranks: Ranks | str | None = None) -> str | None:
+    """Return why `call` cannot take the graph's loop, a key of `REASONS`; None if it can try.
+
+    Args:
+        model: a model for generation, whose modules hold this rank's tensors if there are several ranks.
+        call: its arguments.
+        without_graph: whether a CPU will do.
+        ranks: that share the model; why they cannot go on, a key of `REASONS`; None for a model that is not dealt.
+    """
+    if isinstance(ranks, str):
+        return ranks
+    if ranks is None and getattr(model, "_tp_size", None):
+        return "several_devices"
+    if ranks is not None and any(isinstance(criterion, MaxTimeCriteria) for criterion in call.criteria):
+        return "clocks"
     return _unfit_model(model, without_graph) or _unfit_call(model, call) or _unfit_inputs(model, call)
 
 
 def _unfit_model(model: Any, without_graph: bool) -> str | None:
     if model.device.type != "cuda" and not without_graph:
         return "cpu"
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1 or getattr(model, "_tp_size", None):
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "several_devices"
     if model.training:
         return "training"
@@ -286,7 +305,7 @@ def only_records(module: nn.Module) -> bool:
 
 
 def _watched(module: nn.Module) -> bool:
-    if not backend.observed(module) or "parametrizations" in module._modules:
+    if not backend.observed(module) or "parametrizations" in module._modules or is_local(module):
         return False
     return torch.nn.modules.module._has_any_global_hook() or not only_records(module)
 

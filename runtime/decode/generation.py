@@ -10,6 +10,7 @@ loop, which runs wherever this one does not fit; `explain(model)` says why.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Hashable
@@ -23,9 +24,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
+from ..parallel.forwards import is_local
+from ..parallel.shards import local
 from .fitness import Call, Unfit, has_own_inputs, keeps_cache, length_of, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
+from .plan import Plan, planned
 from .policy import GraphPolicy
 from .sampling import Sampling, graph_forms
 from .step_inputs import StepInputs
@@ -74,16 +78,19 @@ class GraphGeneration(GenerationMixin):
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs, made
         )
-        reason = unfit(self, call, self._step_without_graph)
-        if reason is None:
-            with store_of(self).claimed(self) as ours:
-                if ours:
-                    try:
-                        return _Generation(self, call, store_of(self)).run()
-                    except Unfit as unfitting:
-                        reason = unfitting.reason
-                else:
-                    reason = "reentrant"
+        with contextlib.nullcontext() if torch.is_grad_enabled() else local(self) as ranks:
+            reason = unfit(self, call, self._step_without_graph, ranks)
+            plan = planned(call, ranks, reason)
+            reason = plan.reason
+            if reason is None:
+                with plan.watched(), store_of(self).claimed(self) as ours:
+                    if ours:
+                        try:
+                            return _Generation(self, call, store_of(self), plan).run()
+                        except Unfit as unfitting:
+                            reason = unfitting.reason
+                    else:
+                        reason = "reentrant"
         backend.count_fallback("generate", reason, self)
         return super()._sample(
             input_ids,
@@ -109,8 +116,8 @@ class GraphGeneration(GenerationMixin):
 class _Generation:
     """One call that takes the graph's loop."""
 
-    def __init__(self, model: Any, call: Call, store: GraphStore):
-        self.model, self.call, self.store = model, call, store
+    def __init__(self, model: Any, call: Call, store: GraphStore, plan: Plan):
+        self.model, self.call, self.store, self.plan = model, call, store, plan
         self.batch_size, self.prompt_length = call.input_ids.shape
         self.device = call.input_ids.device
         self.captures = model.device.type == "cuda" and not model._step_without_graph
@@ -126,6 +133,8 @@ class _Generation:
         Raises:
             Unfit: before anything was generated, if it turns out that the graph's loop cannot take the call.
         """
+        if self.sampling.sample:
+            self.plan.share_randomness()
         graph = self._graph()
         try:
             logits = self._prefill(graph)
@@ -136,8 +145,7 @@ class _Generation:
         except StepFails as error:
             raise self._refuse(graph, "step_fails", error=error) from error
         except torch.OutOfMemoryError as error:
-            self.store.release()
-            raise Unfit("out_of_memory") from error
+            raise self._out_of_memory(error) from error
         # From here on tokens are drawn and streamed: there is no way back.
         start = graph.cache.length
         first = self._first_token(logits)
@@ -171,9 +179,9 @@ class _Generation:
         except UnknownCache as error:
             raise Unfit("cache_kind") from error
         except torch.OutOfMemoryError as error:
-            self.store.release()
-            raise Unfit("out_of_memory") from error
-        graph.cache.fused = not any(backend.observed(module) for module in self.model.modules())
+            raise self._out_of_memory(error) from error
+        watched = (module for module in self.model.modules() if backend.observed(module))
+        graph.cache.fused = all(is_local(module) for module in watched)
         graph.cache.load(self.dynamic)
         return graph
 
@@ -249,6 +257,11 @@ class _Generation:
         self.store.drop(graph)
         return Unfit(reason)
 
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> Exception:
+        """Give everything back and return what to raise: other ranks would wait for this one's step."""
+        self.store.release()
+        return Unfit("out_of_memory") if self.plan.ranks is None else error
+
     def _first_token(self, logits: Tensor) -> Tensor:
         """Return `[B]`, chosen from the prompt's logits as transformers does."""
         scores = self.call.processors(self.call.input_ids, logits)
@@ -280,10 +293,10 @@ class _Generation:
         steps = self.call.steps
         random = _Randomness(self.device) if self.sampling.sample else None
         marks = [random.mark()] if random else []
-        waiting = deque([_Arrival(graph, start, 1)])
+        waiting = deque([_Arrival(graph, start, 1, self.plan)])
         made, stopped = 1, False
-        chunk, ahead = CHUNK if self.call.streamer is None else STREAMED_CHUNK, 2
-        if graph.cache.stateful_layers and keeps_cache(self.call):
+        chunk, ahead = STREAMED_CHUNK if self.plan.streams else CHUNK, 2
+        if graph.cache.stateful_layers and self.plan.keeps_cache:
             chunk, ahead = 1, 1  # states cannot go back to the end
         while not stopped and (made < steps or waiting):
             if made == steps or len(waiting) == ahead:
@@ -301,7 +314,7 @@ class _Generation:
                     marks.append(random.mark())
                 self._keep(program.logits, program.scores)
             graph.cache.grow(count)
-            waiting.append(_Arrival(graph, start + made, count))
+            waiting.append(_Arrival(graph, start + made, count, self.plan))
             made += count
         if random:
             random.restore(marks[reader.count - 1])
@@ -359,10 +372,12 @@ class _Arrival:
         graph: that writes them.
         start: column of the first in its sequence.
         count: how many.
+        plan: of the call.
     """
 
-    def __init__(self, graph: DecodeGraph, start: int, count: int):
+    def __init__(self, graph: DecodeGraph, start: int, count: int, plan: Plan):
         state = graph.state
+        self._plan = plan
         source = torch.cat([state.sequence[:, start : start + count], state.invalid[:, None].long()], dim=1)
         self._event: torch.cuda.Event | None = None
         self._tokens = source
@@ -379,7 +394,7 @@ class _Arrival:
             RuntimeError: if a row's probabilities were no numbers, as `torch.multinomial` does.
         """
         if self._event is not None:
-            self._event.synchronize()
+            self._plan.wait(self._event)
         if self._tokens[:, -1].any():
             raise RuntimeError(NOT_NUMBERS)
         return self._tokens[:, :-1]

@@ -32,6 +32,7 @@ from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
+from ..parallel.shards import is_split
 from ..products.step_products import StepProducts
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
@@ -77,6 +78,13 @@ class UnknownCache(TypeError):
     def __init__(self, model: nn.Module):
         name = type(model).__name__
         super().__init__(f"the cache of {name} has layers that no preallocated buffer can stand for, or names none")
+
+
+class NotLocal(TypeError):
+    """The model's tensors are dealt to several ranks, and its modules do not hold this rank's."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(f"{type(model).__name__} is dealt to several ranks: generate() makes its own graphs")
 
 
 class Program:
@@ -136,6 +144,7 @@ class DecodeGraph:
 
     Raises:
         UnknownCache: if the model keeps something else than keys and values.
+        NotLocal: if the model is dealt to several ranks, whose `generate()` makes graphs of its own.
     """
 
     def __init__(
@@ -147,6 +156,8 @@ class DecodeGraph:
         like: DynamicCache | None = None,
         captures: bool | None = None,
     ):
+        if is_split(model):
+            raise NotLocal(model)
         self._model = weakref.ref(model)
         self.device: torch.device = model.device
         self.captures = self.device.type == "cuda" if captures is None else captures

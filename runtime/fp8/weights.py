@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..core import backend
+from ..core import backend, derived
 from ..products import memory, packing
 from .format import Quantized
 from .rows import empty_rows, quantized_rows
@@ -82,6 +82,7 @@ def _joined(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tenso
 def _copy_of(input: Tensor, weight: Tensor, projections: Sequence[nn.Module]) -> Quantized | str:
     if not weight.is_floating_point() or weight.dtype != input.dtype or weight.device != input.device:
         return "dtype"
+    derived.note()
     state = _state(projections)
     kept = _copies.get(projections[0])
     if kept is not None and kept.state == state:

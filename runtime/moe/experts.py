@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, chip_of, overlaps
+from ..parallel.forwards import summed
 from .block_experts import block_experts, block_experts_of
 from .form import ExpertsForm, Gating, form_of, gated, gating
 from .grouped import grouped_experts
@@ -218,10 +219,15 @@ def fused_experts(
     Returns:
         Shaped as `hidden_states`, in its dtype.
     """
+    if (dealt := summed(experts)) is not None:
+        with dealt.lifted():
+            part = fused_experts(hidden_states, experts, top_k_index, top_k_weights, scaling=scaling)
+        return dealt.finished(part, residual)
     parts = experts.packed_parts() if isinstance(experts, MxExperts) else block_experts_of(experts)
     parts = None if _has_a_say(experts) else parts
     if parts is not None and not torch.is_autocast_enabled(hidden_states.device.type):
-        many = _sorting_pays(*top_k_index.shape, parts.down.values.shape[0], parts.gate_up.nbytes + parts.down.nbytes)
+        nbytes = parts.gate_up.nbytes + parts.down.nbytes
+        many = _sorting_pays(top_k_index.shape[0], top_k_index.shape[1], parts.down.values.shape[0], nbytes)
         return block_experts(hidden_states, parts, top_k_index, top_k_weights, residual, scaling, many)
     form = form_of(experts)
     how = None if form is None else gating(form, scaling)
@@ -233,12 +239,12 @@ def fused_experts(
         output: Tensor = _op(hidden_states, top_k_index, top_k_weights, *weights, residual, *how, *biases)
         return output
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if reason == "many_tokens" and how is not None and _is_sorted_here(tokens, top_k_weights, experts, form):
-        biases = (
-            (experts.gate_up_proj_bias, experts.down_proj_bias) if form is not None and form.biased else (None, None)
-        )
-        weights = (experts.gate_up_proj, experts.down_proj)
-        output = grouped_experts(tokens.contiguous(), top_k_index, top_k_weights, *weights, biases, how)
+    if reason == "many_tokens" and how is not None and _is_sorted_here(tokens, experts, form):
+        names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+        gate_up, down, *both = (experts._parameters.get(name) for name in names)
+        both = both if form is not None and form.biased else [None, None]
+        given = (tokens.contiguous(), top_k_index, top_k_weights, gate_up, down, (both[0], both[1]), how)
+        output = grouped_experts(*given)  # type: ignore[arg-type]
     else:
         if reason is not None:
             backend.count_fallback("fused_experts", reason, experts)
@@ -248,7 +254,7 @@ def fused_experts(
     return output if residual is None else residual + output
 
 
-def _is_sorted_here(tokens: Tensor, top_k_weights: Tensor, experts: nn.Module, form: ExpertsForm | None) -> bool:
+def _is_sorted_here(tokens: Tensor, experts: nn.Module, form: ExpertsForm | None) -> bool:
     """Return whether many tokens are sorted and multiplied by our own kernel: on AMD's chips.
 
     torch's grouped product asks the host there where each group ends, once a layer, and cannot be captured.
@@ -302,7 +308,7 @@ def unsafe(
         return "other_implementation"
     names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form.biased else ())
     tensors = [experts._parameters.get(name) for name in names]
-    if any(type(tensor) is not nn.Parameter for tensor in tensors):
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return "not_a_plain_parameter"
     if not _lies_so(form, [tensor for tensor in tensors if tensor is not None]):
         return "layout"

@@ -56,9 +56,21 @@ if backend.triton_installed():
     from .form import gate_experts
 
     @triton.jit
-    def _tile(weight_ptr, scale_ptr, row, start, dtype: tl.constexpr, O: tl.constexpr, I: tl.constexpr,  # noqa: E741
-              KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXPONENTS: tl.constexpr,
-              DECODE: tl.constexpr, BLOCK_COLS: tl.constexpr):  # fmt: skip
+    def _tile(  # type: ignore[no-untyped-def]
+        weight_ptr,
+        scale_ptr,
+        row,
+        start,
+        dtype: tl.constexpr,
+        O: tl.constexpr,  # noqa: E741
+        I: tl.constexpr,  # noqa: E741
+        KIND: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        EXPONENTS: tl.constexpr,
+        DECODE: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):
         """Load columns of rows of an expert's weight, [rows, BLOCK_COLS], and the scale of each row's sum."""
         scale = tl.full(row.shape, 1.0, tl.float32)
         if KIND == "transposed":
@@ -159,34 +171,31 @@ if backend.triton_installed():
             col = start + tl.arange(0, BLOCK_COLS)
             x_at = source.to(tl.int64)[:, None] * I + col[None, :]
             x = tl.trans(tl.load(x_ptr + x_at, mask=live[:, None] & (col < I)[None, :], other=0.0))
-            weight, scale = _tile(
-                matrix,
-                scales,
-                gate_row,
-                start,
-                dtype,
-                MATRIX_ROWS,
-                I,
-                KIND,
-                ROWS,
-                COLUMNS,
-                EXPONENTS,
-                DECODE,
-                BLOCK_COLS,
-            )
-            if KIND == "eight":
-                gate += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+            if KIND == "transposed" and GATED and INTERLEAVED:
+                column = tl.program_id(0) * 2 * BLOCK_ROWS + tl.arange(0, 2 * BLOCK_ROWS)
+                inside = (col < I)[:, None] & (column < MATRIX_ROWS)[None, :]
+                both = tl.load(matrix + col[:, None] * MATRIX_ROWS + column[None, :], mask=inside, other=0.0)
+                first, second = tl.split(tl.reshape(both, (BLOCK_COLS, BLOCK_ROWS, 2)))
+                gate = tl.dot(tl.trans(first), x, gate, input_precision="ieee")
+                up = tl.dot(tl.trans(second), x, up, input_precision="ieee")
             else:
-                gate = tl.dot(weight, x, gate, input_precision="ieee")
-            if GATED:
                 weight, scale = _tile(
-                    matrix, scales, up_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
+                    matrix, scales, gate_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
                     BLOCK_COLS,
                 )  # fmt: skip
                 if KIND == "eight":
-                    up += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+                    gate += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
                 else:
-                    up = tl.dot(weight, x, up, input_precision="ieee")
+                    gate = tl.dot(weight, x, gate, input_precision="ieee")
+                if GATED:
+                    weight, scale = _tile(
+                        matrix, scales, up_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
+                        BLOCK_COLS,
+                    )  # fmt: skip
+                    if KIND == "eight":
+                        up += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+                    else:
+                        up = tl.dot(weight, x, up, input_precision="ieee")
         there = live[None, :] & (row < O)[:, None]
         if BIASED:
             bias = bias_ptr + expert * MATRIX_ROWS

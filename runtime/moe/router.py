@@ -161,7 +161,7 @@ def _rule(gate: nn.Module, given: tuple[Tensor, ...]) -> RoutingRule | str:
 
 
 def _unsafe(hidden_states: Tensor, rule: RoutingRule, prologue: Prologue | None) -> str | None:
-    if type(rule.weight) is not nn.Parameter:
+    if type(rule.weight) not in (Tensor, nn.Parameter):
         return "not_a_plain_parameter"
     norm_weight = None if prologue is None else prologue.weight
     if backend.wants_gradient(hidden_states, rule.weight, rule.bias, rule.correction_bias, norm_weight):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from ..core import backend, deferring, rows
+from ..core import backend, deferring, layout, rows
 from .add_rms_norm import empty_sum, sum_refusal
 from .layer_norm import layer_norm
 from .layer_norm import refusal as norm_refusal
@@ -48,7 +48,7 @@ def add_layer_norm(
         runs `F.layer_norm` in fp32, it runs too.
     """
     reason = None
-    if backend.wants_gradient(hidden_states, residual, weight, bias):
+    if backend.composes() or backend.wants_gradient(hidden_states, residual, weight, bias):
         reason = "gradient_wanted"
     elif torch.is_autocast_enabled(hidden_states.device.type):
         reason = "autocast"
@@ -79,6 +79,8 @@ def _forward(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if backend.uses_triton(hidden_states):
+        if layout.is_free():
+            hidden_states, residual = hidden_states.contiguous(), residual.contiguous()
         reason = sum_refusal(hidden_states, residual) or _parameter_refusal(hidden_states, residual, weight, bias)
         reason = reason or (None if rows.order(residual) == () else "layout")
         if reason is None:

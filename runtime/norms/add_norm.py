@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from ..core import backend
+from ..core.launch_bound import is_launch_bound
 from .add_layer_norm import add_layer_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -36,6 +38,10 @@ def add_norm(
         residual: `[N, H]`.
         norm: the module that normalises the sum.
     """
+    # A compiler fuses the sum with the norm and what is around both; of short calls the checks are the longest part.
+    if (is_compiling() and backend.named_none()) or (type(norm) is nn.LayerNorm and is_launch_bound(hidden_states)):
+        summed = residual + hidden_states
+        return norm(summed), summed
     reason = _refusal(hidden_states, residual, norm)
     if reason is not None:
         backend.count_fallback("add_norm", reason)

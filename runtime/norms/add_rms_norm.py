@@ -67,6 +67,8 @@ def add_rms_norm(
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("add_rms_norm", "eps_is_a_tensor")
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
+    if backend.composes():
+        return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, residual, weight):
         reason = _not_learned(hidden_states, residual, weight)
         if reason is None:

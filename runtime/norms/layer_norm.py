@@ -128,7 +128,7 @@ def layer_norm(
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("layer_norm", "eps_is_a_tensor")
         return _reference(hidden_states, weight, bias, eps)
-    if backend.wants_gradient(hidden_states, weight, bias):
+    if backend.composes() or backend.wants_gradient(hidden_states, weight, bias):
         backend.count_fallback("layer_norm", "gradient_wanted")
         return _reference(hidden_states, weight, bias, eps)
     deferred = deferring.layer_norm(hidden_states, weight, bias, eps)

@@ -154,6 +154,8 @@ def rms_norm(
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("rms_norm", "eps_is_a_tensor")
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
+    if backend.composes():
+        return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, weight):
         reason = _not_learned(hidden_states, weight)
         if reason is None:

@@ -24,10 +24,10 @@ def gradients(size, add=False, rows=PROMPT, **rounding):
     rms_norm_backward(tensor(rows, size), after, x, weight, EPS, True, **rounding)
 
 for model in LLAMAS:
-    case(f"{model.name}, gradients", gradients, model.hidden_size)
-case("8B, gradients, adds", gradients, LLAMA_8B.hidden_size, True)
-case("Gemma 9B, gradients", gradients, GEMMA_9B.hidden_size, offset=1.0, weight_in_fp32=True)
-case("Qwen3, heads, gradients", gradients, QWEN3_30B.head_dim, rows=PROMPT * QWEN3_30B.heads)
+    case(model.name, gradients, model.hidden_size)
+case("8B, adds", gradients, LLAMA_8B.hidden_size, True)
+case("Gemma 9B", gradients, GEMMA_9B.hidden_size, offset=1.0, weight_in_fp32=True)
+case("Qwen3, heads", gradients, QWEN3_30B.head_dim, rows=PROMPT * QWEN3_30B.heads)
 """
 
 if backend.triton_installed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -25,7 +25,7 @@ class Adopter(Protocol):
 class Loader(Protocol):
     """A class of layers that are loaded in their published form, where transformers would change it."""
 
-    method: str
+    method: ClassVar[str]
     """Of quantisation, as `config.json` names it."""
 
     @staticmethod

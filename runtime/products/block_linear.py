@@ -274,26 +274,23 @@ def block_parameters(projections: Sequence[nn.Module]) -> Parameters | str:
     """Return weight and bias of projections as one; or why they are not one, a key of `packing.REASONS`."""
     if any(backend.observed(projection) for projection in projections):
         return "observed"
-    weights = [blocks_of(projection) for projection in projections]
+    first: Any = projections[0]
     biases = [projection._parameters["bias"] for projection in projections]
     if len(projections) == 1:
-        return weights[0], biases[0]
-    first = weights[0]
-    if any((weight.rows, weight.columns) != (first.rows, first.columns) for weight in weights):
+        return blocks_of(first), biases[0]
+    rows, columns = first.block_size
+    alike = all(tuple(p.block_size) == (rows, columns) for p in projections)  # type: ignore[arg-type]
+    whole = all(p.get_parameter("weight").shape[0] % rows == 0 for p in projections[:-1])
+    if not alike or not whole or len({bias is None for bias in biases}) > 1:
         return "different_weights"
-    if any(weight.shape[0] % first.rows for weight in weights[:-1]) or any(b is None for b in biases) != (
-        all(b is None for b in biases)
-    ):
-        return "different_weights"
-    parts = [
-        _as_one([p._parameters[name] for p in projections])  # type: ignore[misc]
-        for name in ("weight", "weight_scale_inv", *(() if biases[0] is None else ("bias",)))
-    ]
-    for part in parts:
-        if isinstance(part, str):
-            return part
-    values, scale, *bias = parts
-    return Blocks(values, scale, first.rows, first.columns), bias[0] if bias else None  # type: ignore[arg-type, return-value]
+    # Nothing may hold the parameters' memory while they are moved into one.
+    found = {}
+    for name in ("weight", "weight_scale_inv", *(() if biases[0] is None else ("bias",))):
+        one = _as_one([projection.get_parameter(name) for projection in projections])
+        if isinstance(one, str):
+            return one
+        found[name] = one
+    return Blocks(found["weight"], found["weight_scale_inv"], rows, columns), found.get("bias")
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor | str:

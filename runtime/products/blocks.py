@@ -11,7 +11,8 @@ is a byte b and stands for 2^(b - 127); of two elements in a byte the low half i
 Kernels of one row read 16 bytes at a time, a *group* of one block: a thread multiplies a group, and scales the sum. So
 an element costs its conversion and one multiplication, whatever its block. e2m1 becomes an fp32 by two shifts: its
 exponent is put into the lowest bits of an fp32's, which is 2^-126 of it, a subnormal for some. That stays exact, since
-what it is multiplied with has 2^64 as a factor; an input beyond 2^63 would overflow.
+what it is multiplied with has 2^64 as a factor; an input beyond 2^63 would overflow. e4m3 is decoded likewise, as an
+fp16, where a chip has no conversion; a byte that is no number then counts as 480.
 """
 
 from __future__ import annotations
@@ -111,30 +112,30 @@ if backend.triton_installed():
         EXPONENTS: tl.constexpr,
         DECODE: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
-        BLOCK_BYTES: tl.constexpr,
+        BLOCK_GROUPS: tl.constexpr,
     ):
-        """Write BLOCK_ROWS rows of BLOCK_BYTES bytes; GROUPS is how many bytes share a scale."""
+        """Write BLOCK_ROWS rows of BLOCK_GROUPS groups; GROUPS of them have one scale."""
         matrix = tl.program_id(2).to(tl.int64)
         row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        at = tl.program_id(0) * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)
-        mask = (row < O)[:, None] & (at < BYTES)[None, :]
+        group = tl.program_id(0) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+        there = (row < O)[:, None] & (group * 16 < BYTES)[None, :]
+        at = (group[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
         scale_rows: tl.constexpr = (O + ROWS - 1) // ROWS
-        scale_columns: tl.constexpr = (BYTES + GROUPS - 1) // GROUPS
-        values = values_ptr + matrix * (O * BYTES) + row.to(tl.int64)[:, None] * BYTES
-        loaded = tl.load(values + at[None, :], mask=mask, other=0.0)
+        scale_columns: tl.constexpr = (BYTES // 16 + GROUPS - 1) // GROUPS
+        place = (matrix * O + row)[:, None, None]
+        loaded = tl.load(values_ptr + place * BYTES + at, mask=there[:, :, None], other=0.0)
         scales = scale_ptr + (matrix * scale_rows + row // ROWS)[:, None] * scale_columns
-        scale = tl.load(scales + (at // GROUPS)[None, :], mask=mask, other=0)
+        scale = tl.load(scales + (group // GROUPS)[None, :], mask=there, other=0)[:, :, None]
         if FOUR:
             low, high = halves(loaded)
             up: tl.constexpr = 18446744073709551616.0
             pair = tl.join(scaled_by(low * up, scale, FOUR, EXPONENTS), scaled_by(high * up, scale, FOUR, EXPONENTS))
-            column = 2 * at[None, :, None] + tl.arange(0, 2)[None, None, :]
-            out = out_ptr + (matrix * O + row)[:, None, None] * (2 * BYTES) + column
-            tl.store(out, pair.to(out_ptr.dtype.element_ty), mask=mask[:, :, None])
+            column = 2 * at[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]
+            out = out_ptr + place[:, :, :, None] * (2 * BYTES) + column
+            tl.store(out, pair.to(out_ptr.dtype.element_ty), mask=there[:, :, None, None])
         else:
             wide = scaled_by(widened(loaded, DECODE, False), scale, FOUR, EXPONENTS)
-            out = out_ptr + (matrix * O + row)[:, None] * BYTES + at[None, :]
-            tl.store(out, wide.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + place * BYTES + at, wide.to(out_ptr.dtype.element_ty), mask=there[:, :, None])
 
     dequantize_kernel = Kernel(_dequantize_kernel)
 
@@ -235,20 +236,21 @@ def _reference(weight: Blocks, dtype: torch.dtype) -> Tensor:
 def _launch(weight: Blocks, dtype: torch.dtype) -> Tensor:
     out = torch.empty(weight.shape, dtype=dtype, device=weight.values.device)
     values, scale, decode = as_read(weight)
+    in_bytes = weight.columns // 2 if weight.four else weight.columns
     rows, size = values.shape[-2:]
     matrices = values.numel() // (rows * size)
-    block_rows, block_bytes = 4, 512
+    block_rows, block_groups = 4, 32
     with backend.device_guard(values):
         dequantize_kernel.launch(
-            (-(-size // block_bytes), -(-rows // block_rows), matrices),
+            (-(-size // (GROUP * block_groups)), -(-rows // block_rows), matrices),
             128 // WAVE,
             (values, scale, out),
             (),
             (),
             (),
             (
-                rows, size, weight.rows, weight.columns // 2 if weight.four else weight.columns, weight.four,
-                weight.exponents, decode, block_rows, block_bytes,
+                rows, size, weight.rows, in_bytes // GROUP, weight.four, weight.exponents, decode, block_rows,
+                block_groups,
             ),
         )  # fmt: skip
     return out

@@ -28,6 +28,7 @@ from transformers.activations import ACT2CLS
 from ..aiter import activation as aiter_activation
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, grid
+from ..core.launch_bound import is_launch_bound
 from ..core.target import ROCM
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -55,7 +56,7 @@ def gradients(kind):
     gated_activation_backward(*tensors, kind)
 
 for kind in ("silu", "gelu", "gelu_tanh", "relu2"):
-    case(f"8B, {kind}, gradients", gradients, kind)
+    case(kind, gradients, kind)
 """
 
 if backend.triton_installed():
@@ -209,6 +210,8 @@ def gated_activation(
     if not isinstance(up, torch.Tensor) or not isinstance(gate, torch.Tensor):
         backend.count_fallback("gated_activation", "no_tensor")
         return activation(gate) * up
+    if backend.composes():
+        return activation(gate) * up
     kind = activation_kind(activation)
     if kind is None:
         backend.count_fallback("gated_activation", "activation_observed_or_unknown")
@@ -218,6 +221,8 @@ def gated_activation(
             product: torch.Tensor = _GatedActivation.apply(gate, up, kind)
             return product
         backend.count_fallback("gated_activation", reason)
+        return activation(gate) * up
+    if is_launch_bound(gate):
         return activation(gate) * up
     if not (_is_in_order(gate) and _is_in_order(up)):
         backend.count_fallback("gated_activation", "permuted")

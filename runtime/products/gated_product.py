@@ -51,7 +51,7 @@ def gated_product(
         projection: `nn.Linear(I, O)`. Anything else, or one that a hook, an adapter or a sharding watches, is called.
 
     Returns:
-        `[N, O]`. Where gradients are wanted and kernels make those of the activation, gate and up are all that is kept.
+        `[N, O]`. Where kernels make the gradients of the activation, gate and up are all that is kept.
     """
     kind = _kind(gate, up, activation, projection)
     if kind is None or not isinstance(projection, nn.Linear):

@@ -26,6 +26,7 @@ from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..core.rows import few_rows as few_rows_of
 from ..core.tiles import Tile, tile
+from ..parallel.forwards import is_local, summed
 from . import packing
 from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
@@ -285,6 +286,11 @@ def linear(
         if scaled is not None:
             return scaled
     elif takes_few_rows(input):
+        parts = summed(projection)
+        if parts is not None and not (parts.splits and norm is not None):
+            with parts.lifted():
+                part = linear(parts.ranks.part(input) if parts.splits else input, projection, norm=norm)
+            return parts.finished(part, residual)
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, (projection,))
         if isinstance(parameters, tuple) and _fits(input, parameters, residual):
@@ -293,7 +299,7 @@ def linear(
                 product = few_rows(input, *parameters, prologue, residual)
             if product is not None:
                 return product
-        elif isinstance(parameters, str):
+        elif isinstance(parameters, str) and not is_local(projection):
             backend.count_fallback("linear", parameters, projection)
         norm = norm if prologue is not None else None
     output: Tensor = projection(input if norm is None else norm(input))

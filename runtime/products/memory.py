@@ -101,7 +101,10 @@ def _joined_anew(tensors: Sequence[Tensor]) -> Tensor:
     drop = functools.partial(_drop, addresses)
     group = _Group(tails, tuple(weakref.ref(part.untyped_storage(), drop) for part in parts))
     for tensor, part in zip(tensors, parts, strict=True):
+        base = _base(tensor)
         tensor.data = part
+        if base is not None:
+            base.data = part  # which would keep the memory that the weight has left
     _groups.update(dict.fromkeys(addresses, group))
     if whole.is_cuda and whole.nbytes >= RETURNED_BYTES:
         # The allocator keeps what was freed for tensors of these sizes, and there will be none.
@@ -151,9 +154,20 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Return whether the storage is this tensor's bytes and this process's alone."""
+    """Return whether the storage is this tensor's bytes and this process's alone.
+
+    A rank's part of a weight may be what was kept of a larger tensor, of which nobody has the rest: `_is_held` asks.
+    """
     storage = tensor.untyped_storage()
-    return storage.nbytes() == tensor.nbytes and (tensor.is_cuda or not storage.is_shared())
+    fills = storage.nbytes() == tensor.nbytes or _base(tensor) is not None
+    return fills and (tensor.is_cuda or not storage.is_shared())
+
+
+def _base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which a rank's part of a weight is a view; parameters are views of nothing."""
+    base = tensor._base
+    same = base is not None and base.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return base if same else None
 
 
 def _is_held(tensor: Tensor) -> bool:
@@ -166,7 +180,8 @@ def _is_held(tensor: Tensor) -> bool:
         return True
     storage, alone = tensor.untyped_storage(), torch.empty(0)
     other = alone.untyped_storage()
-    return bool(count(storage._cdata) > count(other._cdata))
+    own = count(other._cdata) + (_base(tensor) is not None)
+    return bool(count(storage._cdata) > own)
 
 
 def _belong_elsewhere(tensors: Sequence[Tensor]) -> bool:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .block_linear import are_blocks, block_linear
 from .linear import _fits, before, few_rows, takes_few_rows
-from .packing import packed_linear, packed_parameters
+from .packing import _parameter, packed_linear, packed_parameters
 
 OFFERS: dict[str, dict[str, str]] = {
     "packed_step": {
@@ -26,7 +26,7 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
-    sizes = [projection.get_parameter("weight").shape[0] for projection in projections]
+    sizes = [_parameter(projection, "weight").shape[0] for projection in projections]
     if are_blocks(projections):
         scaled = block_linear(input, projections, norm)
         if scaled is not None:

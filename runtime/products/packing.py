@@ -12,13 +12,16 @@ by the packed product. Where packing is not safe the modules themselves are call
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..core import backend
+from ..core.launch_bound import is_launch_bound
 from ..core.place import NAMESPACE
 from . import memory
 
@@ -56,6 +59,9 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product of an input, a weight and a bias, as `F.linear` takes them."""
 _PLAIN = (Tensor, nn.Parameter)
 
+_packed_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""First projections of those that lie in one memory, or cannot: a graph to come finds them so."""
+
 
 def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     """Return `tuple(projection(input) for projection in projections)`, as one product where that is safe.
@@ -67,6 +73,12 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
+    if is_compiling() and backend.named_none():  # whose code calls the library without our questions
+        return tuple(projection(input) for projection in projections)
+    if is_launch_bound(input):
+        if projections[0] in _packed_once:  # the questions take longer than two launches
+            return tuple(projection(input) for projection in projections)
+        _packed_once.add(projections[0])
     return multiplied(input, projections, F.linear, _operator)
 
 
@@ -125,8 +137,9 @@ def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
         if backend.observed(projection):
             return "observed"
         weight, bias = projection._parameters.get("weight"), projection._parameters.get("bias")
-        if type(weight) is not nn.Parameter or (bias is not None and type(bias) is not nn.Parameter):
+        if type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
             return "not_a_plain_parameter"
+        assert weight is not None
         if gradient and (weight.requires_grad or (bias is not None and bias.requires_grad)):
             return "gradient"
     return None

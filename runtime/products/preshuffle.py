@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..aiter import preshuffle as aiter_preshuffle
-from ..core import aiter_probe
+from ..core import aiter_probe, derived
 
 CHIPS = frozenset({"gfx942", "gfx950"})
 BLOCK_ROWS, BLOCK_COLS = 16, 32
@@ -72,6 +72,7 @@ def fits(weight: Tensor) -> bool:
 
 
 def _shuffled(weight: Tensor, kernels: Kernels) -> Tensor | None:
+    derived.note()
     copy = _copies.get(weight)
     if copy is not None and (copy.version, copy.address) == (weight._version, weight.data_ptr()):
         shuffled: Tensor = copy.shuffled

@@ -59,17 +59,14 @@ class Masked(nn.Module):
         rows, length, size = hidden.shape
         keys = hidden.new_zeros(rows, 1, self.slots, size)
         keys[:, :, :length] = hidden[:, None]
-        seen = (torch.arange(self.slots, device=hidden.device) < length)[None, None, None].expand(
-            rows, 1, length, -1
-        )  # planted: recomputed
-        attended = functional.scaled_dot_product_attention(
-            hidden[:, None], keys, keys, attn_mask=seen
-        )  # planted: masked, recomputed
-        causal = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()[
-            None, None
-        ]  # planted: recomputed
-        own = hidden[:, None]
-        needed = functional.scaled_dot_product_attention(own, own, own, attn_mask=causal)  # planted: recomputed
+        slots = torch.arange(self.slots, device=hidden.device)
+        seen = slots < length  # planted: recomputed
+        mask = seen[None, None, None].expand(rows, 1, length, -1)
+        own, attend = hidden[:, None], functional.scaled_dot_product_attention
+        attended = attend(own, keys, keys, attn_mask=mask)  # planted: masked, recomputed
+        square = torch.ones(length, length, dtype=torch.bool, device=hidden.device)
+        causal = square.tril()  # planted: recomputed
+        needed = attend(own, own, own, attn_mask=causal[None, None])  # planted: recomputed
         return (attended + needed)[:, 0]
 
 

@@ -19,7 +19,8 @@ def activity(name: str, start: float, end: float, launched: tuple[float, float] 
 
 def test_what_overlaps_counts_once_and_for_the_first() -> None:
     account = accounts.of_device([activity("a", 0, 10), activity("b", 5, 8), activity("c", 9, 12)], 0, 12)
-    assert [(share.item.name, share.taken) for share in account.shares] == [("a", 10), ("b", 0), ("c", 2)]
+    found = [(share.item.name, share.start, share.taken) for share in account.shares]
+    assert found == [("a", 0, 10), ("b", 10, 0), ("c", 10, 2)]
     assert account.waits == ()
 
 

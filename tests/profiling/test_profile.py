@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rewrite.benchmark.models import lock_of
 from rewrite.benchmark.plan import plain
@@ -18,6 +19,10 @@ from rewrite.commands.bench import _package
 from rewrite.measure import categories
 from rewrite.profile import advice, looking, measure, tables
 from rewrite.profile import calls as kinds
+from rewrite.profile.own import held_by
+from rewrite.profile.parts import part_of
+from rewrite.profile.places import Places
+from rewrite.profile.record import fully as record_fully
 from rewrite.profile.subject import NotProfiled, Plan, calls, load
 
 FILE = Path(__file__).parents[2] / "fixtures" / "models" / "modeling_tiny_llama.py"
@@ -99,6 +104,35 @@ def test_what_cannot_be_profiled_is_said(plan: Plan) -> None:
     models = load(replace(plan, class_name="TinyLlamaModel"))
     with pytest.raises(NotProfiled, match="--forward"):
         calls(replace(plan, kind="prompt"), models)
+
+
+def test_a_rehearsal_runs_the_step_and_leaves_it_as_it_was(plan: Plan) -> None:
+    """On a CPU the package's loop runs its step as plain calls, and a captured one is rehearsed in the same way."""
+    models = load(plan)
+    model = models.ours
+    model._step_without_graph = True
+    call = calls(plan, models)["ours"]
+    prompt = dict(call.inputs)
+    with torch.no_grad():
+        before = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert held_by(model) is not None
+    store = part_of(model, "decode/graph_store").store_of(model)
+    (graph,) = store.graphs.values()
+    (program,), (read,) = graph._programs.values(), graph.prompts._graphs.values()
+    logits, places = (program.logits, read._logits), Places(model, {models.files[1]})
+
+    def rehearse() -> None:
+        with torch.no_grad(), call.rehearsing(), places.noted():
+            kinds._step(graph, program)
+            kinds._prompt(read)
+
+    trace = record_fully(call)(rehearse)
+    assert program.logits is logits[0]
+    assert read._logits is logits[1]
+    assert any(place.function == "decode_residual" for place in places.list)
+    assert [operator for operator in trace.operators if operator.name == "aten::mm"]
+    with torch.no_grad():
+        assert torch.equal(model.generate(**prompt, max_new_tokens=8, do_sample=False), before)
 
 
 class _Page(HTMLParser):

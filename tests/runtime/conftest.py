@@ -26,7 +26,8 @@ def device() -> Iterator[torch.device]:
         with backend.use_backend("triton"):
             yield torch.device("cpu")
     elif torch.cuda.is_available():
-        yield torch.device("cuda")
+        with backend.use_backend("triton"):  # small tensors go to torch's own operators otherwise
+            yield torch.device("cuda")
     else:
         pytest.skip("needs a CUDA or ROCm device; test_interpreted.py runs the same tests on the CPU")
 

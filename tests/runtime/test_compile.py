@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from mixture import Gate, Norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rewrite.runtime.attention.rotary import rotary, rotary_single
+from rewrite.runtime.core import backend
 from rewrite.runtime.norms.add_layer_norm import add_layer_norm
 from rewrite.runtime.norms.add_norm import add_norm
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
@@ -86,6 +88,28 @@ def test_fake_has_the_strides_of_the_result(
             fake = outputs(function(mode.from_tensor(x), mode.from_tensor(y)))
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+FUSED = {name: function for name, function in OPERATORS.items() if "router" not in name} | {
+    "packed_linear": lambda x, y: packed_linear(x.float(), *PROJECTIONS)
+}
+
+
+@pytest.mark.parametrize("function", FUSED.values(), ids=FUSED.keys())
+@pytest.mark.parametrize("named", ["auto", "triton"])
+def test_a_compiler_sees_torchs_own_operators(function: Callable[..., Any], named: str) -> None:
+    """Which it fuses with what is around; only who names a backend gets that one's operators."""
+    seen: set[str] = set()
+
+    def note(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.update(str(node.target).split(".")[0] for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    torch.compiler.reset()
+    x, y = torch.randn(2, 3, 5, 16).bfloat16(), torch.randn(2, 3, 5, 16).bfloat16()
+    with torch.no_grad(), backend.use_backend(named), contextlib.suppress(backend.BackendUnavailable):
+        torch.compile(function, fullgraph=True, backend=note)(x, y)
+    assert (backend.NAMESPACE in seen) == (named == "triton")
 
 
 @operators

@@ -169,10 +169,12 @@ def test_rotary(device: torch.device, poisoned: None, form: str, dtype: torch.dt
 SHAPED = [Shape(), Shape(0.25), Shape(1 / 3, 3.0, True), Shape(1 / 30, 30.0, True)]
 
 
+VOCABULARIES = [(2, Shape()), *((37, shape) for shape in SHAPED), (9001, Shape()), (9001, Shape(1 / 30, 30.0, True))]
+
+
 @dtypes
-@pytest.mark.parametrize("shape", SHAPED, ids=str)
-@pytest.mark.parametrize("vocabulary", [2, 37, 9001])
-def test_loss_of_a_row(device: torch.device, shape: Shape, dtype: torch.dtype, vocabulary: int) -> None:
+@pytest.mark.parametrize(("vocabulary", "shape"), VOCABULARIES, ids=str)
+def test_loss_of_a_row(device: torch.device, vocabulary: int, shape: Shape, dtype: torch.dtype) -> None:
     logits = (4 * torch.randn(12, vocabulary, device=device)).to(dtype)
     labels = torch.randint(vocabulary, (12,), device=device)
     labels[2] = -100

@@ -229,16 +229,18 @@ def test_under_inference_mode_the_weights_can_still_be_trained():
 
 @pytest.mark.parametrize("biases", [(False,) * 3, (True,) * 3, (True, False, True)])
 @pytest.mark.parametrize("packed_before", [False, True])
-def test_compiles_without_a_graph_break(biases, packed_before):
+@pytest.mark.parametrize("named", ["auto", "triton"])
+def test_compiles_without_a_graph_break(biases, packed_before, named):
+    """A compiler is given the modules, unless a backend was named: then it sees one operator, which packs."""
     torch.compiler.reset()
     module = Attention(biases, torch.float64)
     x = torch.randn(3, 32, dtype=torch.float64)
     if packed_before:
         run(module, x)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
+    with torch.no_grad(), backend.use_backend(named):
         torch.testing.assert_close(compiled(x), module.original(x), rtol=1e-12, atol=1e-12)
-    assert packed(module)
+    assert packed(module) == (packed_before or named == "triton")
 
 
 def test_compiled_model_sees_weights_that_were_replaced_afterwards():

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 
 from soundness.case import Case
 from soundness.random_computations import expansions, layer_norms, rms_norms, rotations
+from soundness.random_forwards import forwards
 from soundness.random_models import (
     HOST_SITES,
     LENGTH_SITES,
@@ -34,6 +35,7 @@ _STEP = (
 )  # fmt: skip
 
 PLACES = {
+    "capture_forward": Place(forwards()),
     "decode_head": Place(decoders(("head",))),
     "decode_layers": Place(st.one_of(decoders(("feed", "attention", "layer")), latent_decoders()), _STEP),
     "decode_masks": Place(decoders(("model",)), (*_STEP, "decode_layers")),

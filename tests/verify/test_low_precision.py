@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rewrite.verify.breadth import OPTIONS
-from rewrite.verify.calls.forward import ENOUGH, low_precision_forward
+from rewrite.verify.calls.forward import ENOUGH, low_precision_alone
 from rewrite.verify.judging.compare import Mismatch
 from rewrite.verify.judging.yardstick import compare
 from rewrite.verify.models import sides
@@ -33,14 +33,14 @@ def bench_of(model: str, text: str, name: str, folder: Path) -> Workbench:
 
 @pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
 def test_a_copy_is_as_far_off_as_the_original(name: str, tmp_path: Path) -> None:
-    figures = low_precision_forward(bench_of("llama", source_of("llama"), name, tmp_path))
+    figures = low_precision_alone(bench_of("llama", source_of("llama"), name, tmp_path))
     assert figures["bfloat16 bit-equal"] is True
 
 
 def test_a_rounding_that_fp64_does_not_see_is_found(tmp_path: Path) -> None:
     text = planted(source_of("llama"), NORMED, ROUNDED)
     with pytest.raises(Mismatch, match="error"):
-        low_precision_forward(bench_of("llama", text, "LlamaModel", tmp_path))
+        low_precision_alone(bench_of("llama", text, "LlamaModel", tmp_path))
 
 
 def errors(flipped: float, tokens: int, tensors: int = 20) -> dict[str, float | str | bool]:

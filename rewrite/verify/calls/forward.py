@@ -56,21 +56,23 @@ def _in_dtype(bench: Workbench, implementation: str, dtype: str) -> dict[str, Fi
     return near_exact(original, rewritten, unrounded=truth)
 
 
-def low_precision_forward(bench: Workbench) -> dict[str, Figure]:
-    """Compare the outputs in 16 bits, which is what kernels compute in, by the original's own error against fp64.
+def low_precision_alone(bench: Workbench) -> dict[str, Figure]:
+    """The same in 16 bits, which is what kernels compute in, as a part of another check."""
+    try:
+        return low_precision_forward(bench, bench.options.dtype)
+    except NotRun as reason:
+        return {bench.options.dtype: f"not run: {reason}"}
+
+
+def low_precision_forward(bench: Workbench, dtype: str) -> dict[str, Figure]:
+    """Compare the outputs in a precision by the original's own error against fp64.
 
     Only floating-point outputs: what a model chose (codes, indices) is another with any rounding.
 
     Raises:
         Mismatch: an output is further off than the yardstick allows.
+        NotRun: the original has no finite outputs, or other ones than in fp64.
     """
-    try:
-        return _rounded(bench, bench.options.dtype)
-    except NotRun as reason:
-        return {bench.options.dtype: f"not run: {reason}"}
-
-
-def _rounded(bench: Workbench, dtype: str) -> dict[str, Figure]:
     import torch
 
     pairs = [bench.fresh(bench.base, bench.implementations()[0], name) for name in ("float64", dtype)]
@@ -120,11 +122,11 @@ def observe(model: Any, bench: Workbench, dtype: str, turn: int = 0) -> Observat
         if changed := next((name for name, value in keep.items() if not torch.equal(value, arguments[name])), None):
             raise Mismatch(f"{changed} was changed in place")
         mask = arguments.get("attention_mask")
-        runs.append({name: value if mask is None else _real(value, mask) for name, value in found.items()})
+        runs.append({name: value if mask is None else real_rows(value, mask) for name, value in found.items()})
     return join(runs)
 
 
-def _real(output: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def real_rows(output: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The rows [tokens, …] of an output with a token axis that are not padding; of caches and others, nothing."""
     if output.shape[:2] == mask.shape:
         return output[mask.bool()]

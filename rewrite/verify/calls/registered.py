@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,23 @@ if TYPE_CHECKING:
 
 NAME = "a_users_own"
 
+DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "dropout_rate")
+
 
 def registered_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
-    """One check: with padding, without, and with a cache."""
-    yield CheckRun(f"a registered attention function, {variant.name}", partial(_registered, bench, variant))
+    """One check: with padding, without, and with a cache; with dropout in the configuration, which is for training."""
+    yield CheckRun(
+        f"a registered attention function, {variant.name}", partial(_registered, bench, with_dropout(variant))
+    )
+
+
+def with_dropout(variant: Variant) -> Variant:
+    """The variant with a dropout of attention weights, where its configuration has one."""
+    config = copy.deepcopy(variant.config)
+    for name in DROPOUTS:
+        if isinstance(getattr(config, name, None), float):
+            setattr(config, name, 0.25)
+    return replace(variant, config=config)
 
 
 def _registered(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:

@@ -17,9 +17,10 @@ from ..judging.compare import Mismatch, NotRun, near_exact
 from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
+from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
-from .loop import SWITCH, Package, loop_pair
+from .loop import SWITCH, Package, loop_pair, needless
 from .texts import Generated, Sink, near_tie
 
 if TYPE_CHECKING:
@@ -39,7 +40,12 @@ def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
     talk = Talk(bench, bench.base)
     for name, run in TALKS.items():
         yield CheckRun(f"decode loop{of}, {name}", partial(talk.about, run))
+    for variant in bench.variants[1:] if not (of or bench.options.quick) else ():
+        other = Talk(bench, variant)
+        yield CheckRun(f"decode loop, a cache that came back, {variant.name}", partial(other.about, _continued))
     encodes = bench.subject.accepts("decoder_input_ids")
+    if bench.subject.causal and bench.base.inputs == TEXT:
+        yield CheckRun(f"decode loop{of}, a new cache of the caller's", partial(talk.about, _own_cache))
     if encodes:
         yield CheckRun(f"decode loop{of}, a text behind an encoder that has begun", partial(talk.about, _begun))
     bench.record.prompted(bench.subject.name, "text" if not encodes else "an encoder's input", False)
@@ -166,8 +172,13 @@ class Talk:
         pair = self.pair
         self._package = self._package or Package.of(self.bench.subject.rewritten)
         original = on_original(say, pair.original, first, new, **settings)
-        with self._package.taken(pair.rewritten):
-            rewritten = say(pair.rewritten, first if second is None else second, new, **settings)
+        try:
+            with self._package.taken(pair.rewritten):
+                rewritten = say(pair.rewritten, first if second is None else second, new, **settings)
+        except NotRun as reason:
+            if second is None:
+                needless(self.bench, pair.original, lambda model: say(model, first, new, **settings), reason)
+            raise
         self.calls += 1
         self.judge(original, rewritten, bool(settings.get("do_sample")))
         return original, rewritten
@@ -204,7 +215,7 @@ class Talk:
 
     @property
     def _kind(self) -> str:
-        if self.variant is not self.bench.base:
+        if self.variant.name.endswith(", images"):
             return "images"
         return "an encoder's input" if self.bench.subject.accepts("decoder_input_ids") else "text"
 
@@ -285,6 +296,15 @@ def go_on(talk: Talk, arguments: Arguments, heard: tuple[Heard, Heard], turn: in
     takes = "cache_params" if talk.bench.subject.accepts("cache_params") else "past_key_values"
     first, second = ({**given, takes: side.cache} for side in heard)
     return given, talk.answers(first, second, new=MORE)
+
+
+def _own_cache(talk: Talk) -> None:
+    """An empty cache that was made without the configuration: it keeps every token, whatever the layers look at."""
+    from transformers import DynamicCache
+
+    arguments = talk.ask(Ask("own cache", 2, 13, padded=True))
+    first, second = ({**arguments, "past_key_values": DynamicCache()} for _ in range(2))
+    talk.answers(first, second, new=MORE)
 
 
 def _streamed(talk: Talk) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .inputs import FIRST_TOKEN, Padding, prompt
 from .sizes import VOCAB
@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LENGTH, FRAMES, SAMPLES, SIDE = 11, 64, 4000, 32
+
+
+class Sizes(NamedTuple):
+    """How much text and sound a model is fed."""
+
+    tokens: int = LENGTH
+    samples: int = SAMPLES
+
+
+SMALL = Sizes()
 TEXT: tuple[str, ...] = ("input_ids",)
 KINDS: tuple[tuple[str, ...], ...] = (
     TEXT,
@@ -42,9 +52,15 @@ def kinds_of(model_class: Any) -> list[tuple[str, ...]]:
 
 
 def make(
-    kind: tuple[str, ...], config: Any, batch: int, seed: int, dtype: torch.dtype, padding: Padding = "none"
+    kind: tuple[str, ...],
+    config: Any,
+    batch: int,
+    seed: int,
+    dtype: torch.dtype,
+    padding: Padding = "none",
+    sizes: Sizes = SMALL,
 ) -> dict[str, Tensor]:
-    """The arguments of one forward pass: ids are [batch, 11], images [batch, channels, side, side]."""
+    """The arguments of one forward pass: ids are [batch, tokens], images [batch, channels, side, side]."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -52,16 +68,16 @@ def make(
     found: dict[str, Tensor] = {}
     for name in kind:
         if name == "input_ids":
-            text = prompt(seed, vocab, batch, LENGTH, padding, "cpu")
+            text = prompt(seed, vocab, batch, sizes.tokens, padding, "cpu")
             found["input_ids"] = text.input_ids
             if isinstance(end := getattr(config, "eos_token_id", None), int) and end < vocab:
                 text.input_ids[:, 0] = end  # classifiers look for it, in every row once
             if text.mask is not None:
                 found["attention_mask"] = text.mask
         elif name == "decoder_input_ids":
-            found[name] = torch.randint(FIRST_TOKEN, vocab, (batch, LENGTH - 4), generator=generator)
+            found[name] = torch.randint(FIRST_TOKEN, vocab, (batch, max(1, sizes.tokens - 4)), generator=generator)
         else:
-            found[name] = torch.randn((batch, *_shape(name, config)), generator=generator).to(dtype)
+            found[name] = torch.randn((batch, *_shape(name, config, sizes)), generator=generator).to(dtype)
     return found
 
 
@@ -71,7 +87,7 @@ def vocabulary(config: Any) -> int:
     return max(FIRST_TOKEN + 1, int(_first((text, config), ("vocab_size", "n_words")) or VOCAB))
 
 
-def _shape(name: str, config: Any) -> tuple[int, ...]:
+def _shape(name: str, config: Any, sizes: Sizes) -> tuple[int, ...]:
     parts = (*_parts(config),)
     if name == "pixel_values":
         side = _first(parts, ("image_size", "img_size", "input_size")) or SIDE
@@ -82,8 +98,8 @@ def _shape(name: str, config: Any) -> tuple[int, ...]:
         positions = _first(parts, ("max_source_positions",))
         return (int(bands), 2 * int(positions)) if positions else (FRAMES, int(bands))
     if name == "input_values":
-        return (SAMPLES,)
-    return LENGTH, int(_first(parts, ("hidden_size", "d_model")) or 64)
+        return (sizes.samples,)
+    return sizes.tokens, int(_first(parts, ("hidden_size", "d_model")) or 64)
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -104,6 +120,8 @@ def tensors(output: Any, name: str = "output") -> dict[str, Tensor]:
     """Every floating-point tensor of a model's output, by the way to it; caches are left out."""
     import torch
 
+    if not isinstance(output, torch.Tensor) and hasattr(type(output), "__torch_function__"):
+        output = torch.positive(output)  # what is computed when it is read, as logits that no loss needed
     if isinstance(output, torch.Tensor):
         return {name: output} if output.is_floating_point() else {}
     items: list[tuple[Any, Any]] = []

@@ -25,6 +25,7 @@ def declared_checks(
     """What classes declare, and what a built model has."""
     yield CheckRun("what model classes declare", lambda: _classes(subjects))
     yield CheckRun("signatures of every module's forward", lambda: _signatures(*modules))
+    yield CheckRun("defaults of every function", lambda: defaults_alike(*modules))
     yield CheckRun("what a built model declares", partial(built_alike, bench))
 
 
@@ -82,6 +83,37 @@ def _signatures(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Fig
                 raise Mismatch(f"{name}.{method} takes {_spelled(found)}, expected {_spelled(expected)}")
             count += 1
     return {"signatures": count}
+
+
+def defaults_alike(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Figure]:
+    """Every function and method of the file that both sides have: what a call may leave out is the same."""
+    count = 0
+    others = dict(_functions(rewritten))
+    for name, function in _functions(original):
+        if name not in others:
+            continue  # a part that is no longer needed
+        expected, found = (_left_out(side) for side in (function, others[name]))
+        for parameter in expected.keys() & found.keys():
+            if expected[parameter] != found[parameter]:
+                raise Mismatch(f"{name} takes {parameter}={found[parameter]}, expected {expected[parameter]}")
+        count += 1
+    return {"functions": count}
+
+
+def _functions(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The functions and methods that a module defines, by their names; decorated ones as they were written."""
+    for name, value in vars(module).items():
+        own = inspect.isclass(value) and value.__module__ == module.__name__
+        for inner, member in vars(value).items() if own else [("", value)]:
+            function = getattr(member, "__func__", member)  # of class methods and static ones
+            plain = inspect.unwrap(function) if callable(function) else None
+            if inspect.isfunction(plain) and plain.__module__ == module.__name__:
+                yield f"{name}.{inner}".rstrip("."), plain
+
+
+def _left_out(function: Any) -> dict[str, str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: repr(comparable(one.default)) for one in parameters if one.default is not one.empty}
 
 
 def _parameters(function: Any) -> list[tuple[str, int, str]]:

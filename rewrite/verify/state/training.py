@@ -58,6 +58,11 @@ def gradients(model: Any, setting: Setting) -> Outputs:
     direction = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
     model.zero_grad()
     (output * direction).sum().backward()
+    return _gradients_of(model)
+
+
+def _gradients_of(model: Any) -> Outputs:
+    """The gradients that are there, without those that are zero but for roundings."""
     found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     sizes = {name: float(grad.abs().max()) for name, grad in found.items()}
     smallest = bound("gradient zero") * max(sizes.values(), default=0.0)
@@ -70,6 +75,23 @@ def _training(model: Any, setting: Setting) -> Outputs:
     model.train()
     torch.manual_seed(setting.seed)
     return gradients(model, setting)
+
+
+def _of_the_loss(model: Any, setting: Setting) -> Outputs:
+    """The loss in training mode, its gradients, and the logits, which it may be computed without."""
+    import torch
+
+    if not (setting.subject.causal and setting.subject.accepts("labels")):
+        raise NotRun("the model computes no loss of a next token")
+    model.train()
+    torch.manual_seed(setting.seed)
+    inputs = setting.prompt(2, WINDOW + 3, "right")
+    labels = inputs.input_ids.masked_fill(~inputs.real, -100)
+    model.zero_grad()
+    result = call(model, setting, inputs, labels=labels)
+    logits = real(main_output(result).detach(), inputs)
+    result.loss.backward()
+    return {"loss": result.loss.detach().reshape(1), "logits": logits} | _gradients_of(model)
 
 
 def _after_inference(model: Any, setting: Setting) -> Outputs:
@@ -95,6 +117,7 @@ GRADIENTS: dict[str, Callable[[Any, Setting], Outputs]] = {
     "gradients": gradients,
     "gradients after inference mode": _after_inference,
     "training mode": _training,
+    "gradients of the loss": _of_the_loss,
     "checkpointing": _checkpointing,
 }
 

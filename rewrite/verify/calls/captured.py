@@ -1,0 +1,119 @@
+"""Gate 2, the captured forward of a rewritten package: replays against the original, call by call.
+
+On a GPU a graph is replayed; on a CPU the forward is run again in its place, with the same copies in and out. A check
+asks the package what ran: where it captures nothing, the check is not run and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rewrite.measure.runtime_part import runtime_part
+
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun, Observations, near_exact
+from ..judging.verdict import Figure
+from ..models.inputs import Padding
+from ..models.model_inputs import TEXT, make, tensors
+from ..models.workbench import Pair, Workbench, on_original
+from .forward import real_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SWITCH = "_forward_without_graph"
+"""Set on a model, it makes a call take the way of a captured forward on any device."""
+CALLS, MORE_ROWS = 5, 2
+"""Calls with inputs of their own, the first of which captures, and which of them has a row more."""
+
+
+def captured_checks(bench: Workbench) -> Iterator[CheckRun]:
+    """One check of a class whose forward may be captured; none of another."""
+    if hasattr(bench.subject.rewritten, SWITCH):
+        yield CheckRun("captured forward", partial(_captured, bench))
+
+
+def _captured(bench: Workbench) -> Mapping[str, Figure]:
+    """Every replay computes what the original does with these inputs, and leaves what was returned before alone.
+
+    Raises:
+        Mismatch: one does not.
+        NotRun: the package captures nothing of this class.
+    """
+    dtype = "float64" if bench.options.device == "cpu" else "float32"
+    pair = bench.fresh(bench.base, bench.implementations()[0], dtype)
+    if bench.options.device == "cpu":
+        setattr(pair.rewritten, SWITCH, True)
+    origin = next(base.__module__ for base in type(pair.rewritten).__mro__ if SWITCH in vars(base))
+    package = origin.split(".runtime.")[0]
+    switch, store = (runtime_part(package, f"forward/{name}") for name in ("switch", "store"))
+    maximum = "fp64 max" if dtype == "float64" else "fp32 max"
+    figures: dict[str, Figure] = {}
+    with switch.use_forward_graphs("always"):
+        for padding in _paddings(bench):
+            figures |= {f"{padding} {n}": v for n, v in _calls(bench, pair, dtype, padding, maximum).items()}
+    kept = store.store_of(pair.rewritten)
+    if "differs" in {refusal.reason for refusal in kept.refused.values()}:
+        raise Mismatch("a graph of the forward computes something else than the forward does")
+    replays = kept.replays
+    if not replays:
+        raise NotRun(f"nothing was replayed: {'; '.join(store.describe(pair.rewritten)) or 'no reason is known'}")
+    return {**figures, "replays": replays}
+
+
+def _paddings(bench: Workbench) -> tuple[Padding, ...]:
+    text = bench.base.inputs == TEXT and bench.subject.accepts("attention_mask")
+    return ("none", "right") if text else ("none",)
+
+
+def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: str) -> dict[str, Figure]:
+    """Compare calls with other inputs each, the last after the weights have changed in place."""
+    expected: Observations = {}
+    found: Observations = {}
+    kept: list[tuple[Tensor, Tensor]] = []
+    for number in range(CALLS):
+        if number == CALLS - 1:
+            _change_weights(pair)
+        arguments = _arguments(bench, pair, dtype, padding, number)
+        expected = {**expected, **_named(on_original(_outputs, pair.original, arguments), number)}
+        outputs = _outputs(pair.rewritten, arguments)
+        kept += [(tensor, tensor.clone()) for tensor in outputs.values()]
+        found = {**found, **_named(outputs, number)}
+    if not all(bool(((tensor == before) | (tensor != tensor)).all()) for tensor, before in kept):
+        raise Mismatch("a later call wrote to what an earlier one had returned")
+    return near_exact(expected, found, maximum)
+
+
+def _arguments(bench: Workbench, pair: Pair, dtype: str, padding: Padding, number: int) -> dict[str, Any]:
+    import torch
+
+    seed = bench.seed_for(bench.subject.name, "captured", padding, number)
+    rows = 3 if number == MORE_ROWS else 2
+    made = make(bench.base.inputs, pair.original.config, rows, seed, getattr(torch, dtype), padding)
+    arguments: dict[str, Any] = {name: value.to(bench.options.device) for name, value in made.items()}
+    return arguments | ({"use_cache": False} if bench.subject.accepts("use_cache") else {})
+
+
+def _outputs(model: Any, arguments: Mapping[str, Any]) -> Observations:
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = tensors(model(**arguments))
+    mask = arguments.get("attention_mask")
+    return found if mask is None else {name: real_rows(value, mask) for name, value in found.items()}
+
+
+def _named(outputs: Observations, number: int) -> Observations:
+    return {f"call {number}, {name}": tensor for name, tensor in outputs.items()}
+
+
+def _change_weights(pair: Pair) -> None:
+    import torch
+
+    with torch.no_grad():
+        for model in (pair.original, pair.rewritten):
+            for parameter in model.parameters():
+                parameter.mul_(1.25)

@@ -1,0 +1,212 @@
+"""Gate 2, a package's runtime by itself: operators step aside for a reason that is so, and no model is kept.
+
+Neither shows in what a model computes: an operator that steps aside gives the same numbers, only slower, and what is
+kept of a model that is gone costs memory, or is taken for another model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rewrite.measure.runtime_part import runtime_part
+
+from ..judging.checks import CheckRun
+from ..judging.compare import Mismatch, NotRun
+from ..judging.verdict import Figure
+from ..models.configs import Variant
+from ..models.model_inputs import make
+from ..models.workbench import Workbench, build, on_original
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NOT_SO = frozenset({
+    "gradient", "gradient_wanted", "observed", "autocast", "watched", "traced", "capturing", "not_a_tensor",
+    "not_linear", "dtype", "shape", "strided", "shared_storage",
+})  # fmt: skip
+"""Reasons that no operator has in a plain call of a new model, which nobody watches, in one dtype and one batch."""
+
+ROWS = 5
+"""Of a plain call: no number of heads, so that one taken for the other shows."""
+
+STEP = "_step_without_graph"
+"""Set on a model that has a decode loop, it takes that on a CPU."""
+
+CONTAINERS = (
+    dict, list, set, weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary,
+)  # fmt: skip
+
+
+def runtime_checks(bench: Workbench, variants: Sequence[Variant]) -> Iterator[CheckRun]:
+    """Two checks of a package that has a runtime; the second takes longer, and is no part of a quick verification."""
+    yield CheckRun("operators step aside for a cause alone", partial(step_aside, bench, variants))
+    if not bench.options.quick:
+        yield CheckRun("nothing is kept of a model that is gone", partial(nothing_kept, bench))
+
+
+def step_aside(bench: Workbench, variants: Sequence[Variant]) -> Mapping[str, Figure]:
+    """Plain calls in fp32, and a token more where there is a cache: no operator counts a reason that is not so.
+
+    Raises:
+        Mismatch: one does.
+    """
+    backend = _backend(bench)
+    calls = 0
+    for variant in variants:
+        for implementation in bench.implementations():
+            pair = bench.fresh(variant, implementation, "float32")
+            on_original(_called, bench, pair.original)
+            backend.reset_fallbacks()
+            calls += _called(bench, pair.rewritten)
+            wrong = NOT_SO - {"observed"} if _records(variant.config) else NOT_SO
+            found = sorted(f"{operator}: {reason}" for operator, reason in backend.fallbacks() if reason in wrong)
+            if found:
+                raise Mismatch(
+                    f"an operator steps aside without a cause, {implementation}, {variant.name}: {found[0]}"
+                )
+    return {"calls": calls}
+
+
+def _records(config: Any) -> bool:
+    """Whether a configuration asks for outputs that transformers takes from modules as they are called."""
+    return any(
+        value is True for name, value in config.get_text_config().to_dict().items() if name.startswith("output_")
+    )
+
+
+def _called(bench: Workbench, model: Any) -> int:
+    """Call a model as it is used to generate; returns how often."""
+    import torch
+
+    given: dict[str, Tensor] = make(bench.base.inputs, model.config, ROWS, bench.seed_for("plain calls"), model.dtype)
+    given = {name: value.to(bench.options.device) for name, value in given.items()}
+    with torch.no_grad():
+        cache = getattr(model(**given), "past_key_values", None)
+        if cache is None or not bench.subject.causal:
+            return 1
+        model(input_ids=given["input_ids"][:, :1], past_key_values=cache)
+    return 2
+
+
+def nothing_kept(bench: Workbench) -> Mapping[str, Figure]:
+    """Models are used and given up, one and then two at once: the runtime's tables are as large after both.
+
+    Raises:
+        Mismatch: they grew, a model stays in memory, or an error was swallowed when one went.
+    """
+    modules = _modules(bench)
+    _backend(bench)
+    sizes: list[dict[str, int]] = []
+    with only_new_objects(), swallowed(modules) as errors:
+        if on_original(_alive, bench, bench.subject.original, 1):
+            raise NotRun("a model of the original stays in memory, too")
+        for count in (1, 2):
+            if _alive(bench, bench.subject.rewritten, count):
+                raise Mismatch("a model that nobody holds any more stays in memory")
+            sizes.append(_sizes(modules))
+    if errors:
+        raise Mismatch(f"an error is swallowed when a model goes: {errors[0]}")
+    grown = [f"{name} from {sizes[0].get(name, 0)} to {size}" for name, size in sizes[1].items()
+             if size > sizes[0].get(name, 0)]  # fmt: skip
+    if grown:
+        raise Mismatch(f"the runtime keeps something of models that are gone: {grown[0]}")
+    return {"tables": len(sizes[1])}
+
+
+def _alive(bench: Workbench, model_class: Any, count: int) -> int:
+    """How many of `count` models, that were used at the same time, are there after the last reference is gone."""
+    models = [_used(bench, model_class) for _ in range(count)]
+    seen = [weakref.ref(model) for model in models]
+    models.clear()
+    gc.collect()
+    return sum(one() is not None for one in seen)
+
+
+def _used(bench: Workbench, model_class: Any) -> Any:
+    """A model that was called, and that generated where it has a loop for it."""
+    import torch
+
+    model = build(model_class, bench.base, bench.implementations()[0], "float32", bench.options.device)
+    model.load_state_dict(bench.weights(bench.base))
+    _called(bench, model)
+    if hasattr(model_class, STEP) and bench.subject.causal:
+        setattr(model, STEP, True)
+        ids = torch.full((1, 5), 7, device=bench.options.device)
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    return model
+
+
+@contextlib.contextmanager
+def only_new_objects() -> Iterator[None]:
+    """Let the collector look at what is made in a block alone, as all that torch brings takes it long."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@dataclass
+class _Errors:
+    """What Python could not raise, of the code of some modules."""
+
+    names: frozenset[str]
+    found: list[str] = field(default_factory=list)
+
+    def take(self, given: sys.UnraisableHookArgs) -> None:
+        trace = given.exc_traceback
+        while trace is not None:
+            if trace.tb_frame.f_globals.get("__name__") in self.names:
+                place = f"{trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}"
+                self.found.append(f"{given.exc_type.__name__}: {given.exc_value} (in {place})")
+                return
+            trace = trace.tb_next
+
+
+@contextlib.contextmanager
+def swallowed(modules: Sequence[ModuleType]) -> Iterator[list[str]]:
+    """Collect the errors in callbacks and finalizers of modules, which Python prints and goes on from."""
+    errors = _Errors(frozenset(module.__name__ for module in modules))
+    before, sys.unraisablehook = sys.unraisablehook, errors.take
+    try:
+        yield errors.found
+    finally:
+        sys.unraisablehook = before
+
+
+def _sizes(modules: Sequence[ModuleType]) -> dict[str, int]:
+    """How much each table holds that the modules keep."""
+    return {
+        f"{module.__name__.rpartition('.')[2]}.{name}": len(value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, CONTAINERS) and isinstance(value, Sized) and not name.startswith("__")
+    }
+
+
+def _modules(bench: Workbench) -> list[ModuleType]:
+    """The modules of the package's runtime."""
+    package = bench.subject.rewritten.__module__.rpartition(".")[0]
+    return [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.runtime.")]
+
+
+def _backend(bench: Workbench) -> Any:
+    """The part of the runtime that counts what stepped aside.
+
+    Raises:
+        NotRun: the rewritten side has no runtime.
+    """
+    package = bench.subject.rewritten.__module__.rpartition(".")[0]
+    try:
+        return runtime_part(package, "core/backend")
+    except ModuleNotFoundError as error:
+        raise NotRun(f"there is no runtime that can be asked: {error}") from error

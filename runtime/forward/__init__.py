@@ -1,0 +1,1 @@
+"""Forwards that are called again with the same shapes, replayed from a captured graph."""

@@ -1,0 +1,148 @@
+"""The forward of a model that gets the same shapes again replays a graph: a mixin for `PreTrainedModel` classes.
+
+A forward of one sequence or image launches hundreds of kernels, and the host takes several times as long for that as
+the device for running them. In evaluation without gradients the second call with arguments of the same form captures
+the whole forward, and keeps the graph if it computes the same and is faster; from then on a call copies its arguments
+in, replays, and copies the outputs out. Whatever is not understood runs the model's own forward, and `explain(model)`
+says why.
+
+While the device replays, the host compares the model with what it was (`snapshot`): if anything was replaced, hooked
+or switched, the outputs are thrown away and the forward runs as it is now.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from transformers.cache_utils import Cache
+
+from ..core import backend
+from .fitness import is_elsewhere, settings, unfit_call
+from .graph import Run
+from .store import ForwardStore, store_of
+from .structure import NotUnderstood, form_of
+from .switch import get_forward_graphs
+from .trial import attempt
+
+OFFERS: dict[str, dict[str, str]] = {
+    "CapturedForward": {},
+}
+
+
+class _Thread(threading.local):
+    captures: bool = False
+
+
+_THREAD = _Thread()
+
+
+class CapturedForward:
+    """A base of models, before `PreTrainedModel`: calling one replays a captured forward where that is the same."""
+
+    training: bool
+
+    _forward_without_graph: ClassVar[bool] = False
+    """Take this way on any device, the forward run again in place of a replay; for tests, where there is no GPU."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return what `forward` does, in memory that no later call writes to."""
+        if (
+            is_compiling()
+            or torch.is_grad_enabled()
+            or self.training
+            or _THREAD.captures
+            or keywords.get("past_key_values") is not None
+        ):
+            return nn.Module.__call__(self, *arguments, **keywords)
+        return _called(self, arguments, keywords)
+
+
+def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    mode = get_forward_graphs()
+    given = _first_tensor(arguments, keywords)
+    without_graph = model._forward_without_graph
+    if mode == "never" or given is None or not (given.is_cuda or without_graph) or is_elsewhere(given.device):
+        return nn.Module.__call__(model, *arguments, **keywords)
+    store = store_of(model)
+    store.without_graph = without_graph
+    call = (arguments, keywords)
+    tensors: list[Tensor] = []
+    kind: Hashable = None
+    reason = unfit_call(model, given.device)
+    if reason is None:
+        kind, reason = _kind(call, tensors, given.device)
+    if reason is not None or (store.collector is not None and store.collector.get() is not None):
+        store.reasons[reason or "observed"] += 1
+        return nn.Module.__call__(model, *arguments, **keywords)
+    with backend.device_guard(given):
+        if kind in store.graphs:
+            replayed, outputs = _replayed(store, kind, tensors)
+            if replayed:
+                return outputs
+        refusal = store.refusal(kind)
+        if refusal is None:
+            run = _runner(model)
+            if mode == "auto" and store.count(kind):
+                return run(call)  # the parts of the model are not worth a graph of their own yet
+            with store.lock:
+                return attempt(model, store, kind, call, tensors, run, mode == "auto" and not without_graph)
+    store.reasons[refusal.reason] += 1
+    return nn.Module.__call__(model, *arguments, **keywords)
+
+
+def _replayed(store: ForwardStore, kind: Hashable, tensors: list[Tensor]) -> tuple[bool, Any]:
+    """Return whether a graph stood for the call, and its outputs."""
+    with store.lock:
+        kept, snapshot = store.graphs.get(kind), store.snapshot
+        if kept is None or snapshot is None:  # another thread was here
+            return False, None
+        if snapshot.is_mapped():
+            with store.in_order():
+                kept.graph.launch(tensors)
+                if snapshot.is_current():
+                    store.graphs.move_to_end(kind)
+                    store.replays += 1
+                    return True, kept.graph.results(tensors)
+        store.release()
+    return False, None
+
+
+def _kind(call: Any, tensors: list[Tensor], device: torch.device) -> tuple[Hashable, str | None]:
+    """Return what a graph for a call depends on, and why there can be none."""
+    try:
+        form = form_of(call, tensors)
+        kind: Hashable = (form, settings())
+        hash(kind)
+    except (NotUnderstood, TypeError):
+        return None, "cache" if any(isinstance(value, Cache) for value in call[1].values()) else "inputs"
+    return kind, "inputs" if any(tensor.device != device for tensor in tensors) else None
+
+
+def _first_tensor(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
+    for value in (*arguments, *keywords.values()):
+        if type(value) is Tensor:
+            return value
+    return None
+
+
+def _runner(model: nn.Module) -> Run:
+    """Return a function that runs the model's own forward; it does not keep the model alive."""
+    weakly = weakref.ref(model)
+
+    def run(call: Any) -> Any:
+        target = weakly()
+        if target is None:
+            raise ReferenceError("the model of this graph is gone")
+        _THREAD.captures = True  # the parts of the model are part of the graph
+        try:
+            return nn.Module.__call__(target, *call[0], **call[1])
+        finally:
+            _THREAD.captures = False
+
+    return run

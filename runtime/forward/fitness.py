@@ -1,0 +1,147 @@
+"""Whether a forward can be replayed from a graph, and why not."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+
+from ..core import backend
+from ..core.launch import collects, rehearses
+
+REASONS = {
+    "cpu": "the model is not on a GPU",
+    "several_devices": "the model's tensors are on several devices, or are quantised or distributed ones",
+    "training": "a module is in training mode",
+    "gradient": "gradients are wanted",
+    "autocast": "autocast chooses the dtype of each product",
+    "compiled": "torch.compile compiles the model",
+    "observed": "a hook or a wrapped forward watches a module: a replay would not call it",
+    "watched": "a mode of torch, a transform or a tracer takes part in the call",
+    "attention_implementation": "only eager and sdpa attention are known to run in a graph",
+    "derived_weights": "the model multiplies by copies of its weights, which a replay would not renew",
+    "own_state": "the model refers to itself, or holds more objects than can be compared at each call",
+    "inference_tensors": "the model's tensors were made in inference mode: nobody counts what is written to them",
+    "cache": "the call is given a cache, which it changes",
+    "inputs": "an argument is of a class that no graph can stand for, or on another device than the model",
+    "outputs": "something is returned that cannot be copied",
+    "changes_inputs": "the forward changes an argument in place",
+    "changes_state": "the forward changes the model",
+    "random": "the forward draws random numbers",
+    "not_capturable": "the forward asks the host, or cannot be part of a graph for another reason",
+    "differs": "the graph computes something else than the forward does",
+    "slower": "a replay was not faster than the forward itself",
+    "memory": "the graph takes more memory than is given to graphs",
+    "out_of_memory": "the memory does not suffice for the graph",
+    "reentrant": "the call comes from inside another forward that is being captured",
+}
+
+RECORDERS = "transformers.utils.output_capturing"
+"""The module of the hooks that transformers leaves behind once it recorded hidden states."""
+_KNOWN_ATTENTION = ("eager", "sdpa", None)
+
+
+def settings() -> Hashable:
+    """Return the settings of the process that a graph was captured under, as kernels were chosen by them."""
+    return (
+        backend.get_backend(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+def unfit_call(model: nn.Module, device: torch.device) -> str | None:
+    """Return why this moment is none for a graph, a key of `REASONS`: what may be otherwise at the next call."""
+    if torch.is_autocast_enabled(device.type):
+        return "autocast"
+    if _len_torch_dispatch_stack() or _len_torch_function_stack() or backend.interposed():
+        return "watched"
+    if torch._C._get_tracing_state() is not None or nn.modules.module._has_any_global_hook():
+        return "watched"
+    return "compiled" if model._compiled_call_impl is not None else None
+
+
+def is_elsewhere(device: torch.device) -> bool:
+    """Return whether the call is part of somebody's capture, or of a rehearsal of one."""
+    if collects() or rehearses() or backend.runs_plainly():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def unfit_model(model: nn.Module) -> str | None:
+    """Return why a model cannot be captured as it is, a key of `REASONS`."""
+    if getattr(model, "_tp_size", None) or getattr(model, "_is_replica", False):
+        return "several_devices"
+    for module in model.modules():
+        if module.training:
+            return "training"
+        if backend.observed(module) and not only_records(module):
+            return "observed"
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) not in _KNOWN_ATTENTION:
+            return "attention_implementation"
+    return None
+
+
+def only_records(module: nn.Module) -> bool:
+    """Return whether what watches a module can be part of a graph.
+
+    That is transformers' recording of hidden states, and a parametrisation, which computes a weight from others.
+    """
+    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    forward = module.__dict__.get("forward")
+    own = forward is None or getattr(forward, "__func__", None) is type(module).forward
+    return bool(not others and own and all(_records(hook) for hook in module._forward_hooks.values()))
+
+
+def _records(hook: Callable[..., Any]) -> bool:
+    return hook.__module__ == RECORDERS and "_active_collector" in getattr(hook, "__globals__", {})
+
+
+def collector_of(model: nn.Module) -> Any:
+    """Return what tells whether somebody records hidden states just now; None where no module has a hook for it."""
+    for module in model.modules():
+        for hook in module._forward_hooks.values():
+            return hook.__globals__["_active_collector"]
+    return None
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Return the device of the first parameter or buffer."""
+    for tensor in model.parameters():
+        return tensor.device
+    return next((tensor.device for tensor in model.buffers()), None)
+
+
+class Randomness:
+    """The state of every generator that a forward may draw from."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._before = self._now()
+
+    def _now(self) -> tuple[Hashable, Tensor]:
+        offset = 0
+        if self._device.type == "cuda":
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            offset = torch.cuda.default_generators[index].get_offset()
+        numpy = sys.modules.get("numpy")
+        drawn = "" if numpy is None else str(numpy.random.get_state())
+        return (offset, random.getstate(), drawn), torch.get_rng_state()
+
+    def is_drawn(self) -> bool:
+        """Return whether anything was drawn since."""
+        others, state = self._now()
+        return others != self._before[0] or not torch.equal(state, self._before[1])

@@ -1,0 +1,236 @@
+"""The captured forwards of each model: few, found again by what they are given, dropped when the model changes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .fitness import REASONS, device_of
+from .graph import ForwardGraph
+from .snapshot import Snapshot
+
+GRAPHS_KEPT = 8
+"""Graphs that a model keeps; the one used longest ago goes first."""
+KINDS_KNOWN = 256
+"""Kinds of calls that are counted, or known not to be worth a graph."""
+MOST_FAILURES = 3
+"""Kinds of calls that were captured in vain before no other is tried, until the model changes."""
+LOOKS_AGAIN = 64
+"""Calls without a graph after which it is seen whether the reason is still there."""
+SHARE_OF_MEMORY = 8
+"""Graphs of a model take at most one part in so many of the device's memory."""
+
+
+class Refusal(NamedTuple):
+    """Why a kind of call runs without a graph."""
+
+    reason: str
+    detail: str = ""
+
+
+class Kept(NamedTuple):
+    """A graph and what is known of it."""
+
+    graph: ForwardGraph
+    milliseconds: tuple[float, float] | None
+    """Of the model's own forward and of a replay, both with their wait; None where nothing was measured."""
+
+
+class ForwardStore:
+    """One model's graphs. One thread uses them at a time; another one waits until its launches are made."""
+
+    def __init__(self, model: nn.Module):
+        self.lock = threading.Lock()
+        self.device = device_of(model)
+        self.without_graph = False
+        """Whether forwards are run again in place of replays."""
+        self.snapshot: Snapshot | None = None
+        self.collector: Any = None
+        self.graphs: OrderedDict[Hashable, Kept] = OrderedDict()
+        """By the kind of call, last used last."""
+        self.refused: OrderedDict[Hashable, Refusal] = OrderedDict()
+        self.whole: Refusal | None = None
+        """Why no call of the model is captured, as it is now."""
+        self.reasons: Counter[str] = Counter()
+        """How often a call ran without a graph, by reason."""
+        self.replays = 0
+        self._uses: OrderedDict[Hashable, int] = OrderedDict()
+        self._needed: dict[Hashable, int] = {}
+        self._changed: set[Hashable] = set()
+        self._failures = 0
+        self._since_look = 0
+        self._stream: Any = None
+        self._idle: Any = None
+        self._pool: Any = None
+
+    def count(self, kind: Hashable) -> int:
+        """Count a call without a graph; return how many are missing before it is worth capturing, 0 if none."""
+        uses = self._uses.pop(kind, 0) + 1
+        self._uses[kind] = uses
+        while len(self._uses) > KINDS_KNOWN:
+            gone, _ = self._uses.popitem(last=False)
+            self._needed.pop(gone, None)
+        return max(0, self._needed.get(kind, 2) - uses)
+
+    def first_change(self, kind: Hashable) -> bool:
+        """Note that a call of a kind changed the model; return whether it is the first that did."""
+        first = kind not in self._changed
+        self._changed.add(kind)
+        return first
+
+    def pool(self) -> Any:
+        """Return the memory pool of the graphs, a new one for the first of them."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def keep(self, kind: Hashable, kept: Kept) -> None:
+        """Take a graph; those used longest ago go where there are too many, all others where they are too large."""
+        most = self._most_bytes()
+        if most is not None and kept.graph.nbytes > most:
+            self.refuse(kind, "memory", f"{kept.graph.nbytes / 2**20:.0f} MiB")
+            return
+        if most is not None and kept.graph.nbytes + self.nbytes > most:
+            for gone in list(self.graphs):
+                self._evict(gone)
+        while len(self.graphs) >= GRAPHS_KEPT:
+            self._evict(next(iter(self.graphs)))
+        self.graphs[kind] = kept
+
+    def _evict(self, kind: Hashable) -> None:
+        """Drop a graph; it takes twice as many calls as before to be captured again, lest kinds take turns."""
+        del self.graphs[kind]
+        self._uses.pop(kind, None)
+        self._needed[kind] = min(2 * self._needed.get(kind, 2), 1024)
+        if not self.graphs:
+            self._pool = None
+
+    def refuse(self, kind: Hashable, reason: str, detail: str = "") -> None:
+        """Remember that a kind of call is not captured."""
+        self.refused[kind] = Refusal(reason, detail)
+        if reason != "slower":
+            self._failures += 1
+        if self._failures >= MOST_FAILURES and not self.graphs:
+            self.whole = Refusal(reason, detail)
+        while len(self.refused) > KINDS_KNOWN:
+            self.refused.popitem(last=False)
+        if not self.graphs:
+            self._pool = None
+
+    def refuse_all(self, reason: str) -> None:
+        """Remember that no call of the model is captured, as it is now."""
+        self.whole = Refusal(reason)
+
+    def refusal(self, kind: Hashable) -> Refusal | None:
+        """Return why a kind of call is not captured; now and then look whether the model is still the same."""
+        refusal = self.whole or self.refused.get(kind)
+        if refusal is not None:
+            self._since_look += 1
+            if self._since_look >= LOOKS_AGAIN:
+                self._since_look = 0
+                with self.lock:
+                    if self.snapshot is None or not (self.snapshot.is_mapped() and self.snapshot.is_current()):
+                        self.release()
+                        return None
+        return refusal
+
+    def release(self) -> None:
+        """Forget everything: the model changed, or its memory is wanted."""
+        self.graphs.clear()
+        self.refused.clear()
+        self._uses.clear()
+        self._needed.clear()
+        self._changed.clear()
+        self.snapshot = self.whole = self._pool = None
+        self._failures = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the graphs brought with them."""
+        return sum(kept.graph.nbytes for kept in self.graphs.values())
+
+    def _most_bytes(self) -> int | None:
+        if self.device is None or self.device.type != "cuda":
+            return None
+        return int(torch.cuda.get_device_properties(self.device).total_memory // SHARE_OF_MEMORY)
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Let what is launched inside wait for the last use of the graphs, if that was on another stream."""
+        if self.device is None or self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._idle is not None and stream != self._stream:
+            stream.wait_event(self._idle)
+        try:
+            yield
+        finally:
+            if self._idle is None:
+                self._idle = torch.cuda.Event()
+            self._idle.record(stream)
+            self._stream = stream
+
+
+_stores: weakref.WeakKeyDictionary[nn.Module, ForwardStore] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def store_of(model: nn.Module) -> ForwardStore:
+    """Return the captured forwards of a model."""
+    store = _stores.get(model)
+    if store is None:
+        with _making:
+            store = _stores.setdefault(model, ForwardStore(model))
+    return store
+
+
+def release_forwards(model: nn.Module) -> None:
+    """Give back the graphs of a model's forward and of its parts; calls to come make them anew."""
+    for module in model.modules():
+        if (store := _stores.get(module)) is not None:
+            with store.lock:
+                store.release()
+
+
+def captured_kinds(model: nn.Module) -> list[tuple[tuple[torch.Size, ...], tuple[float, float] | None]]:
+    """Return the shapes of the arguments of each graph of a model, and its milliseconds: without it and with it."""
+    store = _stores.get(model)
+    if store is None:
+        return []
+    return [(tuple(t.shape for t in kept.graph.inputs), kept.milliseconds) for kept in store.graphs.values()]
+
+
+def describe(model: nn.Module) -> list[str]:
+    """Return a line for each captured forward of a model and of its parts, and why others are not, for `explain`."""
+    lines: list[str] = []
+    for name, module in model.named_modules():
+        if (store := _stores.get(module)) is not None:
+            lines += [f"forward{f' of {name}' if name else ''}: {line}" for line in _lines(store)]
+    return lines
+
+
+def _lines(store: ForwardStore) -> Iterator[str]:
+    for kept in list(store.graphs.values()):
+        shapes = _shapes_of(kept.graph.inputs)
+        times = "" if kept.milliseconds is None else ", {:.2f} → {:.2f} ms".format(*kept.milliseconds)
+        yield f"in a graph for {shapes or 'no tensors'}{times}, {kept.graph.nbytes / 2**20:.1f} MiB"
+    if store.replays:
+        yield f"{store.replays} calls replayed a graph"
+    said = [*store.refused.values(), *([store.whole] if store.whole is not None else [])]
+    details = {refusal.reason: refusal.detail for refusal in said if refusal.detail}
+    for reason, count in sorted(store.reasons.items()):
+        detail = f" ({details[reason]})" if reason in details else ""
+        yield f"in no graph {count} ×: {REASONS[reason]}{detail}"
+
+
+def _shapes_of(tensors: list[Tensor]) -> str:
+    """Return shapes in words."""
+    return ", ".join("×".join(map(str, tensor.shape)) for tensor in tensors)

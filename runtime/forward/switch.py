@@ -1,0 +1,47 @@
+"""Whether forwards are captured: chosen by the environment or by a call, for the whole process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+MODES = ("auto", "never", "always")
+ENVIRONMENT_VARIABLE = "REWRITE_FORWARD_GRAPHS"
+
+_chosen: str | None = None
+
+
+def set_forward_graphs(mode: str) -> None:
+    """Choose when the forward of a model replays a graph: one of `MODES`.
+
+    `auto` captures the second call with inputs of the same shapes and keeps the graph where it was faster; `always`
+    captures the first call and does not measure; `never` runs every forward as the model's code does.
+
+    Raises:
+        ValueError: if `mode` is not one of `MODES`.
+    """
+    global _chosen
+    _chosen = _checked(mode)
+
+
+def get_forward_graphs() -> str:
+    """Return the mode in force: the last `set_forward_graphs`, else `REWRITE_FORWARD_GRAPHS`, else `"auto"`."""
+    return _chosen if _chosen is not None else _checked(os.environ.get(ENVIRONMENT_VARIABLE, "auto"))
+
+
+@contextlib.contextmanager
+def use_forward_graphs(mode: str) -> Iterator[None]:
+    """Choose a mode for the length of a `with` block."""
+    global _chosen
+    previous, _chosen = _chosen, _checked(mode)
+    try:
+        yield
+    finally:
+        _chosen = previous
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"unknown mode '{mode}' of {ENVIRONMENT_VARIABLE}: choose one of {', '.join(MODES)}")
+    return mode

@@ -1,0 +1,253 @@
+"""Captures the forward of one kind of call, and keeps the graph only if it computes the same, and sooner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import derived
+from ..core.capture import CaptureFailed
+from ..core.launch import rehearsing
+from .fitness import Randomness, collector_of, unfit_model
+from .graph import ForwardGraph, Run, Unsuitable
+from .snapshot import Snapshot, unfit_weights
+from .store import ForwardStore, Kept
+from .structure import NotUnderstood, form_of
+
+ROUNDS = 3
+"""Times that forward and replay are measured in turn; the shortest of each counts."""
+WORTH = 0.97
+"""A replay has to take less than this part of the forward's time."""
+TOLERANCES = {torch.float16: 0.1, torch.bfloat16: 0.1}
+"""Largest relative distance of an output of a graph, by dtype: in a capture transformers makes masks that it leaves
+out otherwise, and attention with a mask rounds in another order. A graph that computes something else gives 1."""
+TOLERANCE = 1e-3
+"""The same for wider dtypes."""
+
+
+MOST_COPIED = 2**26
+"""Bytes of tensors without a version, made in inference mode, that are compared by their values."""
+ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""What code raises that cannot run during a capture."""
+
+
+def attempt(
+    model: nn.Module, store: ForwardStore, kind: Hashable, call: Any, tensors: list[Tensor], run: Run, measures: bool
+) -> Any:
+    """Run the forward of a call, which is returned, and capture it for those to come.
+
+    Args:
+        model: whose forward it is.
+        store: of the model, held by this thread.
+        kind: of the call.
+        call: its `(arguments, keywords)`.
+        tensors: those in `call`.
+        run: runs the forward on something like `call`.
+        measures: whether the graph is kept only where it is faster.
+    """
+    device = tensors[0].device
+    try:
+        effects = Effects(model, tensors)
+    except ERRORS as error:  # tensors that cannot be copied or summed up
+        store.refuse(kind, "not_capturable", _said(error))
+        return run(call)
+    expected = run(call)
+    try:
+        if not effects.are_none(store, kind):  # more runs would have them too
+            return expected
+        with rehearsing():  # what is packed or made at the first use in a graph is there before the model is looked at
+            run(call)
+        snapshot = _ready(model, store, device)
+        try:
+            kept = _captured(store, snapshot, call, tensors, run, expected, free_layout=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (CaptureFailed, *ERRORS):  # which may be for the layout: then it is as it was
+            kept = _captured(store, snapshot, call, tensors, run, expected, free_layout=False)
+        if measures:
+            kept = kept._replace(milliseconds=_times(kept.graph, snapshot, call, tensors, run))
+        store.keep(kind, kept)
+    except Unsuitable as error:
+        store.refuse(kind, error.reason, error.detail)
+    except CaptureFailed as error:
+        cause = error.__cause__
+        reason, detail = (cause.reason, cause.detail) if isinstance(cause, Unsuitable) else ("not_capturable", error)
+        store.refuse(kind, reason, _said(detail))
+    except NotUnderstood as error:
+        store.refuse(kind, "outputs", str(error))
+    except torch.OutOfMemoryError:
+        store.release()
+        store.refuse(kind, "out_of_memory")
+    except ERRORS as error:
+        store.refuse(kind, "not_capturable", _said(error))
+    return expected
+
+
+class Effects:
+    """What a run of the forward does besides returning something.
+
+    Args:
+        model: whose forward is run.
+        inputs: what it is given.
+    """
+
+    def __init__(self, model: nn.Module, inputs: list[Tensor]):
+        self._random = Randomness(inputs[0].device)
+        self._inputs = inputs
+        self._before = [(tensor.clone(), _version(tensor)) for tensor in inputs]
+        self._snapshot = Snapshot(model)
+        self._versions = self._snapshot.versions()
+        self._sums = _sums(self._snapshot.tensors)
+        uncounted = [tensor for tensor in self._snapshot.tensors if tensor.is_inference()]
+        self._too_many = sum(tensor.nbytes for tensor in uncounted) > MOST_COPIED
+        self._copies = [] if self._too_many else [(tensor, tensor.clone()) for tensor in uncounted]
+
+    def are_none(self, store: ForwardStore, kind: Hashable) -> bool:
+        """Return whether nothing else changed since; what a model does at its first call alone is forgiven once.
+
+        Raises:
+            Unsuitable: if it is no call to be repeated.
+        """
+        if self._random.is_drawn():
+            raise Unsuitable("random")
+        for tensor, (before, version) in zip(self._inputs, self._before, strict=True):
+            if _version(tensor) != version or not _equal(tensor, before):
+                raise Unsuitable("changes_inputs")
+        if self._too_many:
+            raise Unsuitable("inference_tensors")
+        written = not all(
+            map(_equal, _sums(self._snapshot.tensors), self._sums)
+        )  # through `.data`, which nobody counts
+        if written or not all(_equal(tensor, before) for tensor, before in self._copies):
+            raise Unsuitable("changes_state")
+        if self._snapshot.versions() == self._versions and self._snapshot.is_current():
+            return True
+        if not store.first_change(kind):
+            raise Unsuitable("changes_state")
+        return False
+
+
+def _sums(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.sum(dtype=torch.float64 if tensor.is_floating_point() else None) for tensor in tensors]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _said(error: object) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _ready(model: nn.Module, store: ForwardStore, device: torch.device) -> Snapshot:
+    """Return what the graph depends on; graphs of the model as it was are dropped.
+
+    Raises:
+        Unsuitable: if the model cannot be captured.
+    """
+    if store.snapshot is None or not (store.snapshot.is_mapped() and store.snapshot.is_current()):
+        store.release()
+        store.snapshot, store.device = Snapshot(model), device
+        reason = unfit_model(model)
+        if reason is None and unfit_weights(store.snapshot.tensors, device):
+            reason = "several_devices"
+        if reason is None and (store.snapshot.refers_to_itself or not store.snapshot.is_complete):
+            reason = "own_state"
+            store.snapshot = None
+        if reason is not None:
+            store.refuse_all(reason)
+        else:
+            store.collector = collector_of(model)
+    if store.whole is not None or store.snapshot is None:
+        raise Unsuitable("own_state" if store.whole is None else store.whole.reason)
+    return store.snapshot
+
+
+def _captured(
+    store: ForwardStore,
+    snapshot: Snapshot,
+    call: Any,
+    tensors: list[Tensor],
+    run: Run,
+    expected: Any,
+    *,
+    free_layout: bool,
+) -> Kept:
+    """Return a graph that computes `expected`.
+
+    Raises:
+        Unsuitable: if there is none.
+    """
+    wanted: list[Tensor] = []
+    form = form_of(expected, wanted)
+    versions = snapshot.versions()
+    assert store.device is not None
+    pool = store.pool() if store.device.type == "cuda" and not store.without_graph else None
+    with derived.watching() as seen:
+        graph = ForwardGraph(run, call, snapshot.tensors, store.device, pool, free_layout)
+    if seen.copies:
+        raise Unsuitable("derived_weights")
+    if any(own._version > 1 for own in graph.inputs):
+        raise Unsuitable("changes_inputs")
+    if snapshot.versions() != versions or not (snapshot.is_mapped() and snapshot.is_current()):
+        raise Unsuitable("changes_state")
+    if graph.form != form:
+        raise Unsuitable("differs", "outputs of another form")
+    with store.in_order():
+        graph.launch(tensors)
+        found: list[Tensor] = []
+        form_of(graph.results(tensors), found)
+    for tensor, other in zip(wanted, found, strict=True):
+        if (distance := _distance(tensor, other)) > TOLERANCES.get(tensor.dtype, TOLERANCE):
+            raise Unsuitable("differs", f"by {distance:.3g}")
+    return Kept(graph, None)
+
+
+def _distance(expected: Tensor, found: Tensor) -> float:
+    """Return the relative distance of two tensors of the same shape; infinite where they differ and may not."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(expected, found) else float("inf")
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64 if expected.itemsize > 4 else torch.float32
+    one, other = (torch.where(finite, tensor, 0).to(wide) for tensor in (expected, found))
+    norm, apart = one.norm().item(), (one - other).norm().item()
+    return apart / norm if norm else apart
+
+
+def _times(graph: ForwardGraph, snapshot: Snapshot, call: Any, tensors: list[Tensor], run: Run) -> tuple[float, float]:
+    """Return milliseconds of the forward and of a replay, each with the wait for its end.
+
+    Raises:
+        Unsuitable: if the replay is not faster.
+    """
+
+    def replay() -> None:
+        snapshot.is_mapped()
+        graph.launch(tensors)
+        snapshot.is_current()
+        graph.results(tensors)
+
+    rounds = [(_milliseconds(lambda: run(call)), _milliseconds(replay)) for _ in range(ROUNDS)]
+    forward, replayed = min(times[0] for times in rounds), min(times[1] for times in rounds)
+    if replayed > WORTH * forward:
+        raise Unsuitable("slower", f"{replayed:.2f} ms against {forward:.2f} ms")
+    return forward, replayed
+
+
+def _milliseconds(action: Callable[[], Any]) -> float:
+    stream = torch.cuda.current_stream()
+    stream.synchronize()
+    started = time.perf_counter()
+    action()
+    stream.synchronize()
+    return (time.perf_counter() - started) * 1e3

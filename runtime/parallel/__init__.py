@@ -1,0 +1,1 @@
+"""Models whose tensors are dealt to several processes."""

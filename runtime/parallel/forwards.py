@@ -1,0 +1,128 @@
+"""What a module computes on a rank's own part, and the communication that belongs to it.
+
+transformers wraps the `forward` of each module that a plan names, and deals its parameters as DTensors. While a model
+runs as plain modules of each rank (`shards.local`), one of these stands in the wrapper's place and does once what the
+wrapper does once: it sums, gathers, or deals. A module whose wrapper does nothing in a forward without gradients has
+none, and operators read its weights like any other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ranks import Ranks
+
+
+class Forward:
+    """Stands in for the `forward` of a module.
+
+    Args:
+        module: that it computes.
+        ranks: that have the other parts.
+        splits: whether the input is whole and each rank takes its columns.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks, splits: bool = False):
+        self.module, self.ranks, self.splits = module, ranks, splits
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the module."""
+        raise NotImplementedError
+
+    def plain(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the module's own code on this rank's part."""
+        return type(self.module).forward(self.module, *arguments, **keywords)
+
+
+class SummedForward(Forward):
+    """The module computes a part of a sum: experts of which each rank has some columns."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the sum."""
+        return self.ranks.sum(self.plain(*arguments, **keywords))
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let the module compute its part, for who sums afterwards."""
+        parameters = self.module._parameters
+        bias = parameters.get("bias") if isinstance(self, RowForward) else None
+        del self.module.__dict__["forward"]
+        if bias is not None:
+            parameters["bias"] = None
+        try:
+            yield
+        finally:
+            self.module.__dict__["forward"] = self
+            if bias is not None:
+                parameters["bias"] = bias
+
+    def finished(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the sum of the ranks' parts and what each rank adds by itself, once."""
+        return self.ranks.sum(part, residual)
+
+
+class RowForward(SummedForward):
+    """A linear layer of which each rank has some of the input's columns; the bias is added to the sum."""
+
+    def __call__(self, input: Tensor, *_: Any) -> Tensor:
+        """Return the whole product."""
+        with self.lifted():
+            part = self.plain(self.ranks.part(input) if self.splits else input)
+        return self.finished(part, None)
+
+    def finished(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the product, with bias and residual."""
+        bias = self.module._parameters.get("bias")
+        if bias is None:
+            return self.ranks.sum(part, residual)
+        total = self.ranks.sum(part) + bias
+        return total if residual is None else residual + total
+
+
+class GatheredForward(Forward):
+    """Each rank has some of the output's columns, and all are wanted.
+
+    Args:
+        module: that it computes.
+        ranks: that have the other parts.
+        size: columns of the whole output.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks, size: int):
+        super().__init__(module, ranks)
+        self.size = size
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the whole output."""
+        return self.ranks.gather(self.plain(*arguments, **keywords), self.size)
+
+
+class VocabularyForward(Forward):
+    """An embedding of which each rank has some of the rows."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks, rows: int):
+        super().__init__(module, ranks)
+        width = -(-rows // ranks.size)
+        self.start, self.end = min(ranks.rank * width, rows), min((ranks.rank + 1) * width, rows)
+
+    def __call__(self, input: Tensor, *_: Any) -> Tensor:
+        """Return each token's row, which one rank has."""
+        mine = (input >= self.start) & (input < self.end)
+        found: Tensor = self.plain(torch.where(mine, input - self.start, 0))
+        return self.ranks.sum(torch.where(mine[..., None], found, 0.0).to(found.dtype))
+
+
+def summed(module: nn.Module) -> SummedForward | None:
+    """Return what a module computes a part of, and who sums it; None for a module of its own."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, SummedForward) else None
+
+
+def is_local(module: nn.Module) -> bool:
+    """Return whether a module's `forward` is one of these."""
+    return isinstance(module.__dict__.get("forward"), Forward)

@@ -1,0 +1,111 @@
+"""One rank of a verification whose package has a bug planted in it, one after the other; run by torchrun.
+
+python -m torch.distributed.run … tests/verify/rank_bugs.py PACKAGE ORIGINAL OUT
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rewrite.verify.dealt import SWITCH, Dealt
+from rewrite.verify.models import sides
+from rewrite.verify.models.subjects import find_subjects
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, wrap(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def missing_sum(runtime: Any) -> contextlib.AbstractContextManager[None]:
+    return replaced(runtime.Ranks, "_summed", lambda right: lambda self, part: part)
+
+
+def summed_twice(runtime: Any) -> contextlib.AbstractContextManager[None]:
+    return replaced(runtime.Ranks, "_summed", lambda right: lambda self, part: right(self, right(self, part)))
+
+
+def bias_on_every_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+    def finished(self: Any, part: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        bias = self.module._parameters["bias"]
+        total: torch.Tensor = self.ranks.sum(part + bias)
+        return total if residual is None else residual + total
+
+    return replaced(runtime.RowForward, "finished", lambda right: finished)
+
+
+def heads_of_another_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+    def changes(right: Any) -> Any:
+        def init(self: Any, model: Any) -> None:
+            right(self, model)
+            heads = {id(m.k_proj): m.head_dim for m in model.modules() if hasattr(m, "k_proj")}
+            self._parameters = [
+                (m, name, dealt, torch.roll(part, heads[id(m)], 0) if id(m) in heads and name == "weight" else part)
+                for m, name, dealt, part in self._parameters
+            ]
+
+        return init
+
+    return replaced(runtime._Changes, "__init__", changes)
+
+
+def columns_in_another_order(runtime: Any) -> contextlib.AbstractContextManager[None]:
+    def gather(right: Any) -> Any:
+        return lambda self, part, size: right(self, part, size).flip(-1)
+
+    return replaced(runtime.Ranks, "gather", gather)
+
+
+BUGS = (missing_sum, summed_twice, bias_on_every_rank, heads_of_another_rank, columns_in_another_order)
+
+
+def main() -> None:
+    package, original, out = sys.argv[1:]
+    dist.init_process_group("gloo")
+    module, rewritten = sides.load(sides.locate(original)), sides.load(sides.locate(Path(package)))
+    main = find_subjects(module, rewritten).main
+    runtime = importlib.import_module(f"{main.rewritten.__module__.rpartition('.')[0]}.runtime.parallel")
+    found: dict[str, Any] = {}
+    sound = Dealt(main.original, main.rewritten)
+    found["sound"] = [check.to_json() for check in sound.checks()]
+    whole, ours = sound.whole(), sound.dealt(main.rewritten)
+    setattr(main.rewritten, SWITCH, True)
+    for bug in BUGS:
+        with bug(runtime):
+            found[bug.__name__] = sound.steps(whole, ours).to_json()
+    found["uneven"] = uneven(main.original, main.rewritten)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def uneven(original: Any, rewritten: Any) -> str:
+    """What `generate` says of heads that two ranks cannot share evenly."""
+    dealt = Dealt(original, rewritten, more={"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96})
+    model = dealt.dealt(rewritten)
+    said = "it generates"
+    try:
+        model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=4)
+    except ValueError as error:
+        said = f"{type(error).__name__}: {error}"
+    dist.barrier()  # the first rank's folder goes with `dealt`, and the other may still read it
+    return said
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Every bug planted into the captured forward is caught by its check."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.siglip import modeling_siglip
+
+from rewrite.verify import Options
+from rewrite.verify.calls.captured import captured_checks
+from rewrite.verify.judging.checks import run_check
+from rewrite.verify.judging.verdict import Check
+from rewrite.verify.models import sides
+from rewrite.verify.models.configs import small_variants
+from rewrite.verify.models.subjects import Subject
+from rewrite.verify.models.workbench import Workbench
+
+from .copies import planted
+
+BUGS = {
+    "outputs handed out as they are": ("group[0].clone()", "group[0]"),
+    "inputs not copied in": ("own.copy_(given)", "pass"),
+    "arguments told apart by shape alone": ("return value.shape, value.stride(), value.dtype", "return ()"),
+    "outputs of another form": ("with_tensors(self._value, instead)", "with_tensors(self._value, torch.zeros_like)"),
+}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packages") / "siglip"
+    command = [sys.executable, "-c", "from rewrite.cli import main; main()", "siglip", "--out", str(folder)]
+    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
+    return folder
+
+
+def checked(package: Path) -> Check:
+    original = modeling_siglip.SiglipVisionModel
+    rewritten = sides.load(sides.locate(package)).SiglipVisionModel
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bench = Workbench(
+        Subject(original, rewritten, False), small_variants(original, False, {})[:1], Options(device=device)
+    )
+    (check,) = captured_checks(bench)
+    return run_check(check)
+
+
+def test_the_captured_forward_is_checked(package: Path) -> None:
+    check = checked(package)
+    assert (check.status, check.figures["replays"]) == ("passed", 3)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_in_the_captured_forward_is_caught(name: str, package: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(package, broken)
+    file = broken / "runtime" / "forward.py"
+    file.write_text(planted(file.read_text("utf-8"), *BUGS[name]), "utf-8")
+    assert checked(broken).status == "failed"
