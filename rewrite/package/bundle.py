@@ -16,6 +16,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.layout import ruff_folder
 from rewrite.operators import own_text
 from rewrite.package import parts
@@ -86,8 +87,9 @@ def _with_summaries(text: str) -> str:
     for said in sorted(said_below[1:], key=lambda said: said.lineno, reverse=True):  # the first is the room's own
         last = said.end_lineno or said.lineno
         indent, opening = lines[said.lineno - 1][: said.col_offset], lines[said.lineno - 1][said.col_offset :]
-        if last > said.lineno and opening.rstrip().endswith(".") and opening.startswith('"""'):
-            lines[said.lineno - 1 : last] = [f'{indent}{opening.rstrip()}"""']
+        one = f'{indent}{opening.rstrip()}"""'
+        if last > said.lineno and one.endswith('."""') and opening.startswith('"""') and len(one) <= LINE_LENGTH:
+            lines[said.lineno - 1 : last] = [one]
     return "\n".join(lines)
 
 
