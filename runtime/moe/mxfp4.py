@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..core import backend
-from ..package.checkpoint import loads
+from ..package.checkpoint import Loader
 from ..products.blocks import Blocks, dequantized
 from .block_experts import BlockExperts, block_experts
 from .form import ExpertsForm, form_of
@@ -25,8 +25,7 @@ BLOCK = 32
 _NAMES = ("gate_up_proj", "down_proj")
 
 
-@loads
-class MxExperts(nn.Module):
+class MxExperts(Loader, nn.Module):
     """Experts in MXFP4; the first base of what takes the place of a class whose weights are `[E, H, 2 M]`."""
 
     method: ClassVar[str] = "mxfp4"

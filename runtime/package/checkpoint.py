@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -14,16 +14,17 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 
-class Adopter(Protocol):
-    """A class of layers with kernels for weights as they are published."""
+class Adopter:
+    """Base of what has kernels for weights as they are published, and looks at every quantised model that is loaded."""
 
     @staticmethod
     def adopt(model: nn.Module) -> None:
         """Take over the layers of a loaded model that it computes."""
+        raise NotImplementedError
 
 
-class Loader(Protocol):
-    """A class of layers that are loaded in their published form, where transformers would change it."""
+class Loader:
+    """Base of layers that are loaded in their published form, where transformers would change it."""
 
     method: ClassVar[str]
     """Of quantisation, as `config.json` names it."""
@@ -31,35 +32,20 @@ class Loader(Protocol):
     @staticmethod
     def wanted() -> bool:
         """Return whether this machine has a use for that form."""
+        raise NotImplementedError
 
     @staticmethod
     def prepare(model: nn.Module, quantization: dict[str, Any]) -> bool:
         """Give a model without weights the layers of a checkpoint; return whether it has such layers."""
+        raise NotImplementedError
 
 
-AnyAdopter = TypeVar("AnyAdopter", bound=type[Adopter])
-AnyLoader = TypeVar("AnyLoader", bound=type[Loader])
-
-_adopters: list[type[Adopter]] = []
-_loaders: dict[str, type[Loader]] = {}
 _preparing: contextvars.ContextVar[tuple[type, type[Loader], dict[str, Any]] | None] = contextvars.ContextVar(
     "preparing", default=None
 )
 _ELSEWHERE = ("quantization_config", "gguf_file", "state_dict", "tp_plan", "tp_size", "device_mesh", "ep_plan")
 """Arguments of `from_pretrained` with which transformers' own way is taken."""
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-
-
-def adopts(kind: AnyAdopter) -> AnyAdopter:
-    """Let a class look at every quantised model that is loaded."""
-    _adopters.append(kind)
-    return kind
-
-
-def loads(kind: AnyLoader) -> AnyLoader:
-    """Let a class load checkpoints of its method of quantisation."""
-    _loaders[kind.method] = kind
-    return kind
 
 
 class NativeCheckpoint:
@@ -94,7 +80,7 @@ class NativeCheckpoint:
             (loaded[0] if isinstance(loaded, tuple) else loaded).config.quantization_config = quantization
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
-            for adopter in _adopters:
+            for adopter in Adopter.__subclasses__():
                 adopter.adopt(model)
         return loaded
 
@@ -111,7 +97,7 @@ def _published(
     model_class: Any, name: Any, kwargs: dict[str, Any]
 ) -> tuple[type[Loader], PreTrainedConfig, dict[str, Any]] | None:
     """Return who loads a checkpoint in its published form, its configuration, and the other arguments."""
-    if not _loaders or name is None or any(kwargs.get(key) is not None for key in _ELSEWHERE):
+    if not Loader.__subclasses__() or name is None or any(kwargs.get(key) is not None for key in _ELSEWHERE):
         return None
     config = kwargs.get("config")
     rest = {key: value for key, value in kwargs.items() if key != "config"}
@@ -132,5 +118,4 @@ def _published(
 
 def _loader_of(quantization: Any) -> type[Loader] | None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    loader = _loaders.get(method) if isinstance(method, str) else None
-    return loader if loader is not None and loader.wanted() else None
+    return next((kind for kind in Loader.__subclasses__() if kind.method == method and kind.wanted()), None)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile
-from ..package.checkpoint import adopts
+from ..package.checkpoint import Adopter
 from . import memory
 from .blocks import GROUP, Blocks, as_read, dequantized, reason_against
 from .prologue import Prologue, norm_arguments, prologue_of
@@ -215,8 +215,7 @@ UNROLL = 4
 Parameters = tuple[Blocks, Tensor | None]
 
 
-@adopts
-class BlockLinear(nn.Module):
+class BlockLinear(Adopter, nn.Module):
     """A layer whose weight has a scale for each block; the first base of what takes `FP8Linear`'s place."""
 
     @staticmethod
