@@ -15,7 +15,7 @@ OFFERS: dict[str, dict[str, str]] = {
 
 
 class Adopter:
-    """Base of what has kernels for weights as they are published, and looks at every quantised model that is loaded."""
+    """Base of what has kernels for weights as they are published; it looks at every quantised model loaded."""
 
     @staticmethod
     def adopt(model: nn.Module) -> None:
