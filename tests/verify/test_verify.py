@@ -26,7 +26,7 @@ from rewrite.verify.models.sides import load, locate
 from .copies import source_of, upstream, write_package
 
 MODELS = (
-    "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3", "starcoder2", "cohere2",
+    "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "starcoder2", "cohere2",
     "glm4", "stablelm", "gpt_neox", "mixtral", "qwen3_moe", "gpt2", "bert",
 )  # fmt: skip
 
@@ -87,8 +87,8 @@ def test_a_copy_of_other_families_passes(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_passes_with_six_seeds(llama: Path) -> None:
-    for seed in range(6):
+def test_a_copy_passes_with_four_seeds(llama: Path) -> None:
+    for seed in range(4):
         verdict = verify(upstream("llama"), llama, Options(quick=True, seed=seed))
         assert verdict.passed, f"seed {seed}: {verdict.reason}"
 
