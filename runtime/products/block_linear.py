@@ -285,14 +285,14 @@ def block_parameters(projections: Sequence[nn.Module]) -> Parameters | str:
     # Nothing may hold the parameters' memory while they are moved into one.
     found = {}
     for name in ("weight", "weight_scale_inv", *(() if biases[0] is None else ("bias",))):
-        one = _as_one([projection.get_parameter(name) for projection in projections])
+        one = _stacked([projection.get_parameter(name) for projection in projections])
         if isinstance(one, str):
             return one
         found[name] = one
     return Blocks(found["weight"], found["weight_scale_inv"], rows, columns), found.get("bias")
 
 
-def _as_one(tensors: Sequence[Tensor]) -> Tensor | str:
+def _stacked(tensors: Sequence[Tensor]) -> Tensor | str:
     whole = memory.joined(tensors)
     if whole is None:
         moved = memory.join(tensors)

@@ -38,11 +38,12 @@ from transformers import (
 from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import fitness, generation, graph_store
+from rewrite.runtime.decode import fitness, generation, graph_store, plan
 from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.decode.graph_store import release_graphs, store_of
+from rewrite.runtime.parallel import shards
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -638,7 +639,7 @@ def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
 
 
 def test_every_reason_is_used():
-    text = "".join(inspect.getsource(module) for module in (fitness, generation))
+    text = "".join(inspect.getsource(module) for module in (fitness, generation, plan, shards))
     assert all(text.count(f'"{reason}"') >= 2 for reason in fitness.REASONS)
 
 
