@@ -58,7 +58,8 @@ CONFIGURED = (
         "llama",
         "gradient of biases dropped",
         "reason, projections[0])\n    return tuple(projection(input) for projection in projections)",
-        "reason, projections[0])\n    return tuple(\n        projection(input) if getattr(projection, 'bias', None) is None\n"
+        "reason, projections[0])\n    return tuple(\n"
+        "        projection(input) if getattr(projection, 'bias', None) is None\n"
         "        else F.linear(input, projection.weight, projection.bias.detach())\n"
         "        for projection in projections\n    )",
         file="runtime/products.py",
