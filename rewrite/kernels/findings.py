@@ -29,9 +29,12 @@ class Exemption:
     """None for every shape."""
     backend: str | None = None
     """Of the chips that it is for; None for all."""
+    compiler: str | None = None
+    """How the version that it is for begins, `triton 3.4`; None for all."""
 
 
 EXEMPTIONS = (
+    Exemption("spills", "block_linear", "8 bytes, once a program; not later", "8B, qkv", "cuda", "triton 3.4"),
     Exemption("scalar loads", "rotary", "a program of 8 heads of 64 columns has 2 elements a thread", "Llama 1B"),
     Exemption(
         "scalar loads", "rotary_rows", "one row of a table: 256 bytes that one wave reads at once", backend="hip"
@@ -74,7 +77,12 @@ def unused_exemptions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the exemptions that no row of their chips needs."""
     backends = {None, *(CHIPS[row.arch].backend for row in rows)}
     found = [finding for row in rows for finding in _of(row)]
-    wanted = [exemption for exemption in EXEMPTIONS if exemption.backend in backends]
+    compilers = {row.compiler for row in rows}
+    wanted = [
+        exemption
+        for exemption in EXEMPTIONS
+        if exemption.backend in backends and any(_compiles(exemption, compiler) for compiler in compilers)
+    ]
     return [asdict(e) for e in wanted if not any(_covers(e, finding) for finding in found)]
 
 
@@ -84,7 +92,12 @@ def _covers(exemption: Exemption, finding: Finding) -> bool:
         and exemption.kernel == finding.row.kernel
         and exemption.shape in (None, finding.row.shape)
         and exemption.backend in (None, CHIPS[finding.row.arch].backend)
+        and _compiles(exemption, finding.row.compiler)
     )
+
+
+def _compiles(exemption: Exemption, compiler: str) -> bool:
+    return exemption.compiler is None or compiler.startswith(exemption.compiler)
 
 
 def _of(row: Row) -> list[Finding]:
