@@ -263,8 +263,8 @@ def _is_sorted_here(tokens: Tensor, experts: nn.Module, form: ExpertsForm | None
     if chip is None or chip.backend != "hip" or not backend.nothing_watches(tokens):
         return False
     names = ("gate_up_proj", "down_proj") + (("gate_up_proj_bias", "down_proj_bias") if form and form.biased else ())
-    given = [experts.get_parameter(name) for name in names]
-    alike = all(t.dtype == tokens.dtype and t.device == tokens.device for t in given)
+    given = [experts._parameters[name] for name in names]  # plain tensors where a rank has a part of them
+    alike = all(t is not None and t.dtype == tokens.dtype and t.device == tokens.device for t in given)
     return alike and tokens.dtype in rows.KERNEL_DTYPES and tokens.numel() > 0 and backend.uses_triton(tokens)
 
 

@@ -124,6 +124,7 @@ def rms_norm_backward(
     row_count = hidden_states.numel() // hidden_size
     x, inner, outer_stride, inner_stride = rows.collapse(hidden_states)
     gradient = gradient.contiguous()
+    adds = after is not None  # it may be the very tensor that the norm's gradient is: that of `normed + summed`
     after = gradient if after is None else after.contiguous()
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
@@ -139,8 +140,7 @@ def rms_norm_backward(
             (inner, outer_stride, inner_stride),
             (eps, offset),
             (
-                hidden_size, after is not gradient, weight is not None, weight_in_fp32, for_weight, block_rows,
-                block_cols,
+                hidden_size, adds, weight is not None, weight_in_fp32, for_weight, block_rows, block_cols,
             ),
         )  # fmt: skip
     return out, parts.sum(0).to(weight.dtype) if for_weight and weight is not None else None

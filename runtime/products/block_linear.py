@@ -28,8 +28,8 @@ from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile
 from ..package.checkpoint import Adopter
-from . import memory
 from .blocks import GROUP, Blocks, as_read, dequantized, reason_against
+from .packing import as_one
 from .prologue import Prologue, norm_arguments, prologue_of
 
 CASES = """
@@ -285,21 +285,11 @@ def block_parameters(projections: Sequence[nn.Module]) -> Parameters | str:
     # Nothing may hold the parameters' memory while they are moved into one.
     found = {}
     for name in ("weight", "weight_scale_inv", *(() if biases[0] is None else ("bias",))):
-        one = _stacked([projection.get_parameter(name) for projection in projections])
+        one = as_one([projection.get_parameter(name) for projection in projections])
         if isinstance(one, str):
             return one
-        found[name] = one
+        found[name] = one.detach()
     return Blocks(found["weight"], found["weight_scale_inv"], rows, columns), found.get("bias")
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor | str:
-    whole = memory.joined(tensors)
-    if whole is None:
-        moved = memory.join(tensors)
-        if isinstance(moved, str):
-            return moved
-        whole = moved
-    return whole.detach()
 
 
 def block_linear(

@@ -26,11 +26,10 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
     Returns:
         One `[N, O_i]` for each projection; views of one `[N, ΣO_i]` where the product was packed.
     """
-    sizes = [_parameter(projection, "weight").shape[0] for projection in projections]
     if are_blocks(projections):
         scaled = block_linear(input, projections, norm)
         if scaled is not None:
-            return scaled.split_with_sizes(sizes, -1)
+            return _split(scaled, projections)
     elif takes_few_rows(input):
         input, prologue = before(input, norm)
         norm = norm if prologue is not None else None
@@ -38,5 +37,9 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
             product = few_rows(input, *parameters, prologue, None)
             if product is not None:
-                return product.split_with_sizes(sizes, -1)
+                return _split(product, projections)
     return packed_linear(input if norm is None else norm(input), *projections)
+
+
+def _split(product: Tensor, projections: tuple[nn.Module, ...]) -> tuple[Tensor, ...]:
+    return product.split_with_sizes([_parameter(projection, "weight").shape[0] for projection in projections], -1)

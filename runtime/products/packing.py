@@ -155,17 +155,18 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 def _packed(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | str:
     """Return weights and biases as one each, moved into one memory where they are not yet; or why they cannot be."""
-    weight = _as_one(weights)
+    weight = as_one(weights)
     if isinstance(weight, str):
         return weight
     present = [bias for bias in biases if bias is not None]
     if not present:
         return weight, None
-    bias = _as_one(present) if len(present) == len(biases) else _filled_up(weights, biases, present[0])
+    bias = as_one(present) if len(present) == len(biases) else _filled_up(weights, biases, present[0])
     return bias if isinstance(bias, str) else (weight, bias)
 
 
-def _as_one(tensors: Sequence[Tensor]) -> Tensor | str:
+def as_one(tensors: Sequence[Tensor]) -> Tensor | str:
+    """Return tensors as one, moved into one memory where they are not yet; or why they cannot be."""
     whole = memory.joined(tensors)
     return memory.join(tensors) if whole is None else whole
 

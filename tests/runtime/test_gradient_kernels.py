@@ -100,6 +100,18 @@ def test_rms_norm_families(device: torch.device, poisoned: None, family: str, dt
     check(lambda x, y, w: add_rms_norm(x, y, w, EPS, **given), exact, x, y, weight)
 
 
+def test_norm_and_sum_that_are_added_again_have_one_gradient(device: torch.device) -> None:
+    x, y, w = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
+    normed, summed = add_rms_norm(x, y, w, EPS)
+    (normed + summed).square().sum().backward()
+    found = [tensor.grad for tensor in (x, y, w)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, y, w)]
+    total = exact[0] + exact[1]
+    (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * exact[2] + total).square().sum().backward()
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other.grad.float(), rtol=1e-4, atol=1e-4)
+
+
 def test_heads_of_a_packed_projection(device: torch.device) -> None:
     packed = torch.randn(2, 5, 6, 32, device=device)
     check(lambda x, w: rms_norm(x[:, :, :4], w, EPS), lambda x, w: exact_norm(x[:, :, :4], w), packed, packed[0, 0, 0])

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rewrite.runtime.core import backend
 from rewrite.runtime.products import memory, packing
+from rewrite.runtime.products.packed_step import packed_step
 from rewrite.runtime.products.packing import packed_linear
 
 
@@ -509,3 +510,20 @@ def test_a_weight_that_lies_column_by_column_stays_as_it_is():
     assert not packed(module)
     assert module.q.weight.stride() == (1, 48)
     assert backend.fallbacks()["packed_linear", "strided"] == 1
+
+
+def test_a_step_calls_projections_without_a_weight_of_their_own():
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, input):
+            return 2 * self.base(input)
+
+    first, second = nn.Linear(4, 3), nn.Linear(4, 2)
+    x = torch.randn(1, 4)
+    with torch.no_grad():
+        one, other = packed_step(x, Adapted(first), second)
+        assert torch.equal(one, 2 * first(x))
+        assert torch.equal(other, second(x))

@@ -6,7 +6,7 @@ from .bugs import Bug
 
 GQA = "runtime/attention.py"
 PACKING = "runtime/products.py"
-AS_ONE = "def _as_one(tensors: Sequence[Tensor]) -> Tensor | str:\n"
+WHOLE = "    whole = memory_joined(tensors)\n"
 LOSS = "labels=labels, vocab_size=self.config.vocab_size, **kwargs)"
 CACHE = "if use_cache and past_key_values is None:"
 KEEP = "slice_logits_to_keep(hidden_states, logits_to_keep)"
@@ -92,8 +92,8 @@ LLAMA = (
     Bug(
         "llama",
         "packed weights remembered by the first",
-        AS_ONE + "    whole = memory_joined(tensors)\n",
-        AS_ONE + "    kept = _as_one.__dict__.setdefault('kept', {})\n"
+        WHOLE,
+        "    kept = as_one.__dict__.setdefault('kept', {})\n"
         "    whole = kept.get(tensors[0].data_ptr(), memory_joined(tensors))\n"
         "    if whole is not None:\n        kept[tensors[0].data_ptr()] = whole\n",
         file=PACKING,
