@@ -83,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sides", nargs="+", choices=training.SIDES, help="Default: all, on a CPU without compilers.")
     parser.add_argument("--curve", type=int, default=0, metavar="STEPS", help="of the first model")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -92,9 +93,10 @@ def main() -> None:
         for model in given.models:
             shape, layers = MODELS[model] if gpu else ("tiny", None)
             cell = Cell(4, 2048) if gpu else Cell(2, 32)
+            sides = given.sides or (training.SIDES if gpu else (ORIGINAL, OURS))
             plan = Plan(
                 package_of(model, Path(folder)), shape=shape, layers=layers, device=given.device, cells=(cell,),
-                dtype="bfloat16" if gpu else "float32", sides=training.SIDES if gpu else (ORIGINAL, OURS),
+                dtype="bfloat16" if gpu else "float32", sides=tuple(sides),
                 rounds=(3, 10), seconds=8.0 if gpu else 1.0,
             )  # fmt: skip
             record[model] = training.measure(plan)

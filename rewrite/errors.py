@@ -179,6 +179,27 @@ class UnknownKernel(UsageError):
         super().__init__(f"no kernel '{kernel}': there are {', '.join(known)}.")
 
 
+class UnknownModelledStep(UsageError):
+    """A decode step was asked for whose launches are not described."""
+
+    def __init__(self, model: str, known: Sequence[str]):
+        super().__init__(f"no decode step of '{model}' is described: there are {', '.join(known)}.")
+
+
+class NoKernelRecord(UsageError):
+    """A file or folder does not hold what `rewrite kernels --record` wrote."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"{shortened(path)} is no record of kernels: {why} (`rewrite kernels --record` makes one).")
+
+
+class KernelsNotPlanned(RewriteError):
+    """The launches of a step could not be collected and compiled."""
+
+    def __init__(self, card: str, model: str, why: str):
+        super().__init__(f"the step of '{model}' could not be compiled for {card}: {why}")
+
+
 class NeedsGpu(UsageError):
     """Something is to be tuned where it cannot run."""
 

@@ -54,7 +54,8 @@ def assert_same_gradient(wanted: torch.Tensor, got: torch.Tensor, coarsest: torc
     """
     assert wanted.dtype == got.dtype
     limit = GRADIENT_ULPS * torch.finfo(coarsest or wanted.dtype).eps * wanted.abs().max().item()
-    assert (wanted.double() - got.double()).abs().max().item() <= limit
+    apart = (wanted.double() - got.double()).abs().max().item()
+    assert apart <= limit, f"{apart:.3g} > {limit:.3g}"
 
 
 def assert_as_exact_as(

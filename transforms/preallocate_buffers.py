@@ -9,7 +9,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import HEAP, effects_of
 from rewrite.analysis.loops.host_constants import constants, is_number, is_tensor, listed, may_overflow
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, self_attribute, walk
 from rewrite.analysis.syntax.nodes import (
     called_attribute,
     calls_in,
@@ -174,8 +174,8 @@ def _why_not_constant(rotary: ClassInfo, module: Module) -> str:
     if HEAP in scope.memory(effect.writes):
         return f"{rotary.name}.forward writes in place"
     read = {self_attribute(node) for node in walk(forward.body)} - {None}
-    for node in walk(module.tree):
-        target = node.target if isinstance(node, (cst.AssignTarget, cst.AugAssign)) else None
+    for node in of_kind(module.tree, cst.AssignTarget, cst.AugAssign):
+        target = node.target
         if isinstance(target, cst.Attribute) and target.attr.value in read and self_attribute(target) is None:
             return f"`{module.code(target)}` is set"
     return ""

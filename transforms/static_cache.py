@@ -12,7 +12,7 @@ from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
 from rewrite.analysis.loops.loop_inputs import only_recomputes
 from rewrite.analysis.step.terms import CACHE
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
@@ -216,7 +216,7 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("own_loop", own)
     if (cache := _own_cache(module)) is not None:
         return Skip("own_cache", cache)
-    attributes = [node.attr.value for node in walk(module.tree) if isinstance(node, cst.Attribute)]
+    attributes = [node.attr.value for node in of_kind(module.tree, cst.Attribute)]
     known = {*attributes, *(name.rpartition(".")[2] for name in module.imports.values())}
     if "sliding_window" in attributes and known.isdisjoint(_WINDOW_MASKS):
         return Skip("window_without_mask")
@@ -230,8 +230,8 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
 def _cut_by_length(module: Module) -> str | None:
     """Return the code of a subscript `x[…, keys - queries : keys, …]`."""
     ends = m.Slice(lower=m.BinaryOperation(left=m.Name(), operator=m.Subtract(), right=m.Name()), upper=m.Name())
-    for node in walk(module.tree):
-        for element in node.slice if isinstance(node, cst.Subscript) else ():
+    for node in of_kind(module.tree, cst.Subscript):
+        for element in node.slice:
             part = element.slice
             if isinstance(part, cst.Slice) and m.matches(part, ends) and part.lower is not None:
                 keys = cst.ensure_type(part.lower, cst.BinaryOperation).left
@@ -245,7 +245,7 @@ def _own_cache(module: Module) -> str | None:
     for info in module.classes.values():
         if any("cache_utils." in base for base in info.bases):
             return info.name
-    made = [node for node in walk(module.tree) if isinstance(node, cst.Assign) and isinstance(node.value, cst.Call)]
+    made = [node for node in of_kind(module.tree, cst.Assign) if isinstance(node.value, cst.Call)]
     for line in made:
         name = module.qualified(line.value.func) if isinstance(line.value, cst.Call) else ""
         if name in module.classes and any(_is_cache(target.target) for target in line.targets):

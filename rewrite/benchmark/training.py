@@ -216,7 +216,7 @@ def gradients(plan: Plan, subject: Subject, cell: Cell) -> Gradients:
         model = _model(plan, subject, side, dtype)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        losses[name] = float(loss)
+        losses[name] = loss.item()
         grads = {key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
         found[name] = grads
         del model, loss

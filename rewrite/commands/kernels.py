@@ -1,41 +1,74 @@
-"""`rewrite kernels`: what the kernels take of AMD's and NVIDIA's chips, by compiling them ahead of time."""
+"""`rewrite kernels`: what the kernels take of AMD's and NVIDIA's chips, by compiling ahead of time; a speed model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rewrite.commands.options import Command, reporting_options
+from rewrite.commands.options import FOLDER, Command, reporting_options
+from rewrite.kernels.cards import CARDS
 from rewrite.kernels.chips import CHIPS
+
+if TYPE_CHECKING:
+    from rewrite.kernels.drift import Record
+    from rewrite.show.console import Screen
 
 
 @click.command(
     cls=Command,
     short_help="Compile the kernels for chips that need not be there.",
-    examples=("rewrite kernels linear rms_norm --target gfx942",),
+    examples=(
+        "rewrite kernels linear rms_norm --target gfx942",
+        "rewrite kernels --against fixtures/kernels/triton-3.6.json",
+        "rewrite kernels 8b --card H100 --card MI300X",
+    ),
 )
-@click.argument("names", metavar="[KERNEL]…", nargs=-1)
+@click.argument("names", metavar="[KERNEL|MODEL]…", nargs=-1)
 @click.option(
     "--target", "targets", type=click.Choice(tuple(CHIPS)), multiple=True, help="A chip; repeatable.  [default: all]"
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
+@click.option("--record", "record_path", type=FOLDER, metavar="FILE", help="Write what was compiled to a file.")
+@click.option("--against", "against_path", type=FOLDER, metavar="FILE", help="Compare it with such a file.")
+@click.option(
+    "--card", "cards", type=click.Choice(tuple(CARDS)), multiple=True, help="Model a decode step there; repeatable."
+)
 @reporting_options
 def kernels(
-    names: tuple[str, ...], targets: tuple[str, ...], jobs: int | None, json_path: Path | None, quiet: bool
+    names: tuple[str, ...],
+    cards: tuple[str, ...],
+    targets: tuple[str, ...],
+    jobs: int | None,
+    record_path: Path | None,
+    against_path: Path | None,
+    json_path: Path | None,
+    quiet: bool,
 ) -> int:
     """Compile every kernel at the shapes of real models and print what it takes of each chip: no GPU is needed.
 
     Tiles and options are those of a launch there. Exits with 1 if a kernel does not compile, spills registers to
-    memory, takes more LDS than the chip has, reads element by element, or has more than 1,024 threads.
-    """
-    import os
+    memory, takes more LDS than the chip has, reads element by element, or has more than 1,024 threads; with --against
+    also if a launch spills more, takes a quarter more registers, more shared memory, or loses a quarter of its waves.
 
-    from rewrite.deliver import report
-    from rewrite.kernels import findings, run, tables
+    With --card it compiles a decode step of each MODEL (1b, 8b, …) for 1, 8 and 32 rows instead, and prints how long a
+    model on paper says that it takes there, and what bounds it. Exits with 1 if a launch fills under 85% of the
+    processors.
+    """
     from rewrite.show.console import Screen
 
     screen = Screen(json=json_path, quiet=quiet)
+    if cards:
+        if against_path is not None or targets:
+            raise click.UsageError("--against and --target are for kernels: leave --card out")
+        return _modelled(cards, names, record_path, json_path, screen)
+    import os
+
+    from rewrite.deliver import report
+    from rewrite.kernels import drift, findings, run, tables
+
+    before = drift.Record.read(against_path) if against_path is not None else None
     with screen.working("compiling") as progress:
         rows = run.compile_all(targets or tuple(CHIPS), names, jobs=jobs or os.cpu_count() or 1, progress=progress)
     found = findings.judge(rows)
@@ -48,5 +81,58 @@ def kernels(
     findings_text = "no findings" if not found else f"{len(found)} finding{'s' if len(found) > 1 else ''}"
     launches = "1 launch" if len(rows) == 1 else f"{len(rows)} launches"
     screen.line("compiled", f"{launches} for {chips} by {rows[0].compiler}: {findings_text}")
-    report.write(json_path, "kernels", tables.record(rows, found))
-    return 1 if found else 0
+    now = drift.Record.of(rows)
+    if record_path is not None:
+        now.write(record_path)
+    drifts = [] if before is None else _drifts(now, before, screen)
+    report.write(json_path, "kernels", tables.record(rows, found) | ({} if before is None else {"drifts": drifts}))
+    return 1 if found or drifts else 0
+
+
+def _drifts(now: Record, before: Record, screen: Screen) -> list[dict[str, Any]]:
+    """Say what takes more of its chip than it did. Returns it as plain JSON values."""
+    from rewrite.kernels import drift
+
+    compared = drift.compare(now, before)
+    for change in compared.drifts:
+        screen.problem("drift", str(change))
+    text = f"{compared.compared} launches with those of {before.compiler}, {compared.new} are new"
+    screen.line("compared", f"{text}: {len(compared.drifts) or 'none'} drifted")
+    return [change.to_json() for change in compared.drifts]
+
+
+def _modelled(
+    cards: tuple[str, ...], names: tuple[str, ...], record_path: Path | None, json_path: Path | None, screen: Screen
+) -> int:
+    """Print the speed model's steps of models on cards. Returns the exit code."""
+    from rewrite.deliver import report
+    from rewrite.errors import UnknownModelledStep
+    from rewrite.kernels import planned, speed, speed_tables
+    from rewrite.kernels.models import STEPS
+
+    unknown = next((name for name in names if name not in STEPS), None)
+    if unknown is not None:
+        raise UnknownModelledStep(unknown, tuple(STEPS))
+    plans: dict[tuple[str, str], planned.Plans] = {}
+    with screen.working("compiling") as progress:
+        for card in cards:
+            for model in names or tuple(STEPS):
+                progress(f"{model} for {card}")
+                plans[card, model] = planned.plan(card, model)
+    if record_path is not None:
+        planned.write(record_path, plans)
+    steps = [
+        speed.predict(CARDS[card], model, rows, launches)
+        for (card, model), found in plans.items()
+        for rows, launches in found.items()
+    ]
+    for step in steps:
+        made = speed_tables.table(step)
+        screen.figures(made.title, made.headings, made.rows, made.notes, gap=1)
+    low = list(speed_tables.unfilled(steps))
+    for one in low:
+        screen.problem("unfilled", str(one))
+    for step in steps:
+        screen.line("modelled", speed_tables.summary(step))
+    report.write(json_path, "kernels", speed_tables.record(steps, low))
+    return 1 if low else 0

@@ -16,6 +16,7 @@ from rewrite.errors import GateFailed, SourceDoesNotImport
 from rewrite.package import syntax
 from rewrite.package.assemble import KEPT
 from rewrite.upstream import neighbours
+from rewrite.upstream.statements import statements
 
 IMPORT_SECONDS = 300
 _NEEDED = ("torch", "transformers")
@@ -137,13 +138,17 @@ def _relative_names(tree: ast.Module, path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def bound(tree: ast.Module) -> set[str]:
-    """Return every name that is bound anywhere in a file: broad, so that no correct file is refused."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
+    """Return every name that a file may offer: broad, so that no correct file is refused."""
+    names = {name for node in statements(tree) if isinstance(node, ast.Global) for name in node.names}
+    waiting: list[ast.AST] = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+            continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        waiting.extend(ast.iter_child_nodes(node))
     return names

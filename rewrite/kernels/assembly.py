@@ -103,7 +103,7 @@ def of_nvidia(ptx: str, cubin: bytes, tool: Path) -> Figures:
         code=None,
         loads=_counted(found["global"]),
         shared_loads=_counted(found["shared"]),
-        matrix=bool(re.search(r"\b(wg)?mma(\.sync|_async|\.mma_async)", ptx)),
+        matrix=bool(re.search(r"\b((wg)?mma(\.sync|_async|\.mma_async)|tcgen05\.mma)", ptx)),
         overlaps="griddepcontrol.wait" in ptx,
     )
 

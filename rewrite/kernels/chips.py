@@ -40,19 +40,25 @@ class Chip:
     """Bytes that the system takes for each workgroup."""
     scalars: int | None = None
     """Scalar registers of a SIMD unit, handed out 16 at a time."""
+    processors: int = 132
+    """Multiprocessors of the largest card with this chip that one process sees."""
 
 
 KIB = 1024
 CHIPS = {
     chip.arch: chip
     for chip in (
-        Chip("gfx90a", "AMD MI210, MI250", "hip", 64, 8, 32, 64 * KIB, 64 * KIB, scalars=800),
-        Chip("gfx942", "AMD MI300, MI325", "hip", 64, 8, 32, 64 * KIB, 64 * KIB, scalars=800),
-        Chip("gfx950", "AMD MI350, MI355", "hip", 64, 8, 32, 160 * KIB, 160 * KIB, scalars=800),
-        Chip("sm_80", "NVIDIA A100", "cuda", 32, 16, 32, 163 * KIB, 164 * KIB, KIB),
+        Chip("gfx90a", "AMD MI210, MI250", "hip", 64, 8, 32, 64 * KIB, 64 * KIB, scalars=800, processors=104),
+        Chip("gfx942", "AMD MI300, MI325", "hip", 64, 8, 32, 64 * KIB, 64 * KIB, scalars=800, processors=304),
+        Chip("gfx950", "AMD MI350, MI355", "hip", 64, 8, 32, 160 * KIB, 160 * KIB, scalars=800, processors=256),
+        Chip("sm_80", "NVIDIA A100", "cuda", 32, 16, 32, 163 * KIB, 164 * KIB, KIB, processors=108),
         Chip("sm_90", "NVIDIA H100, H200", "cuda", 32, 16, 32, 227 * KIB, 228 * KIB, KIB),
     )
 }
+
+_BLACKWELL = Chip("sm_100", "NVIDIA B200", "cuda", 32, 16, 32, 227 * KIB, 228 * KIB, KIB, processors=148)
+MODELLED = {**CHIPS, _BLACKWELL.arch: _BLACKWELL}
+"""What the speed model compiles for: kernels are judged for `CHIPS`, which the oldest Triton knows too."""
 
 
 def occupancy(chip: Chip, threads: int, registers: int, scalars: int | None, shared: int) -> float:

@@ -33,6 +33,7 @@ class Exemption:
     """How the version that it is for begins, `triton 3.4`; None for all."""
 
 
+BYTES = "8 columns a head are 16 bytes, and a mask is one byte a slot"
 EXEMPTIONS = (
     Exemption("spills", "block_linear", "8 bytes, once a program; not later", "8B, qkv", "cuda", "triton 3.4"),
     Exemption("scalar loads", "rotary", "a program of 8 heads of 64 columns has 2 elements a thread", "Llama 1B"),
@@ -42,6 +43,16 @@ EXEMPTIONS = (
         "block_rows",
         "rows that all programs share, from a cache: Triton 3.9 copies 4 bytes a lane",
         chips="gfx950",
+    ),
+    Exemption("scalar loads", "masked_attention", BYTES, "8 heads of 8, bools", "hip"),
+    Exemption("scalar loads", "masked_attention", BYTES, "8 heads of 8, bools", "cuda", "triton 3.9"),
+    Exemption(
+        "spills",
+        "masked_attention",
+        "192 bytes, once a program; not later",
+        "71 of 1 heads of 64",
+        "cuda",
+        "triton 3.6",
     ),
     Exemption("scalar loads", "write_token", "one head: 256 bytes that one wave reads at once", chips="hip"),
     Exemption("scalar loads", "rope_cache", "one head a program: 2 pairs of columns a thread at most"),

@@ -124,18 +124,23 @@ def _run(task: Task, cache: str, progress: _Counted) -> list[Row]:
             return rows
 
 
+def environment(cache: str) -> dict[str, str]:
+    """Return the variables of a process that compiles: this one's, with a cache of its own."""
+    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+    # Triton 3.4's wheel has no linker for AMD: what is judged is the assembly, so a program that does nothing serves.
+    found.setdefault("TRITON_HIP_LLD_PATH", "/usr/bin/true")
+    return found
+
+
 def _once(task: Task, start: int, cache: str, progress: _Counted) -> tuple[list[Row], Row | None, str]:
     """Start a process; return its rows, the launch that it died of, and what it said then."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
-    # Triton 3.4's wheel has no linker for AMD: what is judged is the assembly, so a program that does nothing serves.
-    environment.setdefault("TRITON_HIP_LLD_PATH", "/usr/bin/true")
     rows: list[Row] = []
     begun: Row | None = None
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         command = [sys.executable, "-c", _START]
         with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment(cache)
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .assembly import of_amd, of_nvidia
+from .assembly import Figures, of_amd, of_nvidia
 from .chips import CHIPS, Chip, occupancy
 from .row import Row
 
@@ -51,18 +51,22 @@ def work(arch: str, module: str, kernels: Sequence[str], one_of_each: bool, part
         row = Row(arch, entry.kernel, entry.shape, threads, options, compiler=f"triton {triton.__version__}")
         _tell(row)
         compiled = entry.launch()
-        if chip.backend == "hip":
-            figures = of_amd(compiled.asm["amdgcn"])
-        else:
-            figures = of_nvidia(compiled.asm["ptx"], compiled.asm["cubin"], cuobjdump)
+        figures = read(chip, compiled, cuobjdump)
         shared = compiled.metadata.shared
         waves = occupancy(chip, row.threads, figures.registers, figures.scalars, shared)
         _tell(replace(row, figures=figures, shared=shared, occupancy=waves))
 
 
+def read(chip: Chip, compiled: Any, cuobjdump: Path) -> Figures:
+    """Return what a compiled kernel takes."""
+    if chip.backend == "hip":
+        return of_amd(compiled.asm["amdgcn"])
+    return of_nvidia(compiled.asm["ptx"], compiled.asm["cubin"], cuobjdump)
+
+
 def pretended(chip: Chip, launch: Any) -> Any:
     """Let Triton and the runtime's `launch` act as on a chip for the rest of the process; return Triton."""
-    launch.pretend(launch.Target(chip.backend, chip.arch))
+    launch.pretend(launch.Target(chip.backend, chip.arch, chip.processors))
     triton = importlib.import_module("triton")
     triton.runtime.driver.set_active(_Driver(chip))
     return triton

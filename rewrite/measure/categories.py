@@ -50,7 +50,7 @@ OURS = {
     ),
     ROTARY: "_rotary_kernel _rotary_rows_kernel",
     COPIES: "_rope_cache_kernel _write_token_kernel",
-    SAMPLING: "_best_of_block_kernel _take_best_kernel",
+    SAMPLING: "_best_of_block_kernel _take_best_kernel _look_up_kernel",
     COMMUNICATION: "_shared_sum_kernel",
 }
 """Our own kernels; a test holds this table and the kernels that `runtime/` launches together."""

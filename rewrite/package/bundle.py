@@ -22,6 +22,7 @@ from rewrite.operators import own_text
 from rewrite.package import parts
 from rewrite.package.closure import Closure
 from rewrite.package.parts import File, NotFollowed, Outside, Own, Part
+from rewrite.upstream.statements import statements
 
 _LAYOUT = ("--isolated", "--no-cache", "--quiet", "--line-length", "119", "--target-version", "py310")
 _SORTED = ("check", *_LAYOUT, "--fix-only", "--select", "I,F401")
@@ -66,8 +67,8 @@ def _room(room: str, taken: Closure) -> str:
         here = parts.file(name)
         lines += ["", *textwrap.wrap(here.summary, 117, initial_indent="# ", subsequent_indent="# "), ""]
         lines += _file(here, by_file[name], guarded, taken.without)
-    for test, statements in guarded.items():
-        lines += [f"if {test}:", *(f"    {statement}" for statement in statements)]
+    for test, body in guarded.items():
+        lines += [f"if {test}:", *(f"    {statement}" for statement in body)]
     return _with_summaries("\n".join(lines) + "\n")
 
 
@@ -78,10 +79,11 @@ def _with_summaries(text: str) -> str:
     """
     lines = text.split("\n")
     tree = ast.parse(text)
-    kernels = {node for kernel in ast.walk(tree) if _is_kernel(kernel) for node in ast.walk(kernel)}
+    everything = [*statements(tree)]
+    kernels = {node for kernel in everything if _is_kernel(kernel) for node in statements(kernel)}
     said_below = [
         node.value
-        for node in ast.walk(tree)
+        for node in everything
         if isinstance(node, ast.Expr) and node not in kernels and isinstance(node.value, ast.Constant)
     ]
     for said in sorted(said_below[1:], key=lambda said: said.lineno, reverse=True):  # the first is the room's own

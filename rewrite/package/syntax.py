@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rewrite.package.lock_text import sha256
+from rewrite.upstream.statements import statements
 
 LENGTH = 16
 """Hexadecimal digits of a digest: an accident, not an attack, is what it is there to notice."""
@@ -154,9 +155,9 @@ def _comments(text: str, tree: ast.Module) -> Iterator[str]:
     comments = [found for found in _STRING_OR_COMMENT.finditer(text) if found["comment"] is not None]
     if not comments:
         return
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    starts = sorted(_start(node) for node in statements if not isinstance(node, _IMPORTS))
-    imports = {bisect_right(starts, _start(node)) for node in statements if isinstance(node, _IMPORTS)}
+    found_there = [*statements(tree)]
+    starts = sorted(_start(node) for node in found_there if not isinstance(node, _IMPORTS))
+    imports = {bisect_right(starts, _start(node)) for node in found_there if isinstance(node, _IMPORTS)}
     by_statement: dict[int, list[str]] = {}
     for found in comments:
         line, column = text.count("\n", 0, found.start()) + 1, found.start() - text.rfind("\n", 0, found.start()) - 1

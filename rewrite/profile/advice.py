@@ -103,11 +103,12 @@ def _skipped(side: Mapping[str, Any], lock: Mapping[str, Any]) -> Iterator[dict[
 
 
 def _needless(record: Mapping[str, Any], side: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Findings of compute that need not happen: the time of its line in the original bounds what it costs there."""
+    """Findings of compute that need not happen: the time of its lines in the original bounds what it costs there."""
     lines = {row["line"]: row["us"] for row in record["sides"]["original"]["lines"]}
     needless = record.get("needless") or {"findings": [], "file": ""}
     for finding in needless["findings"]:
-        us = lines.get(f"{needless['file']}:{finding['line']}", 0.0)
+        places = finding.get("lines") or (finding["line"],)
+        us = sum(lines.get(f"{needless['file']}:{line}", 0.0) for line in places)
         if us >= LARGE * record["sides"]["original"]["sum_us"]:
             text = f"{finding['text']}: at most {us:.0f} µs of the original's step."
             yield _advice(us, text, finding["proof"], finding["kind"])

@@ -29,22 +29,43 @@ if TYPE_CHECKING:
 DECODE, PROMPT, FORWARD, TRAIN = "decode", "prompt", "forward", "train"
 STEPS = {"cpu": 24, "eager": 8, "graph": 48}
 """Decode steps of a recording."""
+CALLS = {"cpu": 8, "gpu": 16}
+"""Calls of a recording; a call on a CPU may be thousands of operators."""
 FEWEST = 2
 """Tokens of the shorter generation of two that are compared; of a graph 64, so that a rest of a chunk is no matter."""
 
 
 @dataclass
 class Clock:
-    """When calls of a model's `forward` began, in ns of the system's clock."""
+    """When calls of a model's `forward` began, in ns of the system's clock.
+
+    A recording of the host has an annotation around each besides: on a busy machine its clock and the system's are
+    apart by more than a step is long.
+    """
 
     begun: list[int] = field(default_factory=list)
     inside: list[tuple[int, int]] = field(default_factory=list)
     """Begin and end of each."""
 
+    def begun_in(self, trace: Trace) -> list[float]:
+        """When the calls began, in a trace's µs."""
+        return [start for start, _ in spans(trace, FORWARD)] or [in_trace(trace, at) for at in self.begun]
+
+
+FORWARD, STEP = "rewrite forward", "rewrite step"
+"""Annotations around the calls of `forward`, and around steps that are one call."""
+
+
+def spans(trace: Trace, name: str) -> list[tuple[float, float]]:
+    """Begin and end of each annotation of that name; a recording of the device alone has none."""
+    return [(mark.start, mark.end) for mark in trace.marks if mark.name == name]
+
 
 @contextlib.contextmanager
 def forwards_noted(model: Any) -> Iterator[Clock]:
     """Note each call of a model's `forward`. The class is wrapped for that time: an instance's own would be seen."""
+    from torch.profiler import record_function
+
     kind, clock = type(model), Clock()
     own = kind.__dict__.get("forward")
     original = kind.forward
@@ -56,7 +77,8 @@ def forwards_noted(model: Any) -> Iterator[Clock]:
         begun = time.time_ns()
         clock.begun.append(begun)
         try:
-            return original(self, *given, **named)
+            with record_function(FORWARD):
+                return original(self, *given, **named)
         finally:
             clock.inside.append((begun, time.time_ns()))
 
@@ -94,7 +116,7 @@ class Call:
     def steps(self) -> int:
         """Steps of a recording."""
         if self.kind != DECODE:
-            return 16
+            return CALLS["gpu" if self.gpu else "cpu"]
         return STEPS["graph" if self.captured else "eager" if self.gpu else "cpu"]
 
     def run(self, steps: int) -> None:
@@ -166,6 +188,8 @@ class Call:
 
     def windows(self, record: Callable[[Callable[[], None]], Trace]) -> tuple[Trace, list[tuple[float, float]], Clock]:
         """Record the steps; return the trace, when each begins and ends in it, and the calls of `forward`."""
+        from torch.profiler import record_function
+
         ends: list[tuple[int, int]] = []
 
         def work() -> None:
@@ -176,8 +200,9 @@ class Call:
             for _ in range(self.steps):
                 self.synchronise()
                 begun = time.time_ns()
-                self._once()
-                self.synchronise()
+                with record_function(STEP):
+                    self._once()
+                    self.synchronise()
                 ends.append((begun, time.time_ns()))
 
         with forwards_noted(self.model) as clock:
@@ -186,10 +211,9 @@ class Call:
         if self.kind == DECODE:
             found = _replays(trace.activities) if self.captured else []
             if not found:
-                begun = [moment(at) for at in clock.begun[1:]]
-                found = list(itertools.pairwise(begun[1:]))
+                found = list(itertools.pairwise(clock.begun_in(trace)[2:]))
             return trace, found, clock
-        return trace, [(moment(begun), moment(ended)) for begun, ended in ends], clock
+        return trace, spans(trace, STEP) or [(moment(begun), moment(ended)) for begun, ended in ends], clock
 
     def rehearsals(self) -> list[Callable[[], Any]]:
         """Calls that do, kernel by kernel, what the graphs of this work hold; none where it replays none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,27 @@ from rewrite.show.step import Step
 from . import subject
 from .calls import DECODE, PROMPT, TRAIN, Call
 from .needless import findings
+from .repeated import parts
 from .subject import Models, Plan
 from .watch import Watched, Watcher
 
 CALLS = 3
+WRITTEN = ("input_ids", "decoder_input_ids", "inputs_embeds")
+"""What a generation itself writes: two steps with the same token have it by chance."""
 
 
 def look(plan: Plan, progress: Callable[[str], None] = lambda message: None) -> dict[str, Any]:
     """Watch the original, in three calls with other inputs; decode steps are consecutive ones of a generation.
 
+    A call of `forward` is watched again with some arguments of the first and the rest of the second, for each set of
+    arguments that a part of it depends on alone. Steps of a generation keep of themselves what stays the same.
+
     Training is watched in its forward, without gradients.
     """
     progress(Step("compute that need not happen", 5, 6))
     models = subject.load(replace(plan, kind="forward" if plan.kind == TRAIN else plan.kind))
-    watched = watch(plan, models)
-    found = findings(watched)
+    watched, kept = watch(plan, models)
+    found = findings(watched, kept)
     file = Path(models.files[0]).name
     return {
         "file": file,
@@ -36,8 +42,8 @@ def look(plan: Plan, progress: Callable[[str], None] = lambda message: None) -> 
     }
 
 
-def watch(plan: Plan, models: Models) -> list[Watched]:
-    """Return the operators of `forward` in three calls of the original."""
+def watch(plan: Plan, models: Models) -> tuple[list[Watched], list[Watched]]:
+    """Return the operators of `forward` in three calls of the original, and in calls with arguments of the first."""
     import torch
 
     kind = "forward" if plan.kind == TRAIN else plan.kind
@@ -49,10 +55,20 @@ def watch(plan: Plan, models: Models) -> list[Watched]:
     with torch.no_grad():
         if made[0].kind in (DECODE, PROMPT):
             _generating(watcher, made)
-        else:
-            for call in made:
-                called(watcher, call.model, dict(call.inputs))
-    return watcher.calls
+            return watcher.calls, []
+        return called_often(watcher, models.theirs, [dict(call.inputs) for call in made])
+
+
+def called_often(
+    watcher: Watcher, model: Any, inputs: Sequence[dict[str, Any]]
+) -> tuple[list[Watched], list[Watched]]:
+    """Watch calls with these inputs, and then some with arguments of the first and the others of the second."""
+    for given in inputs:
+        called(watcher, model, given)
+    calls = list(watcher.calls)
+    for kept in parts(calls[0]):
+        called(watcher, model, inputs[1] | {name: inputs[0][name] for name in sorted(kept)})
+    return calls, watcher.calls[len(calls) :]
 
 
 def called(watcher: Watcher, model: Any, inputs: dict[str, Any]) -> None:
@@ -75,8 +91,7 @@ def _generating(watcher: Watcher, made: list[Call]) -> None:
         number += 1
         if self is not model or (number == 1 and decode):
             return original(self, *given, **named)
-        inputs = {name: value for name, value in named.items() if isinstance(value, _tensor())}
-        with watcher.call(inputs):
+        with watcher.call({name: value for name, value in named.items() if name not in WRITTEN}):
             out = original(self, *given, **named)
         watcher.ended()
         return out
@@ -92,9 +107,3 @@ def _generating(watcher: Watcher, made: list[Call]) -> None:
             del kind.forward
         else:
             kind.forward = own
-
-
-def _tensor() -> Any:
-    import torch
-
-    return torch.Tensor

@@ -22,7 +22,7 @@ from typing import Any
 from rewrite.measure import categories, limits, timing
 from rewrite.show.step import Step
 
-from . import accounts, calls, origins, record, subject
+from . import accounts, calls, change, origins, record, subject
 from .accounts import Account
 from .calls import Call
 from .origins import Matcher, Origin
@@ -67,6 +67,7 @@ def profile(plan: Plan, progress: Progress = lambda message: None, keep: Path | 
             made["sides"][name] = side(call, walls[name], recordings[name], files[name], plan, made["card"])
             made["sides"][name]["explain"] = subject.explanation(call.model)
         made["ratio"] = timing.ratio(walls["original"], walls["ours"])
+        made["change"] = change.timed(Path(files["original"]), Path(files["ours"]), made["sides"])
     return made
 
 
@@ -259,10 +260,9 @@ def _origins(call: Call, file: str, plan: Plan) -> list[Origin]:
         trace = recorder(work)
     start, end = 0.0, float("inf")
     if call.kind == calls.DECODE:
-        begun = [calls.in_trace(trace, at) for at in clock.begun]
-        start, end = begun[1], begun[2]
+        _, start, end = clock.begun_in(trace)[:3]
     elif len(clock.begun) > 1:
-        start = calls.in_trace(trace, clock.begun[1])
+        start = clock.begun_in(trace)[1]
     if not call.gpu:
         return origins.of_host(trace, places, start, end)
     every = origins.of_device(trace, places, launches.amounts)
@@ -380,11 +380,17 @@ def _timeline(call: Call, step: Account, matcher: Matcher) -> list[list[Any]]:
         kind = origins.category_of(origin, share.item.name, operator=not call.gpu)
         if share.taken > 0:
             found.append([share.start - step.start, share.taken, kind, origins.label(share.item)])
-    while len(found) > TIMELINE:
-        joined = [_joined(found[i : i + 2]) for i in range(0, len(found), 2)]
-        found = [span for pair in joined for span in pair]
-        if all(len(pair) == 2 for pair in joined):
+    return _shortened(found, TIMELINE)
+
+
+def _shortened(found: list[list[Any]], most: int) -> list[list[Any]]:
+    """Join neighbours of one category until there are no more than `most` spans, or none to join."""
+    while len(found) > most:
+        pairs = [_joined(found[i : i + 2]) for i in range(0, len(found), 2)]
+        joined = [span for pair in pairs for span in pair]
+        if len(joined) == len(found):
             break
+        found = joined
     return found
 
 

@@ -12,19 +12,19 @@ rest on them, and the runs are there to confirm it.
 | masked | keys that the mask hides from every query | in every call |
 | unread | no operator that matters, and nobody else, reads the result before it is freed | in every call |
 | loop | no turn reads what another wrote; the operands are slices of the same tensors | in every call |
+| repeated | it depends on some arguments alone (`repeated.py`) | the same bits where these stay and others change |
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rewrite.measure import categories
-
+from .finding import Finding, Site, bare, grouped, is_product, pattern
+from .repeated import repeated
 from .watch import BUFFER, MADE, PARAMETER, UNKNOWN, Frame, Op, Operand, Watched
 
 RECOMPUTED, COPY, CAST, MASKED, UNREAD, LOOP = "recomputed", "copy", "cast", "masked", "unread", "loop"
@@ -47,99 +47,25 @@ LONGEST_TURN = 400
 """Operators of one turn of a loop that is looked for."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that could be left out."""
+def findings(calls: Sequence[Watched], kept: Sequence[Watched] = ()) -> list[Finding]:
+    """Everything that holds in all of several calls, the most bytes first.
 
-    kind: str
-    line: int
-    function: str
-    module: str
-    bytes: int
-    """Of one call: what the operators move that could be left out."""
-    operators: int
-    """Of one call."""
-    names: tuple[str, ...]
-    text: str
-    proof: str
-
-
-def findings(calls: Sequence[Watched]) -> list[Finding]:
-    """Everything that holds in all of several calls, the most bytes first."""
+    Args:
+        calls: with other inputs each.
+        kept: more, each with some arguments of the first call.
+    """
     if not calls:
         return []
-    kinds: tuple[Callable[[Sequence[Op]], Iterator[_Site]], ...] = (_copies, _casts, _masked, _unread, _loops)
+    kinds: tuple[Callable[[Sequence[Op]], Iterator[Site]], ...] = (_copies, _casts, _masked, _unread, _loops)
     found = list(_recomputed(calls))
+    found_repeated = list(repeated(calls[0], [*calls[1:], *kept]))
     taken = {(each.line, each.function) for each in found}
     for look in kinds:
-        by_call = [_grouped(look(call.ops)) for call in calls]
+        by_call = [grouped(look(call.ops)) for call in calls]
         for key, site in by_call[0].items():
             if all(key in others for others in by_call) and (site.kind in (LOOP, MASKED) or key[1:3] not in taken):
                 found.append(site.finding(len(calls)))
-    return sorted(found, key=lambda finding: (-finding.bytes, finding.line))
-
-
-@dataclass
-class _Site:
-    """One place in one call."""
-
-    kind: str
-    frame: Frame
-    ops: list[Op]
-    bytes: int
-    what: str
-    proof: str
-    times: int = 1
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self.kind, self.frame.line, self.frame.function, self.what
-
-    def finding(self, calls: int) -> Finding:
-        names = tuple(dict.fromkeys(op.name for op in self.ops))
-        at = f"line {self.frame.line}, {self.frame.function}"
-        often = f", {self.times} times a call" if self.times > 1 else ""
-        return Finding(
-            self.kind,
-            self.frame.line,
-            self.frame.function,
-            _pattern(self.frame.module),
-            self.bytes,
-            len(self.ops),
-            names,
-            f"{at}: {self.what}{often} ({_size(self.bytes)} a call)",
-            f"{self.proof}; so it was in {calls} calls with other inputs",
-        )
-
-
-def _grouped(sites: Iterator[_Site]) -> dict[tuple[Any, ...], _Site]:
-    """Sites of one line are one: the same line of every layer."""
-    found: dict[tuple[Any, ...], _Site] = {}
-    for site in sites:
-        known = found.get(site.key)
-        if known is None:
-            found[site.key] = site
-        else:
-            known.ops += site.ops
-            known.bytes += site.bytes
-            known.times += 1
-    return found
-
-
-def _pattern(module: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def _bare(op: Op) -> str:
-    return op.name.rpartition("::")[2]
+    return sorted([*found, *found_repeated], key=lambda finding: (-finding.bytes, finding.line))
 
 
 # ---- the same result in each call
@@ -151,7 +77,7 @@ def _recomputed(calls: Sequence[Watched]) -> Iterator[Finding]:
     for call in calls:
         constant: dict[tuple[int, str], list[Op]] = defaultdict(list)
         for op in call.ops:
-            if op.constant and op.frames and not op.view and op.gives and _bare(op) not in _FACTORIES and op.reads:
+            if op.constant and op.frames and not op.view and op.gives and bare(op) not in _FACTORIES and op.reads:
                 constant[op.line, op.frames[-1].function].append(op)
         by_call.append(constant)
     for key, ops in by_call[0].items():
@@ -162,7 +88,7 @@ def _recomputed(calls: Sequence[Watched]) -> Iterator[Finding]:
             continue  # single numbers
         frame = ops[0].frames[-1]
         moved = sum(op.bytes for op in ops)
-        site = _Site(
+        site = Site(
             RECOMPUTED,
             frame,
             ops,
@@ -187,7 +113,7 @@ def _all_equal(ops: Sequence[Op], others: Sequence[Sequence[Op]]) -> bool:
 
 
 def _listed(ops: Sequence[Op]) -> str:
-    names = list(dict.fromkeys(_bare(op) for op in ops))
+    names = list(dict.fromkeys(bare(op) for op in ops))
     return ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
 
 
@@ -195,16 +121,16 @@ def _origins(ops: Sequence[Op]) -> str:
     names = sorted(
         {operand.value.name for op in ops for operand in op.reads if operand.value.kind in (PARAMETER, BUFFER)}
     )
-    return ", ".join(_pattern(name) for name in names[:3]) if names else "constants"
+    return ", ".join(pattern(name) for name in names[:3]) if names else "constants"
 
 
 # ---- copies and casts
 
 
-def _copies(ops: Sequence[Op]) -> Iterator[_Site]:
+def _copies(ops: Sequence[Op]) -> Iterator[Site]:
     """Copies with the bits, strides and dtype of their source, where neither is written while the copy is there."""
     for op in ops:
-        if _bare(op) not in _COPIES or not op.frames or len(op.reads) != 1 or len(op.gives) != 1 or not op.same:
+        if bare(op) not in _COPIES or not op.frames or len(op.reads) != 1 or len(op.gives) != 1 or not op.same:
             continue
         source, copy = op.reads[0], op.gives[0]
         if source.strides != copy.strides or source.dtype != copy.dtype or copy.value.escapes or copy.value.writes:
@@ -214,28 +140,28 @@ def _copies(ops: Sequence[Op]) -> Iterator[_Site]:
         last = max(copy.value.reads, default=op.index)
         if any(op.index < written <= last for written in source.value.writes):
             continue
-        yield _Site(
+        yield Site(
             COPY,
             op.frames[-1],
             [op],
             op.bytes,
-            f"{_bare(op)} copies what is already there, in the same order and type"
-            + (", for this shape" if _bare(op) in ("repeat", "cat") else ""),
+            f"{bare(op)} copies what is already there, in the same order and type"
+            + (", for this shape" if bare(op) in ("repeat", "cat") else ""),
             "neither the source nor the copy is written while the copy is read, nobody holds the copy after the call",
         )
 
 
-def _casts(ops: Sequence[Op]) -> Iterator[_Site]:
+def _casts(ops: Sequence[Op]) -> Iterator[Site]:
     """A cast to a wider type and, of the very same values, back."""
     makers = {id(op.gives[0].value): op for op in ops if len(op.gives) == 1 and not op.view}
     for op in ops:
-        if _bare(op) != "_to_copy" or not op.frames or len(op.reads) != 1 or len(op.gives) != 1:
+        if bare(op) != "_to_copy" or not op.frames or len(op.reads) != 1 or len(op.gives) != 1:
             continue
         wide, back = op.reads[0], op.gives[0]
         first = makers.get(id(wide.value))
         if (
             first is None
-            or _bare(first) != "_to_copy"
+            or bare(first) != "_to_copy"
             or not first.frames
             or wide.value.writes
             or len(first.reads) != 1
@@ -248,7 +174,7 @@ def _casts(ops: Sequence[Op]) -> Iterator[_Site]:
             continue
         alone = all(ops[read] is op or ops[read].view for read in wide.value.reads)
         where = f"line {first.line}" if first.line != op.line else "the same line"
-        yield _Site(
+        yield Site(
             CAST,
             op.frames[-1],
             [first, op] if alone else [op],
@@ -265,7 +191,7 @@ def _type(operand: Operand) -> str:
 # ---- masks
 
 
-def _masked(ops: Sequence[Op]) -> Iterator[_Site]:
+def _masked(ops: Sequence[Op]) -> Iterator[Site]:
     """Attention over keys that no query sees."""
     for op in ops:
         if op.masked <= 0 or not op.frames:
@@ -273,12 +199,12 @@ def _masked(ops: Sequence[Op]) -> Iterator[_Site]:
         spared = (
             sum(op.masked * operand.bytes for operand in op.reads[1:3]) if len(op.reads) > 2 else op.masked * op.bytes
         )
-        yield _Site(
+        yield Site(
             MASKED,
             op.frames[-1],
             [op],
             int(spared),
-            f"{_bare(op)} reads keys that the mask hides from every query, {op.masked:.0%} of them",
+            f"{bare(op)} reads keys that the mask hides from every query, {op.masked:.0%} of them",
             "a key that is hidden from every query has weight 0 in every row of the softmax",
         )
 
@@ -286,7 +212,7 @@ def _masked(ops: Sequence[Op]) -> Iterator[_Site]:
 # ---- results that nobody reads
 
 
-def _unread(ops: Sequence[Op]) -> Iterator[_Site]:
+def _unread(ops: Sequence[Op]) -> Iterator[Site]:
     """Operators whose results go nowhere: neither to an operator that matters nor out of the call."""
     needed: set[int] = set()
     dead: list[Op] = []
@@ -300,17 +226,17 @@ def _unread(ops: Sequence[Op]) -> Iterator[_Site]:
         )
         if matters:
             needed.update(id(operand.value) for operand in op.reads)
-        elif not op.view and op.frames and _bare(op) not in _FACTORIES:
+        elif not op.view and op.frames and bare(op) not in _FACTORIES:
             dead.append(op)
     for op in reversed(dead):
         if sum(operand.bytes for operand in op.gives) <= 8:
             continue
-        yield _Site(
+        yield Site(
             UNREAD,
             op.frames[-1],
             [op],
             op.bytes,
-            f"nobody reads the result of {_bare(op)}",
+            f"nobody reads the result of {bare(op)}",
             "no operator that matters reads it, nothing reads its memory, and it is freed before the call ends",
         )
 
@@ -318,7 +244,7 @@ def _unread(ops: Sequence[Op]) -> Iterator[_Site]:
 # ---- one by one
 
 
-def _loops(ops: Sequence[Op]) -> Iterator[_Site]:
+def _loops(ops: Sequence[Op]) -> Iterator[Site]:
     """Turns of a loop that do the same to slices of the same tensors, without any of another's results."""
     calls: dict[int, list[tuple[Op, Frame]]] = defaultdict(list)
     for op in ops:
@@ -333,7 +259,7 @@ def _loops(ops: Sequence[Op]) -> Iterator[_Site]:
                 yield site
 
 
-def _loops_of(own: Sequence[tuple[Op, Frame]]) -> Iterator[_Site]:
+def _loops_of(own: Sequence[tuple[Op, Frame]]) -> Iterator[Site]:
     keys = [_turn_key(op, frame) for op, frame in own]
     later: dict[Any, list[int]] = defaultdict(list)
     for number, key in enumerate(keys):
@@ -346,9 +272,9 @@ def _loops_of(own: Sequence[tuple[Op, Frame]]) -> Iterator[_Site]:
             continue
         blocks = [[op for op, _ in own[start + n * length : start + (n + 1) * length]] for n in range(turns)]
         if _independent(blocks):
-            computing = [op for block in blocks for op in block if not op.view and _bare(op) not in _FACTORIES]
-            if len(computing) >= 2 * turns or any(_is_product(op) for op in computing):
-                yield _Site(
+            computing = [op for block in blocks for op in block if not op.view and bare(op) not in _FACTORIES]
+            if len(computing) >= 2 * turns or any(is_product(op) for op in computing):
+                yield Site(
                     LOOP,
                     own[start][1],
                     computing,
@@ -405,7 +331,3 @@ def _independent(blocks: Sequence[Sequence[Op]]) -> bool:
             elif len(offsets) > 1 or written:
                 return False
     return sliced
-
-
-def _is_product(op: Op) -> bool:
-    return categories.operator_category(op.name) in (categories.GEMM, categories.ATTENTION)

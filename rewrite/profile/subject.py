@@ -175,7 +175,7 @@ def _inputs(plan: Plan, models: Models, kind: str) -> Iterator[dict[str, Tensor]
         ids = torch.randint(min(4, vocabulary - 1), vocabulary, (plan.batch, plan.tokens), generator=generator)
         found = {"input_ids": ids.to(plan.device), "attention_mask": torch.ones_like(ids).to(plan.device)}
         if kind not in (DECODE, PROMPT) and getattr(config, "is_encoder_decoder", False):
-            found["decoder_input_ids"] = found["input_ids"]
+            found["decoder_input_ids"] = found["input_ids"].clone()
         if kind == TRAIN:
             found["labels"] = found["input_ids"]
         yield found

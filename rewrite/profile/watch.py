@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,10 @@ class Op:
     view: bool
     scalars: tuple[Any, ...]
     random: bool
+    sources: frozenset[str] = frozenset()
+    """Names of the inputs that its result, or that it runs at all, depends on; `?` for what is not known."""
+    digest: bytes | None = None
+    """Of what came out, where it depends on inputs alone."""
     result: Tensor | None = None
     """A copy of what came out, where every input was constant."""
     same: bool | None = None
@@ -124,6 +129,8 @@ class Watched:
     """The operators of one call."""
 
     ops: list[Op] = field(default_factory=list)
+    inputs: dict[str, bytes] = field(default_factory=dict)
+    """A digest of each."""
 
 
 class _Stack:
@@ -175,7 +182,7 @@ class _Readers(TorchFunctionMode):
         if getattr(func, "__name__", "") in _READERS:
             for argument in args:
                 if isinstance(argument, Tensor):
-                    self._watcher.read_aside(argument)
+                    self._watcher.read_aside(argument, values=func.__name__ != "__len__")
         return func(*args, **(kwargs or {}))
 
 
@@ -188,7 +195,9 @@ class Watcher(TorchDispatchMode):
         self._values: dict[int, tuple[Any, Value]] = {}
         self._known = {p.untyped_storage()._cdata: (PARAMETER, n) for n, p in model.named_parameters()}
         self._known |= {b.untyped_storage()._cdata: (BUFFER, n) for n, b in model.named_buffers()}
-        self._inputs: dict[int, str] = {}
+        self._inputs: dict[int, frozenset[str]] = {}
+        self._changed: set[str] = set()
+        self._asked: frozenset[str] = frozenset()
         self._kept = 0
         self.calls: list[Watched] = []
         self._current: Watched | None = None
@@ -196,10 +205,15 @@ class Watcher(TorchDispatchMode):
     @contextlib.contextmanager
     def call(self, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Watch one call; the results that the block still holds when it ends are not dead."""
-        self._current = Watched()
+        given = {name: list(_tensors(value)) for name, value in inputs.items()}
+        self._current = Watched(inputs={name: _digest(tensors) for name, tensors in given.items() if tensors})
         self.calls.append(self._current)
         self._values.clear()
-        self._inputs = {v.untyped_storage()._cdata: name for name, v in inputs.items() if isinstance(v, Tensor)}
+        self._asked, self._inputs = frozenset(), {}
+        for name, tensors in given.items():
+            for tensor in tensors:
+                place = tensor.untyped_storage()._cdata
+                self._inputs[place] = self._inputs.get(place, frozenset()) | {name}
         try:
             with self._stack.followed(), _Readers(self), self:
                 yield
@@ -211,11 +225,16 @@ class Watcher(TorchDispatchMode):
         for reference, value in self._values.values():
             if value.kind != MADE or not reference.expired():
                 value.escapes = True
+            if value.kind in (PARAMETER, BUFFER) and value.writes:
+                self._changed.add(value.name)
         self._values.clear()
 
-    def read_aside(self, tensor: Tensor) -> None:
-        """Note that somebody reads a tensor without an operator."""
-        self._value(tensor).escapes = True
+    def read_aside(self, tensor: Tensor, values: bool) -> None:
+        """Note that somebody reads a tensor without an operator; its values, or only how long it is."""
+        value = self._value(tensor)
+        value.escapes = True
+        if values:
+            self._asked |= value.sources
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         current = self._current
@@ -235,15 +254,19 @@ class Watcher(TorchDispatchMode):
             for tensor in _tensors(value)
         }
         view = bool(found) and not written and all(_shares(tensor, given) for tensor in found)
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = _draws(func, args, kwargs)
         for operand, tensor in zip(reads, given, strict=True):
             operand.value.reads.append(index)
             if id(tensor) in written:
                 operand.value.writes.append(index)
                 operand.value.sources |= frozenset().union(*(each.value.sources for each in reads))
         sources = frozenset().union(*(operand.value.sources for operand in reads)) if reads else frozenset[str]()
+        sources |= {"?"} if random else set()
+        if _tells_host(func, given):
+            self._asked |= sources
         gives = tuple(self._operand(tensor, index, sources) for tensor in found)
         op = Op(index, name, overload, self._stack.frames, reads, gives, view, _scalars(args, kwargs), random)
+        op.sources = sources | self._asked
         self._look_at(op, given, found)
         current.ops.append(op)
         return out
@@ -266,9 +289,11 @@ class Watcher(TorchDispatchMode):
         if maker is not None:
             value = Value(MADE, maker=maker, sources=sources)
         elif key in self._inputs:
-            value = Value(INPUT, self._inputs[key], sources=frozenset({self._inputs[key]}), escapes=True)
+            names = self._inputs[key]
+            value = Value(INPUT, " and ".join(sorted(names)), sources=names, escapes=True)
         elif key in self._known:
-            value = Value(*self._known[key], escapes=True)
+            kind, name = self._known[key]
+            value = Value(kind, name, sources=frozenset("?" if name in self._changed else ()), escapes=True)
         else:
             value = Value(UNKNOWN, sources=frozenset({"?"}), escapes=True)
         self._values[key] = (StorageWeakRef(storage), value)
@@ -279,6 +304,8 @@ class Watcher(TorchDispatchMode):
         if op.constant and not op.view and len(found) == 1 and self._kept < KEPT_BYTES:
             op.result = found[0].clone()
             self._kept += op.result.nbytes
+        if op.sources and "?" not in op.sources and not op.view:
+            op.digest = _digest(found)
         if given and len(found) == 1 and found[0].shape == given[0].shape and found[0].dtype == given[0].dtype:
             if not op.view:
                 op.same = _equal(found[0], given[0])
@@ -294,6 +321,33 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for each in tree.values():
             yield from _tensors(each)
+
+
+def _digest(tensors: list[Tensor]) -> bytes:
+    """Of the bits of tensors, their shapes and types."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # a single number may have any stride
+        found.update(flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers; attention is one that may, and does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    dropout = [argument for argument in func._schema.arguments if argument.name == "dropout_p"]
+    given = [value for argument, value in _arguments(func, args, kwargs) if argument.name == "dropout_p"]
+    return not dropout or bool(given[0] if given else dropout[0].default_value)
+
+
+def _tells_host(func: Any, given: list[Tensor]) -> bool:
+    """Whether what an operator gives back, or its shape, tells the host of the values that it read."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    by_mask = any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
+    return torch.Tag.dynamic_output_shape in func.tags and (func._schema.name != "aten::index" or by_mask)
 
 
 def _scalars(args: Any, kwargs: Any) -> tuple[Any, ...]:

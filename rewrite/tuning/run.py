@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rewrite.verify.models import sides
 from rewrite.verify.models.subjects import find_subjects
 
 from . import results
-from .candidates import candidates
+from .candidates import Entry, Limits, candidates
 from .search import Bench, Change, search
 
 LAYERS = 4
@@ -67,7 +68,8 @@ def tune(plan: Plan, progress: Callable[[str], None] = lambda message: None) -> 
 
     progress("building the model")
     model = small_model(plan)
-    chip = torch.cuda.get_device_properties(model.device).name
+    properties = torch.cuda.get_device_properties(model.device)
+    chip, options = properties.name, functools.partial(candidates, limits=Limits.of(properties))
     changes = {}
     path = plan.package / results.FILE
     for number, batch in enumerate(plan.batches):
@@ -75,9 +77,9 @@ def tune(plan: Plan, progress: Callable[[str], None] = lambda message: None) -> 
         started = time.perf_counter()
         steps = Steps(model, batch, plan.context)
         said("compiling")
-        steps.compile_ahead(rounds(steps))
+        steps.compile_ahead(rounds(steps, options))
         left = plan.seconds - (time.perf_counter() - started)
-        changes[batch] = search(steps, candidates, left, said)
+        changes[batch] = search(steps, options, left, said)
         if not changes[batch]:
             raise NothingToTune(type(model).__name__, "no kernel of its step has a table, or the time was too short")
         path = results.write(plan.package, chip, changes[batch])
@@ -130,10 +132,10 @@ def small_model(plan: Plan) -> Any:
     return build(main.rewritten, config, plan.dtype, "cuda")
 
 
-def rounds(bench: Bench) -> list[dict[str, Any]]:
+def rounds(bench: Bench, options_of: Callable[[str, Entry], Sequence[Entry]] = candidates) -> list[dict[str, Any]]:
     """Tables that together hold every candidate: the first of each name, the second of each name, and so on."""
     used = bench.in_use({})
-    options = [[(name, option) for option in candidates(name, entry)] for name, (entry, _) in used.items()]
+    options = [[(name, option) for option in options_of(name, entry)] for name, (entry, _) in used.items()]
     return [{}, *(dict(filter(None, column)) for column in itertools.zip_longest(*options))]
 
 

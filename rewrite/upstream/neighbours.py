@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from rewrite.errors import NeighbourMissing, RelativeImport, SourceDoesNotParse, SourceNotReadable
+from rewrite.upstream.statements import blocks
 
 _TAKEN = ("__init__", "runtime")
 """What a package has at its top: no neighbour may bear these names."""
@@ -100,13 +101,13 @@ def imports(path: Path, name: str, text: str) -> Iterator[Wanted]:
 
 def relative(tree: ast.AST) -> Iterator[tuple[ast.ImportFrom, bool]]:
     """Yield every relative import in a tree of any depth, and whether a `try` around it catches its failure."""
-    waiting = [(tree, False)]
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
         node, optional = waiting.pop()
         if isinstance(node, ast.ImportFrom) and node.level:
             yield node, optional
         optional = optional or (isinstance(node, ast.Try) and any(map(_catches_missing, node.handlers)))
-        waiting += [(inner, optional) for inner in reversed([*ast.iter_child_nodes(node)])]
+        waiting += [(inner, optional) for inner in reversed(blocks(node))]
 
 
 def _catches_missing(handler: ast.ExceptHandler) -> bool:

@@ -40,6 +40,9 @@ OPERATORS = {
     "layer_norm": Operator(_CDNA, auto=False),
     "gated_activation": Operator(_CDNA, auto=False),
     "gemm": Operator(_MI300, auto=True),  # with the gate that a tuned table is there
+    "fused_moe": Operator(_MI300, auto=False),  # with the gate that the table has the shape
+    "topk_softmax": Operator(_CDNA, auto=False),
+    "biased_grouped_topk": Operator(_CDNA, auto=False),
 }
 _AUTO_CHIPS = _MI300
 
@@ -70,6 +73,11 @@ REASONS = {
     "compiled": "torch.compile would trace what is decided from values",
     "gradient_wanted": "gradients are wanted",
     "activation": "aiter has no such activation",
+    "untuned_experts": "no table of fused experts (AITER_CONFIG_FMOE) has the shape: its form may not be sound",
+    "no_copy": "there can be no copy of the weights in the order that aiter's kernels read",
+    "rule": "the router chooses, or weighs, by another rule than aiter's functions have",
+    "groups": "not 1, 2, 4 or 8 equal groups of experts, or more chosen than there are threads or experts for",
+    "form": "the experts compute something else than silu(gate) * up, or have biases",
     "untuned": "no tuned table is given (AITER_CONFIG_GEMM_BF16), and without one it is torch's own product",
 }
 

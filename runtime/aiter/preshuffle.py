@@ -18,11 +18,11 @@ from .gemm import near
 LAYOUT = (16, 16)
 
 
-def shuffle(weight: Tensor) -> Tensor | None:
-    """Return a copy of a weight `[N, K]` in that order; None, with a counted reason, where aiter has none."""
-    if not aiter_calls.chosen("gemm", weight):
+def shuffle(weight: Tensor, operator: str = "gemm") -> Tensor | None:
+    """Return a copy of a weight `[…, N, K]` in that order; None, with a counted reason, where aiter has none."""
+    if not aiter_calls.chosen(operator, weight):
         return None
-    function = aiter_calls.function("gemm", "shuffle_weight", ("x",), ("layout",), "aiter.ops.shuffle")
+    function = aiter_calls.function(operator, "shuffle_weight", ("x",), ("layout",), "aiter.ops.shuffle")
     if function is None:
         return None
     with backend.device_guard(weight):

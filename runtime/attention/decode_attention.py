@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
-from ..core.launch import Kernel, overlaps, wait_for_stores
+from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
-from ..core.tiles import attention_key, entry
+from ..core.tiles import attention_key, entry, in_one_turn
 
 OFFERS: dict[str, dict[str, str]] = {
     "decode_attention": {
@@ -345,24 +345,25 @@ def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) 
     """Return how to divide the work: as it was measured, else by a rule."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     name = attention_key(batch, kv_heads, heads // kv_heads, head_dim, capacity)
-    found = entry(name, device, lambda: _rule(batch, heads, kv_heads, capacity, head_dim))
+    programs = 2 * in_one_turn(processors(device))
+    found = entry(name, device, lambda: _rule(batch, heads, kv_heads, capacity, head_dim, programs))
     if found is None or len(found) != len(Split._fields):
         backend.warn_once(f"tuned.json says {found} of '{name}', which is no division of attention: a rule decides")
-        return _rule(batch, heads, kv_heads, capacity, head_dim)
+        return _rule(batch, heads, kv_heads, capacity, head_dim, programs)
     heads, splits, slots, dot, num_warps = found
     return Split(heads, splits, slots, bool(dot), num_warps)
 
 
 @functools.cache
-def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
-    """Return a division that was not measured.
+def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, programs: int) -> Split:
+    """Return a division that was not measured, into so many programs where there are slots enough.
 
     With few slots every program has one tile, loaded before the query is there; with many it streams (H100). A wave
     of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136 (compiled for
     gfx942, Triton 3.6, the shape of Llama 8B).
     """
     group = heads // kv_heads
-    wanted = max(1, 256 // (batch * kv_heads))
+    wanted = max(1, programs // (batch * kv_heads))
     if capacity <= 64 * wanted:
         return Split(group, _splits(wanted, capacity, 32), 32, True, 2 if head_dim <= 64 else 4)
     return Split(group, _splits(wanted, capacity, 64), 64 if head_dim <= 128 else 32, True, 4)
@@ -409,7 +410,7 @@ def launch(
         HEADS=split.heads,
         HEADS_HELD=heads_held,
         BLOCK_HEADS=max(16, heads_held) if split.dot else heads_held,
-        BLOCK_D=_power(head_dim),
+        BLOCK_D=max(16, _power(head_dim)),  # the least that is summed over in a product of matrices
         BLOCK_DV=_power(value_dim),
         BLOCK_SLOTS=split.slots,
         SPLITS=split.splits,

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.arrivals import arrivals
-from ..core.launch import Kernel, overlaps, wait_for_stores
+from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 
 MOST_HEADS = 16
 """Query heads of a program, which are the rows of a product of matrices."""
-PROGRAMS = 528
-"""Four for each processor of an H100."""
+PROGRAMS = 4
+"""Of a processor."""
 WIDEST = 512
 """The largest head_dim."""
 
@@ -41,6 +41,7 @@ case("32 heads of 64, bools", attend, 1, 32, 32, 64, tensor(1, 1, 1, CONTEXT, dt
 case("32 heads of 128, ALiBi", attend, 1, 32, 32, 128, tensor(1, 32, 1, CONTEXT))
 case("71 of 1 heads of 64", attend, 1, 71, 1, 64, tensor(1, 1, 1, CONTEXT, dtype=torch.bool))
 case("32 of 8 heads, no mask", attend, 1, 32, 8, 128, None)
+case("8 heads of 8, bools", attend, 1, 8, 8, 8, tensor(1, 1, 1, CONTEXT, dtype=torch.bool))
 """
 
 if backend.triton_installed():
@@ -260,8 +261,10 @@ def _launch(
 ) -> None:
     batch, kv_heads, slots, head_dim = key.shape
     value_dim = value.shape[3]
-    form = choose(batch, kv_heads, group, slots, head_dim, value_dim)
-    shares, block_d, block_dv = -(-group // form.heads), _power(head_dim), _power(value_dim)
+    programs = PROGRAMS * processors(query.get_device() if query.is_cuda else None)
+    form = choose(batch, kv_heads, group, slots, head_dim, value_dim, programs)
+    shares, block_dv = -(-group // form.heads), _power(value_dim)
+    block_d = max(16, _power(head_dim))  # the least that is summed over in a product of matrices
     top, total = query.new_empty((2, out.numel() // value_dim * form.splits), dtype=torch.float32)
     parts = query.new_empty(out.numel() * form.splits, dtype=torch.float32)
     strides = (0, 0, 0, 0) if mask is None else _mask_strides(mask, query, kv_heads)
@@ -304,13 +307,13 @@ class Form(NamedTuple):
 
 
 @functools.cache
-def choose(batch: int, kv_heads: int, group: int, slots: int, head_dim: int, value_dim: int) -> Form:
-    """Return how the work is divided."""
+def choose(batch: int, kv_heads: int, group: int, slots: int, head_dim: int, value_dim: int, wanted: int) -> Form:
+    """Return how the work is divided: into `wanted` programs where there are slots enough."""
     widest = _power(max(head_dim, value_dim))
     heads = min(MOST_HEADS, _power(group))
     programs = batch * kv_heads * -(-group // heads)
     tile = max(16, min(32, 8192 // widest))
-    splits = _power(max(1, min(32, PROGRAMS // programs, -(-slots // tile))) + 1) // 2
+    splits = _power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
     return Form(heads, tile, splits, 4, True)
 
 

@@ -74,7 +74,7 @@ class PreallocatedLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         if self.cache.stepping:
-            write_token(self.keys, self.values, key_states, value_states, self.cache.position)
+            write_token(self.keys, self.values, key_states, value_states, self.cache.slots)
             return self.keys, self.values
         start, end = self.length, self.length + key_states.shape[2]
         if end > self.cache.capacity:

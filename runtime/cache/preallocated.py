@@ -5,7 +5,7 @@ B batch, S capacity. Slot s of a layer's keys and values holds position s of the
 
 Between steps the cache behaves like transformers' `DynamicCache`: lengths are Python ints and an update returns what
 is valid, as views. Inside `step()` nothing on the host knows the length: it is `position`, a tensor on the device, an
-update writes one token there and returns the whole buffers.
+update writes one token there, or a few from there on, and returns the whole buffers.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class PreallocatedCache(Cache):
         self.capacity = capacity
         self.stepping = False
         """Whether a decode step is running or being captured."""
+        self.width = 1
+        """Tokens of a row that the running step reads."""
         self.fused = True
         """Whether the layers may take their `decode` methods in a step."""
         self.causal = False
@@ -64,6 +66,8 @@ class PreallocatedCache(Cache):
             """The slot that the running step writes, which is the number of tokens before it."""
             self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """The first slot of each row that is no left padding."""
+        self.slots = self.position
+        """`[n]` the slots that the running step writes."""
         self._arrived: list[Tensor] = []
         self._tokens = 0
         kinds = [DynamicLayer()] * layer_count if like is None else like
@@ -115,13 +119,15 @@ class PreallocatedCache(Cache):
         return self._arrived[-1]
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Make updates write one token at `position`, without the host."""
+    def step(self, width: int = 1) -> Iterator[None]:
+        """Make updates write `width` tokens a row from `position` on, without the host."""
+        if width > 1:
+            self.width, self.slots = width, self.position + torch.arange(width, device=self.position.device)
         self.stepping = True
         try:
             yield
         finally:
-            self.stepping = False
+            self.stepping, self.width, self.slots = False, 1, self.position
 
     def grow(self, tokens: int) -> None:
         """Tell the host that steps have written `tokens` more slots."""
@@ -230,7 +236,9 @@ def _write(layer: PreallocatedLayer, keys: Tensor, values: Tensor, start: int) -
 
 def decodes(past_key_values: object) -> bool:
     """Return whether a fused decode step is running: one token a row, into a `PreallocatedCache`."""
-    return isinstance(past_key_values, PreallocatedCache) and past_key_values.stepping and past_key_values.fused
+    if not isinstance(past_key_values, PreallocatedCache) or past_key_values.width > 1:
+        return False
+    return past_key_values.stepping and past_key_values.fused
 
 
 def needs_no_mask(past_key_values: object) -> bool:

@@ -1,6 +1,6 @@
 """Writes one token's key and value into a layer's buffers by one kernel, where `index_copy_` is two.
 
-B rows, Hk key/value heads, S capacity, D and Dv head_dim of keys and values.
+B rows, n tokens, Hk key/value heads, S capacity, D and Dv head_dim of keys and values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if backend.triton_installed():
 
 
 def write_token(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, position: Tensor) -> None:
-    """Write `key` `[B, Hk, 1, D]` and `value` `[B, Hk, 1, Dv]` into `[B, Hk, S, …]` at `position` `[1]`."""
+    """Write `key` `[B, Hk, n, D]` and `value` `[B, Hk, n, Dv]` into `[B, Hk, S, …]` at `position` `[n]`."""
     if not _fits(keys, values, key, value):
         keys.index_copy_(2, position, key)
         values.index_copy_(2, position, value)

@@ -38,6 +38,8 @@ class Target:
     """`cuda` or `hip`."""
     arch: str
     """`sm_90`, `gfx942`."""
+    processors: int = 132
+    """Multiprocessors, or compute units; an H100's where nobody says."""
 
     @property
     def wave(self) -> int:
@@ -65,6 +67,24 @@ def target(device: int) -> Target:
         return Target("hip", str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0])
     major, minor = torch.cuda.get_device_capability(device)
     return Target("cuda", f"sm_{major}{minor}")
+
+
+def processors(device: int | None) -> int:
+    """Return how many multiprocessors (compute units) programs are divided among.
+
+    Args:
+        device: its index; None for the interpreter, whose forms are an H100's.
+    """
+    if _pretended is not None:
+        return _pretended.processors
+    if device is None:
+        return Target.processors
+    return _processors(device)
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def fp8_dtype(arch: str) -> torch.dtype:

@@ -12,7 +12,7 @@ import functools
 import torch
 
 from . import backend
-from .launch import WAVE
+from .launch import WAVE, processors
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 MAX_BLOCK_COLS = 16384
@@ -112,9 +112,4 @@ def programs(tensor: torch.Tensor, blocks: int) -> int:
     """Return how many programs walk over `blocks` of rows, each with a sum of its own: four a multiprocessor."""
     if not tensor.is_cuda:  # interpreted, one program after the other
         return min(blocks, 2)
-    return min(blocks, 4 * _processors(tensor.get_device()))
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(blocks, 4 * processors(tensor.get_device()))

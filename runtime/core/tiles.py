@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from . import place
-from .launch import HIP, WAVE
+from .launch import HIP, WAVE, Target, processors
 
 STAGES = 2 if HIP else 5
 """Tiles of a skinny product that are in flight; LDS is 64 KiB on AMD cards."""
@@ -119,7 +119,9 @@ def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None)
         element_size: of the weight, in bytes.
         device: index of the CUDA device; None for the interpreter.
     """
-    found = entry(key(kind, rows, cols, element_size), device, lambda: rule(kind, rows, cols, element_size))
+    found = entry(
+        key(kind, rows, cols, element_size), device, lambda: rule(kind, rows, cols, element_size, processors(device))
+    )
     return None if found is None else tuple(map(int, found))
 
 
@@ -133,14 +135,14 @@ def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entr
 
 
 @functools.cache
-def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
-    """Return a tile for a shape that was not measured.
+def rule(kind: str, rows: int, cols: int, element_size: int = 2, processors: int = Target.processors) -> Tile:
+    """Return a tile for a shape that was not measured, on a card with so many processors.
 
     For one row 16 to 32 elements a thread. No entry that `rewrite tune` found instead makes a step of four layers more
     than 2% faster (H100, triton 3.6, Llamas of 1B and 8B parameters).
     """
     if kind.startswith("skinny"):
-        return _skinny_rule(rows, cols, element_size)
+        return _skinny_rule(rows, cols, element_size, processors)
     halves = 1 if kind == "linear" else 2
     if kind == "gated" and cols > 2048 and cols % 2048 == 0:
         return 1, 2048, 256 // WAVE
@@ -156,17 +158,26 @@ def rule(kind: str, rows: int, cols: int, element_size: int = 2) -> Tile:
     return block_rows, block_cols, threads // WAVE
 
 
-def _skinny_rule(rows: int, cols: int, element_size: int) -> Tile:
-    """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, with splits for the 132 processors of an H100.
+def in_one_turn(processors: int) -> int:
+    """Return how many programs a card runs at a time where each takes a processor for itself: 128 on an H100's 132.
 
-    The tiles in flight fill more than half of a processor's shared memory, so programs beyond the 132 wait for a
-    second turn: 192 of two splits took 22.6 µs, 96 of one 19.4 (6144x4096, 8 rows). A program has four tiles or more.
+    Whole sixteens, in which weights come apart evenly; the rest begins the next kernel.
+    """
+    return processors // 16 * 16
+
+
+def _skinny_rule(rows: int, cols: int, element_size: int, processors: int) -> Tile:
+    """Return tiles of 16 KiB, 64 rows for Hopper's tensor cores, with splits for as many programs as processors.
+
+    The tiles in flight fill more than half of a processor's shared memory, so programs beyond the 132 of an H100 wait
+    for a second turn: 192 of two splits took 22.6 µs, 96 of one 19.4 (6144x4096, 8 rows). A program has four tiles or
+    more.
     There are as many of AMD's waves of 64 as of warps: two would hold twice the registers each, and LDS leaves no room
     for more programs (compiled for gfx942).
     """
     block_rows = max(16, min(64, 1 << (rows - 1).bit_length()))
     block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
-    splits = min(128 * block_rows // rows, cols // (4 * block_cols))
+    splits = min(in_one_turn(processors) * block_rows // rows, cols // (4 * block_cols))
     return block_rows, block_cols, 4, max(1, splits), STAGES
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,14 @@ from ..cache import states
 from ..core import backend
 from ..parallel.forwards import is_local
 from ..parallel.ranks import Ranks
+from .sampling import MOST_DRAFTS, Lookup
 
 OFFERS: dict[str, dict[str, str]] = {
     "recomputes_at_switch": {},
 }
+
+MOST_ASSISTED = 5
+"""Tokens that another model drafts at a time, at most: each is a step of its own. Not measured."""
 
 REASONS = {
     "cpu": "the model is not on a GPU",
@@ -44,7 +48,14 @@ REASONS = {
     "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
     "beams": "the call searches with beams",
-    "drafted": "another model, or the text itself, drafts tokens for this one",
+    "drafted": "another model drafts, which has no loop of this package, or the model's own heads do",
+    "drafts_for_rows": "tokens are drafted for one row only",
+    "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
+    "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",
+    "drafts_for_processor": "a logits processor reads the tokens, and several are checked at once",
+    "drafts_for_ranks": "tokens are drafted for models of one process only",
+    "drafts_fail": "a step of several tokens cannot run, or be captured, where the host does not know the length",
+    "drafts_differ": "a step of several tokens against fixed-size buffers computes something else",
     "assistant": "the model drafts for another one",
     "synced_gpus": "several processes have to take the same number of steps",
     "compile_config": "the call asks for torch.compile",
@@ -73,7 +84,7 @@ REASONS = {
 
 _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTokenCriteria)
 _KNOWN_INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
-_NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer"}
+_NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"}
 _CACHES = ("past_key_values", "cache_params")
 _OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _OWN_LOOP = ("_prefill", "_prepare_cache_for_generation")
@@ -110,6 +121,15 @@ class Call:
     model_kwargs: dict[str, Any]
     made_cache: bool = False
     """Whether the cache was made here, because transformers leaves that to the model (5.0)."""
+
+    @classmethod
+    def of_keywords(cls, input_ids: Tensor, keywords: Mapping[str, Any]) -> Call:
+        """Return the call of a loop that was given all but the tokens by name."""
+        own = ("logits_processor", "stopping_criteria", "generation_config", "streamer", "synced_gpus")
+        given = {name: value for name, value in keywords.items() if name not in (*own, *_NOT_FOR_THE_MODEL)}
+        processors, criteria, config = (keywords[name] for name in own[:3])
+        streamer, synced_gpus = keywords.get("streamer"), keywords.get("synced_gpus", False)
+        return cls(input_ids, processors, criteria, config, streamer, synced_gpus, given)
 
     @property
     def steps(self) -> int:
@@ -155,6 +175,39 @@ class Call:
         """The mask of the text, `[B, n]`."""
         encodes = isinstance(self.inputs.get(self.cache_name), EncoderDecoderCache)
         return self.inputs.get("decoder_attention_mask" if encodes else "attention_mask")
+
+
+def assists(assistant: Any, model: Any, without_graph: bool) -> bool:
+    """Return whether the loop here can let `assistant` draft for `model`, whose tokens have to be the same ones."""
+    same = assistant is not model and assistant.device == model.device
+    vocabularies = {_text_config(one).vocab_size for one in (model, assistant)}
+    own = any(_overrides(type(assistant), name) for name in _OWN_INPUTS)
+    split = getattr(assistant, "_tp_size", None)
+    return same and not own and not split and len(vocabularies) == 1 and _unfit_model(assistant, without_graph) is None
+
+
+def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
+    """Return how a call drafts tokens, or why the loop here does not, a key of `REASONS`.
+
+    Args:
+        model: of the call.
+        call: its arguments.
+        assistant: another model with this loop, which drafts where the call does not look tokens up in the text.
+    """
+    config = call.config
+    wanted, ngram = config.prompt_lookup_num_tokens, getattr(config, "max_matching_ngram_size", None) or 2
+    if wanted is None and assistant is not None:
+        wanted, ngram = min(assistant.generation_config.num_assistant_tokens or MOST_ASSISTED, MOST_ASSISTED), 0
+    others = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
+    if not wanted or wanted < 0 or ngram < 0 or any(getattr(config, name, None) for name in others):
+        return "drafted"
+    if call.input_ids.shape[0] != 1:
+        return "drafts_for_rows"
+    if any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
+        return "drafts_for_states"
+    if has_own_inputs(model, call):
+        return "drafts_for_inputs"
+    return Lookup(min(wanted, MOST_DRAFTS), ngram)
 
 
 def can_watch() -> bool:

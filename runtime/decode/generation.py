@@ -26,14 +26,19 @@ from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..parallel.forwards import is_local
 from ..parallel.shards import local
-from .fitness import Call, Unfit, has_own_inputs, keeps_cache, length_of, unfit, with_cache
+from .arrival import Arrival
+from .assistant import Assistant
+from .drafted import DraftedLoop, fits
+from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
+from .lookup import look_up
 from .plan import Plan, planned
 from .policy import GraphPolicy
-from .sampling import Sampling, graph_forms
+from .sampling import Lookup, Sampling, graph_forms
 from .step_inputs import StepInputs
-from .stopping import NOT_NUMBERS, Reader
+from .stopping import Reader
+from .window import Window, width_of
 
 OFFERS: dict[str, dict[str, str]] = {
     "GraphGeneration": {
@@ -78,19 +83,9 @@ class GraphGeneration(GenerationMixin):
         call = Call(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, inputs, made
         )
-        with contextlib.nullcontext() if torch.is_grad_enabled() else local(self) as ranks:
-            reason = unfit(self, call, self._step_without_graph, ranks)
-            plan = planned(call, ranks, reason)
-            reason = plan.reason
-            if reason is None:
-                with plan.watched(), store_of(self).claimed(self) as ours:
-                    if ours:
-                        try:
-                            return _Generation(self, call, store_of(self), plan).run()
-                        except Unfit as unfitting:
-                            reason = unfitting.reason
-                    else:
-                        reason = "reentrant"
+        generated, reason = self._generated(call)
+        if reason is None:
+            return generated
         backend.count_fallback("generate", reason, self)
         return super()._sample(
             input_ids,
@@ -107,28 +102,62 @@ class GraphGeneration(GenerationMixin):
         backend.count_fallback("generate", "beams", self)
         return super()._beam_search(*arguments, **keywords)
 
-    def _assisted_decoding(self, *arguments: Any, **keywords: Any) -> Any:
-        """Check drafted tokens, as transformers does: there is no loop of ours for it."""
-        backend.count_fallback("generate", "drafted", self)
-        return super()._assisted_decoding(*arguments, **keywords)
+    def _assisted_decoding(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Check tokens that were looked up in the text, or that another model with this loop drafts."""
+        drafts: Lookup | str = "drafted"
+        if not arguments:
+            call = Call.of_keywords(input_ids, keywords)
+            assistant = keywords.get("assistant_model")
+            known = isinstance(assistant, GraphGeneration) and keywords.get("assistant_tokenizer") is None
+            helps = known and assists(assistant, self, self._step_without_graph)
+            drafts = lookup_of(self, call, assistant if helps else None)
+        if isinstance(drafts, Lookup):
+            generated, reason = self._generated(call, drafts, None if drafts.ngram else assistant)
+            if reason is None:
+                return generated
+            drafts = reason
+        backend.count_fallback("generate", drafts, self)
+        return super()._assisted_decoding(input_ids, *arguments, **keywords)
+
+    def _generated(self, call: Call, lookup: Lookup | None = None, assistant: Any = None) -> tuple[Any, str | None]:
+        """Return what the graph's loop generates and None, or None and why transformers' own has to run."""
+        with contextlib.nullcontext() if torch.is_grad_enabled() else local(self) as ranks:
+            reason = unfit(self, call, self._step_without_graph, ranks)
+            if lookup is not None and ranks is not None:
+                reason = reason or "drafts_for_ranks"
+            plan = planned(call, ranks, reason)
+            if plan.reason is not None:
+                return None, plan.reason
+            with plan.watched(), store_of(self).claimed(self) as ours:
+                if not ours:
+                    return None, "reentrant"
+                try:
+                    generation = _Generation(self, call, store_of(self), plan, lookup)
+                    if assistant is None:
+                        return generation.run(), None
+                    with store_of(assistant).claimed(assistant) as theirs:
+                        return (generation.run(assistant), None) if theirs else (None, "reentrant")
+                except Unfit as unfitting:
+                    return None, unfitting.reason
 
 
 class _Generation:
     """One call that takes the graph's loop."""
 
-    def __init__(self, model: Any, call: Call, store: GraphStore, plan: Plan):
-        self.model, self.call, self.store, self.plan = model, call, store, plan
+    def __init__(self, model: Any, call: Call, store: GraphStore, plan: Plan, lookup: Lookup | None = None):
+        self.model, self.call, self.store, self.plan, self.lookup = model, call, store, plan, lookup
         self.batch_size, self.prompt_length = call.input_ids.shape
         self.device = call.input_ids.device
         self.captures = model.device.type == "cuda" and not model._step_without_graph
         self.dynamic = call.cache
         self.watches = has_own_inputs(model, call)
+        self.assistant: Assistant | None = None
         self.sampling = self._sampling()
         self.kept_logits: list[Tensor] = []
         self.kept_scores: list[Tensor] = []
 
-    def run(self) -> Any:
-        """Generate.
+    def run(self, assistant: Any = None) -> Any:
+        """Generate; with drafts of an assistant whose graphs the caller holds.
 
         Raises:
             Unfit: before anything was generated, if it turns out that the graph's loop cannot take the call.
@@ -140,6 +169,10 @@ class _Generation:
             logits = self._prefill(graph)
             graph.prove(logits.argmax(-1), self.sampling)
             program = self._program(graph)
+            if self.lookup is not None:
+                self._prepare_window(graph, logits.argmax(-1))
+            if assistant is not None:
+                self._assist(graph, assistant)
         except StepDiffers as error:
             raise self._refuse(graph, "step_differs", error=error) from error
         except StepFails as error:
@@ -164,14 +197,19 @@ class _Generation:
         if call.ends:
             eos = torch.cat([ids.to(self.device) for ids in call.ends]).clone()
             pad = call.config._pad_token_tensor.to(self.device).view(1).clone()
-        return Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
+        sampling = Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
+        if self.lookup is not None:
+            if sampling.reads_ids:
+                raise Unfit("drafts_for_processor")
+            sampling.lookup = self.lookup
+        return sampling
 
     def _graph(self) -> DecodeGraph:
         """Return a graph with a cache that holds what the call continues."""
         for key in (None, self.sampling.key):
             if key in self.store.refused:
                 raise Unfit(self.store.refused[key].reason)
-        room = min(self.call.steps - 1, FIRST_ROOM)
+        room = min(self.call.steps - 1, FIRST_ROOM) + (0 if self.lookup is None else width_of(self.sampling))
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:
             graph = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
@@ -251,6 +289,37 @@ class _Generation:
             key = self.sampling.key if self.sampling.forms else None
             raise self._refuse(graph, "step_not_capturable", key, error) from error
 
+    def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
+        """Try and capture the step of several tokens, where there is room for one behind the prompt."""
+        width = width_of(self.sampling)
+        if not fits(graph, width, self._positions()):
+            return
+        several = token[:, None] + torch.arange(width, device=self.device)
+        try:
+            graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
+            graph.program(self.sampling, Window)
+        except StepDiffers as error:
+            raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
+        except (StepFails, CaptureFailed) as error:
+            raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
+
+    def _assist(self, graph: DecodeGraph, model: Any) -> None:
+        """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
+        assert self.lookup is not None
+        room = graph.cache.capacity - self.prompt_length
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if graph.cache.length != self.prompt_length or (positions is not None and positions < graph.cache.capacity):
+            raise Unfit("drafted")
+        ids, mask = self.call.input_ids, self.call.mask
+        self.assistant = Assistant(
+            model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
+        )
+
+    def _positions(self) -> int | None:
+        """Return how many positions the model has, as far as its configuration says."""
+        found: int | None = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return found
+
     def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
         self.store.refused[key] = Refusal(reason, "" if error is None else str(error))
@@ -290,10 +359,18 @@ class _Generation:
 
     def _decode(self, graph: DecodeGraph, program: Program, reader: Reader, start: int) -> DecodeGraph:
         """Replay until the reader has seen the end; return the graph that holds it."""
+        if self.lookup is not None:
+            if self.lookup.ngram:
+                look_up(graph.state, self.lookup, self.sampling.eos)
+            loop = DraftedLoop(
+                self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
+                self.assistant,
+            )  # fmt: skip
+            return loop.run(graph, program)
         steps = self.call.steps
         random = _Randomness(self.device) if self.sampling.sample else None
         marks = [random.mark()] if random else []
-        waiting = deque([_Arrival(graph, start, 1, self.plan)])
+        waiting = deque([Arrival(graph, start, 1, self.plan)])
         made, stopped = 1, False
         chunk, ahead = STREAMED_CHUNK if self.plan.streams else CHUNK, 2
         if graph.cache.stateful_layers and self.plan.keeps_cache:
@@ -314,7 +391,7 @@ class _Generation:
                     marks.append(random.mark())
                 self._keep(program.logits, program.scores)
             graph.cache.grow(count)
-            waiting.append(_Arrival(graph, start + made, count, self.plan))
+            waiting.append(Arrival(graph, start + made, count, self.plan))
             made += count
         if random:
             random.restore(marks[reader.count - 1])
@@ -363,41 +440,6 @@ class _Generation:
                 self.kept_logits.append(logits.clone())
             if self.call.config.output_scores:
                 self.kept_scores.append(scores.clone())
-
-
-class _Arrival:
-    """Tokens of a chunk on their way to the host.
-
-    Args:
-        graph: that writes them.
-        start: column of the first in its sequence.
-        count: how many.
-        plan: of the call.
-    """
-
-    def __init__(self, graph: DecodeGraph, start: int, count: int, plan: Plan):
-        state = graph.state
-        self._plan = plan
-        source = torch.cat([state.sequence[:, start : start + count], state.invalid[:, None].long()], dim=1)
-        self._event: torch.cuda.Event | None = None
-        self._tokens = source
-        if source.is_cuda:
-            self._tokens = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            self._tokens.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(source.device))
-
-    def tokens(self) -> Tensor:
-        """Wait for them and return `[B, k]`.
-
-        Raises:
-            RuntimeError: if a row's probabilities were no numbers, as `torch.multinomial` does.
-        """
-        if self._event is not None:
-            self._plan.wait(self._event)
-        if self._tokens[:, -1].any():
-            raise RuntimeError(NOT_NUMBERS)
-        return self._tokens[:, :-1]
 
 
 class _Randomness:

@@ -172,7 +172,8 @@ class DecodeGraph:
             self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
         self.pool: Any = None
         self._programs: OrderedDict[tuple[Hashable, Hashable], Program] = OrderedDict()
-        self._proved: set[Hashable] = set()
+        self._proved: set[tuple[Hashable, int]] = set()
+        """Kinds of steps, and how many tokens they read."""
         self._watched: OrderedDict[Hashable, StepInputs] = OrderedDict()
         self._constants = StepConstants()
         self.watched: StepInputs | None = None
@@ -360,16 +361,20 @@ class DecodeGraph:
             self._attention_mask[:, : attention_mask.shape[1]] = attention_mask
             self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))
 
-    def program(self, sampling: Sampling | None) -> Program:
+    def program(self, sampling: Sampling | None, form: type[Program] = Program) -> Program:
         """Return the graph for a sampling, captured now if need be; None for the logits alone.
+
+        Args:
+            sampling: what follows the logits.
+            form: of the step.
 
         Raises:
             CaptureFailed: if the step, or this sampling, cannot be captured.
         """
-        key = (self._kind, None if sampling is None else sampling.key)
+        key = (self._kind, (form, None if sampling is None else sampling.key))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self.captured(sampling)
+            program = self._programs[key] = self.captured(sampling, form)
             while len(self._programs) > PROGRAMS_KEPT:
                 self._programs.popitem(last=False)
         elif program.sampling is not None and sampling is not None:
@@ -377,7 +382,7 @@ class DecodeGraph:
         self._programs.move_to_end(key)
         return program
 
-    def captured(self, sampling: Sampling | None) -> Program:
+    def captured(self, sampling: Sampling | None, form: type[Program] = Program) -> Program:
         """Return a new graph that only the caller keeps; `rewrite tune` compares several.
 
         Raises:
@@ -386,7 +391,7 @@ class DecodeGraph:
         self._find_pool()
         before = self.state.copy()
         with self._as_for_decoding(), self._held():
-            program = Program(self, sampling)
+            program = form(self, sampling)
         self.state.restore(before)
         return program
 
@@ -403,27 +408,33 @@ class DecodeGraph:
         The model's own code decides which slots it attends to, and code that ignores the mask for a single token
         would silently see the slots that nothing has written.
 
+        Args:
+            tokens: `[B]`, or `[B, n]` for a step of several tokens a row.
+            sampling: what follows the step.
+
         Raises:
             StepDiffers: if they differ by more than another order of summation explains.
             StepFails: if the model's code needs the length as a Python int, say.
         """
-        if self._kind in self._proved or self.cache.length >= self.cache.capacity:
+        tokens = tokens.view(self.cache.batch_size, -1)
+        length, state, width = self.cache.length, self.state, tokens.shape[1]
+        if (self._kind, width) in self._proved or length + width > self.cache.capacity:
             return
-        length, state = self.cache.length, self.state
-        state.input_ids.copy_(tokens[:, None])
+        several = tokens if width > 1 else None
+        state.input_ids.copy_(tokens[:, :1])
         with self._as_for_decoding():
             with backend.plainly(), self._held():
-                ordinary = self._ordinary_step(length)
+                ordinary = self._ordinary_step(length, several)
             self.cache.rewind(length)
             with self._held():
-                self._compile(self._step_with(sampling))
+                self._compile(self._step_with(sampling, several))
             for layer in self.cache.attention_layers:
                 if layer.values is not None:
-                    layer.values[:, :, length + 1 :] = POISON
+                    layer.values[:, :, length + width :] = POISON
             state.position.fill_(length)
             try:
                 with rehearsing(), self._held():
-                    ours = self.forward().float()
+                    ours = (self.forward() if several is None else self.forward_several(several)).float()
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
@@ -431,18 +442,18 @@ class DecodeGraph:
             finally:
                 for layer in self.cache.attention_layers:
                     if layer.values is not None:
-                        layer.values[:, :, length + 1 :] = 0
+                        layer.values[:, :, length + width :] = 0
         distance = ((ours - ordinary).norm(dim=-1) / ordinary.norm(dim=-1)).max().item()
         if not distance < TOLERANCE:
             raise StepDiffers(distance)
-        self._proved.add(self._kind)
+        self._proved.add((self._kind, width))
 
-    def _step_with(self, sampling: Sampling | None) -> Callable[[], None]:
+    def _step_with(self, sampling: Sampling | None, several: Tensor | None = None) -> Callable[[], None]:
         """Return a step with what follows it."""
 
         def run() -> None:
             with self._as_for_decoding():
-                logits = self.forward()
+                logits = self.forward() if several is None else self.forward_several(several)[:, -1]
             if sampling is not None:
                 choose(logits, self.state, sampling)
 
@@ -465,29 +476,49 @@ class DecodeGraph:
         self.cache.copy_from(other.cache)
         self.cache.fused = other.cache.fused
         self.watch(other.watched)
-        self._proved.add(self._kind)
+        self._proved |= {(self._kind, 1)} | {key for key in other._proved if key[0] == self._kind}
         self._attention_mask.fill_(1)
         self._attention_mask[:, : other.cache.capacity] = other._attention_mask
         self.state.restore(other.state.copy())
 
     def forward(self) -> Tensor:
         """Return the logits `[B, V]` of one step at the cache's position."""
-        products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
-        length = StepLength(self.cache.position, self.cache.capacity)
-        with self.cache.step(), products, self._constants, length:
+        with self._stepping():
             outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)
         if self.watched is not None:
             self.watched.advance()
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
+    def forward_several(self, tokens: Tensor) -> Tensor:
+        """Return the logits `[B, n, V]` of tokens `[B, n]` from the cache's position on.
+
+        It stays where it is: who looks at the logits knows how many of the tokens are to be kept. The layers run as
+        they do for a prompt, with a mask, and not their methods for one token.
+        """
+        with self._stepping(tokens.shape[1]):
+            logits: Tensor = self.model(**self._several(tokens, self._attention_mask), return_dict=True).logits
+        return logits
+
+    @contextlib.contextmanager
+    def _stepping(self, width: int = 1) -> Iterator[None]:
+        """Let a forward write `width` tokens a row at the cache's position."""
+        products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
+        length = StepLength(self.cache.position, self.cache.capacity)
+        with self.cache.step(width), products, self._constants, length:
+            yield
+
     def _as_for_decoding(self) -> AbstractContextManager[object]:
         """Choose the implementation of the experts as transformers' loop does for single tokens."""
         manager: AbstractContextManager[object] = self.model._optimize_model_for_decode()
         return manager
 
-    def _ordinary_step(self, length: int) -> Tensor:
-        """Return the logits `[B, V]` of the step as the model computes it with a growing cache."""
+    def _ordinary_step(self, length: int, several: Tensor | None = None) -> Tensor:
+        """Return the logits `[B, V]`, or `[B, n, V]`, of the step as the model computes it with a growing cache."""
+        if several is not None:
+            arguments = self._several(several, self._attention_mask[:, : length + several.shape[1]])
+            every: Tensor = self.model(**arguments, return_dict=True).logits.float()
+            return every
         arguments = self._arguments(self._attention_mask[:, : length + 1])
         logits: Tensor = self.model(**arguments, return_dict=True).logits[:, -1].float()
         return logits
@@ -497,6 +528,17 @@ class DecodeGraph:
         if self.watched is not None:
             return self.watched.arguments(self.state.input_ids, mask, self.cache)
         return {**self._inputs, "attention_mask": mask} if "attention_mask" in self._inputs else self._inputs
+
+    def _several(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
+        """Return what the forward of tokens `[B, n]` is called with, the mask `[B, S]` as given."""
+        ahead = torch.arange(tokens.shape[1], device=self.device)
+        given = {
+            "attention_mask": mask,
+            "position_ids": self.state.position_ids + ahead,
+            "cache_position": self.cache.position + ahead,
+            "logits_to_keep": tokens.shape[1],
+        }
+        return {**self._inputs, **{name: given[name] for name in given if name in self._inputs}, "input_ids": tokens}
 
     def _static_inputs(self) -> dict[str, Any]:
         """Return what every step calls the model with, as far as its forward takes it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
+from .lookup import look_up
 from .sampling import Sampling, StepState, advance, select
 
 CASES = """
@@ -110,9 +111,12 @@ def choose(logits: Tensor, state: StepState, sampling: Sampling) -> tuple[Tensor
     """
     if _takes(logits, sampling):
         _take_best(logits, state, sampling)
-        return logits, logits
-    tokens, logits, scores = select(logits, state, sampling)
-    advance(tokens, state, sampling)
+        scores = logits
+    else:
+        tokens, logits, scores = select(logits, state, sampling)
+        advance(tokens, state, sampling)
+    if sampling.lookup is not None and sampling.lookup.ngram:
+        look_up(state, sampling.lookup, sampling.eos)
     return logits, scores
 
 

@@ -39,10 +39,25 @@ class Form:
     key: Hashable
     """Two forms with the same key differ in their tensors only."""
     run: Run
-    """`(ids [B, S], scores [B, V], length [1]) -> scores`; the visible ids are the first `length` of each row."""
+    """`(ids [B, S], scores [B, V], length [1] or [B, 1]) -> scores`; each row's first `length` ids are visible."""
     tensors: list[Tensor] = field(default_factory=list)
     """What it reads besides; a replay of the same graph for another `generate` gets other contents."""
     reads_ids: bool = False
+
+
+MOST_DRAFTS = 15
+"""Tokens that are drafted at a time, at most; with the one before them they are the rows of one step."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How tokens are drafted from the text: what followed the last few tokens where they were before."""
+
+    tokens: int
+    """Drafted at a time, at most."""
+    ngram: int
+    """Last tokens to look for, at most; the longest match counts, and of several the first. 0 for none: another model
+    drafts."""
 
 
 @dataclass
@@ -58,12 +73,14 @@ class Sampling:
     """`[1]` id that follows the end of a row."""
     keep: bool = False
     """Whether the logits and scores of every step are wanted."""
+    lookup: Lookup | None = None
+    """How the step drafts tokens for the next one; None for not at all."""
 
     @property
     def key(self) -> Hashable:
         """What two samplings that can share a graph have in common."""
         ids = None if self.eos is None else len(self.eos)
-        return tuple(form.key for form in self.forms), self.sample, ids, self.keep
+        return tuple(form.key for form in self.forms), self.sample, ids, self.keep, self.lookup
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -74,7 +91,7 @@ class Sampling:
     @property
     def reads_ids(self) -> bool:
         """Whether the tokens so far take part."""
-        return any(form.reads_ids for form in self.forms)
+        return self.lookup is not None or any(form.reads_ids for form in self.forms)
 
     def load(self, other: Sampling) -> None:
         """Take over the tensors of another sampling with the same key."""
@@ -99,6 +116,14 @@ class StepState:
             self.finished = torch.zeros(batch_size, dtype=torch.bool, device=device)
             self.invalid = torch.zeros(batch_size, dtype=torch.bool, device=device)
             """Rows whose probabilities were no numbers."""
+            self.drafts = torch.zeros(batch_size, MOST_DRAFTS, dtype=torch.int64, device=device)
+            """What the next tokens may be."""
+            self.drafted = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            """How many of them there are."""
+            self.matched = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            """Tokens before them that were found in the text."""
+            self.taken = torch.ones(batch_size, dtype=torch.int64, device=device)
+            """Tokens that the last step of several added."""
 
     def copy(self) -> dict[str, Tensor]:
         """Return copies of every tensor, by name."""
@@ -114,13 +139,16 @@ class StepState:
                 getattr(self, name).copy_(tensor)
 
 
-def select(logits: Tensor, state: StepState, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def select(
+    logits: Tensor, state: StepState, sampling: Sampling, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose a token for each row.
 
     Args:
         logits: `[B, V]`.
         state: of the step.
-        sampling: how.
+        sampling: how; without a form that reads ids where `ahead` is given.
+        ahead: `[B, 1]` where the rows are tokens of one sequence: how far each is behind the first.
 
     Returns:
         tokens `[B]`, and the logits and processed scores in fp32 `[B, V]`; the last two are as they came where
@@ -131,6 +159,8 @@ def select(logits: Tensor, state: StepState, sampling: Sampling) -> tuple[Tensor
     scores = logits = logits.to(torch.float32)
     if sampling.forms:
         length = state.position + state.length_offset
+        if ahead is not None:
+            length = length + ahead
         for form in sampling.forms:
             scores = form.run(state.sequence, scores, length)
     if not sampling.sample:
@@ -139,7 +169,8 @@ def select(logits: Tensor, state: StepState, sampling: Sampling) -> tuple[Tensor
     probabilities = torch.softmax(scores, dim=-1)
     noise = torch.empty_like(probabilities).exponential_(1)
     best, tokens = torch.div(probabilities, noise, out=noise).max(dim=-1)
-    state.invalid.logical_or_(best.isnan())
+    invalid = best.isnan()
+    state.invalid.logical_or_(invalid if ahead is None else invalid.any())
     return tokens, logits, scores
 
 

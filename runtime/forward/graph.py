@@ -132,6 +132,7 @@ class ForwardGraph:
         self._outputs: Outputs | None = None
         self._graph: Replays | None = None
         self._weights, self._device = weights, device
+        self.pool = pool
 
         def freely(call: Any) -> Any:
             with layout.free(free_layout):

@@ -68,7 +68,6 @@ class ForwardStore:
         self._since_look = 0
         self._stream: Any = None
         self._idle: Any = None
-        self._pool: Any = None
 
     def count(self, kind: Hashable) -> int:
         """Count a call without a graph; return how many are missing before it is worth capturing, 0 if none."""
@@ -86,10 +85,12 @@ class ForwardStore:
         return first
 
     def pool(self) -> Any:
-        """Return the memory pool of the graphs, a new one for the first of them."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+        """Return the memory pool of a graph that is kept, or else a new one.
+
+        Not one that had its last graph, also of a capture that failed: torch has marked it to be freed, and where
+        another graph is made in it `torch.cuda.empty_cache()` raises from then on.
+        """
+        return next((kept.graph.pool for kept in self.graphs.values()), None) or torch.cuda.graph_pool_handle()
 
     def keep(self, kind: Hashable, kept: Kept) -> None:
         """Take a graph; those used longest ago go where there are too many, all others where they are too large."""
@@ -109,8 +110,6 @@ class ForwardStore:
         del self.graphs[kind]
         self._uses.pop(kind, None)
         self._needed[kind] = min(2 * self._needed.get(kind, 2), 1024)
-        if not self.graphs:
-            self._pool = None
 
     def refuse(self, kind: Hashable, reason: str, detail: str = "") -> None:
         """Remember that a kind of call is not captured."""
@@ -121,8 +120,6 @@ class ForwardStore:
             self.whole = Refusal(reason, detail)
         while len(self.refused) > KINDS_KNOWN:
             self.refused.popitem(last=False)
-        if not self.graphs:
-            self._pool = None
 
     def refuse_all(self, reason: str) -> None:
         """Remember that no call of the model is captured, as it is now."""
@@ -148,7 +145,7 @@ class ForwardStore:
         self._uses.clear()
         self._needed.clear()
         self._changed.clear()
-        self.snapshot = self.whole = self._pool = None
+        self.snapshot = self.whole = None
         self._failures = 0
 
     @property

@@ -51,7 +51,7 @@ def fp8_linear(
     input: Tensor, projection: nn.Module, *, norm: nn.Module | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Return `projection(norm(input)) + residual` with the weight in 8 bits; arguments as of `linear`."""
-    found = quantized("fp8_linear", input, (projection,))
+    found = quantized("fp8_linear", input, (projection,), norm=norm, beside=residual)
     if found is None:
         return linear(input, projection, norm=norm, residual=residual)
     return fp8_affine(input, *found, norm=norm, residual=residual)
@@ -74,7 +74,7 @@ def fp8_gated_linear(
     norm: nn.Module | None = None,
 ) -> Tensor:
     """Return `activation(gate(norm(input))) * up(norm(input))` with weights in 8 bits; see `gated_linear`."""
-    found = quantized("fp8_gated_linear", input, projections)
+    found = quantized("fp8_gated_linear", input, projections, norm=norm)
     if found is None:
         return gated_linear(input, projections, activation, norm=norm)
     weight, bias = found
@@ -90,7 +90,7 @@ def fp8_gated_product(
     gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], projection: nn.Module
 ) -> Tensor:
     """Return `projection(activation(gate) * up)` with the weight in 8 bits; arguments as of `gated_activation`."""
-    found = None if is_step(gate) else quantized("fp8_gated_product", gate, (projection,))
+    found = None if is_step(gate) else quantized("fp8_gated_product", gate, (projection,), beside=up)
     kind = activation_kind(activation)
     if found is None or kind is None:
         return fp8_linear(gated_activation(gate, up, activation), projection)
@@ -126,4 +126,6 @@ def fp8_affine(
 def _kernels_take(input: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
     others = [tensor for tensor in (bias, residual) if tensor is not None]
     fit = all(tensor.dtype in KERNEL_DTYPES and tensor.device == input.device for tensor in others)
-    return fit and takes_few_rows(input)
+    # The kernels write the input's dtype, and read a residual row by row.
+    added = residual is None or (residual.dtype == input.dtype and residual.shape[:-1] == input.shape[:-1])
+    return fit and added and takes_few_rows(input)

@@ -38,7 +38,7 @@ def fp8_qkv_step(
 
     Arguments and result as of `qkv_step`, which runs where the weights cannot be quantised.
     """
-    found = quantized("fp8_qkv_step", hidden_states, projections)
+    found = quantized("fp8_qkv_step", hidden_states, projections, norm=norm)
     if found is None:
         return qkv_step(
             hidden_states, projections, position_embeddings, past_key_values, layer_idx, head_dim=head_dim,

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core import backend, derived
 from ..products import memory, packing
+from ..products.prologue import is_trained
 from .format import Quantized
 from .rows import empty_rows, quantized_rows
 
@@ -46,12 +47,21 @@ _copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary
 
 
 def quantized(
-    operator: str, input: Tensor, projections: Sequence[nn.Module]
+    operator: str,
+    input: Tensor,
+    projections: Sequence[nn.Module],
+    *,
+    norm: nn.Module | None = None,
+    beside: Tensor | None = None,
 ) -> tuple[Quantized, Tensor | None] | None:
     """Return the weight `[ΣO_i, I]` of projections of `input` in 8 bits, and their bias `[ΣO_i]`.
 
-    None where their own weights have to be used; why is counted for `operator`, a key of `REASONS`.
+    None where their own weights have to be used, so also where a `norm` or another operand, `beside`, is trained; why
+    is counted for `operator`, a key of `REASONS`.
     """
+    if backend.wants_gradient(beside) or (norm is not None and is_trained(norm)):
+        backend.count_fallback(operator, "gradient", projections[0])
+        return None
     if not backend.nothing_watches(input):
         return _traced(input, projections)
     parameters = packing.packed_parameters(input, projections)

@@ -158,6 +158,7 @@ if backend.triton_installed():
         slot = tl.arange(0, BLOCK_K)
         chosen = slot < K
         expert = tl.load(index_ptr + token * index_stride + slot, mask=chosen, other=0).to(tl.int64)
+        here = chosen & (expert >= 0) & (expert < E)  # another process has the others
         expert = tl.minimum(tl.maximum(expert, 0), E - 1)
         scale_columns: tl.constexpr = (BYTES // 16 + GROUPS - 1) // GROUPS
         row_ptr = values_ptr + expert[:, None, None, None] * (H * BYTES) + row[None, :, None, None] * BYTES
@@ -191,7 +192,7 @@ if backend.triton_installed():
             biases = bias_ptr + expert[:, None] * H + row[None, :]
             each += tl.load(biases, mask=chosen[:, None] & (row < H)[None, :], other=0.0).to(tl.float32)
         share = tl.load(shares_ptr + token * shares_stride + slot, mask=chosen, other=0.0).to(tl.float32) * scaling
-        y = tl.sum(each * share[:, None], 0)
+        y = tl.sum(tl.where(here[:, None], each * share[:, None], 0.0), 0)
         if RESIDUAL:
             y += tl.load(residual_ptr + token * residual_stride + row, mask=row < H, other=0.0).to(tl.float32)
         tl.store(out_ptr + token * H + row, y.to(out_ptr.dtype.element_ty), mask=row < H)
@@ -264,14 +265,17 @@ def block_experts(
     how = gating(parts.form, scaling)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     if how is not None and _kernels_take(tokens, index, weights, parts, residual):
-        how = how._replace(transposed=False)
-        if not many:
-            out = torch.empty_like(tokens)
-            added = None if residual is None else residual.reshape(tokens.shape)
-            launch_block_experts(tokens, index, weights, parts, added, out, how)
-            return out.view(hidden_states.shape)
-        sizes = (parts.gate_up, parts.down, parts.biases)
-        output = grouped_experts(tokens.contiguous(), index, weights, *sizes, how).view(hidden_states.shape)
+        how, tokens = how._replace(transposed=False), tokens.contiguous()
+        first, second = (None if bias is None else bias.contiguous() for bias in parts.biases)
+        parts = parts._replace(biases=(first, second))
+        if many:
+            output = grouped_experts(tokens, index, weights, *parts[:2], parts.biases, how)
+        else:
+            output, added = torch.empty_like(tokens), None
+            if residual is not None and residual.dtype == tokens.dtype and residual.shape == hidden_states.shape:
+                added, residual = residual.reshape(tokens.shape), None
+            launch_block_experts(tokens, index, weights, parts, added, output, how)
+        output = output.view(hidden_states.shape)
     else:
         output = _plainly(tokens, parts, index, weights).view(hidden_states.shape)
         output = output if scaling == 1.0 else output * scaling
@@ -286,18 +290,18 @@ def _kernels_take(
         return False
     if any(t.device != tokens.device or t.dtype not in rows.KERNEL_DTYPES for t in others):
         return False
-    if index.device != tokens.device or parts.down.values.device != tokens.device:
+    if any(t.device != tokens.device for t in (index, parts.gate_up.values, parts.down.values)):
+        return False
+    if any(reason_against(weight) is not None for weight in parts[:2]):  # replaced since they were loaded
         return False
     return (
-        backend.nothing_watches(tokens)
-        and not backend.wants_gradient(tokens, weights, residual)
-        and backend.uses_triton(tokens)
+        backend.nothing_watches(tokens) and not backend.wants_gradient(tokens, *others) and backend.uses_triton(tokens)
     )
 
 
 def _plainly(tokens: Tensor, parts: BlockExperts, index: Tensor, weights: Tensor) -> Tensor:
-    """Compute one hit expert after the other, each dequantised for it."""
-    output = torch.zeros_like(tokens)
+    """Compute one hit expert after the other, each dequantised for it; their sum is taken in fp32."""
+    output = torch.zeros_like(tokens, dtype=torch.promote_types(tokens.dtype, torch.float32))
     form = parts.form
     for expert in index.unique().tolist():
         if not 0 <= expert < parts.down.values.shape[0]:
@@ -312,7 +316,7 @@ def _plainly(tokens: Tensor, parts: BlockExperts, index: Tensor, weights: Tensor
         gate, up = (both[:, ::2], both[:, 1::2]) if form.interleaved else both.chunk(2, dim=-1)
         part = F.linear(_gate(gate, up, form), down, second) * weights[token, place].unsqueeze(-1)
         output = output.index_add(0, token, part.to(output.dtype))
-    return output
+    return output.to(tokens.dtype)
 
 
 def _gate(gate: Tensor, up: Tensor, form: ExpertsForm) -> Tensor:

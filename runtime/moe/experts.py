@@ -20,8 +20,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, chip_of, overlaps
+from ..core.target import ROCM
 from ..parallel.forwards import summed
 from .block_experts import block_experts, block_experts_of
+from .by_aiter import experts_by_aiter
 from .form import ExpertsForm, Gating, form_of, gated, gating
 from .grouped import grouped_experts
 from .mxfp4 import MxExperts
@@ -239,12 +241,17 @@ def fused_experts(
         output: Tensor = _op(hidden_states, top_k_index, top_k_weights, *weights, residual, *how, *biases)
         return output
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if ROCM and reason == "many_tokens" and how is not None and backend.nothing_watches(tokens):
+        given = (hidden_states, top_k_index, top_k_weights, _weights(experts), residual, how)
+        found = experts_by_aiter(*given, biased=form is not None and form.biased)
+        if found is not None:
+            return found
     if reason == "many_tokens" and how is not None and _is_sorted_here(tokens, experts, form):
         names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
         gate_up, down, *both = (experts._parameters.get(name) for name in names)
         both = both if form is not None and form.biased else [None, None]
-        given = (tokens.contiguous(), top_k_index, top_k_weights, gate_up, down, (both[0], both[1]), how)
-        output = grouped_experts(*given)  # type: ignore[arg-type]
+        sorted_ones = (tokens.contiguous(), top_k_index, top_k_weights, gate_up, down, (both[0], both[1]), how)
+        output = grouped_experts(*sorted_ones)  # type: ignore[arg-type]
     else:
         if reason is not None:
             backend.count_fallback("fused_experts", reason, experts)
@@ -252,6 +259,11 @@ def fused_experts(
         output = output if scaling == 1.0 else output * scaling
     output = output.view(hidden_states.shape)
     return output if residual is None else residual + output
+
+
+def _weights(experts: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return `gate_up_proj` and `down_proj`, which are there: plain tensors where a rank has a part of them."""
+    return experts._parameters["gate_up_proj"], experts._parameters["down_proj"]  # type: ignore[return-value]
 
 
 def _is_sorted_here(tokens: Tensor, experts: nn.Module, form: ExpertsForm | None) -> bool:
@@ -389,6 +401,11 @@ def _forward(
     fields = len(Gating._fields)
     how, biases = Gating(*rest[:fields]), (*rest[fields:], None, None)[:2]
     arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, how, biases)
+    if ROCM:
+        both, biased = (gate_up_proj, down_proj), biases[0] is not None
+        output = experts_by_aiter(hidden_states, index, weights, both, residual, how, biased=biased)
+        if output is not None:
+            return output
     if backend.uses_triton(hidden_states):
         reason = _refusal(hidden_states, index, weights, (gate_up_proj, down_proj, residual, *biases))
         if reason is None:

@@ -20,10 +20,12 @@ from torch.nn import functional as F
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, overlaps
+from ..core.target import ROCM
 from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
 from ..products.prologue import Prologue, prologue_of
+from .by_aiter import selection_by_aiter
 from .selection import RoutingRule, groups_fit, launch_selection, select_experts
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -188,6 +190,8 @@ def _reference(
         logits = F.linear(tokens.float(), rule.weight.float(), bias)
     else:
         logits = F.linear(tokens.to(rule.weight.dtype), rule.weight, rule.bias)
+    if ROCM and (found := selection_by_aiter(logits, rule, tokens.dtype)) is not None:
+        return hidden_states, *found
     return hidden_states, *select_experts(logits, rule, tokens.dtype)
 
 
@@ -277,6 +281,8 @@ def _launch(
             ),
             overlap=overlap,
         )
+    if ROCM and (found := selection_by_aiter(logits, rule, x.dtype)) is not None:
+        return out, *found
     launch_selection(logits, rule, weights, index)
     return out, weights, index
 

@@ -39,6 +39,7 @@ if backend.triton_installed():
             keys = tl.exp(keys - largest) / total
         if CORRECTED:
             keys += tl.load(correction_ptr + expert, mask=there, other=0.0).to(tl.float32)
+        keys = tl.where(keys == keys, keys, float("inf"))  # what is not a number is chosen, as by torch
         return tl.where(there, keys, float("-inf"))
 
     @triton.jit
@@ -113,7 +114,6 @@ if backend.triton_installed():
         total = tl.sum(exponents, axis=0)
         if GROUPED:
             keys = _keys(logits_row, correction_ptr, in_groups, in_group, largest, total, SIGMOID, CORRECTED, True)
-            keys = tl.where(keys == keys, keys, float("inf"))  # what is not a number is chosen, as by torch
             best = _best_groups(keys, group, GROUPS, CHOSEN_GROUPS, GROUP_BEST, BLOCK_S)
             keys = tl.where(best[:, None], keys, left_offset)
             left = tl.reshape(tl.where(in_group, keys, float("-inf")), (BLOCK_G * BLOCK_S,))

@@ -51,7 +51,8 @@ def small_fields(defaults: Mapping[str, Any], table: Mapping[str, Any] = FIELDS)
         if name in defaults and (defaults[name] is not None or name in SET_WHERE_NONE)
         if not isinstance(defaults[name], (list, tuple, dict))
     }
-    fields |= {name: 1e-3 for name in defaults if name.endswith(("eps", "epsilon")) and defaults[name]}
+    epsilons = [name for name in defaults if name.endswith(("eps", "epsilon")) and isinstance(defaults[name], float)]
+    fields |= {name: 1e-3 for name in epsilons if defaults[name]}  # a whole number is one of steps
     for name in LAYER_LISTS:
         kinds = list(dict.fromkeys(defaults.get(name) or ()))
         if len(kinds) > 1:

@@ -29,8 +29,9 @@ from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile
 from ..package.checkpoint import Adopter
 from .blocks import GROUP, Blocks, as_read, dequantized, reason_against
+from .packing import REASONS as PACKING_REASONS
 from .packing import as_one
-from .prologue import Prologue, norm_arguments, prologue_of
+from .prologue import Prologue, is_trained, norm_arguments, prologue_of
 
 CASES = """
 def weight(rows, cols):
@@ -212,6 +213,14 @@ STAGES = 2 if HIP else 4
 UNROLL = 4
 """Tiles of a program of one row that are in its registers at a time."""
 
+REASONS = {
+    **PACKING_REASONS,
+    "blocks": "weight and scales do not lie as the kernels read them, or the scales are none that they know",
+    "another_device": "weight, bias or residual lie on another device than the input",
+    "dtype": "bias or residual have a dtype that the kernels do not write",
+    "shape": "input or residual have another shape than the weight's kernels take",
+}
+
 Parameters = tuple[Blocks, Tensor | None]
 
 
@@ -270,7 +279,7 @@ def are_blocks(projections: Sequence[nn.Module]) -> bool:
 
 
 def block_parameters(projections: Sequence[nn.Module]) -> Parameters | str:
-    """Return weight and bias of projections as one; or why they are not one, a key of `packing.REASONS`."""
+    """Return weight and bias of projections as one; or why they are not one, a key of `REASONS`."""
     if any(backend.observed(projection) for projection in projections):
         return "observed"
     first: Any = projections[0]
@@ -310,9 +319,11 @@ def block_linear(
     if isinstance(parameters, str):
         backend.count_fallback("block_linear", parameters, projections[0])
         return None
-    if not _fits(input, parameters, residual) or (
-        kind is not None and parameters[0].shape[0] // 2 % parameters[0].rows
-    ):
+    reason = _reason_against(input, parameters, residual, norm)
+    if reason is not None:
+        backend.count_fallback("block_linear", reason, projections[0])
+        return None
+    if kind is not None and parameters[0].shape[0] // 2 % parameters[0].rows:
         return None
     return _by_kernel(input, parameters, norm, residual, kind or "")
 
@@ -324,18 +335,36 @@ def takes_rows(input: Tensor) -> bool:
 
 def block_affine(input: Tensor, parameters: Parameters) -> Tensor:
     """Return `input Wᵀ + b`, for any input."""
-    if takes_rows(input) and _fits(input, parameters, None):
+    if takes_rows(input) and _reason_against(input, parameters, None, None) is None:
         return _by_kernel(input, parameters, None, None, "")
     weight, bias = parameters
     return F.linear(input, dequantized(weight, input.dtype), bias if bias is None else bias.to(input.dtype))
 
 
-def _fits(input: Tensor, parameters: Parameters, residual: Tensor | None) -> bool:
+def _reason_against(
+    input: Tensor, parameters: Parameters, residual: Tensor | None, norm: nn.Module | None
+) -> str | None:
+    """Return why the kernels do not stand for the module with these tensors, a key of `REASONS`.
+
+    The weight is looked at for each call: what a layer was adopted with may have been replaced since.
+    """
     weight, bias = parameters
-    others = [tensor for tensor in (bias, residual) if tensor is not None]
-    same = all(t.dtype in rows.KERNEL_DTYPES and t.device == input.device for t in others)
-    readable = weight.columns % 32 == 0 or input.numel() == input.shape[-1]
-    return same and readable and weight.values.device == input.device and weight.shape[1] == input.shape[-1]
+    beside = [tensor for tensor in (bias, residual) if tensor is not None]
+    if backend.wants_gradient(input, *beside) or (norm is not None and is_trained(norm)):
+        return "gradient"
+    if torch.is_autocast_enabled(input.device.type):
+        return "autocast"
+    if any(tensor.device != input.device for tensor in (weight.values, *beside)):
+        return "another_device"
+    if any(tensor.dtype not in rows.KERNEL_DTYPES for tensor in beside):
+        return "dtype"
+    if residual is not None and torch.promote_types(input.dtype, residual.dtype) != residual.dtype:
+        return "dtype"
+    if residual is not None and residual.shape != (*input.shape[:-1], weight.shape[0]):
+        return "shape"
+    if weight.shape[1] != input.shape[-1] or (weight.columns % 32 and input.numel() != input.shape[-1]):
+        return "shape"
+    return reason_against(weight) or (None if bias is None or bias.is_contiguous() else "strided")
 
 
 def _by_kernel(

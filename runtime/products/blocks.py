@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, chip_of
+from ..core.rows import KERNEL_DTYPES
 
 CASES = """
 def dense(rows, cols):
@@ -143,13 +144,17 @@ FOURS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 """The elements of e2m1, by their bits."""
 
 
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class Blocks(NamedTuple):
     """A weight `[…, O, I]`."""
 
     values: Tensor
     """`[…, O, I]` in e4m3fn, or `[…, O, I / 2]` bytes of two e2m1."""
     scale: Tensor
-    """`[…, O / rows, I / columns]`, rounded up, in fp32, or bytes of exponents."""
+    """`[…, O / rows, I / columns]`, rounded up, in fp32 or 16 bits, or bytes of exponents."""
     rows: int
     columns: int
 
@@ -167,7 +172,7 @@ class Blocks(NamedTuple):
     @property
     def exponents(self) -> bool:
         """Whether the scales are exponents."""
-        return self.scale.element_size() == 1
+        return self.scale.dtype in _EXPONENTS
 
     @property
     def nbytes(self) -> int:
@@ -178,15 +183,17 @@ class Blocks(NamedTuple):
 def reason_against(weight: Blocks) -> str | None:
     """Return why kernels do not read such a weight: `"blocks"`; None if they do.
 
-    A group of 16 bytes has one scale, and rows begin at multiples of 16 bytes.
+    A group of 16 bytes has one scale, and rows begin at multiples of 16 bytes; e2m1 has exponents as scales.
     """
     *_, rows, cols = weight.shape
     in_bytes = weight.columns // 2 if weight.four else weight.columns
     wanted = (*weight.values.shape[:-2], -(-rows // weight.rows), -(-cols // weight.columns))
     whole = in_bytes % GROUP == 0 and weight.values.shape[-1] % GROUP == 0
     lies = weight.values.is_contiguous() and weight.scale.is_contiguous()
-    known = weight.scale.dtype == torch.float32 or weight.exponents
-    return None if whole and lies and known and tuple(weight.scale.shape) == wanted else "blocks"
+    known = weight.exponents or (weight.scale.dtype in _NUMBERS and not weight.four)
+    known = known and weight.values.dtype in (torch.uint8, torch.float8_e4m3fn)
+    together = weight.scale.device == weight.values.device
+    return None if whole and lies and known and together and tuple(weight.scale.shape) == wanted else "blocks"
 
 
 def as_read(weight: Blocks) -> tuple[Tensor, Tensor, bool]:
@@ -209,8 +216,9 @@ def _converts(values: Tensor) -> bool:
 
 
 def dequantized(weight: Blocks, dtype: torch.dtype) -> Tensor:
-    """Return `[…, O, I]`, `scale * values` rounded once to `dtype`."""
-    if backend.nothing_watches(weight.values) and backend.uses_triton(weight.values) and weight.values.numel():
+    """Return `[…, O, I]`, `scale * values` in fp32, or in fp64 where that is wanted, then rounded to `dtype`."""
+    values = weight.values
+    if dtype in KERNEL_DTYPES and backend.nothing_watches(values) and values.numel() and backend.uses_triton(values):
         if reason_against(weight) is None:
             return _launch(weight, dtype)
     return _reference(weight, dtype)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..core import backend, deferring
@@ -397,8 +398,12 @@ def _fits(input: Tensor, parameters: tuple[Tensor, Tensor | None], residual: Ten
     weight, bias = parameters
     same = all(t is None or (t.dtype in KERNEL_DTYPES and t.device == input.device) for t in (weight, bias, residual))
     rows = input.numel() // input.shape[-1]
-    of_product = residual is None or residual.numel() == rows * weight.shape[0]
-    return same and of_product and weight.dtype == input.dtype and weight.shape[1] == input.shape[-1]
+    added = residual is None or (
+        residual.numel() == rows * weight.shape[0]
+        and torch.promote_types(input.dtype, residual.dtype) == residual.dtype  # which is what the kernels write
+        and not backend.wants_gradient(residual)
+    )
+    return same and added and weight.dtype == input.dtype and weight.shape[1] == input.shape[-1]
 
 
 def few_rows(

@@ -59,8 +59,12 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product of an input, a weight and a bias, as `F.linear` takes them."""
 _PLAIN = (Tensor, nn.Parameter)
 
-_packed_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""First projections of those that lie in one memory, or cannot: a graph to come finds them so."""
+OF_THE_CALL = {"gradient", "not_a_tensor", "watched", "traced", "autocast", "shared_storage", "capturing"}
+"""The reasons that another call may not have."""
+
+_packed_once: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""First projections of those that lie in one memory, or cannot: a graph to come finds them so. Each with the address
+that its weight had: a weight that was moved since asks again."""
 
 
 def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
@@ -76,9 +80,11 @@ def packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor, ...]:
     if is_compiling() and backend.named_none():  # whose code calls the library without our questions
         return tuple(projection(input) for projection in projections)
     if is_launch_bound(input):
-        if projections[0] in _packed_once:  # the questions take longer than two launches
-            return tuple(projection(input) for projection in projections)
-        _packed_once.add(projections[0])
+        if not backend.interposed() and _packed_once.get(projections[0]) == _address(projections[0]):
+            return tuple(projection(input) for projection in projections)  # asking takes longer than two launches
+        packed = packed_parameters(input, projections)
+        if not (isinstance(packed, str) and packed in OF_THE_CALL):
+            _packed_once[projections[0]] = _address(projections[0])
     return multiplied(input, projections, F.linear, _operator)
 
 
@@ -151,6 +157,12 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
     if parameter is None:
         raise TypeError(f"{type(module).__name__} has no {name}")
     return parameter
+
+
+def _address(module: nn.Module) -> int:
+    """Return where a module's weight lies; 0 if it has none of the usual kind."""
+    weight = module._parameters.get("weight")
+    return weight.data_ptr() if type(weight) in _PLAIN else 0  # type: ignore[union-attr]
 
 
 def _packed(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | str:

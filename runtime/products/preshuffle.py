@@ -50,9 +50,9 @@ def offer(kernels: Kernels | None) -> None:
 
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return `input @ weight.T` from the copy of a weight; None where there is and can be none. It adds no bias."""
-    if _kernels is None or aiter_probe.chip(weight.device) not in CHIPS or not fits(weight):
+    if _kernels is None or aiter_probe.chip(weight.device) not in CHIPS:
         return None
-    shuffled = _shuffled(weight, _kernels)
+    shuffled = copy_of(weight, _kernels.shuffle)
     return None if shuffled is None else _kernels.multiply(input, shuffled, weight)
 
 
@@ -65,13 +65,16 @@ def fits(weight: Tensor) -> bool:
         type(weight) is nn.Parameter
         and not weight.is_inference()
         and weight.element_size() == 2
-        and weight.shape[0] % BLOCK_ROWS == 0
-        and weight.shape[1] % BLOCK_COLS == 0
+        and weight.shape[-2] % BLOCK_ROWS == 0
+        and weight.shape[-1] % BLOCK_COLS == 0
         and weight.is_contiguous()
     )
 
 
-def _shuffled(weight: Tensor, kernels: Kernels) -> Tensor | None:
+def copy_of(weight: Tensor, shuffle: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    """Return the copy of a weight that `fits`, made by `shuffle` at the first call; None where there can be none."""
+    if not fits(weight):
+        return None
     derived.note()
     copy = _copies.get(weight)
     if copy is not None and (copy.version, copy.address) == (weight._version, weight.data_ptr()):
@@ -80,7 +83,7 @@ def _shuffled(weight: Tensor, kernels: Kernels) -> Tensor | None:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with torch.no_grad():
-        made = kernels.shuffle(weight.detach())
+        made = shuffle(weight.detach())
     if made is not None:
         _copies[weight] = _Copy(weight._version, weight.data_ptr(), made)
     return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..core import backend
@@ -39,16 +40,24 @@ Norm = Prologue | LayerNormPrologue
 
 
 def prologue_of(norm: nn.Module) -> Prologue | None:
-    """Return what a kernel needs to compute `norm` itself, or None if the module has to be called."""
+    """Return what a kernel needs to compute `norm` itself, or None if the module has to be called.
+
+    So it has where its weight is trained: a kernel that computes the norm gives it no gradient.
+    """
     describe = getattr(type(norm), "prologue", None)
-    return None if describe is None or backend.observed(norm) else describe(norm)
+    return None if describe is None or backend.observed(norm) or is_trained(norm) else describe(norm)
+
+
+def is_trained(norm: nn.Module) -> bool:
+    """Return whether gradients of a norm's parameters are wanted."""
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in norm.parameters())
 
 
 def norm_arguments(prologue: Norm | None, input: Tensor) -> tuple[Tensor, float, float, bool]:
     """Return the norm's weight (any tensor where it has none), eps, offset, and whether it has a weight."""
     if prologue is None or prologue.weight is None:
         return input, 0.0 if prologue is None else prologue.eps, 0.0, False
-    return prologue.weight, prologue.eps, prologue.offset, True
+    return prologue.weight.contiguous(), prologue.eps, prologue.offset, True
 
 
 def shift_of(prologue: Norm | None) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NeedsGpu, NotAPackage
 from rewrite.runtime.attention.decode_attention import Split, choose
-from rewrite.runtime.core import tiles
+from rewrite.runtime.core import launch, tiles
 from rewrite.transforms import select
 from rewrite.tuning import Plan, candidates, results, run, tune
 from rewrite.tuning.candidates import Entry
@@ -112,6 +112,36 @@ def test_candidates_are_few_and_fit(kind: str, rows: int, cols: int) -> None:
         assert kind.startswith("skinny") or rows % option[0] == 0  # a program of `qkv` lies within one head
 
 
+MI300 = candidates.Limits(64 * 1024, 64, -1)
+
+
+def test_what_a_chip_cannot_launch_is_not_tried() -> None:
+    wide = tiles.key("skinny_linear_32", 4096, 14336, 2)
+    hopper, mi300 = (candidates.candidates(wide, None, limits) for limits in (candidates.HOPPER, MI300))
+    assert hopper == candidates.candidates(wide, None), "an H100's are the ones it always had"
+    for block_rows, block_cols, _, _, stages in filter(None, mi300):
+        assert (stages - 1) * (block_rows + 32) * block_cols * 2 <= 64 * 1024
+    assert any(option and option[:2] == (64, 256) for option in hopper)
+    assert not any(option and option[:2] == (64, 256) for option in mi300)
+    assert len(mi300) > 4
+    for rows, cols in ((2048, 8192), (14336, 4096)):
+        for option in candidates.candidates(tiles.key("linear", rows, cols, 2), None, MI300)[1:]:
+            assert option is not None
+            assert option[2] * 64 <= 1024
+            assert option[0] * option[1] // (64 * option[2]) <= 128
+    attention = candidates.candidates("attention 1x8x4x256 1024", (4, 8, 64, True, 4), MI300)
+    assert {option[2] for option in attention if option} == {16, 32, 64}
+
+
+def test_limits_are_those_of_the_device() -> None:
+    nvidia = type(
+        "H200", (), {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "warp_size": 32}
+    )
+    amd = type("MI300X", (), {"shared_memory_per_block": 65536, "warp_size": 64, "gcnArchName": "gfx942:sramecc+"})
+    assert candidates.Limits.of(nvidia) == candidates.HOPPER
+    assert candidates.Limits.of(amd) == MI300
+
+
 def test_attention_is_divided_around_the_rule() -> None:
     options = candidates.candidates(ATTENTION, START[ATTENTION])
     assert 8 <= len(options) <= candidates.MOST
@@ -129,6 +159,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package's folder, on a machine that has a chip named `chip`."""
     monkeypatch.setattr(tiles, "TUNED", tmp_path / results.FILE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Chip", (), {"name": "chip"}))
+    monkeypatch.setattr(launch, "_processors", lambda device: 132)
     monkeypatch.setattr(tiles, "MEASURED", {"chip": {LINEAR: (1, 512, 2), GATED: (1, 512, 2)}})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

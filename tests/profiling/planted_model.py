@@ -105,17 +105,35 @@ class Loop(nn.Module):
         return found + state[:, None]
 
 
+class Repeated(nn.Module):
+    """A tower over an image, and one whose image is scaled by a number that the host reads of the other argument."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.tower = nn.Linear(size, 4 * size)
+        self.scaled = nn.Linear(size, 4 * size)
+        self.turns = 0
+
+    def forward(self, hidden: Tensor, image: Tensor) -> Tensor:
+        seen = self.tower(image)  # planted: repeated
+        scale = hidden.mean().tolist()
+        other = self.scaled(image * scale)  # the host knows the other argument: needed
+        self.turns += 1
+        return hidden + (seen + other).mean()
+
+
 class Planted(nn.Module):
     """All of them, one after the other."""
 
     def __init__(self, size: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, size)
+        self.repeated = Repeated(size)
         parts: list[Any] = [Table(size), Copies(), Casts(), Masked(32), Unread(size), Loop(size)]
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden: Tensor = self.embed(input_ids)
+    def forward(self, input_ids: Tensor, image: Tensor) -> Tensor:
+        hidden: Tensor = self.repeated(self.embed(input_ids), image)
         for part in self.parts:
             hidden = part(hidden)
         return hidden

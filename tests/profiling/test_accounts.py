@@ -7,6 +7,7 @@ import random
 import pytest
 
 from rewrite.profile import accounts
+from rewrite.profile.measure import _shortened
 from rewrite.profile.origins import Matcher, Origin
 from rewrite.profile.trace import Activity, Enclosing, Launch, Mark, Operator
 from rewrite.profile.work import amount_of
@@ -122,3 +123,13 @@ def test_what_is_expanded_is_read_once() -> None:
     found = amount_of(Operator("aten::mul", 0, 1, 1, dims, ["float", "float"], strides))
     assert found is not None
     assert found.bytes == 4 * (32 + 8 + 32)
+
+
+@pytest.mark.parametrize("count", [6, 7])
+def test_a_timeline_that_cannot_be_shortened_ends(count: int) -> None:
+    apart = [[float(n), 1.0, f"kind {n}", "name"] for n in range(count)]
+    assert _shortened(apart, 4) == apart
+    alike = [[float(n), 1.0, "kind", "name"] for n in range(count)]
+    short = _shortened(alike, 4)
+    assert len(short) <= 4
+    assert sum(span[1] for span in short) == count

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_aiter_moe
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +27,7 @@ MARKERS = ("jit/core.py", "ops/mha.py", "ops/rmsnorm.py")
 SCHEMA_TYPES = {
     "epsilon": "float", "eps": "float", "limit": "float",
     "use_model_sensitive_rmsnorm": "SymInt", "gemma_norm": "bool", "x_bias": "Tensor?",
+    "need_renorm": "bool", "num_shared_experts": "SymInt", "shared_expert_scoring_func": "str",
 }  # fmt: skip
 RETURNS = ("rms_norm", "layernorm2d_fwd")
 
@@ -84,7 +86,7 @@ class Release:
     def _stub(self, name: str, parameters: list[str]) -> Callable[..., Any]:
         names = [parameter.split("=")[0] for parameter in parameters]
         arguments = ", ".join(f"{each}={each}" for each in names if each != "self")
-        space: dict[str, Any] = {"call": self._counted(name)}
+        space: dict[str, Any] = {"call": self._counted(name), **fake_aiter_moe.DEFAULTS}
         exec(f"def {name}({', '.join(parameters)}):\n    return call({arguments})", space)
         return space[name]
 
@@ -105,7 +107,8 @@ class Release:
             kind = SCHEMA_TYPES.get(own, "Tensor")
             if kind.startswith("Tensor") and (not clean or own in ("out", "residual_out")):
                 kind = kind.replace("Tensor", f"Tensor(a{index}!)")
-            parts.append(f"{kind} {own}" + (f"={default}" if default else ""))
+            written = default.replace("'", '"')
+            parts.append(f"{kind} {own}" + (f"={written}" if written else ""))
         returned = "Tensor" if name in RETURNS else "()"
         self.library.define(f"{name}({', '.join(parts)}) -> {returned}")
         self.library.impl(name, stub, "CompositeExplicitAutograd")
@@ -134,6 +137,7 @@ def install(folder: Path, release: Release) -> None:
     tuned = f"{module}\n\nclass TunedGemm:\n    mm = mm\n\n\ntgemm = TunedGemm()\n"
     top = (
         "from .ops.mha import *\nfrom .ops.rmsnorm import *\nfrom .ops.norm import *\nfrom .ops.activation import *\n"
+        "from .ops.moe_op import *\nfrom .ops.topk import *\n"
     )
     files = {
         "__init__.py": top,
@@ -141,8 +145,11 @@ def install(folder: Path, release: Release) -> None:
         "jit/core.py": "",
         "ops/__init__.py": "",
         "tuned_gemm.py": tuned,
+        "fused_moe.py": module,
     }
-    files |= {f"ops/{name}.py": module for name in ("mha", "rmsnorm", "norm", "activation")}
+    files |= {
+        f"ops/{name}.py": module for name in ("mha", "rmsnorm", "norm", "activation", "moe_op", "shuffle", "topk")
+    }
     for name, text in files.items():
         path = folder / "aiter" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -296,6 +303,6 @@ BODIES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         rms_norm, rmsnorm, rmsnorm2d_fwd_with_add, layernorm2d_fwd, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul,
-        flash_attn_func, mm,
+        flash_attn_func, mm, *fake_aiter_moe.FUNCTIONS,
     )
 }  # fmt: skip

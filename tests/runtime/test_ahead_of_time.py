@@ -13,7 +13,7 @@ import torch
 from conftest import INTERPRETED
 
 from rewrite import runtime
-from rewrite.kernels import findings, run, tables
+from rewrite.kernels import drift, findings, run, tables
 from rewrite.kernels.chips import CHIPS, occupancy
 from rewrite.kernels.row import Row
 from rewrite.runtime.core import launch
@@ -25,6 +25,8 @@ TRITON = [
 WHOLE = ("gfx942", "sm_90")
 """Of the others, whose compilers and registers are the same, one launch of each kernel: each costs 0.2 s."""
 RUNTIME = Path(next(iter(runtime.__path__)))
+RECORDS = Path(__file__).parents[2] / "fixtures/kernels"
+"""Made with each version of Triton as docs/speed-model.md says, for `WHOLE`."""
 
 
 def compiles(function: Any) -> Any:
@@ -37,6 +39,17 @@ def compiles(function: Any) -> Any:
 @functools.cache
 def compiled(arch: str, one_of_each: bool) -> list[Row]:
     return run.compile_all([arch], one_of_each=one_of_each)
+
+
+def drifts(rows: list[Row]) -> list[str]:
+    """What takes more of its chip than was recorded of this compiler, or of the newest one before it."""
+    path = drift.nearest(RECORDS, rows[0].compiler)
+    if path is None or rows[0].arch not in WHOLE:
+        return []
+    before = drift.Record.read(path)
+    compared = drift.compare(drift.Record.of(rows), before)
+    assert compared.compared > compared.new, "most launches are not recorded: rewrite kernels --record FILE"
+    return [f"{change}, by {before.compiler} before" for change in compared.drifts]
 
 
 GIVEN = {"num_warps", "enable_fp_fusion"}
@@ -59,6 +72,7 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
     assert {row.kernel for row in rows} == known, "the catalogue has no case of these kernels"
     if whole:
         assert findings.unused_exemptions(rows) == []
+    assert drifts(rows) == []
     counting = {row.kernel for row in rows if row.figures is not None and row.figures.arrivals}
     shared = {"decode_attention", "masked_attention", "skinny_linear", "transposed_down", "transposed_linear"}
     assert counting == (shared if CHIPS[arch].backend == "hip" else set())

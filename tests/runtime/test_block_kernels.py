@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from block_weights import SILU, SWISH, FP8Linear, Norm, blocks, by_definition, mixture
 from conftest import INTERPRETED
 from torch import Tensor, nn
 
@@ -16,12 +17,11 @@ from rewrite.runtime.core import backend
 from rewrite.runtime.core.launch import Target
 from rewrite.runtime.fp8.format import encode
 from rewrite.runtime.moe import block_experts as few
-from rewrite.runtime.moe.form import ExpertsForm, Gating, gated, gating
+from rewrite.runtime.moe.form import ExpertsForm, gating
 from rewrite.runtime.moe.grouped import grouped_experts
 from rewrite.runtime.products import block_linear
-from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, widened
+from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, reason_against, widened
 from rewrite.runtime.products.linear import gated_linear, linear
-from rewrite.runtime.products.prologue import Prologue
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 experts = importlib.import_module("rewrite.runtime.moe.experts")
@@ -76,51 +76,10 @@ def test_every_code_of_4_bits_times_every_exponent(device: torch.device) -> None
     assert torch.equal(dequantized(weight, torch.float32), _reference(weight, torch.float64).float())
 
 
-def blocks(rows: int, cols: int, device: torch.device, kind: str, leading: tuple[int, ...] = ()) -> Blocks:
-    if kind == "four":
-        codes = torch.randint(0, 256, (*leading, rows, cols // 2), dtype=torch.uint8)
-        exponents = torch.randint(119, 125, (*leading, rows, cols // 32), dtype=torch.uint8)
-        return Blocks(codes.to(device), exponents.to(device), 1, 32)
-    scale = torch.rand(*leading, -(-rows // 32), -(-cols // 32)) * 0.1 + 0.01
-    if kind == "exponents":
-        scale = torch.randint(119, 125, scale.shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    codes = torch.randn(*leading, rows, cols).to(torch.float8_e4m3fn)
-    return Blocks(codes.to(device), scale.to(device), 32, 32)
-
-
 @pytest.mark.parametrize("kind", ["eight", "exponents"])
 def test_weights_are_dequantised(kind: str, device: torch.device) -> None:
     weight = blocks(33, 80, device, kind)
     assert torch.equal(dequantized(weight, torch.float32), _reference(weight, torch.float64).float())
-
-
-class FP8Linear(nn.Linear):
-    """As transformers' looks from outside."""
-
-    block_size = (32, 32)
-
-    def __init__(self, weight: Blocks, bias: Tensor | None):
-        rows, cols = weight.shape
-        super().__init__(cols, rows, bias=False, device="meta")
-        self.weight = nn.Parameter(weight.values, requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(weight.scale, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        raise AssertionError("a kernel from the Hub would be needed")
-
-
-class Norm(nn.Module):
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def prologue(self) -> Prologue:
-        return Prologue(self.weight, 1e-6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.double()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * self.weight.double()).to(x.dtype)
 
 
 @pytest.mark.parametrize(("count", "kind"), [(1, "eight"), (5, "eight"), (5, "exponents"), (40, "eight")])
@@ -157,31 +116,6 @@ def test_a_cast_model_is_the_original_s(device: torch.device) -> None:
     layer.float()
     with pytest.raises(AssertionError, match="Hub"):
         layer[0](torch.randn(1, 32, device=device))
-
-
-SWISH = ExpertsForm(None, 1.7, 7.0, 1.0, interleaved=True, biased=True)
-SILU = ExpertsForm(nn.SiLU())
-
-
-def mixture(kind: str, form: ExpertsForm, device: torch.device) -> few.BlockExperts:
-    count, size, inner = 3, 64, 32
-    biases = (torch.randn(count, 2 * inner), torch.randn(count, size)) if form.biased else (None, None)
-    gate_up, down = blocks(2 * inner, size, device, kind, (count,)), blocks(size, inner, device, kind, (count,))
-    return few.BlockExperts(gate_up, down, tuple(None if b is None else b.to(device) for b in biases), form)
-
-
-def by_definition(x: Tensor, index: Tensor, weights: Tensor, parts: few.BlockExperts, how: Gating) -> Tensor:
-    gate_up, down = (_reference(weight, torch.float64) for weight in parts[:2])
-    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for token, slots in enumerate(index.tolist()):
-        for slot, expert in enumerate(slots):
-            both = gate_up[expert] @ x[token].double()
-            both = both if parts.biases[0] is None else both + parts.biases[0][expert].double()
-            halves = (both[::2], both[1::2]) if how.interleaved else both.chunk(2)
-            result = down[expert] @ gated(*halves, how)
-            result = result if parts.biases[1] is None else result + parts.biases[1][expert].double()
-            out[token] += result * weights[token, slot].double() * how.scaling
-    return out
 
 
 @pytest.mark.parametrize(("kind", "form"), [("eight", SILU), ("four", SWISH)], ids=["eight, silu", "four, swish"])
@@ -248,3 +182,125 @@ def test_other_ranks_experts_add_nothing(device: torch.device, poisoned: None) -
     present = weights.masked_fill(index == 3, 0.0)
     wanted = by_definition(x, index.clamp(max=2), present, parts, how)
     assert (got.double() - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+def test_what_takes_a_weight_s_place_is_looked_at(device: torch.device) -> None:
+    """A layer is adopted once; its parameters may be replaced, in place or by assignment, at any time."""
+    layer = FP8Linear(blocks(64, 96, device, "eight"), None)
+    block_linear.BlockLinear.adopt(nn.ModuleList([layer]))
+    x = torch.randn(1, 96, device=device)
+    for name in ("weight", "weight_scale_inv"):
+        parameter = layer.get_parameter(name)
+        parameter.data = parameter.data.T.contiguous().T
+        assert not parameter.is_contiguous()
+        wanted = x.double() @ _reference(block_linear.blocks_of(layer), torch.float64).T
+        for got in (layer(x), linear(x, layer)):
+            assert (got - wanted).norm() <= 2e-6 * wanted.norm(), name
+        assert backend.fallbacks()["block_linear", "blocks"]
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_biases_and_residuals_that_do_not_lie_as_the_kernels_read(count: int, device: torch.device) -> None:
+    dtype = torch.float32 if count == 1 else torch.float16
+    bias = torch.randn(64, device=device, dtype=dtype)[::2]
+    layer = FP8Linear(blocks(32, 96, device, "eight"), bias)
+    layer.bias.data = bias
+    block_linear.BlockLinear.adopt(nn.ModuleList([layer]))
+    x = torch.randn(count, 1, 96, device=device, dtype=dtype)
+    dense = x.double() @ _reference(block_linear.blocks_of(layer), torch.float64).T + bias.double()
+    for residual in (torch.randn(32, device=device), torch.randn(count, 1, 32, device=device).bfloat16()):
+        got = linear(x, layer, residual=residual)
+        assert got.dtype == torch.result_type(x, residual)
+        assert (got - dense - residual.double()).norm() <= 2e-3 * dense.norm()
+
+
+@pytest.mark.parametrize("of", ["norm", "bias", "residual"])
+def test_gradients_of_what_stands_beside_the_input(of: str, device: torch.device) -> None:
+    layer = FP8Linear(blocks(32, 96, device, "eight"), torch.randn(32, device=device))
+    block_linear.BlockLinear.adopt(nn.ModuleList([layer]))
+    norm = Norm(torch.rand(96, device=device) + 0.5)
+    x, residual = torch.randn(1, 96, device=device), torch.randn(1, 32, device=device)
+    trained = {"norm": norm.weight, "bias": layer.bias, "residual": residual}[of]
+    trained.requires_grad_()
+    linear(x, layer, norm=norm, residual=residual).sum().backward()
+    wanted = _reference(block_linear.blocks_of(layer), torch.float64).sum(0) * norm(x).double() / norm.weight
+    assert trained.grad is not None
+    torch.testing.assert_close(trained.grad, wanted[0].float() if of == "norm" else torch.ones_like(trained))
+
+
+def test_autocast_chooses_one_dtype_for_any_number_of_rows(device: torch.device) -> None:
+    layer = FP8Linear(blocks(32, 96, device, "eight"), None)
+    block_linear.BlockLinear.adopt(nn.ModuleList([layer]))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = {layer(torch.randn(count, 96, device=device)).dtype for count in (1, 40)}
+        found.add(linear(torch.randn(1, 96, device=device), layer).dtype)
+    assert found == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_16_bits(dtype: torch.dtype, device: torch.device) -> None:
+    """As where somebody put a checkpoint's own tensors in the place of loaded ones."""
+    weight = blocks(33, 80, device, "eight")
+    weight = weight._replace(scale=weight.scale.to(dtype))
+    assert reason_against(weight) is None
+    assert torch.equal(dequantized(weight, torch.float32), _reference(weight, torch.float64).float())
+    layer = FP8Linear(weight, None)
+    block_linear.BlockLinear.adopt(nn.ModuleList([layer]))
+    for count, of in ((1, torch.float32), (5, torch.float16)):
+        x = torch.randn(count, 80, device=device, dtype=of)
+        wanted = x.double() @ _reference(weight, torch.float64).T
+        assert (layer(x) - wanted).norm() <= 1e-3 * wanted.norm()
+
+
+def test_an_fp64_is_not_rounded_to_fp32_first(device: torch.device) -> None:
+    weight = blocks(33, 80, device, "eight")
+    assert torch.equal(dequantized(weight, torch.float64), _reference(weight, torch.float64))
+
+
+def test_four_bits_with_numbers_as_scales_are_not_for_kernels(device: torch.device) -> None:
+    """FP8Experts may hold e2m1 with scales in fp32, which the kernels would read as exponents."""
+    weight = blocks(32, 64, device, "four")
+    weight = weight._replace(scale=torch.rand(32, 2, device=device))
+    assert reason_against(weight) == "blocks"
+    assert torch.equal(dequantized(weight, torch.float32), _reference(weight, torch.float32))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_experts_of_odd_tensors(many: bool, device: torch.device, poisoned: None) -> None:
+    """Tokens that lie column by column, strided biases, a residual of another dtype, experts that are not here."""
+    parts = mixture("four", SWISH, device)
+    parts = parts._replace(biases=tuple(bias.T.contiguous().T for bias in parts.biases))
+    x = (torch.randn(64, 2, device=device) * 0.1).half().T
+    weights, residual = torch.rand(2, 2, device=device), torch.randn(2, 64, device=device)
+    index = torch.tensor([[3, 0], [1, 3]], device=device)
+    how = gating(SWISH)
+    assert how is not None
+    present = weights.masked_fill(index == 3, 0.0)
+    wanted = by_definition(x, index.clamp(max=2), present, parts, how) + residual.double()
+    got = few.block_experts(x, parts, index, weights, residual, 1.0, many)
+    assert got.dtype == torch.float32
+    assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+def test_experts_biases_that_are_trained(device: torch.device) -> None:
+    parts = mixture("four", SWISH, device)
+    down_bias = parts.biases[1].requires_grad_()
+    x, index = torch.randn(1, 64, device=device), torch.tensor([[2]], device=device)
+    weights = torch.tensor([[0.25]], device=device)
+    few.block_experts(x, parts, index, weights, None, 1.0, many=False).sum().backward()
+    assert down_bias.grad is not None
+    assert down_bias.grad.mean(1).tolist() == [0.0, 0.0, 0.25]
+
+
+def test_many_experts_parts_are_summed_in_fp32_without_kernels() -> None:
+    """As `FP8Experts` sums them; in bf16 a part that is small beside the sum would be lost each time."""
+    one = mixture("eight", SILU, torch.device("cpu"))
+    same = [weight._replace(values=weight.values[:1].expand(8, -1, -1), scale=weight.scale[:1].expand(8, -1, -1))
+            for weight in one[:2]]  # fmt: skip
+    parts = few.BlockExperts(*same, (None, None), SILU)
+    x, index = torch.randn(1, 64).bfloat16(), torch.arange(8)[None]
+    weights = torch.ones(1, 8)
+    alone = few.block_experts(x, parts, index[:, :1], weights[:, :1], None, 1.0, many=False).float()
+    weights[0, 0] = 256.0
+    got = few.block_experts(x, parts, index, weights, None, 1.0, many=False)
+    assert torch.equal(got, (263 * alone).bfloat16())

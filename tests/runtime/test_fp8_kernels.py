@@ -22,12 +22,13 @@ from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
 from rewrite.runtime.fp8 import rows as fp8_rows
 from rewrite.runtime.fp8 import step as fp8_step
 from rewrite.runtime.fp8.format import Quantized, dtype_for, has_fp8, quantize
-from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_linear, is_step
+from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, is_step
 from rewrite.runtime.fp8.qkv_step import fp8_qkv_step
 from rewrite.runtime.fp8.rows import quantized_rows
 from rewrite.runtime.fp8.weights import refresh
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.products.gated_activation import gated_activation
+from rewrite.runtime.products.linear import linear
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
@@ -225,3 +226,31 @@ def test_a_graph_follows_a_change_in_place(device: torch.device) -> None:
     graph.replay()
     assert torch.equal(out, -before)
     assert not backend.fallbacks()
+
+
+@pytest.mark.parametrize("product", [linear, fp8_linear])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_what_is_trained_beside_frozen_weights(product: Any, rows: int, device: torch.device) -> None:
+    """A norm, or what the product is added to: a kernel's result would be detached from them."""
+    layer, norm = projection(64, 48, True).to(device), Norm(64).to(device)
+    x, residual = torch.randn(rows, 1, 64, device=device), torch.randn(rows, 1, 48, device=device)
+    for trained, options in ((norm.weight, {"norm": norm}), (residual, {"residual": residual})):
+        trained.requires_grad_()
+        product(x, layer, **options).sum().backward()
+        assert trained.grad is not None
+        trained.requires_grad_(False)
+
+
+def test_an_activation_s_other_half_is_trained(device: torch.device) -> None:
+    gate, up = torch.randn(20, 64, device=device), torch.randn(20, 64, device=device, requires_grad=True)
+    fp8_gated_product(gate, up, nn.SiLU(), projection(64, 48, False).to(device)).sum().backward()
+    assert up.grad is not None
+
+
+@pytest.mark.parametrize("product", [linear, fp8_linear])
+def test_a_residual_of_another_dtype_is_added_as_torch_does(product: Any, device: torch.device) -> None:
+    layer = projection(64, 48, False).to(device)
+    for own, other in ((torch.float32, torch.float16), (torch.float16, torch.float32)):
+        x, residual = torch.randn(1, 1, 64, device=device, dtype=own), torch.randn(1, 1, 48, device=device).to(other)
+        layer.weight.data = layer.weight.data.to(own)
+        assert product(x, layer, residual=residual).dtype == torch.float32

@@ -514,14 +514,6 @@ def test_what_does_not_fit_takes_the_original_loop(what):
     assert loops(model) == [what.split("-")[0]]
 
 
-def test_drafted_tokens_are_checked_in_the_original_loop():
-    model, original = pair()
-    arguments = {"do_sample": False, "prompt_lookup_num_tokens": 2}
-    mine, theirs = (run(m, prompt(batch=1), **arguments)[0] for m in (model, original))
-    assert torch.equal(mine.sequences, theirs.sequences)
-    assert loops(model) == ["drafted"]
-
-
 def test_reasons_of_the_model_and_its_inputs():
     model, _original = pair()
     arguments = {"do_sample": False, "max_new_tokens": 4}

@@ -215,5 +215,5 @@ def test_kernels_of_prompt_and_step_are_compiled_together_before_one_runs(monkey
             torch.testing.assert_close(graph.prefill(ids), expected, rtol=1e-4, atol=1e-4)
     together = events.index("launched")
     assert together == 1
-    assert set(events[0]) == {"_rms_norm_kernel"}  # type: ignore[call-overload]
+    assert {"_rms_norm_kernel", "_masked_attention_kernel"} <= set(events[0])  # type: ignore[call-overload]
     assert sum(event != "launched" for event in events) == 3, "the first prompt's, and a step's of each graph"

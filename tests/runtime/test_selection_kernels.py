@@ -113,3 +113,15 @@ def test_what_is_not_a_number_is_chosen(device: torch.device) -> None:
     weights, index = kernel(torch.full((1, E), torch.nan, device=device), rule_of(**SIGMOID))
     assert weights.isnan().all()
     assert ((index >= 0) & (index < E)).all()
+
+
+@pytest.mark.parametrize("fields", [{}, {"scores": "sigmoid", "corrected": True}], ids=["softmax", "sigmoid"])
+def test_what_is_no_number_is_chosen_first(fields: dict[str, Any], device: torch.device) -> None:
+    """As by torch; and every place has an expert's number, whatever the logits are."""
+    logits = torch.randn(2, E, device=device)
+    logits[0], logits[1, 7] = torch.nan, torch.nan
+    _, index = kernel(logits, rule_of(**fields))
+    assert index[0].tolist() == list(range(K))
+    if "scores" in fields:  # a softmax has no number in the whole row
+        assert index[1, 0] == 7
+    assert all(len(set(row)) == K and min(row) >= 0 and max(row) < E for row in index.tolist())

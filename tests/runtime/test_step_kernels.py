@@ -19,7 +19,8 @@ from rewrite.runtime.core import arrivals, backend, tiles
 from rewrite.runtime.core.capture import capture
 from rewrite.runtime.core.launch import collect
 from rewrite.runtime.decode.greedy import choose
-from rewrite.runtime.decode.sampling import Sampling, StepState
+from rewrite.runtime.decode.lookup import look_up
+from rewrite.runtime.decode.sampling import Lookup, Sampling, StepState
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.prologue import Prologue
@@ -351,3 +352,21 @@ def test_greedy_choice(ends: int, dtype: torch.dtype, device: torch.device, pois
         assert torch.equal(getattr(state, name), tensor), name
     assert state.input_ids[0] == best[0]
     assert state.finished.tolist() == ([False, True, True] if ends else [False, False, True])
+
+
+@pytest.mark.parametrize("ends", [0, 2])
+@pytest.mark.parametrize(("tokens", "ngram"), [(1, 1), (5, 2), (8, 3)])
+def test_tokens_are_looked_up(tokens: int, ngram: int, ends: int, device: torch.device) -> None:
+    capacity, generator = 2200, torch.Generator().manual_seed(tokens)
+    eos = torch.tensor([3, 5], device=device) if ends else None
+    for length, words in ((1, 3), (2, 2), (9, 3), (60, 12), (2048, 500), (2049, 40), (2199, 5000)):
+        text = torch.randint(words, (1, capacity + 1), generator=generator)
+        state, wanted = (StepState(1, capacity, torch.tensor([length - 1], device=device)) for _ in range(2))
+        for each in (state, wanted):
+            each.sequence.copy_(text)
+            each.drafted.fill_(77)
+        look_up(state, Lookup(tokens, ngram), eos)
+        with backend.use_backend("reference"):
+            look_up(wanted, Lookup(tokens, ngram), eos)
+        for name, tensor in vars(wanted).items():
+            assert torch.equal(getattr(state, name), tensor), (name, length)

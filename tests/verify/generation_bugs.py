@@ -228,7 +228,7 @@ STATES = (
         "keys behind their place",
         ONE,
         "layers",
-        old="key_states, value_states, self.cache.position)",
+        old="key_states, value_states, self.cache.slots)",
         new="key_states, value_states, self.cache.position - 1)",
     ),
     bug(

@@ -36,8 +36,8 @@ LOOP = (
     bug(
         "cache slot off by one",
         "runtime/cache.py",
-        "write_token(self.keys, self.values, key_states, value_states, self.cache.position)",
-        "write_token(self.keys, self.values, key_states, value_states, (self.cache.position - 1).clamp(min=0))",
+        "write_token(self.keys, self.values, key_states, value_states, self.cache.slots)",
+        "write_token(self.keys, self.values, key_states, value_states, (self.cache.slots - 1).clamp(min=0))",
     ),
     bug(
         "a slot ahead is read",
@@ -59,6 +59,9 @@ LOOP = (
         "runtime/decode.py",
         "torch.empty_like(probabilities).exponential_(1)",
         "torch.empty_like(probabilities).exponential_(1).exponential_(1)",
+    ),
+    bug(
+        "a draft is taken unseen", "runtime/decode.py", "cumprod(0).sum().view(1) + 1", "cumprod(0).sum().view(1) + 2"
     ),
     bug("cache not emptied", "runtime/decode.py", "self.state.position.fill_(self.cache.length)", "pass"),
 )

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 
 from rewrite.errors import VerificationError
-from rewrite.verify.models import configs
+from rewrite.verify.models import configs, model_inputs
 from rewrite.verify.models.configs import small_variants
 from rewrite.verify.models.tryout import MAX_PARAMETERS, parameter_count
 from rewrite.verify.state import checkpoints
@@ -136,3 +137,18 @@ def test_a_model_that_reads_a_value_as_it_is_made_is_counted(width):
 
     count = parameter_count(Reading, None)
     assert count == width * width + 1
+
+
+def test_a_field_that_counts_steps_is_no_epsilon():
+    fields = configs.small_fields({"rms_norm_eps": 1e-6, "num_inference_steps": 10})
+    assert fields == {"rms_norm_eps": 1e-3}
+
+
+def test_a_policy_is_given_its_state_and_noise_in_the_sizes_of_its_configuration():
+    class Policy(transformers.PreTrainedConfig):
+        max_state_dim: int = 6
+        max_action_dim: int = 4
+        chunk_size: int = 8
+
+    made = model_inputs.make(("state", "noise"), Policy(), 2, 0, torch.float32)
+    assert {name: tuple(value.shape) for name, value in made.items()} == {"state": (2, 6), "noise": (2, 8, 4)}

@@ -22,13 +22,18 @@ from rewrite.analysis.effects.effect import HEAP, NOTHING, Effect, Value, union
 from rewrite.analysis.effects.known import NO_TENSOR, OF_TENSORS
 from rewrite.analysis.effects.names import is_self
 from rewrite.analysis.effects.summary import own_parameters
-from rewrite.analysis.syntax.module import ClassInfo, parts, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, of_kind, parts, self_attribute, walk
 from rewrite.analysis.syntax.nodes import given_names, parameters
 
 if TYPE_CHECKING:
     from rewrite.analysis.effects.analysis import Effects
 
 _OWN = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
+_SHARING = (
+    *(cst.Assign, cst.AugAssign, cst.AnnAssign, cst.NamedExpr, cst.For, cst.CompFor, cst.WithItem),
+    *(cst.MatchAs, cst.MatchStar, *_OWN, cst.Call),
+)
+"""What may make a name mean what another one does."""
 
 
 class Scope:
@@ -58,10 +63,10 @@ class Scope:
     def single(self) -> dict[str, cst.BaseExpression]:
         """The value of each local that is bound once, by `name = value` or beside others, and is no parameter."""
         found: dict[str, cst.BaseExpression] = {}
-        for node in walk(self.function.body):
+        for node in of_kind(self.function.body, cst.Assign, cst.AnnAssign):
             if isinstance(node, cst.Assign):
                 made = given_names(node)
-            elif isinstance(node, cst.AnnAssign) and isinstance(node.target, cst.Name) and node.value is not None:
+            elif isinstance(node.target, cst.Name) and node.value is not None:
                 made = {node.target.value: node.value}
             else:
                 continue
@@ -185,7 +190,7 @@ class Scope:
     def _settled(self) -> bool:
         own = own_parameters(self.function, self.owner, self.names) if self.apart else []
         self.join([HEAP, *(name for name in parameters(self.function) if name not in own)])
-        for node in walk(self.function.body):
+        for node in of_kind(self.function.body, *_SHARING):
             self._share(node)
         return True
 

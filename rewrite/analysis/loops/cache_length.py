@@ -14,7 +14,7 @@ import libcst.matchers as m
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.handed_on import handed_on
 from rewrite.analysis.loops.host_constants import is_target
-from rewrite.analysis.syntax.module import Module, walk
+from rewrite.analysis.syntax.module import Module, of_kind, walk
 from rewrite.analysis.syntax.nodes import given_names, parameters, single_assignments
 
 _IS_TENSOR = m.Call(
@@ -94,7 +94,7 @@ def _assigned_in_branches(function: cst.FunctionDef) -> Iterator[str]:
     An element of a tensor is a number too: what stands for a length on the device takes any.
     """
     given: dict[str, list[cst.BaseExpression]] = {}
-    for line in walk(function.body):
+    for line in of_kind(function.body, cst.Assign):
         for name, value in given_names(line).items():
             given.setdefault(name, []).append(value)
     for name, values in given.items():
@@ -107,7 +107,7 @@ def _assigned_in_branches(function: cst.FunctionDef) -> Iterator[str]:
 
 def uses(function: cst.FunctionDef, known: Lengths, module: Module) -> Iterator[cst.CSTNode]:
     """Yield ranges, slices, sizes and tests that take the number of cached tokens to the host, in source order."""
-    for node in walk(function.body):
+    for node in of_kind(function.body, cst.Call, cst.Subscript, cst.If, cst.IfExp, cst.While):
         is_call = isinstance(node, cst.Call) and (
             ranged(node, known, module) is not None or sized_argument(node, known, module) is not None
         )
@@ -117,7 +117,8 @@ def uses(function: cst.FunctionDef, known: Lengths, module: Module) -> Iterator[
             and not is_target(node, module)
             and not is_off_device(node, module)
         )
-        if is_call or is_slice or (isinstance(node, (cst.If, cst.IfExp, cst.While)) and tests(node, known)):
+        is_test = isinstance(node, (cst.If, cst.IfExp, cst.While)) and tests(node, known)
+        if is_call or is_slice or is_test:
             yield node
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import libcst as cst
 
 from rewrite.analysis.effects.names import dotted_end
-from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, parts, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, of_kind, parts, self_attribute, walk
 from rewrite.analysis.syntax.nodes import calls_in
 from rewrite.analysis.terms.computation import NotComputable, body
 
@@ -116,7 +116,7 @@ class _Flow:
     """The values of one function's names, whenever they are assigned."""
 
     def __init__(self, function: cst.FunctionDef):
-        self.nodes = [node for node in walk(function.body) if isinstance(node, _RELEVANT)]
+        self.nodes = list(of_kind(function.body, *_RELEVANT))
 
     @cached_property
     def values(self) -> dict[str, list[cst.CSTNode]]:

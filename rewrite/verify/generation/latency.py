@@ -20,6 +20,7 @@ from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
 from ..models.inputs import tokens
+from ..models.model_inputs import TEXT, make
 from ..models.shapes import shaped_variant
 from ..models.workbench import Pair, Workbench, on_original
 
@@ -102,9 +103,12 @@ def plan_for(device: str, shape: str) -> Plan:
 
 
 def latency_checks(bench: Workbench) -> Iterator[CheckRun]:
-    """Prefill and decode on the shape asked for, batch 1; then memory."""
+    """Prefill and decode on the shape asked for, batch 1; then memory. What is fed more than text is called."""
     shape = bench.options.shape or ("tiny" if bench.options.device == "cpu" else "1b")
     stage = _Stage(bench, shape, plan_for(bench.options.device, shape))
+    if bench.base.inputs != TEXT:
+        yield CheckRun(f"forward, {shape}", stage.forward)
+        return
     yield CheckRun(f"prefill, {shape}", stage.prefill)
     if bench.subject.writes:
         yield CheckRun(f"decode, {shape}", stage.decode)
@@ -143,6 +147,13 @@ class _Stage:
     def prefill(self) -> Mapping[str, Figure]:
         samples = self._interleaved(lambda model, ids: model(input_ids=ids, use_cache=False))
         return self._judged("prefill", samples)
+
+    def forward(self) -> Mapping[str, Figure]:
+        kind, seed = self.bench.base.inputs, self.bench.seed_for("latency", 0)
+        model = self.pair().original
+        made = make(kind, model.config, 1, seed, model.dtype)
+        given = {name: value.to(self.device) for name, value in made.items()}
+        return self._judged("forward", self._interleaved(lambda model, ids: model(**given)))
 
     def decode(self) -> Mapping[str, Figure]:
         """Time per new token of `generate()`: a long generation less a short one, over the tokens between.

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,7 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
         ("step by step, one row without a mask", partial(_stepwise, rows=1)),
         ("an end token, and a streamer", _ended),
         ("rows that end one after another", _rows_ended),
+        ("tokens looked up in the text", _looked_up),
         ("reused, with other shapes between", _reused),
         ("unused slots poisoned while it runs", _poisoned),
         ("two models in turn", _two_models),
@@ -326,6 +327,23 @@ def _reused(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
             _same_text(bench, variant, pair, batch)
         counts += 1
     return {"texts": counts}
+
+
+def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Steps of several tokens, in a text that repeats itself, write what single tokens do; and once more, reused."""
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    batch = _batch(bench, variant, 1, 11, "looked up")
+    batch = replace(batch, input_ids=batch.input_ids.repeat(1, 3))
+    looked_up = {"do_sample": False, "prompt_lookup_num_tokens": 4}
+    on_original(generate, pair.original, batch, 2, 0, **looked_up)  # some models do not take it at all
+    original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
+    figures: dict[str, Figure] = {}
+    for _ in range(2):
+        with package.taken(pair.rewritten):
+            rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
+        figures = near_tie(original, rewritten, _fp32_noise(original.logits))
+    return figures
 
 
 def _two_models(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:

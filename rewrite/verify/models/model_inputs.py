@@ -1,4 +1,4 @@
-"""What a model is fed when it is not only token ids: images, sound, a decoder's prompt, or all of them."""
+"""What a model is fed when it is not only token ids: images, sound, a decoder's prompt, a robot's state and noise."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
     ("input_ids", "input_features"),
     ("hidden_states",),
     ("inputs_embeds",),
+    ("input_ids", "pixel_values", "state", "noise"),
 )
 """Sets of arguments that some model runs on, the plainest first."""
 
@@ -97,6 +98,12 @@ def _shape(name: str, config: Any, sizes: Sizes) -> tuple[int, ...]:
         bands = _first(parts, ("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels")) or 80
         positions = _first(parts, ("max_source_positions",))
         return (int(bands), 2 * int(positions)) if positions else (FRAMES, int(bands))
+    if name == "state":  # of a robot
+        return (int(_first(parts, ("max_state_dim", "state_dim")) or SIDE),)
+    if name == "noise":  # what a policy's actions begin as
+        return int(_first(parts, ("chunk_size",)) or LENGTH), int(
+            _first(parts, ("max_action_dim", "action_dim")) or SIDE
+        )
     if name == "input_values":
         return (sizes.samples,)
     return sizes.tokens, int(_first(parts, ("hidden_size", "d_model")) or 64)

@@ -1,0 +1,58 @@
+"""Tokens on their way from the device to the host.
+
+B rows, k tokens, m further numbers of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .graph import DecodeGraph
+from .plan import Plan
+from .stopping import NOT_NUMBERS
+
+
+class Arrival:
+    """Tokens of a chunk on their way to the host.
+
+    Args:
+        graph: that writes them.
+        start: column of the first in its sequence.
+        count: k.
+        plan: of the call.
+        more: m integers of each row, `[B]`, that come with them.
+    """
+
+    def __init__(self, graph: DecodeGraph, start: int, count: int, plan: Plan, *more: Tensor):
+        state = graph.state
+        self._plan, self._count = plan, count
+        parts = [state.sequence[:, start : start + count], *(tensor[:, None] for tensor in (*more, state.invalid))]
+        source = torch.cat(parts, dim=1)
+        self._event: torch.cuda.Event | None = None
+        self._tokens = source
+        if source.is_cuda:
+            self._tokens = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._tokens.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(source.device))
+
+    def tokens(self) -> Tensor:
+        """Wait for them and return `[B, k]`.
+
+        Raises:
+            RuntimeError: if a row's probabilities were no numbers, as `torch.multinomial` does.
+        """
+        return self._arrived()[:, : self._count]
+
+    def more(self) -> list[int]:
+        """Wait for them and return the further numbers of the first row."""
+        numbers: list[int] = self._arrived()[0, self._count : -1].tolist()
+        return numbers
+
+    def _arrived(self) -> Tensor:
+        if self._event is not None:
+            self._plan.wait(self._event)
+        if self._tokens[:, -1].any():
+            raise RuntimeError(NOT_NUMBERS)
+        return self._tokens

@@ -1,0 +1,62 @@
+"""Forms follow from a card's processors; those of an H100 and an H200 are what was measured there, shape by shape."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from rewrite.kernels.cards import CARDS
+from rewrite.kernels.models import STEPS
+from rewrite.runtime.attention import decode_attention, masked_attention
+from rewrite.runtime.core import launch, tiles
+
+OTHERS = [(kind, 64 * n, 64 * m) for kind in ("skinny_linear", "skinny_linear_32") for n in range(1, 170, 3)
+          for m in (1, 5, 16, 45, 64, 128, 224)]  # fmt: skip
+
+
+def products() -> list[tuple[str, int, int, int]]:
+    """What the tables of the H100 have, what the modelled steps need, and many besides."""
+    measured = [name.split() for name in tiles.MEASURED["NVIDIA H100 80GB HBM3"] if not name.startswith("attention")]
+    found = [(kind, *map(int, shape.split("x"))) for kind, shape in measured]
+    for step in STEPS.values():
+        size, inner = step.model.hidden_size, step.model.intermediate_size
+        for rows, cols in ((size, size), (2 * inner, size), (size, inner), (step.model.vocabulary, size)):
+            found += [(kind, rows, cols, width) for kind in ("linear", "skinny_linear") for width in (1, 2)]
+    return [*found, *((kind, rows, cols, 2) for kind, rows, cols in OTHERS)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("card", ["H100", "H200"])
+def test_products_are_divided_as_measured(card: str) -> None:
+    """The rule had an H100's number in it: 128 programs."""
+    for kind, rows, cols, size in products():
+        tile = tiles.rule(kind, rows, cols, size, CARDS[card].processors)
+        assert tile == tiles.rule(kind, rows, cols, size)
+        if kind.startswith("skinny"):
+            assert tile[3] == max(1, min(128 * tile[0] // rows, cols // (4 * tile[1])))
+
+
+@pytest.mark.parametrize("card", ["H100", "H200"])
+def test_attention_is_divided_as_measured(card: str) -> None:
+    """The rules had an H100's numbers in them: 256 and 528 programs."""
+    processors = CARDS[card].processors
+    assert 2 * tiles.in_one_turn(processors) == 256
+    assert masked_attention.PROGRAMS * processors == 528
+    for batch, kv_heads, capacity in itertools.product((1, 3, 8, 32), (1, 2, 8, 32), (256, 1024, 8192, 32768)):
+        form = decode_attention._rule(batch, 4 * kv_heads, kv_heads, capacity, 128, 2 * tiles.in_one_turn(processors))
+        wanted = max(1, 256 // (batch * kv_heads))
+        assert form.splits == decode_attention._splits(wanted, capacity, form.slots)
+        assert (form.slots == 32) == (capacity <= 64 * wanted)
+
+
+@pytest.mark.parametrize(("card", "splits"), [("H100", 2), ("B200", 2), ("MI355X", 4), ("MI300X", 4)])
+def test_a_card_with_more_processors_gets_more_programs(card: str, splits: int) -> None:
+    assert tiles.rule("skinny_linear", 4096, 14336, 2, CARDS[card].processors)[3] == splits
+
+
+def test_who_says_how_many_processors_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.processors(None) == 132
+    monkeypatch.setattr(launch, "_processors", {3: 148}.__getitem__)
+    assert launch.processors(3) == 148
+    monkeypatch.setattr(launch, "_pretended", launch.Target("hip", "gfx942", 304))
+    assert launch.processors(None) == launch.processors(3) == 304
