@@ -22,6 +22,7 @@ from ..cache import states
 from ..core import backend
 from ..parallel.forwards import is_local
 from ..parallel.ranks import Ranks
+from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -52,6 +53,7 @@ REASONS = {
     "drafts_for_rows": "tokens are drafted for one row only",
     "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
     "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",
+    "drafts_for_rounding": "the model rounds several tokens in another way than one, and would choose others",
     "drafts_for_processor": "a logits processor reads the tokens, and several are checked at once",
     "drafts_for_ranks": "tokens are drafted for models of one process only",
     "drafts_fail": "a step of several tokens cannot run, or be captured, where the host does not know the length",
@@ -207,6 +209,8 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
         return "drafts_for_states"
     if has_own_inputs(model, call):
         return "drafts_for_inputs"
+    if policy_of(model).fewest_tokens > 1:
+        return "drafts_for_rounding"
     return Lookup(min(wanted, MOST_DRAFTS), ngram)
 
 

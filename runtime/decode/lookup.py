@@ -68,7 +68,8 @@ if backend.triton_installed():
         length = (top + 4294967295) // 4294967296
         number = tl.arange(0, BLOCK_TOKENS)
         at = length * 4294967296 - top + 1 + number
-        there = (number < TOKENS) & (at <= last) & (length > 0)
+        # None where nothing matched: no scalar in a mask, which Triton 3.9's interpreter makes a number.
+        there = (number < TOKENS * tl.minimum(length, 1)) & (at <= last)
         draft = tl.load(text_ptr + at, mask=there, other=0)
         for end in tl.static_range(ENDS):
             there = there & (draft != tl.load(eos_ptr + end))

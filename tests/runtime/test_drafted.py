@@ -17,6 +17,7 @@ from rewrite.runtime.decode.drafted import Worth
 from rewrite.runtime.decode.fitness import makes_cache_position
 from rewrite.runtime.decode.graph_store import store_of
 from rewrite.runtime.decode.lookup import look_up
+from rewrite.runtime.decode.policy import GraphPolicy
 from rewrite.runtime.decode.sampling import Lookup, Sampling, StepState
 from rewrite.runtime.decode.window import Window
 
@@ -365,6 +366,14 @@ def test_states_cannot_go_back() -> None:
     ours, theirs = (run(m, inputs, **LOOKUP) for m in (model, original))
     assert torch.equal(ours[0].sequences, theirs[0].sequences)
     assert loops(model) == ["drafts_for_states"]
+
+
+def test_steps_that_round_otherwise_check_nothing_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, original = pair()
+    monkeypatch.setattr(type(model), "graph_policy", GraphPolicy(fewest_tokens=2))
+    ours, theirs = (run(m, repeating(), **LOOKUP) for m in (model, original))
+    assert torch.equal(ours[0].sequences, theirs[0].sequences)
+    assert loops(model) == ["drafts_for_rounding"]
 
 
 def blind(model: torch.nn.Module, act: object) -> None:
