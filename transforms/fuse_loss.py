@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import libcst as cst
 
-from rewrite.analysis.effects import effects_of
+from rewrite.analysis.effects import Effect, effects_of, union, why_not_move
 from rewrite.analysis.sites.as_written import is_runtime_name
 from rewrite.analysis.sites.linear_calls import only_argument
 from rewrite.analysis.step.terms import LINEAR
@@ -34,7 +34,8 @@ class FuseLoss(Transform):
 
     What it needs:
         A `forward` with `labels` that multiplies hidden states with a plain `nn.Linear` and gives the product, times a
-        number or capped by a tanh, to `self.loss_function` with the size of the vocabulary.
+        number or capped by a tanh, to `self.loss_function` with the size of the vocabulary. Nothing after it writes
+        to the hidden states or the head in place.
 
     Numerics:
         Reordered: the logits are rounded as the head rounds them, everything after that is computed in fp32 and
@@ -56,6 +57,7 @@ class FuseLoss(Transform):
         "no_product": "the logits are not one product of hidden states with an attribute of the class",
         "not_linear": "the head is not built as a plain nn.Linear",
         "other_use": "the logits are used for something else than a scale, a cap, the loss and the output",
+        "written": "what makes the logits may be written in place before they are read",
         "own_loss": "the class has a loss function of its own",
         "name_taken": f"the file has a name `{HEAD}` or `{LOSS}` of its own",
     }
@@ -90,6 +92,8 @@ class FuseLoss(Transform):
             return head
         if (use := _other_use(method, logits.value, call, head, module)) is not None:
             return Skip("other_use", use)
+        if (why := _why_not_later(method, logits.value, head, call, info, module)) is not None:
+            return Skip("written", why)
         first = (module.code(head.hidden_states), f"self.{head.attribute}", labels.value)
         product = with_call(head.call, HEAD, ["self", *first], module)
         given = [module.code(a.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for a in call.args]
@@ -206,6 +210,31 @@ def _other_use(method: cst.FunctionDef, logits: str, loss: cst.Call, head: _Head
                 continue
         return module.code(module.statement(node)).split("\n")[0][:80]
     return None
+
+
+def _why_not_later(
+    method: cst.FunctionDef, logits: str, head: _Head, loss: cst.Call, info: ClassInfo, module: Module
+) -> str | None:
+    """Return why the product may be another at the end of the method, where its output is read at the earliest.
+
+    Nothing is known of the loss function, nor of the class of the output: neither writes to what it is given.
+    """
+    returned = [node.value for node in walk(method.body) if isinstance(node, cst.Return)]
+    outputs = [value for value in returned if isinstance(value, cst.Call) and _reads(value, logits)]
+    scope = effects_of(module, plain_containers=True).scope(method, info).trusting([head.call, loss, *outputs])
+    later: list[cst.CSTNode] = []
+    node: cst.CSTNode = head.call
+    while node is not method:
+        above = module.parent(node)
+        if isinstance(above, (cst.For, cst.While, cst.Try, cst.TryStar, cst.With, cst.Lambda, cst.BaseComp)):
+            return f"it stands in `{type(above).__name__.lower()}`"
+        if isinstance(above, cst.IndentedBlock):
+            place = next(i for i, statement in enumerate(above.body) if statement is node)
+            later += above.body[place + 1 :]
+        node = above
+    product = scope.of(head.call) | Effect(attributes=frozenset(("weight", "bias")))
+    after = union(scope.of(statement) for statement in later)
+    return why_not_move(scope, product, replace(after, binds=frozenset(), leaves=frozenset()))
 
 
 def _uses(method: cst.FunctionDef, name: str, module: Module) -> Iterator[cst.Name]:

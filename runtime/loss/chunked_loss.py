@@ -168,6 +168,7 @@ def _of_hidden_states(
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         labels = shift_labels
+    logits.check()
     states, weight, bias = logits.hidden_states, logits.head.weight, logits.head.bias
     flat = states.reshape(-1, states.shape[-1])
     labels = labels.reshape(-1).to(flat.device)

@@ -26,8 +26,8 @@ class WeightsChanged(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the logits of this output were not computed, since the loss did not need them, and now the weights are "
-            "others. Read `logits` before the optimizer's step, or have them computed each time: "
+            "the logits of this output were not computed, since the loss did not need them, and what they are made of "
+            "was written to. Read `logits` before the optimizer's step, or have them computed each time: "
             "REWRITE_CHUNKED_LOSS=0, or use_chunked_loss(False)."
         )
 
@@ -49,7 +49,7 @@ class DeferredLogits:
         self.head = head
         self.product_dtype = dtype
         self.operations = operations
-        self._version = -1 if torch.compiler.is_compiling() else head.weight._version
+        self._versions = self._written()
         self._computed: Tensor | None = None
 
     @property
@@ -102,12 +102,11 @@ class DeferredLogits:
         """Return the tensor, differentiable where gradients are on.
 
         Raises:
-            WeightsChanged: if the head has other weights by now.
+            WeightsChanged: if the head has other weights by now, or the hidden states were written to.
         """
         if self._computed is not None:
             return self._computed
-        if self._version not in (-1, self.head.weight._version):
-            raise WeightsChanged
+        self.check()
         device = self.device.type
         lower = self.product_dtype if self.product_dtype in (torch.float16, torch.bfloat16) else None
         mixed = self.product_dtype != self.head.weight.dtype
@@ -119,9 +118,26 @@ class DeferredLogits:
             self._computed = logits
         return logits
 
+    def check(self) -> None:
+        """Raise if they would be other logits than when they were made.
+
+        Raises:
+            WeightsChanged: if the head has other weights by now, or the hidden states were written to.
+        """
+        now = self._written()
+        if self._versions and now and self._versions != now:
+            raise WeightsChanged
+
+    def _written(self) -> list[int]:
+        """Return how often each tensor was written to that the logits are made of."""
+        tensors = (self.hidden_states, self.head.weight, self.head.bias)
+        return [] if torch.compiler.is_compiling() else [t._version for t in tensors if t is not None]
+
     def then(self, name: str, given: Any = None) -> DeferredLogits:
         """Return these logits with one operation more."""
-        return DeferredLogits(self.hidden_states, self.head, self.product_dtype, (*self.operations, (name, given)))
+        made = DeferredLogits(self.hidden_states, self.head, self.product_dtype, (*self.operations, (name, given)))
+        made._versions = self._versions
+        return made
 
     def float(self) -> DeferredLogits | Tensor:
         """Return them in fp32."""

@@ -216,6 +216,15 @@ def test_logits_of_other_weights_are_refused() -> None:
         out.logits.argmax(-1)
 
 
+def test_hidden_states_that_were_written_to_are_refused() -> None:
+    model = Model(True)
+    states = torch.randn(2, 3, model.lm_head.in_features)
+    logits = chunked.head_logits(model, states, model.lm_head, torch.zeros(2, 3, dtype=torch.int64))
+    states.mul_(2)
+    with pytest.raises(WeightsChanged):
+        chunked.chunked_loss(model.loss_function, logits * 2, torch.zeros(2, 3, dtype=torch.int64), 11)
+
+
 def _not_training(model: Model) -> None:
     model.eval()
 

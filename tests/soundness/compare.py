@@ -37,7 +37,7 @@ class Verdict:
 
 def all_transforms() -> list[Transform]:
     """Return every transform that promises equal results; fp8 is approximate."""
-    return select(also=("route_gemm",))
+    return select(also=("route_gemm", "fuse_loss", "spare_activation"))
 
 
 def examine(case: Case, transforms: list[Transform]) -> Verdict:

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 from soundness.case import Case
 from soundness.random_computations import expansions, layer_norms, rms_norms, rotations
 from soundness.random_forwards import forwards
+from soundness.random_losses import losses
 from soundness.random_models import (
     HOST_SITES,
     LENGTH_SITES,
@@ -18,7 +19,7 @@ from soundness.random_models import (
     loops,
     sparse_blocks,
 )
-from soundness.random_modules import gated, pairs, projections, residuals
+from soundness.random_modules import downs, gated, pairs, projections, residuals
 from soundness.random_states import gated_norms, windows
 
 
@@ -46,6 +47,7 @@ PLACES = {
     "fuse_gated_activation": Place(gated()),
     "fuse_gated_norm": Place(gated_norms()),
     "fuse_layer_norm": Place(layer_norms()),
+    "fuse_loss": Place(losses()),
     "fuse_qkv": Place(projections()),
     "fuse_rms_norm": Place(rms_norms()),
     "fuse_rope": Place(rotations()),
@@ -58,5 +60,6 @@ PLACES = {
         (*_STEP, "decode_layers"),
     ),
     "route_gemm": Place(projections()),
+    "spare_activation": Place(downs(), ("fuse_gated_activation",)),
     "static_cache": Place(host_values(LENGTH_SITES, "lengths")),
 }

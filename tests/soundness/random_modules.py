@@ -10,7 +10,7 @@ from soundness.case import Case, case_of
 from soundness.noise import Draw, Lines, Names, around, supported
 
 _ARGUMENTS = {"args": "self, x, y, flag", "inputs": "randn(b, 3, 8), randn(b, 3, 8), b == 2"}
-_PROLOGUE = [
+PROLOGUE = [
     "a, c, xs, d, n, z, w = x + 1, x - y, [y, x], {'k': y}, None, None, None",
     "self.kept = y",
     "late = lambda: y",
@@ -34,7 +34,7 @@ _ODD_INITS = (
 
 def _case(name: str, scaffold: str, body: Lines, holes: Mapping[str, str]) -> Case:
     """Return a case of a scaffold whose method starts with the locals and attributes that the noise reads."""
-    text = "\n".join((*_PROLOGUE, *body))
+    text = "\n".join((*PROLOGUE, *body))
     return case_of(f"random/{scaffold}.{name}", scaffold, supported({**_ARGUMENTS, **holes, "body": text}))
 
 
@@ -43,7 +43,7 @@ def _method(draw: Draw, site: Lines, modules: tuple[str, ...], layout: bool = Tr
     return [*draw(around(site, names)), "return x, y, a, c, n"]
 
 
-def _odd_init(draw: Draw, modules: tuple[str, ...]) -> str:
+def odd_init(draw: Draw, modules: tuple[str, ...]) -> str:
     first, second = draw(st.sampled_from(modules)), draw(st.sampled_from(modules))
     return draw(st.sampled_from(_ODD_INITS)).format(p=first, o=second)
 
@@ -66,7 +66,7 @@ def projections(draw: Draw) -> Case:
     between = draw(st.sampled_from(("pass", "y = y + 1", "bump(y)", "x = x + 1", "self.relu(a)")))
     site = [line.format(*order, s=source, n=between) for line in draw(st.sampled_from(forms))]
     sizes = "self.k_proj = nn.Linear(8, 8)\nself.v_proj = nn.Linear(8, 8, bias=False)\n"
-    return _case("calls", "projections", _method(draw, site, modules), {"init": sizes + _odd_init(draw, modules)})
+    return _case("calls", "projections", _method(draw, site, modules), {"init": sizes + odd_init(draw, modules)})
 
 
 _ACTIVATIONS = (
@@ -99,7 +99,7 @@ def pairs(draw: Draw) -> Case:
     source = draw(st.sampled_from(_TENSORS))
     site = [line.format(s=source) for line in draw(st.sampled_from(_PAIRS))]
     holes = {
-        "init": "self.gate_proj = nn.Linear(8, 8)\nself.up_proj = nn.Linear(8, 8)\n" + _odd_init(draw, modules),
+        "init": "self.gate_proj = nn.Linear(8, 8)\nself.up_proj = nn.Linear(8, 8)\n" + odd_init(draw, modules),
         "activation": draw(st.sampled_from(_ACTIVATIONS)),
     }
     return _case("products", "gated", _method(draw, site, modules), holes)
@@ -128,10 +128,37 @@ def gated(draw: Draw) -> Case:
     )
     site = [line.format(s=first, r=second) for line in draw(st.sampled_from(forms))]
     holes = {
-        "init": "self.gate_proj = nn.Linear(8, 8)\nself.up_proj = nn.Linear(8, 8)\n" + _odd_init(draw, modules),
+        "init": "self.gate_proj = nn.Linear(8, 8)\nself.up_proj = nn.Linear(8, 8)\n" + odd_init(draw, modules),
         "activation": draw(st.sampled_from(_ACTIVATIONS)),
     }
     return _case("products", "gated", _method(draw, site, modules), holes)
+
+
+@st.composite
+def downs(draw: Draw) -> Case:
+    """Return a method with the projection of something activated times another tensor."""
+    modules = ("gate_proj", "up_proj", "down_proj")
+    first, second = draw(st.sampled_from(_TENSORS)), draw(st.sampled_from(_TENSORS))
+    forms = (
+        ["a = self.down_proj(self.act_fn(self.gate_proj({s})) * self.up_proj({s}))"],
+        ["e = self.gate_proj({s})", "g = self.up_proj({s})", "a = self.down_proj(self.act_fn(e) * g)"],
+        ["e = self.act_fn(self.gate_proj({s})) * self.up_proj({s})", "a = self.down_proj(e)"],
+        ["a = self.down_proj(self.act_fn({s}) * {r})"],
+        ["a = self.down_proj(self.act_fn({s}) * self.bump({r}))"],
+        ["a = self.down_proj(F.silu({s}) * {r}) + self.down_proj(self.act_fn({r}) * {s})"],
+        ["a = self.down_proj(self.drop(self.act_fn({s}) * {r}))"],
+        ["for _ in range(2):\n    a = self.down_proj(self.act_fn({s}) * ({r} * self.next()))"],
+        ["a = self.down_proj(self.act_fn(self.changed({s})) * {r})"],
+    )
+    site = [line.format(s=first, r=second) for line in draw(st.sampled_from(forms))]
+    sizes = "".join(f"self.{name} = nn.Linear(8, 8)\n" for name in modules)
+    changed = "def changed(self, v):\n    self.down_proj = self.up_proj\n    return v\n"
+    holes = {
+        "init": sizes + odd_init(draw, modules),
+        "methods": changed if any("changed" in line for line in site) else "",
+        "activation": draw(st.sampled_from(_ACTIVATIONS)),
+    }
+    return _case("downs", "gated", _method(draw, site, modules), holes)
 
 
 @st.composite

@@ -13,10 +13,17 @@ from rewrite.analysis.syntax.module import ClassInfo, Module
 
 
 class Effects:
-    """What the functions of one module may do."""
+    """What the functions of one module may do.
 
-    def __init__(self, module: Module):
+    Args:
+        module: the file.
+        plain_containers: take it for granted that indexing a value and iterating over one run no code, whatever its
+            class. Enough where the question is what is written in place, not what is counted or drawn.
+    """
+
+    def __init__(self, module: Module, plain_containers: bool = False):
         self.module = module
+        self.plain_containers = plain_containers
         self.names = Names(module)
         self.calls: dict[int, list[cst.Call]] = {}
         """The calls inside a function, by its `id`, once somebody has looked for them."""
@@ -48,9 +55,10 @@ class Effects:
         return found
 
 
-def effects_of(module: Module) -> Effects:
+def effects_of(module: Module, plain_containers: bool = False) -> Effects:
     """Return the analysis of a module, the same for as long as the module lives."""
-    found = module.remembered.get("effects")
+    key = "effects, plain containers" if plain_containers else "effects"
+    found = module.remembered.get(key)
     if not isinstance(found, Effects):
-        found = module.remembered["effects"] = Effects(module)
+        found = module.remembered[key] = Effects(module, plain_containers)
     return found

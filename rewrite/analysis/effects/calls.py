@@ -267,7 +267,7 @@ class _Call:
             if name == "add" and not _is_tensor_like(func.value):
                 return Value(roots)
             return Value(frozenset())
-        if name in known.VIEWS or name in known.CONTAINER_READS:
+        if name in known.VIEWS or name in known.CONTAINER_READS or name in known.CONFIG_READS:
             return Value(roots)
         if name in known.CONTAINER_WRITES and _is_container(func.value, self.scope):
             return Value(roots, Effect(writes=held.roots))

@@ -28,7 +28,8 @@ FRESH = names(
     searchsorted selu sigmoid sign silu sin sinh softmax softplus softsign sort sqrt square stack std sub
     subtract sum tan tanh tensor tile topk tril triu true_divide trunc unique unique_consecutive var where zeros
     zeros_like rms_norm group_norm avg_pool1d avg_pool2d max_pool1d max_pool2d embedding bitwise_xor
-    promote_types isin addbmm cdist index_fill reciprocal icdf
+    promote_types isin addbmm cdist index_fill reciprocal icdf histc binary_cross_entropy
+    binary_cross_entropy_with_logits kl_div l1_loss nll_loss smooth_l1_loss
     """
 )
 ALONE = names(
@@ -42,7 +43,8 @@ NO_METHODS = names(
     """
     celu elu gelu glu hardsigmoid hardswish hardtanh leaky_relu linear conv1d conv2d conv3d conv_transpose1d
     conv_transpose2d mish layer_norm rms_norm group_norm relu6 selu silu softplus softsign embedding interpolate
-    avg_pool1d avg_pool2d max_pool1d max_pool2d scaled_dot_product_attention
+    avg_pool1d avg_pool2d max_pool1d max_pool2d scaled_dot_product_attention binary_cross_entropy
+    binary_cross_entropy_with_logits kl_div l1_loss nll_loss smooth_l1_loss
     """
 )
 """Of these, functions that tensors have no method of."""
@@ -87,6 +89,8 @@ CONTAINER_READS = names(
     get items keys values index count copy startswith endswith format join lower upper
     """
 )
+CONFIG_READS = names("get_text_config")
+"""The method of transformers' configurations that returns one of them, and writes nothing."""
 
 OF_TENSORS = (
     (FRESH | VIEWS | ABOUT | NO_TENSOR | MOVES_MODULES | CONTAINER_WRITES | CONTAINER_READS) - NO_METHODS

@@ -296,6 +296,8 @@ class Scope:
 
     def _iterates(self, node: cst.BaseExpression) -> Effect:
         """Iterating runs code where the iterable may be a generator or an object of one's own."""
+        if self.effects.plain_containers:
+            return NOTHING
         if isinstance(node, (cst.Tuple, cst.List, cst.Set, cst.Dict, cst.ListComp)):
             return NOTHING
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Name):
@@ -379,7 +381,7 @@ class Scope:
     def _indexes(self, base: cst.BaseExpression) -> Effect:
         """Indexing what an unknown call has made may run code: a `defaultdict` does."""
         made = self.single.get(base.value) if isinstance(base, cst.Name) else None
-        if made is None or id(made) in self._indexed:
+        if made is None or id(made) in self._indexed or self.effects.plain_containers:
             return NOTHING
         self._indexed.add(id(made))
         anything = isinstance(made, cst.Call) and self.value(made).effect.anything
