@@ -9,11 +9,11 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import Scope, before, effects_of, union, why_not_move
-from rewrite.analysis.sites.as_written import is_runtime_name
+from rewrite.analysis.sites.as_written import is_runtime_name, is_set_once
 from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.sites.pairing import fused
 from rewrite.analysis.sites.residual import Pair, is_fused, norm_classes, pairs
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.replacement import call_statement
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 
@@ -95,7 +95,7 @@ def _refusal(pair: Pair, info: ClassInfo, module: Module) -> Skip | None:
         return Skip("order", scope.unknown)
     sides = scope.of(pair.add.left) | scope.of(pair.add.right)
     if not pair.total:
-        if (sides.anything or sides.stores) and not _is_set_once(pair.norm, info, module):
+        if (sides.anything or sides.stores) and not is_set_once(pair.norm, info, module):
             return Skip("order", f"self.{pair.norm} may change while the sum is evaluated")
         return None
     if not isinstance(pair.line, cst.SimpleStatementLine) or _is_conditional(pair, module):
@@ -123,14 +123,6 @@ _READS = (
     cst.Name, cst.Attribute, cst.Dot, cst.BaseNumber, cst.BaseString, cst.EmptyLine, cst.Newline, cst.Comment,
     cst.TrailingWhitespace, cst.BaseParenthesizableWhitespace,
 )  # fmt: skip
-
-
-def _is_set_once(norm: str, info: ClassInfo, module: Module) -> bool:
-    """Whether the file sets an attribute nowhere but while the module is built."""
-    names = effects_of(module).names
-    family = {other.name: other for other in (*names.owners(info), *names.heirs(info))}
-    others = [m for other in family.values() for name, m in other.methods.items() if name != "__init__"]
-    return not {norm, "*"} & names.stored and not any(norm == a for m in others for a, _ in self_assignments(m))
 
 
 def _may_catch(pair: Pair, module: Module) -> str | None:

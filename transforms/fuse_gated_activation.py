@@ -10,9 +10,10 @@ import libcst as cst
 
 from rewrite.analysis.effects import HEAP, Effect, Scope, between, effects_of, why_not_move
 from rewrite.analysis.sites.activations import Gated, gated_products, products_in_place
+from rewrite.analysis.sites.as_written import why_replaced
 from rewrite.analysis.sites.products import products_in
 from rewrite.analysis.sites.strides import reads_of
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import block_of, expression
 from rewrite.analysis.syntax.replacement import name_is_free
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
@@ -80,6 +81,9 @@ class FuseGatedActivation(Transform):
             return Skip("name_taken")
         if (skip := _unsafe(gated, scope)) is not None:
             return skip
+        attribute = self_attribute(gated.function)
+        if attribute and (why := why_replaced(attribute, (gated.gate, gated.other), owner, scope)):
+            return Skip("not_proven", why)
         arguments = ", ".join(module.code(_bare(node)) for node in (gated.gate, gated.other, gated.function))
         edits = [Edit(gated.product.node, (expression(f"gated_activation({arguments})"),))]
         if gated.local is not None:

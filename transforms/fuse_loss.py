@@ -9,7 +9,7 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import Effect, effects_of, union, why_not_move
-from rewrite.analysis.sites.as_written import is_runtime_name
+from rewrite.analysis.sites.as_written import is_runtime_name, why_replaced
 from rewrite.analysis.sites.linear_calls import only_argument
 from rewrite.analysis.step.terms import LINEAR
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute, walk
@@ -234,7 +234,8 @@ def _why_not_later(
         node = above
     product = scope.of(head.call) | Effect(attributes=frozenset(("weight", "bias")))
     after = union(scope.of(statement) for statement in later)
-    return why_not_move(scope, product, replace(after, binds=frozenset(), leaves=frozenset()))
+    why = why_not_move(scope, product, replace(after, binds=frozenset(), leaves=frozenset()))
+    return why or why_replaced(head.attribute, [head.hidden_states], info, scope) or None
 
 
 def _uses(method: cst.FunctionDef, name: str, module: Module) -> Iterator[cst.Name]:

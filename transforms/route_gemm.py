@@ -8,6 +8,7 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of
+from rewrite.analysis.sites.as_written import why_replaced
 from rewrite.analysis.sites.linear_calls import only_argument
 from rewrite.analysis.step.terms import LINEAR
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute, without_runtime
@@ -80,6 +81,9 @@ class RouteGemm(Transform):
             return Skip("other_call", candidate.label)
         if not _is_free(OPERATOR, owner.methods["forward"], module):
             return Skip("name_taken", OPERATOR)
+        scope = effects_of(module).scope(owner.methods["forward"], owner)
+        if why := why_replaced(candidate.label, [argument], owner, scope):
+            return Skip("not_linear", why)
         arguments = [module.code(argument), f"self.{candidate.label}"]
         old, new = with_call(call, OPERATOR, arguments, module)
         return Found((Edit(old, (new,)),), (f"products.{OPERATOR}",))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.sites.as_written import is_runtime_name
+from rewrite.analysis.sites.as_written import is_runtime_name, why_replaced
 from rewrite.analysis.sites.linear_calls import only_argument
 from rewrite.analysis.step.terms import LINEAR
 from rewrite.analysis.syntax.module import Module
@@ -73,8 +73,12 @@ class SpareActivation(Transform):
         plain = all(isinstance(v, cst.Call) and names.resolved(v.func) in LINEAR for v in values)
         if not values or not plain or candidate.label in names.tampered:
             return Skip("not_linear", candidate.label)
-        if not is_runtime_name(PRODUCT, module, module.classes[owner].methods[name]):
+        info, method = module.classes[owner], module.classes[owner].methods[name]
+        if not is_runtime_name(PRODUCT, module, method):
             return Skip("name_taken")
+        factors = [argument.value for argument in inner.args]
+        if why := why_replaced(candidate.label, factors, info, effects_of(module).scope(method, info)):
+            return Skip("not_linear", why)
         given = [module.code(a.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for a in inner.args]
         old, new = with_call(call, PRODUCT, [*given, f"self.{candidate.label}"], module)
         return Found((Edit(old, (new,)),), (f"products.{PRODUCT}",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,13 @@ class Verdict:
         return {report.name: len(report.rewritten) for report in reports if report.rewritten}
 
 
-def all_transforms() -> list[Transform]:
-    """Return every transform that promises equal results; fp8 is approximate."""
-    return select(also=("route_gemm", "fuse_loss", "spare_activation"))
+IN_TRAINING = ("fuse_loss", "spare_activation")
+"""Transforms on request that find nothing where route_gemm, another one, took the products."""
+
+
+def all_transforms(of: Sequence[str] = ()) -> list[Transform]:
+    """Return every transform that promises equal results, as those of a case need them; fp8 is approximate."""
+    return select(also=IN_TRAINING if {*of} & {*IN_TRAINING} else ("route_gemm",))
 
 
 def examine(case: Case, transforms: list[Transform]) -> Verdict:

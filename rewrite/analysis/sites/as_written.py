@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from rewrite.analysis.effects import attribute, effects_of
+from rewrite.analysis.effects import Scope, attribute, effects_of, union
 from rewrite.analysis.effects.names import Names, dotted_end
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_assignments, self_attribute, walk
 from rewrite.analysis.syntax.nodes import calls_in, parameters
 from rewrite.analysis.syntax.replacement import name_is_free
 
@@ -40,6 +40,29 @@ def why_not_as_written(info: ClassInfo, function: cst.FunctionDef, module: Modul
     if effect.writes or effect.stores:
         return "it writes something in place"
     return effect.anything or effect.draws
+
+
+def is_set_once(attribute: str, info: ClassInfo, module: Module) -> bool:
+    """Whether the file sets `self.<attribute>` nowhere but while the module is built."""
+    names = effects_of(module).names
+    family = {other.name: other for other in (*names.owners(info), *names.heirs(info))}
+    others = [m for other in family.values() for name, m in other.methods.items() if name != "__init__"]
+    return not {attribute, "*"} & names.stored and not any(
+        attribute == a for m in others for a, _ in self_assignments(m)
+    )
+
+
+def why_replaced(attribute: str, arguments: Iterable[cst.BaseExpression], info: ClassInfo, scope: Scope) -> str:
+    """Return why `self.<attribute>` may be another object once `arguments` are evaluated, `""` if it is the same.
+
+    A call looks its function up before its arguments; an operator that is handed the module does so after them.
+    """
+    effect = union(scope.of(argument) for argument in arguments)
+    if {attribute, "*"} & effect.stores:
+        return f"self.{attribute} is set while its argument is computed"
+    if effect.anything and not is_set_once(attribute, info, scope.module):
+        return f"self.{attribute} may be set while its argument is computed: {effect.anything}"
+    return ""
 
 
 def why_no_parameter(name: str, info: ClassInfo, module: Module) -> str:
