@@ -81,7 +81,7 @@ class RouteGemm(Transform):
             return Skip("other_call", candidate.label)
         if not _is_free(OPERATOR, owner.methods["forward"], module):
             return Skip("name_taken", OPERATOR)
-        scope = effects_of(module).scope(owner.methods["forward"], owner)
+        scope = effects_of(module, plain_containers=True).scope(owner.methods["forward"], owner)
         if why := why_replaced(candidate.label, [argument], owner, scope):
             return Skip("not_linear", why)
         arguments = [module.code(argument), f"self.{candidate.label}"]

@@ -411,7 +411,7 @@ def launch(
         HEADS_HELD=heads_held,
         BLOCK_HEADS=max(16, heads_held) if split.dot else heads_held,
         BLOCK_D=max(16, _power(head_dim)),  # the least that is summed over in a product of matrices
-        BLOCK_DV=_power(value_dim),
+        BLOCK_DV=max(16, _power(value_dim)),
         BLOCK_SLOTS=split.slots,
         SPLITS=split.splits,
         PARTS=parts_at_once,

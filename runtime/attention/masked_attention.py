@@ -263,8 +263,8 @@ def _launch(
     value_dim = value.shape[3]
     programs = PROGRAMS * processors(query.get_device() if query.is_cuda else None)
     form = choose(batch, kv_heads, group, slots, head_dim, value_dim, programs)
-    shares, block_dv = -(-group // form.heads), _power(value_dim)
-    block_d = max(16, _power(head_dim))  # the least that is summed over in a product of matrices
+    shares = -(-group // form.heads)
+    block_d, block_dv = max(16, _power(head_dim)), max(16, _power(value_dim))  # the least of a product
     top, total = query.new_empty((2, out.numel() // value_dim * form.splits), dtype=torch.float32)
     parts = query.new_empty(out.numel() * form.splits, dtype=torch.float32)
     strides = (0, 0, 0, 0) if mask is None else _mask_strides(mask, query, kv_heads)
