@@ -1,6 +1,6 @@
 """Profiles of whole models on a GPU: whether a step's parts make up the wall clock, and which kernels are unknown.
 
-    python bench/profile_models.py [--device cuda] [--only NAME] [--json bench/results/profile-h200.json]
+    python bench/profile_models.py [--device cuda] [--only NAME] [--json bench/results/profile-in-turn-h200.json]
 
 Every name of a kernel that was seen can be kept with `--names`, for `fixtures/profile`.
 """
@@ -89,7 +89,8 @@ def profiled(model: str, fields: dict[str, Any], device: str, names: set[str]) -
 
 
 def kept(record: dict[str, Any]) -> Any:
-    """The record without its longest parts."""
+    """The record without its longest parts, and without the change, which quotes the model's source."""
+    record.pop("change", None)
     for side in record["sides"].values():
         side["rows"] = side["rows"][:KEPT_ROWS]
         for long in ("timeline", "lines", "modules"):

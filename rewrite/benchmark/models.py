@@ -94,6 +94,7 @@ def build(model_class: Any, config: Any, dtype: str, device: str, seed: int = 0)
     torch.manual_seed(seed)
     with torch.device(device):
         model = model_class._from_config(copy.deepcopy(config), dtype=getattr(torch, dtype))
+    model.to(device)  # `torch.Tensor(size)`, which some models make parameters of, is on the CPU all the same
     randomise(model)
     return settled(model)
 
