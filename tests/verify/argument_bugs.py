@@ -248,6 +248,13 @@ BERT = (
         "ignored_index = start_logits.size(1)",
         "ignored_index = start_logits.size(1) - 1",
     ),
+    Bug("bert", "span that ends at the first token", "end_positions.clamp(0, i", "end_positions.clamp(1, i"),
+    Bug(
+        "bert",
+        "as many rows as classes",
+        "seq_relationship_score.view(-1, 2)",
+        "seq_relationship_score.view(2, -1)",
+    ),
     Bug("bert", "several labels by squares", "loss_fct = BCEWithLogitsLoss()", "loss_fct = MSELoss()"),
     Bug(
         "bert",
@@ -288,6 +295,12 @@ T5 = (
         "what an encoder made scaled",
         "                last_hidden_state=encoder_outputs[0],",
         "                last_hidden_state=encoder_outputs[0] * 1.01,",
+    ),
+    Bug(
+        "t5",
+        "an encoder's hidden states dropped",
+        "hidden_states=encoder_outputs[1] if len(encoder_outputs) > 1 else None,",
+        "hidden_states=None,",
     ),
     Bug(
         "t5",

@@ -109,7 +109,7 @@ def _next_sentence(call: Call) -> Arguments:
 
 def _span(call: Call) -> Arguments:
     starts, ends = (call.integers(call.length, call.rows, salt=salt) for salt in (9, 10))
-    starts[-1], ends[0] = call.length + 2, call.length - 1  # one lies outside, one is the last token
+    starts[-1], ends[0], ends[-1] = call.length + 2, call.length - 1, 0  # outside, the last token, the first
     return {**call.plain, "start_positions": starts, "end_positions": ends}
 
 
@@ -135,6 +135,15 @@ def _encoded(call: Call) -> Arguments:
     hidden = call.model.get_encoder()(**given.without(call.plain, [DECODER_IDS]))[0]
     changed = hidden.detach() * 0.7
     return {DECODER_IDS: call.plain[DECODER_IDS], "encoder_outputs": (changed,)}
+
+
+def _encoded_whole(call: Call) -> Arguments:
+    """The same with the encoder's hidden states and attention weights, which come back beside the decoder's own."""
+    found = _encoded(call)
+    (hidden,) = found["encoder_outputs"]
+    length = hidden.shape[-2]
+    weights = call.random(call.rows, call.heads, length, length, salt=14)
+    return {**found, "encoder_outputs": (hidden, (hidden * 0.5, hidden), (weights,))}
 
 
 def _indices(call: Call) -> Any:
@@ -221,6 +230,7 @@ CASES: tuple[Case, ...] = (
     Case("decoder's mask, left padding", ("decoder_attention_mask",), _beside(
         decoder_attention_mask=lambda call: call.padded("left")), padded="left"),
     Case("encoder_outputs", ("encoder_outputs",), _encoded),
+    Case("encoder_outputs with what it passed through", ("encoder_outputs",), _encoded_whole, traces=True),
     Case("encoder states", ("encoder_hidden_states",), _beside(encoder_hidden_states=_heard)),
     Case("encoder states with a mask", ("encoder_hidden_states", "encoder_attention_mask"), _beside(
         encoder_hidden_states=_heard, encoder_attention_mask=_heard_mask)),
@@ -249,7 +259,7 @@ CASES: tuple[Case, ...] = (
     Case("num_items_in_batch alone", ("num_items_in_batch",), _beside(num_items_in_batch=_always(7))),
     Case("ignore_index", ("labels", "ignore_index"), _another_ignored),
     Case("shift_labels", ("labels", "shift_labels"), _with_labels("shift_labels", _shifted)),
-    Case("next sentence", ("labels", "next_sentence_label"), _next_sentence),
+    Case("next sentence", ("labels", "next_sentence_label"), _next_sentence, rows=3),
     Case("start and end", ("start_positions", "end_positions"), _span),
     Case("start and end, num_items_in_batch", ("start_positions", "end_positions", "num_items_in_batch"),
          lambda call: {**_span(call), "num_items_in_batch": 7}),
