@@ -336,7 +336,7 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     batch = _batch(bench, variant, 1, 11, "looked up")
     batch = replace(batch, input_ids=batch.input_ids.repeat(1, 3))
     looked_up = {"do_sample": False, "prompt_lookup_num_tokens": 4}
-    on_original(generate, pair.original, batch, 2, 0, **looked_up)  # some models do not take it at all
+    on_original(generate, pair.original, batch, LONGER, 0, **looked_up)  # some models do not take it at all
     original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
     figures: dict[str, Figure] = {}
     for _ in range(2):
