@@ -91,6 +91,15 @@ def close(word: str, known: Sequence[str], most: int = 3, cutoff: float = 0.6) -
     return [spelled[name] for name in difflib.get_close_matches(word.lower(), spelled, most, cutoff)]
 
 
+class UnknownModelFolder(UsageError):
+    """A folder was named that transformers.models has not, or that holds no modeling file."""
+
+    def __init__(self, name: str, known: Sequence[str]):
+        near = close(name.partition("/")[0], known)
+        hint = f"did you mean {', '.join(near)}?" if near else "`rewrite models` lists them."
+        super().__init__(f"transformers.models has no folder '{name}' with a modeling file: {hint}")
+
+
 class OutsideTransformNotLoadable(UsageError):
     """A transform that the user brings cannot be used."""
 

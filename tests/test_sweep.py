@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.errors import NotATransformers
+from rewrite.errors import NotATransformers, UnknownModelFolder
 from rewrite.sweep import plan, pool
 from rewrite.sweep.against import previous, regressions
 from rewrite.sweep.examine import examine
@@ -144,3 +144,12 @@ def test_what_changed_is_known_by_its_text(tmp_path, monkeypatch):
         lambda given, jobs: [Row(t.name, rewritten_sha256="new" if t.name in changed else "same") for t in given],
     )
     assert plan.changed(tasks, before, 1) == {"00/modeling.py", "07/modeling.py"}
+
+
+def test_a_folder_that_is_none_is_an_error():
+    installed = find_transformers()
+    assert [name for name, _ in plan.files(installed, ["llama"])] == ["llama/modeling_llama.py"]
+    with pytest.raises(UnknownModelFolder, match="did you mean llama"):
+        plan.files(installed, ["llama", "lama"])
+    with pytest.raises(UnknownModelFolder, match="did you mean blip"):
+        plan.files(installed, ["blip/modeling_blip.py"])

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rewrite.errors import MissingLibrary, NotATransformers
+from rewrite.errors import MissingLibrary, NotATransformers, UnknownModelFolder
 from rewrite.sweep import pool
 from rewrite.sweep.row import Row
 from rewrite.upstream.installed import Installed, copy_at, find_transformers
@@ -42,10 +42,18 @@ def library(root: Path | None) -> Installed:
 
 
 def files(installed: Installed, folders: Sequence[str]) -> list[tuple[str, Path]]:
-    """Name and path of every modeling file, sorted; those of `models/auto` are no models."""
+    """Name and path of every modeling file, sorted; those of `models/auto` are no models.
+
+    Raises:
+        UnknownModelFolder: one of `folders` has none.
+    """
     models = installed.root / "models"
-    found = sorted(models.glob("*/modeling_*.py"))
-    wanted = [path for path in found if path.parent.name != "auto" and (not folders or path.parent.name in folders)]
+    found = [path for path in sorted(models.glob("*/modeling_*.py")) if path.parent.name != "auto"]
+    known = list(dict.fromkeys(path.parent.name for path in found))
+    for folder in folders:
+        if folder not in known:
+            raise UnknownModelFolder(folder, known)
+    wanted = [path for path in found if not folders or path.parent.name in folders]
     return [(path.relative_to(models).as_posix(), path) for path in wanted]
 
 

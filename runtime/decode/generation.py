@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections import deque
 from collections.abc import Hashable
 from typing import Any, ClassVar
@@ -50,6 +51,8 @@ CHUNK = 4
 """Replays between two looks at the tokens. Two chunks are under way at a time, and what was run beyond the end is
 thrown away, so a longer chunk wastes more; a shorter one gains nothing (a look costs the device about 4 µs)."""
 STREAMED_CHUNK = 2
+_OF_THE_PROMPT = {"attention_mask", "position_ids", "token_type_ids"}
+"""Inputs with an entry for every token of the prompt."""
 FIRST_ROOM = 4096
 """Tokens beyond the prompt that the first cache has room for; a longer text moves to one of up to twice the size."""
 
@@ -232,7 +235,10 @@ class _Generation:
             outputs = self.model._prefill(ids, self.call.config, dict(inputs))
             if not graph.cache.attention_layers and graph.cache.is_written:
                 graph.cache.rewind(past + self.prompt_length)
-            if getattr(outputs, name, None) is not cache or graph.cache.length == 0:
+            used = getattr(outputs, name, None)
+            if used is not cache and isinstance(used, EncoderDecoderCache) and not self.watches:
+                used = used.self_attention_cache  # a model with cross-attention may put it into a cache of both
+            if used is not cache or graph.cache.length == 0:
                 raise self._refuse(graph, "cache_unused")
             watched = StepInputs(self.model, outputs, ids, inputs, graph.cache) if self.watches else None
             if watched is not None and not watched.sees(self.call.mask):
@@ -429,10 +435,26 @@ class _Generation:
             "sequences": sequences,
             "scores": tuple(self.kept_scores[:count]) if call.config.output_scores else None,
             "logits": tuple(self.kept_logits[:count]) if call.config.output_logits else None,
-            "past_key_values": call.inputs[call.cache_name],
+            "past_key_values": self._returned_cache(),
         }
         encodes = self.model.config.is_encoder_decoder
         return GenerateEncoderDecoderOutput(**kept) if encodes else GenerateDecoderOnlyOutput(**kept)
+
+    def _returned_cache(self) -> Any:
+        """Return the cache as the model gives it back: with cross-attention, it may put a growing one into another."""
+        call, config = self.call, self.model.config
+        given, others = call.inputs[call.cache_name], vars(sys.modules[type(self.model.base_model).__module__])
+        may_wrap = "EncoderDecoderCache" in others and getattr(config, "add_cross_attention", True)
+        if type(given) is not DynamicCache or config.is_encoder_decoder or not may_wrap:
+            return given
+        beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
+        token = call.input_ids[:, :1]
+        one = self.model._prefill(token, call.config, {**beside, call.cache_name: DynamicCache()})
+        returned = getattr(one, call.cache_name, None)
+        if not isinstance(returned, EncoderDecoderCache):
+            return given
+        returned.self_attention_cache = given
+        return returned
 
     def _keep(self, logits: Tensor | None, scores: Tensor | None) -> None:
         if self.call.keeps and logits is not None and scores is not None:

@@ -219,6 +219,10 @@ def _form(processor: Any, device: torch.device, prompt_length: int) -> Form | No
         return Form("forced_bos", lambda ids, scores, length: scores)
     if kind is processors.SuppressTokensAtBeginLogitsProcessor and processor.begin_index <= prompt_length:
         return Form("suppressed_at_begin", lambda ids, scores, length: scores)
+    if kind is processors.NoRepeatNGramLogitsProcessor:
+        return _no_ngram_twice(processor.ngram_size)
+    if kind is processors.EncoderNoRepeatNGramLogitsProcessor:
+        return _no_ngram_of_the_encoder(processor, device)
     return None
 
 
@@ -273,3 +277,56 @@ def _forced(processor: Any, device: torch.device) -> Form:
         return torch.where(length == last, forced, scores)
 
     return Form(("forced", len(ids)), run, [ids, last])
+
+
+def _no_ngram_twice(size: int) -> Form:
+    """Return a form that forbids what would make `size` tokens in a row that the row already has."""
+
+    def run(ids: Tensor, scores: Tensor, length: Tensor) -> Tensor:
+        if ids.shape[1] < size:
+            return scores
+        complete = torch.arange(size - 1, ids.shape[1], device=ids.device) < length
+        return _without(scores, ids.unfold(1, size, 1), _latest(ids, size - 1, length), complete)
+
+    return Form(("ngrams", size), run, reads_ids=True)
+
+
+def _no_ngram_of_the_encoder(processor: Any, device: torch.device) -> Form:
+    """Return a form that forbids what would make `n` tokens in a row that the encoder's row has."""
+    size = processor.ngram_size
+    of_rows = [
+        [(*before, token) for before, tokens in row.items() for token in tokens] for row in processor.generated_ngrams
+    ]
+    # Texts of about the same length share a graph.
+    width = 1 << max(len(row) for row in of_rows).bit_length()
+    filled = [row + [(-1,) * size] * (width - len(row)) for row in of_rows]
+    ngrams = torch.tensor(filled, dtype=torch.int64).to(device)
+
+    def run(ids: Tensor, scores: Tensor, length: Tensor) -> Tensor:
+        known = ngrams.repeat_interleave(scores.shape[0] // ngrams.shape[0], dim=0)
+        complete = (known[..., -1] >= 0) & (length.view(-1, 1) >= size - 1)
+        return _without(scores, known, _latest(ids, size - 1, length), complete)
+
+    return Form(("encoder_ngrams", tuple(ngrams.shape)), run, [ngrams], reads_ids=True)
+
+
+def _latest(ids: Tensor, count: int, length: Tensor) -> Tensor:
+    """Return the last `count` visible ids of each row, `[B, count]`."""
+    positions = length.view(-1, 1) - count + torch.arange(count, device=ids.device)
+    return ids.gather(1, positions.clamp(min=0).expand(ids.shape[0], -1))
+
+
+def _without(scores: Tensor, ngrams: Tensor, latest: Tensor, complete: Tensor) -> Tensor:
+    """Return the scores without the tokens that end one of the n-grams after the latest ids.
+
+    Args:
+        scores: `[B, V]`.
+        ngrams: `[B, N, n]`.
+        latest: `[B, n - 1]` ids.
+        complete: `[N]`, `[1, N]` or `[B, N]`, which of the n-grams count.
+    """
+    follows = (ngrams[..., :-1] == latest[:, None]).all(-1) & complete
+    nothing = scores.shape[1]
+    last = torch.where(follows, ngrams[..., -1], nothing)
+    forbidden = torch.zeros(scores.shape[0], nothing + 1, dtype=torch.bool, device=scores.device)
+    return scores.masked_fill(forbidden.scatter_(1, last, True)[:, :nothing], float("-inf"))

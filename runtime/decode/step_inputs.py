@@ -89,7 +89,7 @@ class StepInputs:
 
     def _seen(self) -> list[Tensor]:
         layers = [] if self._cross is None else self._cross.layers
-        return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+        return [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
 
     def _kept(self, first: Any, second: Any) -> Any:
         """Return an argument in memory of its own."""
@@ -118,7 +118,7 @@ class StepInputs:
 
     def store(self, given: Any) -> None:
         """Make a cache of transformers' hold copies of what the tokens saw of an encoder's output."""
-        if self._cross is not None and not any(given.is_updated.values()):
+        if self._cross is not None and self._seen() and not any(given.is_updated.values()):
             given.cross_attention_cache.layers = _own(self._cross).layers
             given.is_updated = dict.fromkeys(range(len(self._cross.layers)), True)
 
@@ -191,6 +191,8 @@ def _own(cross: Any) -> DynamicCache:
     with torch.inference_mode(False):
         for layer in cross.layers:
             own.layers.append(DynamicLayer())
+            if not layer.is_initialized:  # no encoder was heard
+                continue
             own.layers[-1].lazy_initialization(layer.keys, layer.values)
             own.layers[-1].keys, own.layers[-1].values = layer.keys.clone(), layer.values.clone()
     return own

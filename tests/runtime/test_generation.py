@@ -15,6 +15,7 @@ from experts_model import Qwen3Moe
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -34,6 +35,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.core import backend
@@ -43,6 +45,7 @@ from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.decode.graph_store import release_graphs, store_of
+from rewrite.runtime.decode.sampling import graph_forms
 from rewrite.runtime.parallel import shards
 
 GPU = torch.cuda.is_available()
@@ -117,6 +120,9 @@ SAMPLINGS = {
         "forced_eos_token_id": EOS[0],
     },
     "bounded": {"do_sample": True, "min_length": 20, "remove_invalid_values": True},
+    "no_token_twice": {"do_sample": True, "no_repeat_ngram_size": 1},
+    "no_pair_twice": {"do_sample": False, "no_repeat_ngram_size": 2},
+    "no_token_of_the_prompt": {"do_sample": False, "encoder_no_repeat_ngram_size": 1},
 }
 
 
@@ -477,6 +483,36 @@ def test_probabilities_that_are_no_numbers_raise_as_in_the_original():
         model.generate(**prompt(), **arguments)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ngrams_are_forbidden_as_by_the_processors(size):
+    generator = torch.Generator().manual_seed(size)
+    text = torch.randint(5, (4, 40), generator=generator)
+    for length in (1, 2, 3, 11, 40):
+        for rows in (2, 4):
+            found = [
+                NoRepeatNGramLogitsProcessor(size),
+                EncoderNoRepeatNGramLogitsProcessor(size, text[:rows, : 7 * rows]),
+            ]
+            scores = torch.randn(4, 6, generator=generator)
+            forms = graph_forms(found, scores.device, length)
+            for processor, form in zip(found, forms, strict=True):
+                expected = processor(text[:, :length], scores)
+                assert torch.equal(form.run(text, scores, torch.tensor([length])), expected)
+
+
+def test_a_model_with_cross_attention_gives_its_cache_back_as_the_original_does():
+    model, original = pair("gpt2", add_cross_attention=True)
+    mine, theirs = (run(m, prompt(), do_sample=False)[0] for m in (model, original))
+    assert loops(model) == []
+    assert torch.equal(mine.sequences, theirs.sequences)
+    assert type(mine.past_key_values) is type(theirs.past_key_values) is EncoderDecoderCache
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        ours, others = (getattr(out.past_key_values, name) for out in (mine, theirs))
+        assert type(ours) is type(others) is DynamicCache
+        assert len(ours.layers) == len(others.layers)
+        assert ours.get_seq_length() == others.get_seq_length()
+
+
 class Doubled(LogitsProcessor):
     def __call__(self, input_ids, scores):
         return scores * 2
@@ -494,7 +530,6 @@ def with_holes(inputs):
 
 OTHER_LOOP = {
     "logits_processor": {"logits_processor": LogitsProcessorList([Doubled()])},
-    "logits_processor-ngram": {"no_repeat_ngram_size": 2},
     "logits_processor-words": {"bad_words_ids": [[70, 71]]},
     "stopping_criteria": {"stopping_criteria": StoppingCriteriaList([Never()])},
     "outputs": {"output_hidden_states": True},

@@ -25,8 +25,9 @@ from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import Batch, prompt
 from ..models.workbench import Pair, Workbench, on_original
+from . import texts
 from .poison import poison, poison_for, reads_padding
-from .texts import Sink, generate, near_tie, noise_of
+from .texts import Sink, near_tie, noise_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,8 @@ LOOP = re.compile(r"\.runtime\.decode(\.generation)?$")
 PARTS = ("core/backend", "decode/graph", "decode/graph_store", "core/capture")
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
 NEW, LONGER = 16, 40
+generate = partial(texts.generate, use_cache=True)
+"""Asked for a cache, since a configuration may say none (MPT's does): there is no loop without."""
 TRIED = {"step_fails", "step_differs", "step_not_capturable", "cache_kind", "cache_unused", "inputs"}
 """Why a package's loop leaves a plain call to the original's: what it finds out of the model where it tries a step."""
 

@@ -107,6 +107,7 @@ def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> 
         "output_scores": True,
         "pad_token_id": 0,
         "do_sample": False,
+        "use_cache": True,
     }
     with torch.no_grad():
         out = model.generate(**given, max_new_tokens=new, disable_compile=True, **{**asked_for, **settings})
