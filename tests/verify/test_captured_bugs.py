@@ -26,6 +26,8 @@ BUGS = {
     "outputs handed out as they are": ("group[0].clone()", "group[0]"),
     "inputs not copied in": ("own.copy_(given)", "pass"),
     "arguments told apart by shape alone": ("return value.shape, value.stride(), value.dtype", "return ()"),
+    "a number drawn where none is": ("others != self._before[0]", "others != self._before[1]"),
+    "the model not known to itself": ("self._model_id = id(model)", "pass"),
     "outputs of another form": ("with_tensors(self._value, instead)", "with_tensors(self._value, torch.zeros_like)"),
 }
 

@@ -7,13 +7,10 @@ the package what ran: where its loop does not take a call, the check is not run 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure.runtime_part import runtime_part
@@ -24,7 +21,7 @@ from ..judging.compare import Mismatch, NotRun, near_exact
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import Batch, prompt
-from ..models.workbench import Pair, Workbench, on_original
+from ..models.workbench import Pair, Workbench, of_this_version, on_original
 from . import texts
 from .poison import poison, poison_for, reads_padding
 from .texts import Sink, near_tie, noise_of
@@ -138,7 +135,7 @@ def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reas
     from rewrite.runtime.core import backend
     from rewrite.runtime.decode.generation import GraphGeneration
 
-    if bench.rounding is not None or not _of_this_version(bench.subject.rewritten):
+    if bench.rounding is not None or not of_this_version(bench.subject.rewritten):
         return
     plain = type(original)
     bases, about = (GraphGeneration, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
@@ -154,14 +151,6 @@ def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reas
         delattr(original, SWITCH)
     if not any(operator == "generate" for operator, _ in backend.fallbacks()):
         raise Mismatch(f"the original's step runs in a decode loop, and the package's does not: {reason}") from reason
-
-
-def _of_this_version(model_class: Any) -> bool:
-    """Whether this version of the tool made the package that a class is in."""
-    from rewrite import __version__
-
-    lock = Path(inspect.getfile(model_class)).with_name("rewrite.lock")
-    return lock.is_file() and json.loads(lock.read_text("utf-8"))["tool"]["version"] == __version__
 
 
 def _batch(bench: Workbench, variant: Variant, rows: int, length: int, name: str) -> Batch:

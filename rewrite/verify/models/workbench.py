@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..judging.compare import NotRun
@@ -109,6 +112,14 @@ class Workbench:
         if self.options.quick:
             return [self.options.dtype]
         return list(dict.fromkeys(["float32", self.options.dtype, "float16"]))
+
+
+def of_this_version(model_class: Any) -> bool:
+    """Whether this version of the tool made the package that a class is in."""
+    from rewrite import __version__
+
+    lock = Path(inspect.getfile(model_class)).with_name("rewrite.lock")
+    return lock.is_file() and json.loads(lock.read_text("utf-8"))["tool"]["version"] == __version__
 
 
 def on_original(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
