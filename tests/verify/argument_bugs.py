@@ -145,6 +145,12 @@ MOE = (
         "self.num_experts_per_tok,\n   ",
         "self.num_experts_per_tok + 1,\n   ",
     ),
+    Bug(
+        "qwen3_moe",
+        "tokens of an expert counted in 8 bits",
+        "torch.float32 if compute_device.type in",
+        "torch.bfloat16 if compute_device.type in",
+    ),
     Bug("qwen3_moe", "scores recorded as the router's logits", "TopKRouter, index=0)", "TopKRouter, index=1)"),
     Bug("qwen3_moe", "loss without its keywords", LM_LOSS, LM_LOSS.replace(", **kwargs", "")),
     Bug(

@@ -63,6 +63,12 @@ LOOP = (
     bug(
         "a draft is taken unseen", "runtime/decode.py", "cumprod(0).sum().view(1) + 1", "cumprod(0).sum().view(1) + 2"
     ),
+    bug(
+        "all rows end with one",
+        "runtime/decode.py",
+        "(first[:, None] == self.sampling.eos).any(dim=-1)",
+        "(first[:, None] == self.sampling.eos).any()",
+    ),
     bug("cache not emptied", "runtime/decode.py", "self.state.position.fill_(self.cache.length)", "pass"),
 )
 

@@ -271,6 +271,8 @@ CASES: tuple[Case, ...] = (
     Case("router's logits and loss, padding", ("output_router_logits", "labels", "attention_mask"), _beside(
         output_router_logits=_always(True), labels=given.labels, attention_mask=lambda call: call.padded("right")),
         padded="right", traces=True),
+    Case("router's loss of many tokens", ("output_router_logits", "labels"), _beside(
+        output_router_logits=_always(True), labels=given.labels), rows=150),
 )  # fmt: skip
 
 

@@ -227,10 +227,13 @@ def _one(talk: Talk) -> None:
 
 
 def _padded(talk: Talk) -> None:
-    """Rows of unequal length, of which one ends by itself inside of a chunk."""
+    """Rows of unequal length, of which one ends by itself inside of a chunk, or at once."""
     arguments = talk.ask(Ask("padded", 3, 13, padded=True))
     settings = ending(talk, arguments)
-    talk.answers(arguments, **settings)
+    heard, _ = talk.answers(arguments, **settings)
+    first = heard.new[:, 0].tolist()
+    if first[0] not in first[1:]:
+        talk.answers(arguments, **{**settings, "eos_token_id": first[0]})
 
 
 def ending(talk: Talk, arguments: Arguments) -> dict[str, Any]:
