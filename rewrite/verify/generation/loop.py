@@ -332,8 +332,12 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
     figures: dict[str, Figure] = {}
     for _ in range(2):
-        with package.taken(pair.rewritten):
-            rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
+        try:
+            with package.taken(pair.rewritten):
+                rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
+        except NotRun as reason:
+            needless(bench, pair.original, lambda model: generate(model, batch, LONGER, 0, **looked_up), reason)
+            raise
         figures = near_tie(original, rewritten, _fp32_noise(original.logits))
     return figures
 
