@@ -109,7 +109,7 @@ class Report:
         yield ""
         yield f"On {self.beside.device}, with transformers {self.beside.version}, in 16 bits too, by the verifier's"
         yield "yardstick, with the kernels and the captured loop of the main class:"
-        ran = sum(row.file in {own.file for own in self.rows} for row in self.beside.rows)
+        ran = len({row.file for row in self.rows} & {row.file for row in self.beside.rows})
         yield f"{_tally(classes)}" + (f"; {ran} of {len(self.rows)} files were run." if ran < len(self.rows) else ".")
 
     def _failures(self) -> Iterator[str]:

@@ -441,17 +441,18 @@ class _Generation:
         return GenerateEncoderDecoderOutput(**kept) if encodes else GenerateDecoderOnlyOutput(**kept)
 
     def _returned_cache(self) -> Any:
-        """Return the cache as the model gives it back: with cross-attention, it may put a growing one into another."""
+        """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
         call, config = self.call, self.model.config
-        given, others = call.inputs[call.cache_name], vars(sys.modules[type(self.model.base_model).__module__])
-        may_wrap = "EncoderDecoderCache" in others and getattr(config, "add_cross_attention", True)
-        if type(given) is not DynamicCache or config.is_encoder_decoder or not may_wrap:
+        given = call.inputs[call.cache_name]
+        knows_both = "EncoderDecoderCache" in vars(sys.modules[type(self.model.base_model).__module__])
+        may_wrap = knows_both and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
+        if type(given) is not DynamicCache or not may_wrap or self.store.gives_back_plain:
             return given
         beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
-        token = call.input_ids[:, :1]
-        one = self.model._prefill(token, call.config, {**beside, call.cache_name: DynamicCache()})
+        one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
         returned = getattr(one, call.cache_name, None)
         if not isinstance(returned, EncoderDecoderCache):
+            self.store.gives_back_plain = True
             return given
         returned.self_attention_cache = given
         return returned

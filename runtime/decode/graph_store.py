@@ -46,6 +46,8 @@ class GraphStore:
         """By batch size and capacity, last used last."""
         self.refused: dict[Hashable, Refusal] = {}
         """What was tried in vain, by the key of the sampling; by None if it concerns them all."""
+        self.gives_back_plain = False
+        """Whether the model was seen to give a growing cache back as it was given one."""
 
     @contextlib.contextmanager
     def claimed(self, model: nn.Module) -> Iterator[bool]:
@@ -82,6 +84,7 @@ class GraphStore:
         """Give back every graph and cache."""
         self.graphs.clear()
         self.refused.clear()
+        self.gives_back_plain = False
 
     def drop(self, graph: DecodeGraph) -> None:
         """Forget a graph."""

@@ -35,7 +35,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.core import backend
@@ -45,7 +44,6 @@ from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.decode.graph_store import release_graphs, store_of
-from rewrite.runtime.decode.sampling import graph_forms
 from rewrite.runtime.parallel import shards
 
 GPU = torch.cuda.is_available()
@@ -481,23 +479,6 @@ def test_probabilities_that_are_no_numbers_raise_as_in_the_original():
     graph.prove = lambda tokens, sampling: None
     with pytest.raises(RuntimeError, match="probability tensor"):
         model.generate(**prompt(), **arguments)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ngrams_are_forbidden_as_by_the_processors(size):
-    generator = torch.Generator().manual_seed(size)
-    text = torch.randint(5, (4, 40), generator=generator)
-    for length in (1, 2, 3, 11, 40):
-        for rows in (2, 4):
-            found = [
-                NoRepeatNGramLogitsProcessor(size),
-                EncoderNoRepeatNGramLogitsProcessor(size, text[:rows, : 7 * rows]),
-            ]
-            scores = torch.randn(4, 6, generator=generator)
-            forms = graph_forms(found, scores.device, length)
-            for processor, form in zip(found, forms, strict=True):
-                expected = processor(text[:, :length], scores)
-                assert torch.equal(form.run(text, scores, torch.tensor([length])), expected)
 
 
 def test_a_model_with_cross_attention_gives_its_cache_back_as_the_original_does():

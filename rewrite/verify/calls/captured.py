@@ -17,7 +17,7 @@ from ..judging.compare import Mismatch, NotRun, Observations, near_exact
 from ..judging.verdict import Figure
 from ..models.inputs import Padding
 from ..models.model_inputs import TEXT, make, tensors
-from ..models.workbench import Pair, Workbench, of_this_version, on_original
+from ..models.workbench import Pair, Workbench, comparable, lent, on_original
 from .forward import real_rows
 
 if TYPE_CHECKING:
@@ -60,17 +60,14 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
     replays = kept.replays
     if not replays:
         reason = f"nothing was replayed: {'; '.join(store.describe(pair.rewritten)) or 'no reason is known'}"
-        if bench.rounding is None and of_this_version(type(pair.rewritten)):
+        if comparable(bench):
             _needless(bench, dtype, reason)
         raise NotRun(reason)
     return {**figures, "replays": replays}
 
 
 def _needless(bench: Workbench, dtype: str, reason: str) -> None:
-    """Let this version capture the forward of the original itself.
-
-    A package of another version may know less, and one that rounds on request has a forward of its own: they are not
-    asked.
+    """Let this version capture the forward of the original itself: two calls, the second of which is a replay.
 
     Raises:
         Mismatch: it does, so that the package has no reason not to.
@@ -78,14 +75,10 @@ def _needless(bench: Workbench, dtype: str, reason: str) -> None:
     from rewrite.runtime.forward import captured, store, switch
 
     original = bench.fresh(bench.base, bench.implementations()[0], dtype).original
-    plain = type(original)
-    about = {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    original.__class__ = type(plain.__name__, (captured.CapturedForward, plain), about)
-    setattr(original, SWITCH, bench.options.device == "cpu")
-    with switch.use_forward_graphs("always"):
-        for number in range(MORE_ROWS):
-            arguments = _arguments(bench, Pair(original, original), dtype, "none", number)
-            on_original(_outputs, original, arguments)
+    on_cpu = bench.options.device == "cpu"
+    with lent(original, captured.CapturedForward, SWITCH, on_cpu), switch.use_forward_graphs("always"):
+        for number in range(2):
+            on_original(_outputs, original, _arguments(bench, original.config, dtype, "none", number))
     if store.store_of(original).replays:
         raise Mismatch(f"the original's forward can be captured, and the package's is not: {reason}")
 
@@ -103,7 +96,7 @@ def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: 
     for number in range(CALLS):
         if number == CALLS - 1:
             _change_weights(pair)
-        arguments = _arguments(bench, pair, dtype, padding, number)
+        arguments = _arguments(bench, pair.original.config, dtype, padding, number)
         expected = {**expected, **_named(on_original(_outputs, pair.original, arguments), number)}
         outputs = _outputs(pair.rewritten, arguments)
         kept += [(tensor, tensor.clone()) for tensor in outputs.values()]
@@ -113,12 +106,12 @@ def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: 
     return near_exact(expected, found, maximum)
 
 
-def _arguments(bench: Workbench, pair: Pair, dtype: str, padding: Padding, number: int) -> dict[str, Any]:
+def _arguments(bench: Workbench, config: Any, dtype: str, padding: Padding, number: int) -> dict[str, Any]:
     import torch
 
     seed = bench.seed_for(bench.subject.name, "captured", padding, number)
     rows = 3 if number == MORE_ROWS else 2
-    made = make(bench.base.inputs, pair.original.config, rows, seed, getattr(torch, dtype), padding)
+    made = make(bench.base.inputs, config, rows, seed, getattr(torch, dtype), padding)
     arguments: dict[str, Any] = {name: value.to(bench.options.device) for name, value in made.items()}
     return arguments | ({"use_cache": False} if bench.subject.accepts("use_cache") else {})
 

@@ -21,7 +21,7 @@ from ..judging.compare import Mismatch, NotRun, near_exact
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import Batch, prompt
-from ..models.workbench import Pair, Workbench, of_this_version, on_original
+from ..models.workbench import Pair, Workbench, comparable, lent, on_original
 from . import texts
 from .poison import poison, poison_for, reads_padding
 from .texts import Sink, near_tie, noise_of
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SWITCH = "_step_without_graph"
+"""Set on a model, it makes the loop run on any device, its step as plain calls."""
 LOOP = re.compile(r"\.runtime\.decode(\.generation)?$")
 """Where the loop is in a package."""
 PARTS = ("core/backend", "decode/graph", "decode/graph_store", "core/capture")
-"""Set on a model, it makes the loop run on any device, its step as plain calls."""
 NEW, LONGER = 16, 40
 generate = partial(texts.generate, use_cache=True)
 """Asked for a cache, since a configuration may say none (MPT's does): there is no loop without."""
@@ -126,29 +126,20 @@ def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:
 def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reason: NotRun) -> None:
     """Try a call that a package's loop left to the original's with the loop of this version, on the original itself.
 
-    A package of another version may know less, and one that rounds on request has a loop of its own: nothing is said
-    of these.
-
     Raises:
         Mismatch: it takes the call, so that the package has no reason not to.
     """
     from rewrite.runtime.core import backend
     from rewrite.runtime.decode.generation import GraphGeneration
 
-    if bench.rounding is not None or not of_this_version(bench.subject.rewritten):
+    if not comparable(bench):
         return
-    plain = type(original)
-    bases, about = (GraphGeneration, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    original.__class__ = type(plain.__name__, bases, about)
-    setattr(original, SWITCH, bench.options.device == "cpu")
     backend.reset_fallbacks()
     try:
-        on_original(run, original)
+        with lent(original, GraphGeneration, SWITCH, bench.options.device == "cpu"):
+            on_original(run, original)
     except NotRun:
         return
-    finally:
-        original.__class__ = plain
-        delattr(original, SWITCH)
     if not any(operator == "generate" for operator, _ in backend.fallbacks()):
         raise Mismatch(f"the original's step runs in a decode loop, and the package's does not: {reason}") from reason
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,12 +115,31 @@ class Workbench:
         return list(dict.fromkeys(["float32", self.options.dtype, "float16"]))
 
 
-def of_this_version(model_class: Any) -> bool:
-    """Whether this version of the tool made the package that a class is in."""
+def comparable(bench: Workbench) -> bool:
+    """Whether what this version's runtime does with the original has to be what the package does with its model.
+
+    A package of another version may know less, and one that rounds on request computes something else.
+    """
     from rewrite import __version__
 
-    lock = Path(inspect.getfile(model_class)).with_name("rewrite.lock")
+    if bench.rounding is not None:
+        return False
+    lock = Path(inspect.getfile(bench.subject.rewritten)).with_name("rewrite.lock")
     return lock.is_file() and json.loads(lock.read_text("utf-8"))["tool"]["version"] == __version__
+
+
+@contextlib.contextmanager
+def lent(original: Any, mixin: type, switch: str, on_cpu: bool) -> Iterator[None]:
+    """Give the original a base of this version's runtime for a while; `switch` makes it work on a CPU."""
+    plain = type(original)
+    about = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+    original.__class__ = type(plain.__name__, (mixin, plain), about)
+    setattr(original, switch, on_cpu)
+    try:
+        yield
+    finally:
+        original.__class__ = plain
+        delattr(original, switch)
 
 
 def on_original(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
