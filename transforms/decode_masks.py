@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.step.layer_step import is_decoded
-from rewrite.analysis.step.terms import CACHE
+from rewrite.analysis.step.terms import PASSED, passed_cache
 from rewrite.analysis.step.windows import mask_functions, stacked_in
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import (
@@ -26,7 +26,7 @@ from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Tra
 _MASK = "attention_mask"
 _TESTS = m.Name("decodes") | m.Name("needs_no_mask")
 _PLAIN = frozenset(
-    {"config", "input_embeds", "inputs_embeds", "attention_mask", "cache_position", "past_key_values", "position_ids"}
+    {"config", "input_embeds", "inputs_embeds", "attention_mask", "cache_position", *PASSED, "position_ids"}
 )
 
 
@@ -73,7 +73,7 @@ class DecodeMasks(Transform):
             forward = info.methods.get("forward")
             if forward is None or not _stacked(info, module):
                 continue
-            known = CACHE in parameters(forward) and any(map(_takes_cache, _stacked(info, module)))
+            known = passed_cache(forward) is not None and any(map(_takes_cache, _stacked(info, module)))
             for number, call in enumerate(_mask_calls(forward, module)):
                 if not known and not _makes_causal(call, forward, module):
                     continue
@@ -84,10 +84,11 @@ class DecodeMasks(Transform):
         """Check who reads the mask, then put the test before the call."""
         info = module.classes[candidate.where.split(".")[0]]
         forward, call = info.methods["forward"], candidate.node
-        known = CACHE in parameters(forward) and bool(_masked(info, module))
+        cache = passed_cache(forward)
+        known = cache is not None and bool(_masked(info, module))
         layers = _masked(info, module) if known else _stacked(info, module)
         missing = [layer.name for layer in layers if not (known and is_decoded(layer) and not _asks_more(layer))]
-        if missing:
+        if cache is None or missing:
             return Skip("layer_without_decode", ", ".join(missing))
         flow = _Flow(forward, layers, module)
         if (reader := flow.other_reader(call)) is not None:
@@ -95,7 +96,7 @@ class DecodeMasks(Transform):
         test = "needs_no_mask" if _is_plain(call, forward) and flow.passed <= {_MASK} else "decodes"
         if not name_is_free(test, module, forward):
             return Skip("name_taken")
-        return Found((Edit(call, (_unless(test, call, module),)),), (f"cache.{test}",))
+        return Found((Edit(call, (_unless(test, cache, call, module),)),), (f"cache.{test}",))
 
 
 def _asks_more(layer: ClassInfo) -> bool:
@@ -135,9 +136,9 @@ def _literal_keys(mapping: cst.BaseExpression, forward: cst.FunctionDef) -> list
     return [str(key.evaluated_value) for key in keys if isinstance(key, cst.SimpleString)]
 
 
-def _unless(function: str, call: cst.CSTNode, module: Module) -> cst.IfExp:
+def _unless(function: str, cache: str, call: cst.CSTNode, module: Module) -> cst.IfExp:
     """Return the call behind the test; in parentheses where the line would become too long for one."""
-    text = f"None if {function}({CACHE}) else call"
+    text = f"None if {function}({cache}) else call"
     above = module.parent(call)
     line = above if isinstance(above, cst.DictElement) else module.statement(call)
     indent = module.indentation(call) + (4 if line is above else 0)
@@ -160,7 +161,7 @@ def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
 
 
 def _takes_cache(info: ClassInfo) -> bool:
-    return "forward" in info.methods and CACHE in parameters(info.methods["forward"])
+    return passed_cache(info.methods.get("forward")) is not None
 
 
 def _mask_parameters(info: ClassInfo) -> set[str]:

@@ -9,6 +9,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import HEAP, effects_of
 from rewrite.analysis.loops.host_constants import constants, is_number, is_tensor, listed, may_overflow
+from rewrite.analysis.step.terms import passed_cache
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, self_attribute, walk
 from rewrite.analysis.syntax.nodes import (
     called_attribute,
@@ -97,11 +98,11 @@ class PreallocateBuffers(Transform):
         arguments = _arguments(call, rotary.methods["forward"], module)
         if arguments is None:
             return Skip("other_arguments", module.code(call))
-        if "past_key_values" not in parameters(function):
+        if (cache := passed_cache(function)) is None:
             return Skip("no_cache")
         if not name_is_free("rotary_rows", module, function):
             return Skip("name_taken")
-        all_arguments = [module.code(call.func), *arguments[:2], "past_key_values", *arguments[2:]]
+        all_arguments = [module.code(call.func), *arguments[:2], cache, *arguments[2:]]
         old, new = with_call(call, "rotary_rows", all_arguments, module)
         return Found((Edit(old, (new,)),), ("attention.rotary_rows",))
 

@@ -11,14 +11,14 @@ import libcst.matchers as m
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
 from rewrite.analysis.loops.loop_inputs import only_recomputes
-from rewrite.analysis.step.terms import CACHE
+from rewrite.analysis.step.terms import PASSED
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _OWN_LOOP = ("_sample", "_prefill", "_prepare_cache_for_generation")
-_CACHES = (CACHE, "cache_params")
+_CACHES = (*PASSED, "cache_params")
 _OTHER_STATES = ("update_indexer", "key_cache", "recurrent_states")
 """Attributes of states that no cache of transformers' holds in a layer of its own, or that no buffer here can hold."""
 

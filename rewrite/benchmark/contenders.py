@@ -52,15 +52,16 @@ class CompiledStep:
     def __init__(self, model: Any, batch: int, capacity: int, steps: int):
         from transformers import StaticCache
 
+        from rewrite.runtime.cache.names import argument_of
+
         self.name, self.short, self.steps = STEP, 16, steps
         self.model, self.keep = model, keeping(model, 1)
         self.cache = StaticCache(config=model.config, max_cache_len=capacity)
+        self.cached = {argument_of(model): self.cache, "use_cache": True}
         self.step = _compiled(self._step, mode="reduce-overhead")
 
     def _step(self, token: Tensor, position: Tensor) -> Tensor:
-        logits = self.model(
-            input_ids=token, position_ids=position, past_key_values=self.cache, use_cache=True, **self.keep
-        ).logits
+        logits = self.model(input_ids=token, position_ids=position, **self.cached, **self.keep).logits
         following: Tensor = logits[:, -1].argmax(-1, keepdim=True)
         return following
 
@@ -69,7 +70,7 @@ class CompiledStep:
         import torch
 
         self.cache.reset()
-        logits = self.model(input_ids=prompt, past_key_values=self.cache, use_cache=True, **self.keep).logits
+        logits = self.model(input_ids=prompt, **self.cached, **self.keep).logits
         tokens = [logits[:, -1].argmax(-1, keepdim=True)]
         position = torch.full_like(tokens[0], prompt.shape[1])
         for _ in range(new - 1):

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..cache import states
+from ..cache import names, states
 from ..core import backend
 from ..parallel.forwards import is_local
 from ..parallel.ranks import Ranks
@@ -85,9 +85,8 @@ REASONS = {
 }
 
 _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTokenCriteria)
-_KNOWN_INPUTS = {"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+_KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"}
-_CACHES = ("past_key_values", "cache_params")
 _OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _OWN_LOOP = ("_prefill", "_prepare_cache_for_generation")
 
@@ -164,7 +163,7 @@ class Call:
     @property
     def cache_name(self) -> str:
         """Under which name the model takes its cache."""
-        return next((name for name in _CACHES if self.inputs.get(name) is not None), _CACHES[0])
+        return next((name for name in names.NAMES if self.inputs.get(name) is not None), names.passed_on())
 
     @property
     def cache(self) -> Any:
@@ -222,7 +221,7 @@ def can_watch() -> bool:
 def has_own_inputs(model: Any, call: Call) -> bool:
     """Return whether a step is given more than tokens, a 2D mask and position ids, or in a way of the model's own."""
     own = any(_overrides(type(model), name) for name in _OWN_INPUTS)
-    return own or call.cache_name != _CACHES[0] or not set(call.inputs) <= _KNOWN_INPUTS
+    return own or call.cache_name != names.passed_on() or not set(call.inputs) <= {call.cache_name, *_KNOWN_INPUTS}
 
 
 def unfit(model: Any, call: Call, without_graph: bool, ranks: Ranks | str | None = None) -> str | None:
@@ -341,9 +340,9 @@ def keeps_cache(call: Call) -> bool:
 def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs with a growing cache where transformers leaves it to the model to make one (5.0)."""
     wanted = makes_cache_position(model) and model_kwargs.get("use_cache") and model._supports_default_dynamic_cache()
-    if not wanted or model_kwargs.get("past_key_values") is not None:
+    if not wanted or model_kwargs.get(names.passed_on()) is not None:
         return model_kwargs
-    return {**model_kwargs, "past_key_values": DynamicCache(config=_text_config(model))}
+    return {**model_kwargs, names.passed_on(): DynamicCache(config=_text_config(model))}
 
 
 def makes_cache_position(model: Any) -> bool:
@@ -375,7 +374,8 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 def _overrides(model_class: type, name: str) -> bool:
     inherited, found = getattr(GenerationMixin, name, None), inspect.getattr_static(model_class, name)
-    return inherited is not None and found is not inherited and not getattr(found, "_recomputes_at_switch", False)
+    same = inherited in (None, found, getattr(found, "__wrapped__", None))  # the loop's mixin wraps one
+    return not same and not getattr(found, "_recomputes_at_switch", False)
 
 
 def _text_config(model: Any) -> Any:

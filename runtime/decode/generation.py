@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections import deque
 from collections.abc import Hashable
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..parallel.forwards import is_local
@@ -99,6 +101,14 @@ class GraphGeneration(GenerationMixin):
             synced_gpus=synced_gpus,
             **model_kwargs,
         )
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *arguments: Any, **keywords: Any) -> Any:
+        """Give the cache by the name under which `forward` takes it, which may be older than the loop's."""
+        inputs = super().prepare_inputs_for_generation(*arguments, **keywords)
+        if passed_on() in inputs and (name := argument_of(self)) != passed_on():
+            inputs[name] = inputs.pop(passed_on())
+        return inputs
 
     def _beam_search(self, *arguments: Any, **keywords: Any) -> Any:
         """Search with beams, as transformers does: there is no loop of ours for it."""
@@ -235,7 +245,7 @@ class _Generation:
             outputs = self.model._prefill(ids, self.call.config, dict(inputs))
             if not graph.cache.attention_layers and graph.cache.is_written:
                 graph.cache.rewind(past + self.prompt_length)
-            used = getattr(outputs, name, None)
+            used = given_back(outputs)
             if used is not cache and isinstance(used, EncoderDecoderCache) and not self.watches:
                 used = used.self_attention_cache  # a model with cross-attention may put it into a cache of both
             if used is not cache or graph.cache.length == 0:
@@ -435,10 +445,11 @@ class _Generation:
             "sequences": sequences,
             "scores": tuple(self.kept_scores[:count]) if call.config.output_scores else None,
             "logits": tuple(self.kept_logits[:count]) if call.config.output_logits else None,
-            "past_key_values": self._returned_cache(),
         }
         encodes = self.model.config.is_encoder_decoder
-        return GenerateEncoderDecoderOutput(**kept) if encodes else GenerateDecoderOnlyOutput(**kept)
+        output = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
+        cached = NAMES[0] if NAMES[0] in output.__dataclass_fields__ else NAMES[1]
+        return output(**kept, **{cached: self._returned_cache()})
 
     def _returned_cache(self) -> Any:
         """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
@@ -450,7 +461,7 @@ class _Generation:
             return given
         beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
         one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
-        returned = getattr(one, call.cache_name, None)
+        returned = given_back(one)
         if not isinstance(returned, EncoderDecoderCache):
             self.store.gives_back_plain = True
             return given

@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicCache
 from ..attention.eager_step import HANDLERS
 from ..attention.masked_attention import masked_attention
 from ..cache.layers import CacheFull
+from ..cache.names import argument_of
 from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
@@ -179,8 +180,7 @@ class DecodeGraph:
         self.watched: StepInputs | None = None
         """What the model's own loop gives the running call's steps, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
-        name = "cache_params" if "cache_params" in accepted else "past_key_values"
-        self._cached: dict[str, Any] = {name: self.cache, "use_cache": True}
+        self._cached: dict[str, Any] = {argument_of(model): self.cache, "use_cache": True}
         self._accepted = set(accepted)
         self._inputs = self._static_inputs()
         self._policy = policy_of(model)

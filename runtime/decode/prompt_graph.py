@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.names import argument_of
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.capture import capture
@@ -75,9 +76,8 @@ class PromptGraph:
         self.cache.rewind(0)
         self.cache.causal = is_causal(model, self._input_ids.shape[1])
         try:
-            outputs = model(
-                input_ids=self._input_ids, past_key_values=self.cache, use_cache=True, return_dict=True, **self._inputs
-            )
+            given = {"input_ids": self._input_ids, argument_of(model): self.cache, **self._inputs}
+            outputs = model(use_cache=True, return_dict=True, **given)
         finally:
             self.cache.causal = False
         self.cache.rewind(0)

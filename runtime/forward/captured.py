@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers.cache_utils import Cache
 
+from ..cache.names import NAMES
 from ..core import backend
 from .fitness import is_elsewhere, settings, unfit_call
 from .graph import Run
@@ -57,7 +58,7 @@ class CapturedForward:
             or torch.is_grad_enabled()
             or self.training
             or _THREAD.captures
-            or keywords.get("past_key_values") is not None
+            or any(keywords.get(name) is not None for name in NAMES)
         ):
             return nn.Module.__call__(self, *arguments, **keywords)
         return _called(self, arguments, keywords)

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 import libcst.matchers as m
 
+from rewrite.analysis.step.terms import PASSED
+
 _NAME = "prepare_inputs_for_generation"
 _SUPER = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super"), args=[]), attr=m.Name(_NAME)))
-_CACHE = m.Name("past_key_values")
+_CACHE = m.OneOf(*map(m.Name, PASSED))
 _ASKS_LENGTH = m.Call(func=m.Attribute(value=_CACHE, attr=m.Name("get_seq_length")), args=[])
 _NONE = m.Name("None")
 _SWITCH = "original_max_position_embeddings"

@@ -23,9 +23,11 @@ from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 MAX_DEPTH = 4
 CACHE = "past_key_values"
-"""What transformers calls the cache wherever it is passed on."""
-CACHES = (CACHE, "past_key_value", "layer_past")
-"""That, and what files call it that are older than the name."""
+"""What terms call the cache, and transformers did until release 5.23."""
+PASSED = (CACHE, "cache")
+"""What transformers calls the cache wherever it is passed on; the second since release 5.24."""
+CACHES = (*PASSED, "past_key_value", "layer_past")
+"""That, and what files call it that are older than the names."""
 _OF_CACHES = ("update", "get_conv_state", "get_recurrent_state")
 _DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
 LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
@@ -109,6 +111,12 @@ def why_not_read(owner: ClassInfo, function: cst.FunctionDef, module: Module) ->
     if name in names.stored or "*" in names.stored:
         return f"{name} is also set from outside"
     return ""
+
+
+def passed_cache(function: cst.FunctionDef | None) -> str | None:
+    """Return the parameter that is the cache by the name under which transformers passes it on."""
+    names = parameters(function) if function is not None else []
+    return next((name for name in PASSED if name in names), None)
 
 
 def cache_parameters(function: cst.FunctionDef) -> list[str]:

@@ -14,6 +14,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rewrite.runtime.cache.names import argument_of, given_back, keeps_states_alone
+
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch
 from ..judging.tolerances import bound
@@ -67,20 +69,21 @@ def step_by_step(bench: Workbench, model: Any, ids: Tensor, mask: Tensor | None,
 
     from .caches import new_cache
 
-    name = "cache_params" if bench.subject.accepts("cache_params") else "past_key_values"
-    cache: dict[str, Any] = {} if name == "cache_params" else {name: new_cache(model, "dynamic")}
+    name = argument_of(model)
+    states = name == "cache_params" or keeps_states_alone(new_cache(model, "dynamic"))
+    cache: dict[str, Any] = {} if states else {name: new_cache(model, "dynamic")}
     found = []
     mask = torch.ones_like(ids) if mask is None else mask
     spans = [(0, start), *((column, column + 1) for column in range(start, ids.shape[1]))]
     with torch.no_grad():
         for first, last in spans:
             arguments: dict[str, Any] = {"attention_mask": mask[:, :last]}
-            if first and name == "cache_params":  # states saw the padding with the prompt; some take no longer mask
+            if first and states:  # states saw the padding with the prompt; some take no longer mask
                 del arguments["attention_mask"]
             if bench.subject.accepts("position_ids"):
                 arguments["position_ids"] = (mask[:, :last].cumsum(1) - 1).clamp(min=0)[:, first:]
             out = model(input_ids=ids[:, first:last], use_cache=True, **cache, **arguments)
-            cache = {name: out[name]}
+            cache = {name: given_back(out)}
             found.append(out.logits[:, -1])
     return torch.stack(found, 1)
 

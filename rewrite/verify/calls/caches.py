@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rewrite.runtime.cache.names import argument_of
+
 from ..judging.compare import Mismatch, NotRun
 from ..models.configs import WINDOW
 from ..models.inputs import Batch
@@ -48,7 +50,7 @@ def _step(model: Any, setting: Setting, ids: Tensor, cache: Any, mask: Tensor | 
         arguments["attention_mask"] = mask
         if setting.subject.accepts("position_ids"):
             arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **arguments).logits
+    logits: Tensor = model(input_ids=ids, use_cache=True, **{argument_of(model): cache}, **arguments).logits
     return logits
 
 
@@ -135,7 +137,7 @@ def _cache_contents(model: Any, setting: Setting) -> Outputs:
 
 
 CACHED: tuple[Scenario, ...] = tuple(
-    Scenario(name, run, needs=("past_key_values",), causal_only=True)
+    Scenario(name, run, causal_only=True)
     for name, run in (
         ("decode, dynamic cache", _run("dynamic", 1, [WINDOW - 2] + [1] * 6)),
         ("decode, dynamic cache, left padding", _run("dynamic", 3, [WINDOW + 2] + [1] * 4, "left")),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from rewrite.runtime.cache.names import NAMES, argument_of, given_back, keeps_states_alone
 
 from . import given
 from .given import DECODER_IDS, IDS, Arguments, Call, Value
@@ -172,20 +174,24 @@ def _new_cache(call: Call) -> Any:
     return DynamicCache(config=config)
 
 
+def _given_cache(call: Call) -> Arguments:
+    return {**call.plain, argument_of(call.model): _new_cache(call)}
+
+
 def _again(call: Call, before: Arguments, result: Any) -> Iterator[Arguments]:
     """Two tokens more, one after the other, and three at once, where the model takes several."""
-    state = "past_key_values" if result.get("past_key_values") is not None else "cache_params"
+    state, cache = argument_of(call.model), given_back(result)
     ids = DECODER_IDS if DECODER_IDS in before else IDS
-    for step, count in enumerate((1, 1, 3) if state == "past_key_values" else (1, 1)):
+    for step, count in enumerate((1, 1) if keeps_states_alone(cache) else (1, 1, 3)):
         new = call.setting.tokens(20 + step, call.rows, count)
-        yield {**given.without(before, [ids]), ids: new, state: result[state], "use_cache": True}
+        yield {**given.without(before, [ids]), ids: new, state: cache, "use_cache": True}
 
 
 def _again_embedded(call: Call, before: Arguments, result: Any) -> Iterator[Arguments]:
     for step in range(2):
         width = call.embedded().shape[-1]
         new = call.random(call.rows, 1, width, salt=30 + step) * 2 * width**-0.5
-        yield {"inputs_embeds": new, "past_key_values": result["past_key_values"], "use_cache": True}
+        yield {"inputs_embeds": new, argument_of(call.model): given_back(result), "use_cache": True}
 
 
 def _again_padded(call: Call, before: Arguments, result: Any) -> Iterator[Arguments]:
@@ -204,6 +210,8 @@ def _longer(mask: Any, count: int) -> Any:
     return torch.cat([mask, mask.new_ones(mask.shape[0], count)], 1)
 
 
+CACHE = NAMES[1]
+"""In `gives`, the cache by whichever name the model takes it."""
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 CASES: tuple[Case, ...] = (
     Case("the plain arguments", (), lambda call: dict(call.plain)),
@@ -238,11 +246,11 @@ CASES: tuple[Case, ...] = (
         encoder_hidden_states=_heard, use_cache=_always(True)), then=_again),
     Case("without a cache", ("use_cache",), _beside(use_cache=_always(False))),
     Case("with a cache", ("use_cache",), _beside(use_cache=_always(True))),
-    Case("a new cache", ("past_key_values",), _beside(past_key_values=_new_cache)),
-    Case("the cache that came back", ("past_key_values", "use_cache"), _beside(use_cache=_always(True)), then=_again),
-    Case("the cache that came back, embeddings", ("past_key_values", "use_cache", "inputs_embeds"), lambda call: {
+    Case("a new cache", (CACHE,), _given_cache),
+    Case("the cache that came back", (CACHE, "use_cache"), _beside(use_cache=_always(True)), then=_again),
+    Case("the cache that came back, embeddings", (CACHE, "use_cache", "inputs_embeds"), lambda call: {
         **_embeds(IDS)(call), "use_cache": True}, then=_again_embedded),
-    Case("the cache that came back, left padding", ("past_key_values", "use_cache", "attention_mask"), lambda call: {
+    Case("the cache that came back, left padding", (CACHE, "use_cache", "attention_mask"), lambda call: {
         **_padded("left")(call), "use_cache": True}, padded="left", then=_again_padded, length=LONG),
     Case("the cache that came back by another name", ("cache_params", "use_cache"), _beside(
         use_cache=_always(True)), then=_again),
@@ -278,8 +286,10 @@ CASES: tuple[Case, ...] = (
 
 def cases_for(taken: tuple[str, ...], config: Any = None) -> Iterator[Case]:
     """The cases for a model that takes these arguments, and one that turns on every other switch."""
-    known = {name for case in CASES for name in case.gives}
+    known = {name for case in CASES for name in case.gives} | {*NAMES}
     for case in CASES:
+        if CACHE in case.gives and CACHE not in taken:
+            case = replace(case, gives=tuple(NAMES[0] if name == CACHE else name for name in case.gives))
         if set(case.gives) <= set(taken) and case.fits(taken, config):
             yield case
     for name in taken:

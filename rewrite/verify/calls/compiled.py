@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rewrite.runtime.cache.names import argument_of
+
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
@@ -66,14 +68,15 @@ def _decode(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Fi
 
         inner = getattr(model, "_orig_mod", model)
         cache = new_cache(inner, "static")
+        cached = {argument_of(inner): cache, "use_cache": True}
         outputs = {}
         with torch.no_grad():
             for number, ids in enumerate(prompts):
                 if number:
                     cache.reset()
-                inner(input_ids=ids[:, :8], past_key_values=cache, use_cache=True)
+                inner(input_ids=ids[:, :8], **cached)
                 for step in range(8, 12):
-                    found = model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+                    found = model(input_ids=ids[:, step : step + 1], **cached)
                     outputs[f"step {step}#{number}"] = found[0].clone()
         return outputs
 

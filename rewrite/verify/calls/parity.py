@@ -36,7 +36,7 @@ def setting_for(bench: Workbench, variant: Variant, scenario: Scenario, trial: i
 def applicable(bench: Workbench, scenario: Scenario, implementation: str) -> None:
     """Raise `NotRun` where the scenario makes no sense for this class."""
     for argument in scenario.needs:
-        if not bench.subject.accepts(argument) and argument != "past_key_values":
+        if not bench.subject.accepts(argument):
             raise NotRun(f"{bench.subject.name}.forward takes no {argument}")
     if scenario.causal_only and not bench.subject.writes:
         raise NotRun(f"{bench.subject.name} is not a causal language model")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rewrite.runtime.cache.names import argument_of, given_back
+
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, finite, require_same_dtypes, same_names
 from ..judging.verdict import Figure
@@ -86,10 +88,11 @@ def _row(model: Any, setting: Setting) -> Outputs:
     batch = setting.prompt(ROWS, length - STEPS)
     result = call(model, setting, batch)
     outputs = {"logits": real(main_output(result), batch)}
-    cache = getattr(result, "past_key_values", None)
+    cache = given_back(result)
+    name = argument_of(model)
     for step in range(STEPS if setting.subject.causal and cache is not None else 0):
         ids = setting.tokens(step + 1, ROWS, 1)
-        outputs[f"step {step}"] = main_output(model(input_ids=ids, past_key_values=cache, use_cache=True))
+        outputs[f"step {step}"] = main_output(model(input_ids=ids, use_cache=True, **{name: cache}))
     return outputs
 
 

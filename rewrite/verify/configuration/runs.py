@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rewrite.runtime.cache.names import argument_of, given_back
+
 from ..judging.compare import NotRun, equal
 from ..models.configs import Variant
 from ..models.inputs import Padding
@@ -113,7 +115,7 @@ class Runs:
             name: value[mask.bool()] if mask is not None and value.shape[:2] == mask.shape else value
             for name, value in tensors(result).items()
         }
-        cached = getattr(result, "past_key_values", None) is not None
+        cached = given_back(result) is not None
         return found | {"whether there is a cache": torch.tensor([float(cached)])}
 
     def _outputs(self, model: Any, expected: Observed | None) -> Outputs:
@@ -136,12 +138,12 @@ class Runs:
 
         arguments = {name: value for name, value in self._arguments(model.config).items() if name != "labels"}
         result = model(**arguments)
-        if (cache := getattr(result, "past_key_values", None)) is None:
+        if (cache := given_back(result)) is None:
             return {}
         if (mask := arguments.get("attention_mask")) is not None:
             arguments["attention_mask"] = torch.cat([mask, mask[:, :1]], 1)
         arguments["input_ids"] = arguments["input_ids"][:, :1]
-        return tensors(model(**arguments, past_key_values=cache), "step")
+        return tensors(model(**arguments, **{argument_of(model): cache}), "step")
 
     def _gradients(self, model: Any, trains: bool) -> Outputs:
         """The gradient of every parameter for a random projection of all outputs, and the outputs."""

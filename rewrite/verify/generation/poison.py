@@ -7,6 +7,8 @@ import inspect
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from rewrite.runtime.cache.names import argument_of
+
 from ..calls.caches import new_cache
 from ..models.inputs import Batch
 from ..models.workbench import Workbench
@@ -41,12 +43,12 @@ def reads_padding(bench: Workbench, model: Any, batch: Batch) -> bool:
     """Whether a step of the original looks at what the padding of its prompt left in its cache (GIT's does)."""
     import torch
 
-    if batch.mask is None or not bench.subject.accepts("past_key_values"):
+    if batch.mask is None or not bench.subject.takes_cache:
         return False
     found = []
     for poisoned in (False, True):
         cache = new_cache(model, "dynamic")
-        arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        arguments: dict[str, Any] = {argument_of(model): cache, "use_cache": True}
         with torch.no_grad():
             model(input_ids=batch.input_ids, attention_mask=batch.mask, **arguments)
             for layer in cache.layers if poisoned else ():

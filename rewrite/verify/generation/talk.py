@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rewrite.runtime.cache.names import asked_with, given_back
+
 from ..calls.observed import everything
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, near_exact
@@ -30,7 +32,6 @@ NEW, MORE, END = 11, 6, 5
 """Tokens of a generation, of one that goes on with a cache, and where a row ends by itself: inside of a chunk."""
 FLAT = 30.0
 """A temperature at which a model says something else at every token, however sure it is."""
-CACHES = ("past_key_values", "cache_params")
 
 
 def talk_checks(bench: Workbench, of: str = "") -> Iterator[CheckRun]:
@@ -111,7 +112,7 @@ def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> 
     }
     with torch.no_grad():
         out = model.generate(**given, max_new_tokens=new, disable_compile=True, **{**asked_for, **settings})
-    cache = next((out[name] for name in CACHES if out.get(name) is not None), None)
+    cache = given_back(out)
     random = torch.cuda.get_rng_state() if out.sequences.is_cuda else torch.get_rng_state()
     names = f"{type(out).__name__} of {', '.join(out)}"
     return Heard(out.sequences, torch.stack(out.logits, 1), torch.stack(out.scores, 1), cache, names, random)
@@ -297,7 +298,7 @@ def go_on(talk: Talk, arguments: Arguments, heard: tuple[Heard, Heard], turn: in
     if "attention_mask" in given and not encodes:
         mask = given["attention_mask"]
         given["attention_mask"] = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
-    takes = "cache_params" if talk.bench.subject.accepts("cache_params") else "past_key_values"
+    takes = asked_with(talk.pair.original)
     first, second = ({**given, takes: side.cache} for side in heard)
     return given, talk.answers(first, second, new=MORE)
 
@@ -307,7 +308,7 @@ def _own_cache(talk: Talk) -> None:
     from transformers import DynamicCache
 
     arguments = talk.ask(Ask("own cache", 2, 13, padded=True))
-    first, second = ({**arguments, "past_key_values": DynamicCache()} for _ in range(2))
+    first, second = ({**arguments, asked_with(talk.pair.original): DynamicCache()} for _ in range(2))
     talk.answers(first, second, new=MORE)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rewrite.runtime.cache.names import asked_with, given_back
+
 from ..calls.approximate import step_by_step
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
@@ -201,7 +203,7 @@ def _continued(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
             first = model.generate(batch.input_ids, attention_mask=torch.ones_like(batch.input_ids), **settings)
             turn = torch.cat([first.sequences, question], 1)
             mask = torch.ones_like(turn)
-            again = model.generate(turn, attention_mask=mask, past_key_values=first.past_key_values, **settings)
+            again = model.generate(turn, attention_mask=mask, **{asked_with(model): given_back(first)}, **settings)
         sequences: Tensor = again.sequences
         return sequences
 

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from rewrite.errors import VerificationError
+from rewrite.runtime.cache.names import NAMES
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
@@ -38,6 +39,11 @@ class Subject:
     def accepts(self, argument: str) -> bool:
         """Whether the original's `forward` names this argument."""
         return argument in inspect.signature(self.original.forward).parameters
+
+    @property
+    def takes_cache(self) -> bool:
+        """Whether the original's `forward` names a cache that holds keys and values."""
+        return any(map(self.accepts, NAMES[:2]))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure.runtime_part import runtime_part
+from rewrite.runtime.cache.names import argument_of, given_back
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
@@ -89,10 +90,10 @@ def _called(bench: Workbench, model: Any) -> int:
     given: dict[str, Tensor] = make(bench.base.inputs, model.config, ROWS, bench.seed_for("plain calls"), model.dtype)
     given = {name: value.to(bench.options.device) for name, value in given.items()}
     with torch.no_grad():
-        cache = getattr(model(**given), "past_key_values", None)
+        cache = given_back(model(**given))
         if cache is None or not bench.subject.causal:
             return 1
-        model(input_ids=given["input_ids"][:, :1], past_key_values=cache)
+        model(input_ids=given["input_ids"][:, :1], **{argument_of(model): cache})
     return 2
 
 
