@@ -29,6 +29,7 @@ import torch
 import transformers  # the children are forks: they start with it loaded
 
 from rewrite.measure.runtime_part import runtime_part
+from rewrite.runtime.cache.names import argument_of
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
@@ -152,7 +153,7 @@ def prefilled(model, config, batch, cache_class, device):
     mask = torch.ones(BATCH, CAPACITY, dtype=torch.int64, device=device)
     mask[:, :PROMPT] = batch[1][:, :PROMPT]
     cache.starts.copy_(PROMPT - batch[1][:, :PROMPT].sum(1))
-    model(**arguments(batch, 0, PROMPT, batch[1][:, :PROMPT]), past_key_values=cache, use_cache=True)
+    model(**arguments(batch, 0, PROMPT, batch[1][:, :PROMPT]), **{argument_of(model): cache}, use_cache=True)
     cache.position.fill_(PROMPT)
     return cache, mask
 
@@ -166,7 +167,7 @@ def steps_by_rule(model, config, batch, cache_class, device):
     for number in range(STEPS):
         inputs = arguments(batch, PROMPT + number, PROMPT + number + 1, mask)
         with cache.step(), stream_rules() if number >= WARM else nullcontext():
-            logits.append(model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1])
+            logits.append(model(**inputs, **{argument_of(model): cache}, use_cache=True).logits[:, -1])
         cache.position.add_(1)
     return torch.stack(logits, 1), cache.refusal
 
@@ -175,7 +176,7 @@ def steps_by_graph(model, config, batch, cache_class, device):
     """Warm up on a side stream, capture one step with synchronisation forbidden, replay it."""
     cache, mask = prefilled(model, config, batch, cache_class, device)
     inputs = {name: value.clone() for name, value in arguments(batch, PROMPT, PROMPT + 1, mask).items()}
-    step = {"past_key_values": cache, "use_cache": True}
+    step = {argument_of(model): cache, "use_cache": True}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), cache.step():

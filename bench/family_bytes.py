@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rewrite.measure.limits import experts
+from rewrite.runtime.cache.names import NAMES
 
-CACHES = ("past_key_values", "cache_params", "state")
+CACHES = (*NAMES, "state")
 LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather")
 STATES = ("conv_states", "recurrent_states")
 

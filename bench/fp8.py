@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rewrite.measure.runtime_part import runtime_part
+from rewrite.runtime.cache.names import argument_of, given_back
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
@@ -162,7 +163,7 @@ def forced(model: Any, ids: Any, tokens: Any) -> Any:
         out = model(ids, logits_to_keep=1, use_cache=True)
         found.append(out.logits[:, -1].float())
         for step in range(tokens.shape[1] - 1):
-            out = model(tokens[:, step : step + 1], past_key_values=out.past_key_values, logits_to_keep=1)
+            out = model(tokens[:, step : step + 1], **{argument_of(model): given_back(out)}, logits_to_keep=1)
             found.append(out.logits[:, -1].float())
     return torch.stack(found, 1)
 

@@ -26,6 +26,8 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from rewrite.runtime.cache.names import argument_of, given_back
+
 COPY = re.compile(r"copy|CatArray|repeat_interleave|DtoD", re.IGNORECASE)
 SMALL, LARGE, TOKENS = 2, 4, 16
 SIZES = {
@@ -54,9 +56,9 @@ def padded(ids):
 
 
 def step(model, ids):
-    cache = model(input_ids=ids).past_key_values
+    cached = {argument_of(model): given_back(model(input_ids=ids))}
     torch.cuda.synchronize()
-    return lambda: model(input_ids=ids[:, :1], past_key_values=cache)
+    return lambda: model(input_ids=ids[:, :1], **cached)
 
 
 def tokens(model, ids, new):

@@ -18,6 +18,7 @@ from rewrite.engine.build import build
 from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.runtime.cache.names import argument_of, given_back
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
 
@@ -116,9 +117,9 @@ def test_prefill_copies_nothing(model, batch, use_cache):
 def test_a_step_copies_nothing(model, batch, padded):
     mask = PADDED["attention_mask"][-batch:] if padded else torch.ones(batch, LENGTH, dtype=torch.long)
     with torch.no_grad():
-        cache = model(ids(batch), attention_mask=mask).past_key_values
+        cache = model(ids(batch), attention_mask=mask)
     mask = torch.cat([mask, mask[:, -1:]], 1)
-    assert copies(model, ids(batch, 1), attention_mask=mask, past_key_values=cache) == {}
+    assert copies(model, ids(batch, 1), attention_mask=mask, **{argument_of(model): given_back(cache)}) == {}
 
 
 @pytest.mark.parametrize(("batch", "most"), [(1, 1), (2, 3)])

@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from test_generation import EOS, GPU, Sink, gpu, loops, pair, prompt, run, same, tokenizer
+from test_generation import EOS, GPU, Doubled, Sink, gpu, loops, pair, prompt, run, same, tokenizer
 from test_other_models import pair as other_pair
+from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import assistant as assisting
 from rewrite.runtime.decode import generation, graph_store, window
@@ -145,7 +147,7 @@ def test_an_end_inside_of_what_is_taken(
         )
         assert torch.equal(ours.sequences, theirs.sequences)
         assert theirs.sequences.shape[1] <= 9 + at + 1
-        assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()
+        assert given_back(ours).get_seq_length() == given_back(theirs).get_seq_length()
         got, wanted = ([int(token) for value in sink.tokens for token in value.flatten()] for sink in sinks)
         assert got == wanted
     assert [sink.ended for sink in sinks] == [3, 3]
@@ -235,7 +237,7 @@ def test_a_cache_is_continued() -> None:
         inputs = repeating()
         first, _ = run(one, inputs, **arguments, max_new_tokens=20)
         ids = torch.cat([first.sequences, inputs["input_ids"][:, :5]], dim=1)
-        again = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": first.past_key_values}
+        again = {"input_ids": ids, "attention_mask": torch.ones_like(ids), passed_on(): given_back(first)}
         outputs.append(run(one, again, **arguments))
     same(*outputs)
     assert loops(model) == []
@@ -289,7 +291,7 @@ def test_what_does_not_pay_is_left_out_but_for_one_try_in_so_many(
 
 REFUSED = {
     "drafts_for_processor": {"repetition_penalty": 1.3},
-    "logits_processor": {"no_repeat_ngram_size": 3},
+    "logits_processor": {"logits_processor": LogitsProcessorList([Doubled()])},
 }
 
 
@@ -382,7 +384,7 @@ def blind(model: torch.nn.Module, act: object) -> None:
 
     class Other(inner):
         def forward(self, *args, **kwargs):
-            past = kwargs["past_key_values"]
+            past = kwargs[passed_on()]
             if getattr(past, "stepping", False) and past.width > 1:
                 kwargs = act(past, kwargs)
             return super().forward(*args, **kwargs)

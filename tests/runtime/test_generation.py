@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from rewrite.runtime.cache.layers import CacheFull
+from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import fitness, generation, graph_store, plan
@@ -170,8 +171,8 @@ def same(ours, original, logits=True):
     (mine, my_state), (theirs, their_state) = ours, original
     assert torch.equal(mine.sequences, theirs.sequences)
     assert torch.equal(my_state, their_state)
-    assert mine.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()
-    for a, b in zip(mine.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+    assert given_back(mine).get_seq_length() == given_back(theirs).get_seq_length()
+    for a, b in zip(given_back(mine).layers, given_back(theirs).layers, strict=True):
         assert type(a) is type(b)
         torch.testing.assert_close(a.keys, b.keys, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(a.values, b.values, rtol=1e-3, atol=1e-3)
@@ -240,12 +241,12 @@ def test_a_cache_is_continued(name, own):
     for model in models:
         inputs = prompt()
         cache = DynamicCache(config=model.config) if own else None
-        first, _ = run(model, {**inputs, "past_key_values": cache}, max_new_tokens=5, do_sample=False)
+        first, _ = run(model, {**inputs, passed_on(): cache}, max_new_tokens=5, do_sample=False)
         ids = torch.cat([first.sequences, inputs["input_ids"][:, :2]], dim=1)
         mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, : ids.shape[1] - 9])], dim=1)
-        again = {"input_ids": ids, "attention_mask": mask, "past_key_values": first.past_key_values}
+        again = {"input_ids": ids, "attention_mask": mask, passed_on(): given_back(first)}
         outputs.append(run(model, again, do_sample=True, output_logits=True))
-        assert not own or outputs[-1][0].past_key_values is cache
+        assert not own or given_back(outputs[-1][0]) is cache
     same(*outputs)
     assert loops(models[0]) == []
 
@@ -254,7 +255,7 @@ def test_the_callers_cache_is_left_at_the_same_length_without_a_dict():
     lengths = []
     for model in pair():
         cache = DynamicCache(config=model.config)
-        model.generate(**prompt(), past_key_values=cache, max_new_tokens=7, do_sample=False)
+        model.generate(**prompt(), **{passed_on(): cache}, max_new_tokens=7, do_sample=False)
         lengths.append((cache.get_seq_length(), cache.layers[0].keys.shape))
     assert lengths[0] == lengths[1]
 
@@ -486,9 +487,9 @@ def test_a_model_with_cross_attention_gives_its_cache_back_as_the_original_does(
     mine, theirs = (run(m, prompt(), do_sample=False)[0] for m in (model, original))
     assert loops(model) == []
     assert torch.equal(mine.sequences, theirs.sequences)
-    assert type(mine.past_key_values) is type(theirs.past_key_values) is EncoderDecoderCache
+    assert type(given_back(mine)) is type(given_back(theirs)) is EncoderDecoderCache
     for name in ("self_attention_cache", "cross_attention_cache"):
-        ours, others = (getattr(out.past_key_values, name) for out in (mine, theirs))
+        ours, others = (getattr(given_back(out), name) for out in (mine, theirs))
         assert type(ours) is type(others) is DynamicCache
         assert len(ours.layers) == len(others.layers)
         assert ours.get_seq_length() == others.get_seq_length()
@@ -541,7 +542,7 @@ def test_reasons_of_the_model_and_its_inputs():
 
     assert reason(with_holes(prompt())) == ["attention_mask"]
     static = StaticCache(config=model.config, max_cache_len=64)
-    assert reason({**prompt(), "past_key_values": static}) == ["cache_kind"]
+    assert reason({**prompt(), passed_on(): static}) == ["cache_kind"]
     assert reason({"inputs_embeds": torch.randn(2, 5, 64, device=DEVICE)}) == ["inputs"]
     handle = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
     assert reason() == ["observed"]
@@ -591,7 +592,7 @@ def test_a_step_that_sees_unwritten_slots_is_noticed():
 
     class Blind(type(model.model)):
         def forward(self, *args, attention_mask=None, **kwargs):
-            past = kwargs["past_key_values"]
+            past = kwargs[passed_on()]
             if getattr(past, "stepping", False):
                 attention_mask = torch.zeros(3, 1, 1, past.capacity, device=DEVICE)
                 unseen = torch.arange(past.capacity, device=DEVICE) > past.position + 1  # one slot too many is seen
@@ -613,7 +614,7 @@ def test_a_step_that_needs_the_length_as_a_number_is_noticed(error):
 
     class Counting(inner):
         def forward(self, *args, **kwargs):
-            past = kwargs["past_key_values"]
+            past = kwargs[passed_on()]
             if past is not None and not isinstance(past.get_seq_length(), int):
                 raise error("an integer is required")
             return super().forward(*args, **kwargs)
@@ -630,9 +631,7 @@ def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monk
     monkeypatch.setattr("rewrite.runtime.decode.graph.DynamicCache", lambda config: DynamicCache())
     for _ in range(2):
         inputs = prompt()
-        mine, theirs = (
-            run(m, {**inputs, "past_key_values": DynamicCache()}, do_sample=False) for m in (model, original)
-        )
+        mine, theirs = (run(m, {**inputs, passed_on(): DynamicCache()}, do_sample=False) for m in (model, original))
         same(mine, theirs)
         assert loops(model) == ["cache_kind"]
     with pytest.raises(UnknownCache):
@@ -660,7 +659,7 @@ def test_the_graph_by_hand_equals_the_model():
         mask = inputs["attention_mask"]
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         with torch.no_grad():
-            wanted = original(**inputs, position_ids=positions, past_key_values=cache).logits[:, -1]
+            wanted = original(**inputs, position_ids=positions, **{passed_on(): cache}).logits[:, -1]
         ours = graph.prefill(**inputs)
         torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=1e-3)
         for _ in range(11):
@@ -669,7 +668,7 @@ def test_the_graph_by_hand_equals_the_model():
             positions = positions[:, -1:] + 1
             with torch.no_grad():
                 wanted = original(
-                    input_ids=tokens[:, None], attention_mask=mask, position_ids=positions, past_key_values=cache
+                    input_ids=tokens[:, None], attention_mask=mask, position_ids=positions, **{passed_on(): cache}
                 ).logits[:, -1]
             held.append((graph.step(tokens), wanted))
         for mine, theirs in held:
@@ -735,7 +734,7 @@ def test_a_step_that_asks_the_host_leaves_everything_in_order():
     class Asking(inner):
         def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
-            if getattr(kwargs["past_key_values"], "stepping", False):
+            if getattr(kwargs[passed_on()], "stepping", False):
                 output.last_hidden_state.sum().item()
             return output
 

@@ -14,6 +14,7 @@ import transformers
 from transformers import EncoderDecoderCache
 
 from rewrite.runtime.cache import states
+from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.core import backend
 from rewrite.runtime.decode import fitness, generation, graph_store
 from rewrite.runtime.decode.generation import GraphGeneration
@@ -138,7 +139,7 @@ def same(ours, theirs, **arguments):
     assert torch.equal(first.sequences, second.sequences)
     for a, b in zip(first.logits, second.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    for a, b in zip(held(first.past_key_values), held(second.past_key_values), strict=True):
+    for a, b in zip(held(given_back(first)), held(given_back(second)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     return first, second
 
@@ -149,8 +150,7 @@ def go_on(models, inputs, outputs, **arguments):
     encodes = models[0].config.is_encoder_decoder
     for model, output in zip(models, outputs, strict=True):
         ids = torch.cat([output.sequences, output.sequences[:, :2].clamp(min=4, max=IMAGE - 1)], 1)
-        name = "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"
-        more = {name: output.past_key_values, "decoder_input_ids" if encodes else "input_ids": ids}
+        more = {asked_with(model): given_back(output), "decoder_input_ids" if encodes else "input_ids": ids}
         if not encodes:
             mask = inputs["attention_mask"]
             more["attention_mask"] = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.cache.preallocated import needs_no_mask
 from rewrite.runtime.core import backend, launch
 from rewrite.runtime.decode.graph import DecodeGraph
@@ -79,7 +80,7 @@ def test_masks_are_left_out_in_the_graph_and_nowhere_else() -> None:
     model = model_of()
     graph = DecodeGraph(model, batch_size=1, capacity=256)
     model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(needs_no_mask(kwargs["past_key_values"])), with_kwargs=True
+        lambda module, args, kwargs: seen.append(needs_no_mask(kwargs[passed_on()])), with_kwargs=True
     )
     graph.prefill(prompt(1, 9))
     assert not needs_no_mask(graph.cache)
@@ -115,7 +116,7 @@ def test_a_model_that_looks_ahead_reads_its_prompts_as_they_are(monkeypatch: pyt
         output = inner(*args, **kwargs)
         return SimpleNamespace(
             last_hidden_state=output.last_hidden_state + output.last_hidden_state.mean(1, keepdim=True),
-            past_key_values=output.past_key_values,
+            **{passed_on(): given_back(output)},
             hidden_states=None,
             attentions=None,
         )
@@ -127,7 +128,7 @@ def test_a_model_that_looks_ahead_reads_its_prompts_as_they_are(monkeypatch: pyt
         expected = model(ids).logits[:, -1]
     for _ in range(2):
         graph.cache.clear()
-        logits = graph.read_prompt(ids, lambda: model(ids, past_key_values=graph.cache, use_cache=True).logits[:, -1])
+        logits = graph.read_prompt(ids, lambda: model(ids, **{passed_on(): graph.cache}, use_cache=True).logits[:, -1])
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert graph.cache.length == 9
     assert "tokens behind the prompt" in str(graph.prompts.refusal)
@@ -147,7 +148,7 @@ def test_a_model_that_takes_no_index_reads_its_prompts_as_they_are(monkeypatch: 
     graph.prompts.refusal = None
     ids = prompt(1, 9)
     logits = graph.read_prompt(
-        ids, lambda: model(ids, past_key_values=graph.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        ids, lambda: model(ids, **{passed_on(): graph.cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
     )
     assert logits.shape == (1, 99)
     assert graph.prompts.refusal == "TypeError: an index"

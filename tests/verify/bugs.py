@@ -28,7 +28,7 @@ class Bug:
 
 NORM_ADDED = "hidden_states = residual + hidden_states\n\n"
 Q_CALL = "self.q_proj(hidden_states)"
-UPDATE = "past_key_values.update(key_states, value_states, self.layer_idx)"
+UPDATE = "past_key_values.update(key_states, value_states, self.layer_idx"
 
 COPIED = (
     Bug("llama", "value from k_proj", "value_states = self.v_proj(", "value_states = self.k_proj("),
@@ -72,12 +72,12 @@ COPIED = (
         "attn_weights = attn_weights + attention_mask",
         "attn_weights = attn_weights + attention_mask.roll(1, -1)",
     ),
-    Bug("llama", "cache slot of layer 0", UPDATE, "past_key_values.update(key_states, value_states, 0)"),
+    Bug("llama", "cache slot of layer 0", UPDATE, "past_key_values.update(key_states, value_states, 0"),
     Bug(
         "llama",
         "cache not updated with value",
         UPDATE,
-        "past_key_values.update(key_states, key_states, self.layer_idx)",
+        "past_key_values.update(key_states, key_states, self.layer_idx",
     ),
     Bug(
         "llama", "positions restart at each step", "inputs_embeds.device) + past_seen_tokens", "inputs_embeds.device)"
