@@ -850,7 +850,7 @@ def test_a_mask_that_a_model_makes_itself_is_not_another_s():
     def prepare(self, *args, attention_mask=None, **kwargs):
         attention_mask = attention_mask.clone()
         attention_mask[:, :5] = 0
-        return Llama.prepare_inputs_for_generation(self, *args, attention_mask=attention_mask, **kwargs)
+        return LlamaForCausalLM.prepare_inputs_for_generation(self, *args, attention_mask=attention_mask, **kwargs)
 
     model, original = owning(prepare)
     original.__class__ = type("Other", (LlamaForCausalLM,), {"prepare_inputs_for_generation": prepare})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import cast
 
 import libcst as cst
 
@@ -25,15 +26,16 @@ from rewrite.analysis.step.layer_step import (
 )
 from rewrite.analysis.step.layer_text import LayerText
 from rewrite.analysis.step.mixer_step import MixerStep, keeps_states, mixer_step
+from rewrite.analysis.step.mixer_text import Renamed
 from rewrite.analysis.step.mlp_step import NAME, mlp_method
 from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
 from rewrite.analysis.step.own_methods import is_own_method, why_taken
 from rewrite.analysis.step.prepared_attention import prepared_attention
 from rewrite.analysis.step.source import held
-from rewrite.analysis.step.terms import CACHE, NoStep, of_the_object
+from rewrite.analysis.step.terms import CACHE, NoStep, of_the_object, passed_cache
 from rewrite.analysis.step.windows import agreed_window, stacked_in
 from rewrite.analysis.syntax.methods import TENSOR, Method
-from rewrite.analysis.syntax.module import ClassInfo, Module
+from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.syntax.replacement import line
 from rewrite.analysis.terms.computation import subterms
@@ -90,7 +92,19 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     text = "Returns the layer's output for one token a row, against a preallocated cache."
     types = ("cache.PreallocatedCache",)
     methods.append(Method(layer.forward, "decode", taken, TENSOR, text, body, tuple(sorted(writer.uses)), types))
-    return list({(id(method.after), method.name): method for method in methods}.values()), layer
+    own = {(id(method.after), method.name): method for method in methods}
+    return [_as_passed(method) for method in own.values()], layer
+
+
+def _as_passed(method: Method) -> Method:
+    """Return a method whose cache is called what the method before it calls it, where transformers does too."""
+    name = passed_cache(method.after)
+    held = {node.value for line in method.statements for node in walk(line) if isinstance(node, cst.Name)}
+    if name is None or CACHE not in method.parameters or name in held:
+        return method
+    taken = {name if own == CACHE else own: kind for own, kind in method.parameters.items()}
+    statements = tuple(cast(cst.BaseStatement, line.visit(Renamed({CACHE: name}))) for line in method.statements)
+    return replace(method, parameters=taken, statements=statements)
 
 
 def _takes(owners: list[ClassInfo], module: Module) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ import libcst.matchers as m
 from rewrite.analysis.effects.bound import targets
 from rewrite.analysis.sites.residual import choices
 from rewrite.analysis.step.attention_step import KEYWORDS, MASK
-from rewrite.analysis.step.terms import CACHE, MAX_DEPTH, NoStep, Step, cache_parameters, run_step
+from rewrite.analysis.step.terms import CACHE, MAX_DEPTH, NoStep, Step, cache_parameters, canonical, run_step
 from rewrite.analysis.syntax.methods import TABLES, TENSOR
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters
@@ -166,7 +166,7 @@ def _parts(info: ClassInfo, attribute: str, module: Module) -> Iterator[ClassInf
 def is_decoded(info: ClassInfo) -> bool:
     """Whether a layer has the `decode` of this step."""
     method = info.methods.get("decode")
-    return method is not None and parameters(method)[1:] == [*PARAMETERS]
+    return method is not None and canonical(parameters(method)[1:]) == [*PARAMETERS]
 
 
 def attention_calls(term: Term) -> Iterator[Term]:

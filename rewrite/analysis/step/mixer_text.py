@@ -55,7 +55,7 @@ class MixerText:
         lines = self._last(_needed(self._statements(block)))
         self._check(lines, forward)
         renaming = {self.hidden: HIDDEN, self.cache: CACHE}
-        lines = [_visited(line, _Renamed(renaming)) for line in lines]
+        lines = [_visited(line, Renamed(renaming)) for line in lines]
         if self.norm_first:
             test = "if norm is not None:\n    hidden_states = norm(hidden_states)\n"
             lines.insert(0, cst.parse_statement(test, config=self.module.tree.config_for_parsing))
@@ -283,7 +283,7 @@ def _decay() -> Term:
     return body(module.classes["Mixer"].methods["forward"], module, module.classes["Mixer"])
 
 
-class _Renamed(cst.CSTTransformer):
+class Renamed(cst.CSTTransformer):
     """Gives locals other names; attributes and keywords keep theirs."""
 
     def __init__(self, names: dict[str, str]):
@@ -291,12 +291,15 @@ class _Renamed(cst.CSTTransformer):
         self.names = names
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
+        """Give a name that is a local's its new one."""
         return updated_node.with_changes(value=self.names.get(updated_node.value, updated_node.value))
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        """Leave the attribute's own name."""
         return updated_node.with_changes(attr=original_node.attr)
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        """Leave the keyword."""
         return updated_node.with_changes(keyword=original_node.keyword)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import libcst as cst
 
 from rewrite.analysis.effects import effects_of
+from rewrite.analysis.step.terms import canonical
 from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.syntax.nodes import parameters
 
@@ -28,7 +29,7 @@ def why_taken(info: ClassInfo, name: str, module: Module) -> str | None:
 
 def is_own_method(method: cst.FunctionDef | None, wanted: Collection[str] | None, module: Module) -> bool:
     """Whether a method takes what is wanted, and ends in a call of the runtime as those that a rule has put in."""
-    if method is None or (wanted is not None and parameters(method)[1:] != [*wanted]):
+    if method is None or (wanted is not None and canonical(parameters(method)[1:]) != [*wanted]):
         return False
     last = method.body.body[-1]
     returned = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else None

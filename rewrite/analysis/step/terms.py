@@ -119,6 +119,11 @@ def passed_cache(function: cst.FunctionDef | None) -> str | None:
     return next((name for name in PASSED if name in names), None)
 
 
+def canonical(names: list[str]) -> list[str]:
+    """Return names of parameters as terms have them: the cache that is passed on is `CACHE`."""
+    return [CACHE if name in PASSED else name for name in names]
+
+
 def cache_parameters(function: cst.FunctionDef) -> list[str]:
     """Return the parameters that are caches: by what transformers calls them, or because of what they are asked."""
     takes = parameters(function)
