@@ -23,8 +23,8 @@ from rewrite.analysis.terms.spelling import NONE, Term
 
 STATES = ("get_conv_state", "get_recurrent_state")
 """What transformers' caches are asked for a state; it is there once a prompt was read."""
-_HOOKED = ("force_accelerate_hooks",)
-"""Decorators that let hooks of parts run; where something is hooked, no step is fused."""
+_UNCHANGING = ("force_accelerate_hooks", "deprecate_kwarg")
+"""Decorators that let hooks of parts run (where something is hooked, no step is fused), or take an older keyword."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def mixer_step(info: ClassInfo, cache: str, module: Module) -> MixerStep:
 def _check_plain(info: ClassInfo, forward: cst.FunctionDef, module: Module) -> None:
     names = effects_of(module).names
     decorators = [module.qualified(getattr(d.decorator, "func", d.decorator)) for d in forward.decorators]
-    if any(name.rsplit(".", 1)[-1] not in _HOOKED for name in decorators):
+    if any(name.rsplit(".", 1)[-1] not in _UNCHANGING for name in decorators):
         raise NoStep("other_layer", f"{info.name}.forward is decorated")
     if not names.means(info.name) or names.why_strange(info) or names.class_names(info)["forward"] != 1:
         raise NoStep("other_layer", f"{info.name} is defined or changed more than once")

@@ -1,0 +1,66 @@
+"""A cache goes by the name of the installed transformers, by that of a model which is older or newer, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_generation import DEVICE, SIZES, loops, pair, prompt, run, same
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from rewrite.runtime.cache.names import NAMES, argument_of, asked_with, given_back, keeps_states_alone, passed_on
+from rewrite.runtime.decode.generation import GraphGeneration
+
+OTHER = next(name for name in NAMES[:2] if name != passed_on())
+
+
+class _OfAnotherRelease(LlamaForCausalLM):
+    """Takes its cache by the name that transformers does not give it."""
+
+
+def _forward(self: Any, cache: Any, *arguments: Any, **keywords: Any) -> Any:
+    return LlamaForCausalLM.forward(self, *arguments, **{passed_on(): cache}, **keywords)
+
+
+exec(  # the name of a parameter cannot be computed
+    f"def forward(self, input_ids=None, attention_mask=None, position_ids=None, {OTHER}=None, **keywords):\n"
+    f"    return _forward(self, {OTHER}, input_ids, attention_mask, position_ids, **keywords)\n",
+    {"_forward": _forward},
+    found := {},
+)
+_OfAnotherRelease.forward = found["forward"]
+
+
+class Ours(GraphGeneration, _OfAnotherRelease):
+    _step_without_graph = DEVICE.type == "cpu"
+
+
+def test_the_name_is_that_of_the_parameter():
+    model, _ = pair()
+    assert argument_of(model) == asked_with(model) == passed_on()
+    other = Ours(LlamaConfig(**SIZES))
+    assert argument_of(other) == OTHER
+    assert asked_with(other) == (NAMES[0] if passed_on() == NAMES[0] else OTHER)
+
+
+def test_what_comes_back_is_found_by_any_name():
+    model, _ = pair()
+    with torch.no_grad():
+        output = model(**prompt(), use_cache=True)
+    assert given_back(output).get_seq_length() == 9
+    assert given_back(BaseModelOutputWithPast()) is None
+    assert given_back((1, 2)) is None
+    assert not keeps_states_alone(given_back(output))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_of_another_release_generates_in_the_loop(padded):
+    torch.manual_seed(0)
+    ours = Ours(LlamaConfig(**SIZES)).eval().to(DEVICE)
+    plain = LlamaForCausalLM(LlamaConfig(**SIZES)).eval().to(DEVICE)
+    plain.load_state_dict(ours.state_dict())
+    inputs = prompt(padded=padded)
+    same(run(ours, inputs, do_sample=False), run(plain, inputs, do_sample=False))
+    assert loops(ours) == []
