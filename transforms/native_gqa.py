@@ -22,6 +22,7 @@ _GROUPS = "num_key_value_groups"
 """The attribute by which transformers' SDPA path decides to expand keys and values."""
 
 _INTERFACES = "ALL_ATTENTION_FUNCTIONS"
+_NEW = ("grouped_matmul", "grouped_attention", "native_gqa")
 
 
 class NativeGQA(Transform):
@@ -29,16 +30,19 @@ class NativeGQA(Transform):
 
     What it does:
         In a function that multiplies with `repeat_kv(key, n)`, the product becomes `grouped_matmul(query, key, n)`,
-        which computes each group of query heads against its one key head; attention weights come out as before. Where
-        the attention function is looked up, the line `attention_interface = native_gqa(attention_interface)` lets
-        transformers' SDPA path, and only that one, share keys and values also when there is a mask.
+        which computes each group of query heads against its one key head; attention weights come out as before.
+        `F.scaled_dot_product_attention` of repeated keys or values becomes `grouped_attention`, which is told how
+        often each is repeated. Where the attention function is looked up, the line
+        `attention_interface = native_gqa(attention_interface)` lets transformers' SDPA path, and only that one, share
+        keys and values also when there is a mask.
 
     Why:
         Expanding copies the whole cache once a layer and step: for 4 query heads a group, five times the traffic.
 
     What it needs:
-        The expansion is recognised by what the function does, not by its name; the expanded tensor is read by matrix
-        products only, and for sizes that expansion does not change.
+        The expansion is recognised by what the function does, not by its name, whether heads are the second dimension
+        or, as in Meta's Llama, the third until they are moved; the expanded tensor is read by matrix products and
+        torch's attention only, and for sizes that expansion does not change.
 
     Numerics:
         Reordered: the same sums in products of another shape.
@@ -52,12 +56,12 @@ class NativeGQA(Transform):
     summary: ClassVar[str] = "Grouped-query attention never repeats keys and values: eager and SDPA, masks included."
     numerics: ClassVar[Numerics] = Numerics.REORDERED
     reasons: ClassVar[dict[str, str]] = {
-        "other_use": "the expanded tensor is read by something other than a matrix product",
+        "other_use": "the expanded tensor is read by something other than a matrix product or torch's attention",
         "values_change": "nothing proves that the tensor is the same at its expansion and at a product that reads it",
         "other_expansion": "what makes the tensor longer is not the repetition of heads, or was not understood",
         "rebound": "the name of the expanding function may mean another function",
         "never_called": "the file defines the expanding function and does not use it",
-        "name_taken": "the file has a name `grouped_matmul` or `native_gqa` of its own",
+        "name_taken": "the file has a name `grouped_matmul`, `grouped_attention` or `native_gqa` of its own",
     }
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
@@ -85,7 +89,7 @@ class NativeGQA(Transform):
         if not isinstance(node, (cst.Call, cst.Subscript)):
             raise TypeError("a candidate is a function, a call or a look-up")
         enclosing = [above for above in module.ancestors(node) if isinstance(above, cst.FunctionDef)]
-        if not all(name_is_free(name, module, *enclosing) for name in ("grouped_matmul", "native_gqa")):
+        if not all(name_is_free(name, module, *enclosing) for name in _NEW):
             return Skip("name_taken")
         if _is_lookup(node, module) or not isinstance(node, cst.Call):
             return _after_lookup(node, module)
@@ -104,7 +108,7 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo
 
 def _is_used(name: str, module: Module) -> bool:
     """Whether a name stands anywhere but at the function that it names, or stood there before this transform ran."""
-    names = {name, "grouped_matmul", "native_gqa"}
+    names = {name, *_NEW}
     return any(
         isinstance(node, cst.Name) and node.value in names and node is not module.functions[name].name
         for node in walk(module.tree)
@@ -116,7 +120,7 @@ def _lengthens(node: cst.Call, scope: Scope) -> bool:
     function, owner = called_function(node, scope)
     if function is not None:
         return is_expanding(function, owner) and not looks_turning(function, scope.module, owner)
-    return is_lengthening(node) and bool(reads_of(node, scope).products)
+    return is_lengthening(node) and any(reads_of(node, scope, heads).products for heads in (1, 2))
 
 
 def _is_lookup(node: cst.CSTNode, module: Module) -> bool:

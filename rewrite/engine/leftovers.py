@@ -19,7 +19,10 @@ def without_unused(module: Module, before: Module) -> cst.Module:
     while True:
         if unused := _unused(module, before):
             tree: cst.CSTNode = module.tree.visit(_Remove(unused))
-        elif dead := {id(node): () for node in (*_methods(module, before), *_locals(module, before))}:
+        elif dead := {
+            id(node): ()
+            for node in (*_methods(module, before), *_locals(module, before), *_identities(module, before))
+        }:
             tree = replace_nodes(module.tree, dead)
         else:
             return module.tree
@@ -50,6 +53,38 @@ def _locals(module: Module, before: Module) -> Iterator[cst.SimpleStatementLine]
             if name in gone and name not in _shared(function) and scope.of(_value(node)).is_pure:
                 if len(getattr(module.parent(node), "body", ())) > 1 and isinstance(node, cst.SimpleStatementLine):
                     yield node
+
+
+def _identities(module: Module, before: Module) -> Iterator[cst.CSTNode]:
+    """Yield lines such as `k, v = k, v`, which the file did not have."""
+    earlier = {where: function for where, _, function in _functions(before)}
+    for where, _, function in _functions(module):
+        if where in earlier and not any(_is_identity(node) for node in walk(earlier[where].body)):
+            for node in walk(function.body):
+                if _is_identity(node) and len(getattr(module.parent(node), "body", ())) > 1:
+                    yield node
+
+
+def _is_identity(node: cst.CSTNode) -> bool:
+    if (
+        not isinstance(node, cst.SimpleStatementLine)
+        or len(node.body) != 1
+        or not isinstance(node.body[0], cst.Assign)
+    ):
+        return False
+    line = node.body[0]
+    sides = [_names(side) for side in (*(target.target for target in line.targets), line.value)]
+    return sides[0] is not None and all(side == sides[0] for side in sides)
+
+
+def _names(node: cst.BaseExpression) -> list[str] | None:
+    """Return the names of a name or of a tuple of names, None for anything else."""
+    if isinstance(node, cst.Name):
+        return [node.value]
+    if not isinstance(node, cst.Tuple):
+        return None
+    names = [element.value.value for element in node.elements if isinstance(element.value, cst.Name)]
+    return names if len(names) == len(node.elements) and len(set(names)) == len(names) else None
 
 
 def _functions(module: Module) -> Iterator[tuple[str, ClassInfo | None, cst.FunctionDef]]:

@@ -27,10 +27,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..aiter import attention as aiter_attention
 from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
-from ..core import backend
+from ..core import backend, deferring
 from ..core.target import ROCM
 
 OFFERS: dict[str, dict[str, str]] = {
+    "grouped_attention": {
+        "shapes": "[B, H, S, D], [B, Hk, T, D], [B, Hk, T, Dv] -> [B, H, S, Dv]",
+    },
     "grouped_matmul": {
         "shapes": "[B, H, S, K], [B, Hk, K, M] -> [B, H, S, M]",
     },
@@ -209,7 +212,7 @@ def _folded(
     out = F.scaled_dot_product_attention(
         query.unflatten(1, (-1, groups)).flatten(2, 3), key, value, attn_mask=mask, scale=scaling
     )
-    return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous()
+    return out.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2).contiguous()
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
@@ -275,3 +278,77 @@ def grouped_matmul(left: Tensor, right: Tensor, groups: int) -> Tensor:
     batch, heads, length, inner = left.shape
     folded = left.reshape(batch, right.shape[1], groups * length, inner)
     return torch.matmul(folded, right).view(batch, heads, length, right.shape[-1])
+
+
+def grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    key_groups: int = 1,
+    value_groups: int = 1,
+) -> Tensor:
+    """Return torch's `scaled_dot_product_attention` of keys and values with repeated heads, without repeating them.
+
+    Args:
+        query: `[B, H, S, D]`, with query head h reading head h // key_groups of `key`.
+        key: `[B, Hk, T, D]`, H = Hk key_groups.
+        value: `[B, Hv, T, Dv]`, H = Hv value_groups.
+        attn_mask, dropout_p, is_causal, scale: as torch has them.
+        key_groups, value_groups: how often each head of `key` and of `value` is repeated.
+
+    Returns:
+        `[B, H, S, Dv]`. Differentiable; equal to the expanded attention up to the order of the sums. Where heads
+        cannot be shared, they are repeated; `explain` says why.
+    """
+    if key_groups == value_groups == 1:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    if (
+        key_groups == value_groups and deferring.defers() and not (dropout_p or is_causal)
+    ):  # a step has a kernel for it
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=True)
+    reason = _not_shared(query, key, value, attn_mask, dropout_p, is_causal, key_groups, value_groups)
+    if reason is not None:
+        backend.count_fallback("grouped_attention", reason)
+        key, value = _repeated(key, key_groups), _repeated(value, value_groups)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*attn_mask.shape[:2], query.shape[2], key.shape[2])
+    attend = _grouped if backend.wants_gradient(query, key, value, attn_mask) else _op
+    attended: Tensor = attend(query, key, value, attn_mask, scale, is_causal)
+    return attended.transpose(1, 2)
+
+
+def _not_shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    key_groups: int,
+    value_groups: int,
+) -> str | None:
+    """Return why an attention repeats heads after all."""
+    if dropout:
+        return "dropout"
+    if key_groups != value_groups:
+        return "groups"
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    if any(tensor.dim() != 4 for tensor in tensors):
+        return "shape"
+    if query.device.type not in _DEVICES:
+        return "device"
+    if key.shape[:3] != value.shape[:3] or query.shape[:2] != (key.shape[0], key.shape[1] * key_groups):
+        return "shape"
+    if is_causal and (mask is not None or query.shape[2] == 1):  # an error, and a row that reads the first key alone
+        return "is_causal"
+    return None
+
+
+def _repeated(tensor: Tensor, times: int) -> Tensor:
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from rewrite.runtime.attention.native_gqa import grouped_matmul, native_gqa
+from rewrite.runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
 from rewrite.runtime.core import backend
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 6, 16
@@ -134,3 +135,76 @@ def test_grouped_matmul_broadcasts_as_torch_does(query: tuple[int, ...]) -> None
     got = grouped_matmul(left, key.transpose(2, 3), 2)
     torch.testing.assert_close(got, left @ repeat_kv(key, 2).transpose(2, 3))
     assert backend.fallbacks() == {("grouped_matmul", "shape"): 1}
+
+
+GROUPS = HEADS // KV_HEADS
+
+
+def expanded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: object) -> torch.Tensor:
+    """What `grouped_attention` stands for."""
+    return F.scaled_dot_product_attention(query, repeat_kv(key, GROUPS), repeat_kv(value, GROUPS), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "one for all sequences", "float", "per head"])
+@pytest.mark.parametrize(
+    ("batch", "length", "keys"), [(1, 1, 7), (3, 1, 7), (1, 5, 7), (3, 5, 7), (3, 70, 72), (3, 7, 5), (2, 0, 5)]
+)
+def test_grouped_attention(batch: int, length: int, keys: int, kind: str) -> None:
+    states, attention_mask = inputs(batch, length, keys), mask(kind, batch, length, keys)
+    wanted = expanded(*states, attn_mask=attention_mask, scale=0.3)
+    got = grouped_attention(*states, attention_mask, scale=0.3, key_groups=GROUPS, value_groups=GROUPS)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert not [reason for (name, reason) in backend.fallbacks() if name == "grouped_attention"]
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (1, 5, 7), (2, 1, 1, 7), (1, HEADS, 1, 7)], ids=str)
+def test_grouped_attention_takes_every_mask_that_torch_takes(shape: tuple[int, ...]) -> None:
+    states, attn_mask = inputs(2, 5, 7), torch.randn(shape, dtype=torch.float64)
+    got = grouped_attention(*states, attn_mask, key_groups=GROUPS, value_groups=GROUPS)
+    torch.testing.assert_close(got, expanded(*states, attn_mask=attn_mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("length", "keys"), [(5, 5), (5, 7), (7, 5), (1, 7)])
+def test_grouped_attention_is_causal_as_torchs(length: int, keys: int) -> None:
+    """A query sees the keys from the first to its own number; where there is one query, that is one key."""
+    states = inputs(2, length, keys)
+    got = grouped_attention(*states, is_causal=True, key_groups=GROUPS, value_groups=GROUPS)
+    torch.testing.assert_close(got, expanded(*states, is_causal=True), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"dropout_p": 0.5}, "dropout"),
+        ({"is_causal": True}, "is_causal"),
+        ({"attn_mask": torch.zeros(5, 7, dtype=torch.float64)}, "shape"),
+    ],
+    ids=["dropout", "causal and one query", "mask of two dimensions"],
+)
+def test_grouped_attention_repeats_heads_with_a_reason(given: dict[str, object], reason: str) -> None:
+    states = inputs(2, 1 if reason == "is_causal" else 5, 7)
+    torch.manual_seed(1)
+    wanted = expanded(*states, **given)
+    torch.manual_seed(1)
+    got = grouped_attention(*states, **given, key_groups=GROUPS, value_groups=GROUPS)  # type: ignore[arg-type]
+    assert torch.equal(got, wanted)
+    assert backend.fallbacks() == {("grouped_attention", reason): 1}
+
+
+def test_grouped_attention_of_values_of_every_head() -> None:
+    query, key, _ = inputs(2, 5, 7)
+    value = torch.randn(2, HEADS, 7, 8, dtype=torch.float64)
+    got = grouped_attention(query, key, value, key_groups=GROUPS)
+    wanted = F.scaled_dot_product_attention(query, repeat_kv(key, GROUPS), value)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    assert backend.fallbacks() == {("grouped_attention", "groups"): 1}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_grouped_attention_compiles_in_one_graph(recorded: bool) -> None:
+    def attend(*states: torch.Tensor) -> torch.Tensor:
+        return grouped_attention(*states, mask("bool", 2, 5, 7), key_groups=GROUPS, value_groups=GROUPS)
+
+    states = tuple(x.requires_grad_(recorded) for x in inputs(2, 5, 7))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*states), attend(*states), rtol=1e-12, atol=1e-12)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from rewrite import operators
-from rewrite.runtime.attention.native_gqa import grouped_matmul, native_gqa
+from rewrite.runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
 from rewrite.runtime.attention.rotary import rotary, rotary_single
 from rewrite.runtime.core import backend, launch
 from rewrite.runtime.fp8.add_rms_norm import fp8_add_norm
@@ -131,6 +131,11 @@ CASES: dict[str, Case] = {
     "grouped_matmul": Case(
         lambda _, p, v: grouped_matmul(p, v, 2), lambda _, p, v: p @ repeat_kv(v, 2), ((2, 4, 3, 3), (2, 2, 3, 8))
     ),
+    "grouped_attention": Case(
+        lambda _, *states: grouped_attention(*states, key_groups=2, value_groups=2),
+        lambda _, q, k, v: F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2)),
+        (HEADS, (2, 2, 3, 8), (2, 2, 3, 8)),
+    ),
     "native_gqa": Case(
         lambda m, *states: attend(m, native_gqa(sdpa_attention_forward), *states),
         lambda m, *states: attend(m, sdpa_attention_forward, *states), (HEADS, (2, 2, 3, 8), (2, 2, 3, 8)),
@@ -195,7 +200,7 @@ OTHERS = {
 }
 """Operators without a case, and why."""
 OTHER_KERNELS = {name for name in CASES if name.startswith("fp8_")} | {
-    "grouped_matmul", "native_gqa", "packed_linear", "routed_linear", "routed_packed_linear"
+    "grouped_attention", "grouped_matmul", "native_gqa", "packed_linear", "routed_linear", "routed_packed_linear"
 }  # fmt: skip
 """Operators whose kernels, if any, are for other rows and other chips."""
 

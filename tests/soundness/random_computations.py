@@ -227,6 +227,19 @@ _REPEATS = (
     "for repeat_kv in (lambda states, times: states.repeat(1, times, 1, 1),):\n    pass",
 )
 
+_THIRD = "{0} = {1}.transpose(1, 2).repeat_interleave(2, 2)\n{0} = {0}.transpose(1, 2)"
+_BEFORE = "k = key.transpose(1, 2)\nk = repeat_kv(k, 3).transpose(1, 2)"
+_ATTENTIONS = (
+    "F.scaled_dot_product_attention(query, k, v, mask)",
+    "F.scaled_dot_product_attention(query, k, v, is_causal=True)",
+    "torch.nn.functional.scaled_dot_product_attention(query, value=v, key=k, attn_mask=mask, scale=0.3)",
+    "F.scaled_dot_product_attention(query, k, v, mask, 0.0, False)",
+    "F.scaled_dot_product_attention(query, v, k, mask > 0)",
+    "F.scaled_dot_product_attention(query, k, value)",
+    "F.scaled_dot_product_attention(k, k, v)",
+    "F.scaled_dot_product_attention(query, k, v, mask, 0.5)",
+)
+
 
 @st.composite
 def expansions(draw: Draw) -> Case:
@@ -241,16 +254,20 @@ def expansions(draw: Draw) -> Case:
         "a = torch.matmul(query.float(), k.transpose(2, 3).float())",
     )
     names = Names(("key", "value"), ("key", "c"), layout=True)
-    site = [
-        f"k = repeat_kv(key, {groups})",
-        scores,
-        _pick(draw, "v = repeat_kv(value, 2)", "v = value.repeat_interleave(2, 1)"),
-    ]
+    keys, values = f"k = repeat_kv(key, {groups})", "v = repeat_kv(value, 2)"
+    if draw(st.booleans()):
+        keys, values = _pick(draw, keys, _THIRD.format("k", "key"), _BEFORE), _THIRD.format("v", "value")
+    again = _pick(draw, "", "", "k = k.contiguous()", "k = k.mT\nk = k.mT", "k = k.transpose(1, 2)", "k, v = v, k")
+    site = [*keys.splitlines(), scores, *_pick(draw, values, "v = value.repeat_interleave(2, 1)").splitlines()]
     end = [
         "w = (a + mask).softmax(-1)",
         "a = torch.matmul(w, v)",
         _pick(draw, "return a, w", "return a, w, k.shape", "return a, w, k"),
     ]
+    if draw(st.booleans()):
+        direct = _pick(draw, *_ATTENTIONS)
+        site = [*keys.splitlines(), *values.splitlines(), *again.splitlines(), f"a = {direct}"]
+        end = [_pick(draw, "return a", "return a, v.shape[2]", "return a, k", "w = a @ v.mT\nreturn w")]
     prologue = "a, c, xs, d, n, z = key * 1, value, [key, value], {'k': value}, None, None"
     given = "flag, late = len(key) == 2, lambda: key"
     body = [prologue, given, "module.kept = value", *draw(around(site, names, 1)), *end]

@@ -59,6 +59,8 @@ class _Reading:
             return self.of(term.args[0].args[0])[_number(term.args[1])]
         if term.op in ("parameter", "attribute", "name", "constant") or term.op.startswith("."):
             return (term,)
+        if term.op == "floordiv" and all(len(self.size(side)) == 1 for side in term.args):
+            return (term,)
         raise NotRegrouped(f"a size `{term}`")
 
     def sizes(self, terms: Sequence[Term]) -> list[Term]:

@@ -16,7 +16,8 @@ from rewrite.analysis.terms.spelling import Term
 LENGTHENING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"})
 _JOINING = frozenset({"cat", "concat", "concatenate", "stack"})
 _REGROUPING = frozenset({"reshape", "view", "flatten", "unflatten", "contiguous", "clone"})
-_HEADS = 1
+_HEADS = (1, 2)
+"""Where the heads of `[B, H, S, D]` and of `[B, S, H, D]` are."""
 _AXES: Axes = tuple((Term("size", (), name),) for name in ("B", "H", "S", "D"))
 
 
@@ -31,10 +32,14 @@ class NotAnExpansion(Exception):
 
 @dataclass(frozen=True)
 class Expansion:
-    """`tensor` `[B, H, S, D]` becomes `[B, H times, S, D]`, every head as often as `times` says, in a row."""
+    """`tensor` `[B, H, S, D]` becomes `[B, H times, S, D]`, every head as often as `times` says, in a row; or
+    `[B, S, H, D]` becomes `[B, S, H times, D]`.
+    """
 
     tensor: Term
     times: Term
+    heads: int
+    """The dimension of the heads."""
 
 
 def lengthens(node: cst.CSTNode) -> bool:
@@ -89,11 +94,11 @@ def _read(tensor: Term, axes: Axes) -> Expansion:
     place = next(place for place, (axis, own) in enumerate(zip(axes, _AXES, strict=True)) if axis != own)
     if axes[:place] + axes[place + 1 :] != _AXES[:place] + _AXES[place + 1 :]:
         raise NotAnExpansion("other_expansion", "several dimensions change")
-    if place != _HEADS:
+    if place not in _HEADS:
         raise NotAnExpansion("other_expansion", f"dimension {place} is repeated")
-    if len(axes[place]) != 2 or axes[place][0] != _AXES[_HEADS][0]:
+    if len(axes[place]) != 2 or axes[place][0] != _AXES[place][0]:
         raise NotAnExpansion("other_expansion", "the copies of a head do not lie in a row")
-    return Expansion(tensor, axes[place][1])
+    return Expansion(tensor, axes[place][1], place)
 
 
 def computed(call: cst.Call, scope: Scope) -> tuple[Expansion, dict[str, cst.BaseExpression]]:

@@ -28,6 +28,8 @@ class Repeated:
     """The tensor."""
     times: cst.BaseExpression
     """How often each of its heads is repeated."""
+    heads: int
+    """The dimension of its heads."""
     guard: cst.If | None = None
     """`if hasattr(module, "groups"):` around `x = repeated(x, module.groups)`: without the attribute, x is left."""
 
@@ -57,7 +59,7 @@ class Repeated:
         guard = _guard(node, scope, compact, times)
         if guard is not None and isinstance(times, cst.Attribute):
             times = expression(f'getattr({scope.module.code(times.value)}, "{times.attr.value}", 1)')
-        return cls(node, scope, compact, times, guard)
+        return cls(node, scope, compact, times, found.heads, guard)
 
 
 def grouped(repeated: Repeated) -> Found:
@@ -66,19 +68,21 @@ def grouped(repeated: Repeated) -> Found:
     Raises:
         NotAnExpansion: if something else reads the repeated tensor, or the tensor may change before a product.
     """
-    reads = reads_of(repeated.node, repeated.scope)
+    reads = reads_of(repeated.node, repeated.scope, repeated.heads)
     _only_products(reads, repeated)
     line = repeated.scope.module.statement(repeated.node)
     target = held_by(repeated.node, repeated.scope)
     compact = repeated.compact
     if target is not None and isinstance(compact, cst.Name) and _is_all_of(repeated.node, line):
-        if not _bound_after(compact.value, repeated):
-            _unchanged(reads, repeated, repeated.scope.of(compact))
-            new: _New = {id(use): (cst.Name(compact.value),) for use in reads.names if use.value == target.value}
+        if compact.value == target.value or not _bound_after(compact.value, repeated):
+            _unchanged(reads, repeated, Effect() if compact.value == target.value else repeated.scope.of(compact))
+            new: _New = {id(use): (cst.Name(compact.value),) for use in reads.first}
             return _found((_without(line, repeated),), reads, repeated, new)
     held = Effect(reads=frozenset({target.value})) if target is not None else Effect()
+    if target is not None and reads.locals.count(target.value) > 1:
+        held = Effect()  # it is bound anew by what is made of it, which reads it first
     _unchanged(reads, repeated, held)
-    if target is not None:
+    if not any(repeated.node in walk(product) for product in reads.products):
         return _found((Edit(repeated.node, (compact,)),), reads, repeated, {})
     return _found((), reads, repeated, {id(repeated.node): (compact,)})
 
@@ -119,7 +123,7 @@ def _guard(node: cst.Call, scope: Scope, compact: cst.BaseExpression, times: cst
 
 def _found(edits: tuple[Edit, ...], reads: Reads, repeated: Repeated, new: _New) -> Found:
     """Return all edits: products of the compact tensor, and `new` in what is none of them."""
-    products = {id(product): _product(product, repeated, new) for product in reads.products}
+    products = {id(product): _product(product, reads, repeated, new) for product in reads.products}
     inside = {id(node) for product in reads.products for node in walk(product)}
     others = [node for node in reads.names if id(node) in new and id(node) not in inside]
     return Found(
@@ -128,11 +132,17 @@ def _found(edits: tuple[Edit, ...], reads: Reads, repeated: Repeated, new: _New)
             *(Edit(product, (products[id(product)],)) for product in reads.products),
             *(Edit(node, new[id(node)]) for node in others),
         ),
-        ("attention.grouped_matmul",),
+        tuple(sorted({f"attention.{_called(made)}" for made in products.values()})),
     )
 
 
-def _product(product: cst.Call | cst.BinaryOperation, repeated: Repeated, new: _New) -> cst.Call:
+def _called(made: cst.Call) -> str:
+    return made.func.value if isinstance(made.func, cst.Name) else ""
+
+
+def _product(product: cst.Call | cst.BinaryOperation, reads: Reads, repeated: Repeated, new: _New) -> cst.Call:
+    if isinstance(product, cst.Call) and id(product) in reads.sides:
+        return _attention(product, reads.sides[id(product)], repeated, new)
     both = operands(product, repeated.scope)
     if both is None:
         raise TypeError("not a product")
@@ -142,6 +152,21 @@ def _product(product: cst.Call | cst.BinaryOperation, repeated: Repeated, new: _
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     arguments[:-1] = [argument.with_changes(comma=comma) for argument in arguments[:-1]]
     return cst.Call(cst.Name("grouped_matmul"), arguments)
+
+
+def _attention(call: cst.Call, side: str, repeated: Repeated, new: _New) -> cst.Call:
+    """Return the attention that shares heads among queries itself, of keys or of values."""
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    args = []
+    for argument in call.args:
+        value = argument.value
+        taken = new[id(value)][0] if id(value) in new else replace_nodes(value, new)
+        args.append(argument.with_changes(value=_bare(taken)))
+    if not isinstance(args[-1].comma, cst.Comma):
+        args[-1] = args[-1].with_changes(comma=comma)
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    args.append(cst.Arg(_bare(repeated.times), cst.Name(f"{side}_groups"), equal=equal))
+    return call.with_changes(func=cst.Name("grouped_attention"), args=args)
 
 
 def _bare(node: cst.CSTNode) -> cst.BaseExpression:
@@ -179,10 +204,8 @@ def _unchanged(reads: Reads, repeated: Repeated, held: Effect) -> None:
     own = scope.of(repeated.compact) | scope.of(repeated.times)
     if not own.is_pure:
         raise NotAnExpansion("values_change", own.anything or "its arguments do more than name something")
-    again = [name for name in reads.locals[:1] if _bound_after(name, repeated)]
-    again += [name for name in reads.locals[1:] if len(_bindings(name, scope)) > 1]
-    if again:
-        raise NotAnExpansion("values_change", f"`{again[0]}` is bound again")
+    if reads.again:
+        raise NotAnExpansion("values_change", f"`{reads.again}` is bound again")
     if any(isinstance(above, (cst.For, cst.While)) for above in _above(repeated.node, scope)):
         raise NotAnExpansion("values_change", "it stands in a loop")
     block = repeated.block
@@ -262,6 +285,9 @@ def _written(term: Term, given: Mapping[str, cst.BaseExpression]) -> cst.BaseExp
         return cst.Attribute(cst.Name("self"), cst.Name(term.value))
     if term.op == "constant" and term.value.isdigit():
         return cst.Integer(term.value)
+    if term.op == "floordiv":
+        left, right = (_written(side, given) for side in term.args)
+        return cst.BinaryOperation(left, cst.FloorDivide(), right)
     if term.op.startswith(".") and len(term.args) == 1:
         return cst.Attribute(_written(term.args[0], given), cst.Name(term.op[1:]))
     raise NotAnExpansion("other_expansion", f"`{term}`")

@@ -41,6 +41,10 @@ RMS_NORMS = tuple(
         ("(self.WEIGHT.float() * self.norm(x.float())).to(x.dtype)", {"CAST": ".float()", **_FP32}),
         ("((1 + self.WEIGHT.float()) * self.norm(x.float())).to(x.dtype)", {"offset": "1.0", **_FP32}),
         ("self.norm(x.float()).to(x.dtype)", {}),
+        ("self.WEIGHT * self.wide(x).to(x.dtype)", {}),
+        ("(self.WEIGHT * self.wide(x)).to(x.dtype)", _FP32),
+        ("(self.WEIGHT.float() * self.wide(x)).to(x.dtype)", {"CAST": ".float()", **_FP32}),
+        ("self.wide(x).to(x.dtype)", {}),
         (
             "(self.norm(x.float()) * self.WEIGHT.float() if self.WITH else self.norm(x.float())).to(x.dtype)",
             {"CAST": ".float()", **_FP32},
@@ -59,6 +63,7 @@ RMS_NORMS = tuple(
 )
 """RMSNorm; the marks are the keywords of `rms_norm`, and what is appended to its weight (`CAST`).
 
+In `wide` the product with the root, which is fp32, brings the input to fp32: the same numbers but for inputs of fp64.
 A weight that the file casts is cast in the call: without an offset `rms_norm` multiplies as torch promotes, so fp64
 weights would not be rounded.
 """

@@ -18,6 +18,7 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
+from rewrite.analysis.syntax.nodes import names_bound_by
 from rewrite.analysis.terms.spelling import ALIASES, ARGUMENTS, BINARY, COMPARISON, KEYWORDS, Term, constant, make
 from rewrite.errors import RewriteError
 
@@ -59,6 +60,8 @@ class Run:
     owner: ClassInfo | None
     depth: int
     max_size: ClassVar[int] = MAX_SIZE
+    inner: dict[str, cst.FunctionDef | cst.Lambda] = field(default_factory=dict, kw_only=True)
+    """The functions that functions define inside; a local holds `Term("inner", (), key)`."""
 
     def function(self, function: cst.FunctionDef, environment: Bindings) -> Term:
         """Return what the function returns where its parameters are bound as in `environment`."""
@@ -79,6 +82,9 @@ class Run:
                 if any(isinstance(node, cst.Return) for node in walk(statement)):
                     return self.ways(test, statement, statements[place + 1 :], environment)
                 self.branch(test, statement, environment)
+                continue
+            if isinstance(statement, cst.FunctionDef) and not statement.decorators and statement.asynchronous is None:
+                environment[statement.name.value] = self.defined(statement)
                 continue
             if not isinstance(statement, (cst.SimpleStatementLine, cst.BaseSmallStatement)):
                 raise NotComputable(_kind(statement))
@@ -118,7 +124,8 @@ class Run:
         if isinstance(small, cst.Expr) and isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString)):
             return
         if isinstance(small, cst.Assign):
-            value = self.expression(small.value, environment)
+            given = small.value
+            value = self.defined(given) if isinstance(given, cst.Lambda) else self.expression(given, environment)
             for target in small.targets:
                 self.bind(target.target, value, environment)
         elif isinstance(small, cst.AnnAssign) and small.value is not None:
@@ -145,9 +152,26 @@ class Run:
             raise NotComputable("too large")
         return term
 
+    def defined(self, function: cst.FunctionDef | cst.Lambda) -> Term:
+        """Return what a local holds that names a function defined inside."""
+        params = function.params
+        if params.star_kwarg is not None or isinstance(params.star_arg, cst.Param):
+            raise NotComputable("an inner function with variable arguments")
+        given = (*params.posonly_params, *params.params, *params.kwonly_params)
+        if any(param.name.value == "self" for param in given):
+            raise NotComputable("an inner function with a `self` of its own")
+        if any(param.default is not None for param in given):
+            raise NotComputable("an inner function with a default")  # which is computed where it is defined
+        key = str(len(self.inner))
+        self.inner[key] = function
+        return Term("inner", (), key)
+
     def _expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         if isinstance(node, cst.Name):
-            return environment.get(node.value) or self.named(node)
+            held = environment.get(node.value) or self.named(node)
+            if held.op == "inner":
+                raise NotComputable("an inner function that is more than called")
+            return held
         if isinstance(node, (cst.Integer, cst.Float)):
             return constant(node.evaluated_value)
         if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):
@@ -226,7 +250,10 @@ class Run:
             if (helper := self.module.method(self.owner, method)) is not None:
                 return self.follow(helper, [Term("self"), *plain], keywords)
             return operation("call", [Term("attribute", (), method), *plain], keywords)
-        if isinstance(node.func, cst.Name) and node.func.value not in environment:
+        if isinstance(node.func, cst.Name) and (held := environment.get(node.func.value)) is not None:
+            if held.op == "inner":
+                return self.follow(self.inner[held.value], plain, keywords, environment)
+        elif isinstance(node.func, cst.Name):
             if (helper := self.module.functions.get(node.func.value)) is not None:
                 return self.follow(helper, plain, keywords)
         function = self.expression(node.func, environment)
@@ -240,8 +267,14 @@ class Run:
             raise NotComputable(f"a call of {function.op}")
         return operation("call", [function, *plain], keywords)
 
-    def follow(self, helper: cst.FunctionDef, plain: Sequence[Term], keywords: Mapping[str, Term]) -> Term:
-        """Return what a helper returns for these arguments."""
+    def follow(
+        self,
+        helper: cst.FunctionDef | cst.Lambda,
+        plain: Sequence[Term],
+        keywords: Mapping[str, Term],
+        around: Mapping[str, Term] | None = None,
+    ) -> Term:
+        """Return what a helper returns for these arguments; one defined inside reads the locals `around` it, too."""
         if self.depth == 0:
             raise NotComputable("helpers nested too deeply")
         params = [*helper.params.posonly_params, *helper.params.params]
@@ -254,7 +287,13 @@ class Run:
                     raise NotComputable("a missing argument")
                 given[param.name.value] = self.expression(param.default, {})
         given.pop("self", None)
-        return replace(self, depth=self.depth - 1).function(helper, given)
+        below = replace(self, depth=self.depth - 1)
+        if around is not None:
+            own = _own_names(helper)
+            given = {**{name: value for name, value in around.items() if name not in own}, **given}
+        if isinstance(helper, cst.Lambda):
+            return below.expression(helper.body, given)
+        return below.function(helper, given)
 
 
 def operation(name: str, plain: Sequence[Term], keywords: Mapping[str, Term]) -> Term:
@@ -330,6 +369,13 @@ def _may_bind(pattern: Term, term: Term) -> bool:
     if pattern.value.isupper() and pattern.op == "parameter":
         return term.op in ("parameter", "constant")
     return term.op == pattern.op
+
+
+def _own_names(function: cst.FunctionDef | cst.Lambda) -> set[str]:
+    """Return the names that a function binds itself, which hide those around it from its first line on."""
+    inside = list(walk(function.body))
+    defined = {node.name.value for node in inside if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
+    return defined.union(*(names_bound_by(node) for node in inside))
 
 
 def _otherwise(statement: cst.If) -> Sequence[cst.CSTNode]:

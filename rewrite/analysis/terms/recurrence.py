@@ -107,10 +107,10 @@ class Recurrence(Run):
         made = (self.expression(node.elt, {**environment, over.target.value: item}) for item in items.args)
         return make("tuple", *made)
 
-    def follow(self, helper: cst.FunctionDef, plain: object, keywords: object) -> Term:
+    def follow(self, helper: object, plain: object, keywords: object, around: object = None) -> Term:
         """Return what a helper returns; it may write nothing."""
         own = replace(self, written=[])
-        result = super(Recurrence, own).follow(helper, plain, keywords)  # type: ignore[arg-type]
+        result = super(Recurrence, own).follow(helper, plain, keywords, around)  # type: ignore[arg-type]
         if own.written:
             raise NotComputable("a helper that writes")
         return result
