@@ -568,6 +568,26 @@ class VerificationError(RewriteError):
     """A verification could not be carried out (a failed verification is a verdict, not an error)."""
 
 
+class NothingToBuild(VerificationError):
+    """The original has no model that the verifier could make."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"{name} has no model class with a configuration (a PreTrainedModel whose `config_class` is set, with a "
+            "`forward`), so there is nothing to verify with. --no-verify writes the package without the proof."
+        )
+
+
+class OriginalBroken(VerificationError):
+    """The original cannot be imported, so nothing can be compared with it."""
+
+    def __init__(self, name: str, problem: str):
+        super().__init__(
+            f"{name} itself cannot be imported with what is installed: {problem}. A file that was written for another "
+            "release needs that one installed; --no-verify writes the package without the proof."
+        )
+
+
 class RelativeImport(UsageError):
     """A modeling file from outside transformers has a relative import that cannot work in a package."""
 

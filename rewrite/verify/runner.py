@@ -11,6 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rewrite.errors import OriginalBroken
 from rewrite.show.step import Step
 
 from .isolation import CleanImport
@@ -181,7 +182,10 @@ class _Run:
     def _import(self) -> Mapping[str, Figure]:
         if self.options.clean_process and not self.options.quick:
             self.clean = CleanImport.start(self.rewritten, self.original)
-        upstream = sides.load(self.original)
+        try:
+            upstream = sides.load(self.original)
+        except Exception as error:  # a file from outside, for another release, may raise anything
+            raise OriginalBroken(self.original.path.name, describe(error)) from error
         try:
             self.modules = upstream, sides.load(self.rewritten)
         except Exception as error:  # the file under test may raise anything while it is imported

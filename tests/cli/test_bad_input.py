@@ -245,3 +245,42 @@ def test_the_report_says_what_was_done(here: Path, rewrite: CommandLine) -> None
     assert report["written"] is True
     assert report["sites"] == 1
     assert report["transforms"]["fuse_qkv"]["rewritten"] == ["TinyLlamaAttention.forward: q_proj, k_proj, v_proj"]
+
+
+PLAIN = """
+import torch
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (PLAIN, "no model class with a configuration"),
+        (f"from transformers import gone_with_a_release\n{PLAIN}", "itself cannot be imported"),
+    ],
+    ids=["no model", "another release"],
+)
+def test_an_original_that_cannot_be_verified_is_no_transforms_fault(
+    here: Path, rewrite: CommandLine, text: str, said: str
+) -> None:
+    (here / "modeling_plain.py").write_text(text)
+    done = rewrite("modeling_plain.py", "--out", "out", "--quick")
+    assert done.code == 1, done
+    assert said in done.err
+    assert "--no-verify writes the package" in done.err
+    assert "at fault" not in done.out + done.err
+    assert [path.name for path in here.iterdir() if path.name.startswith(("out", ".out"))] == []
+    assert rewrite("modeling_plain.py", "--out", "out", "--no-verify").code == 0

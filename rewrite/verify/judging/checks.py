@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from rewrite.errors import NothingToBuild, OriginalBroken
+
 from .compare import Mismatch, NotRun
 from .verdict import Check, Figure, Gate, Status
 
@@ -68,6 +70,8 @@ def run_check(check: CheckRun) -> Check:
         status, detail = "not run", str(reason)
     except Mismatch as mismatch:
         status, detail, figures = "failed", str(mismatch), mismatch.figures
+    except (NothingToBuild, OriginalBroken):  # no fault of the rewritten file
+        raise
     except Exception as error:  # the rewritten file may raise anything; silence would be a pass
         status, detail = "failed", describe(error)
     return Check(check.name, status, detail, figures, time.perf_counter() - started)

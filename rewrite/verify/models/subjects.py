@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from rewrite.errors import VerificationError
+from rewrite.errors import NothingToBuild, VerificationError
 from rewrite.runtime.cache.names import NAMES
 
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -59,11 +59,12 @@ def find_subjects(original: ModuleType, rewritten: ModuleType) -> Subjects:
     """Pair the model classes of two modeling modules by name.
 
     Raises:
-        VerificationError: the original defines no model that can be built.
+        NothingToBuild: the original defines no model that can be built.
+        VerificationError: the other side lacks its main class.
     """
     classes = model_classes(original)
     if not classes:
-        raise VerificationError(f"{original.__name__} defines no model class with a configuration.")
+        raise NothingToBuild(original.__name__)
     main = _main_class(classes)
     pairs = [Subject(cls, getattr(rewritten, cls.__name__, None), _is_causal(cls)) for cls in classes]
     missing = tuple(pair.name for pair in pairs if pair.rewritten is None)
