@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from rewrite.analysis.sites.as_written import is_runtime_name
-from rewrite.analysis.sites.mean_squares import norm_places
-from rewrite.analysis.sites.norms import NotProven, computed, rms_norm_call, rms_norm_obstacle, said
+from rewrite.analysis.sites.mean_squares import Place, norm_places
+from rewrite.analysis.sites.norms import NotProven, computed, rms_norm_call, rms_norm_obstacle, runtime_norm, said
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.syntax.replacement import call_statement, returning
 from rewrite.analysis.terms.computation import NotComputable
@@ -53,8 +53,11 @@ class FuseRmsNorm(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every function that divides by the root of a mean of squares, in whatever spelling."""
-        return [Candidate(place.function, place.where) for place in norm_places(module) if not place.centered]
+        """Every function that divides by the root of a mean of squares, in whatever spelling; a helper of a norm that
+        is one call by now, which nothing reads any more, is part of that norm.
+        """
+        places = [place for place in norm_places(module) if not place.centered]
+        return [Candidate(place.function, place.where) for place in places if not _is_left_over(place, module)]
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Find the family of the norm."""
@@ -73,3 +76,11 @@ class FuseRmsNorm(Transform):
             return Skip("name_taken")
         new = returning(place.function, call_statement("return ", call.function, call.given, module))
         return Found((Edit(place.function, (new,)),), ("norms.rms_norm",))
+
+
+def _is_left_over(place: Place, module: Module) -> bool:
+    """Whether a method computed what the class's `forward` has one call for now, and nothing reads it any more."""
+    unread = module.references.get(place.function.name.value, 0) == 0
+    return (
+        unread and not place.is_forward and place.owner is not None and runtime_norm(place.owner, module) is not None
+    )
