@@ -150,14 +150,14 @@ def _refusal(
         return "argument"  # a mask or a bias has no row for each segment
     if any(tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != sum(lengths) for tensor in tensors):
         return "shape"
-    return None if lengths and min(lengths) >= 0 < max(lengths) else "lengths"
+    return None if lengths and min(lengths) > 0 else "lengths"  # what fails does so as it did
 
 
 def _by_length(attend: Callable[..., Tensor], tensors: Sequence[Tensor], lengths: list[int]) -> Tensor:
     """Attend to all segments of one length at once, `attend` to `[n, H, L, D]`; the result is `[1, S, H, Dv]`."""
     runs: dict[int, list[tuple[int, int]]] = {}
     start = 0
-    for length, neighbours in itertools.groupby(length for length in lengths if length):
+    for length, neighbours in itertools.groupby(lengths):
         rows = length * len(list(neighbours))
         runs.setdefault(length, []).append((start, rows))
         start += rows
