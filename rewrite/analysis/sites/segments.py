@@ -335,8 +335,8 @@ class _Reader:
         first = min(place[id(part)] for part in parts)
         between = [s for s in block[first : place[id(line)]] if not any(s is part for part in parts)]
         effect = union(scope.of(statement) for statement in between)
-        made = frozenset[str]().union(*map(_names_of, parts))
-        kept = (made | union(map(scope.of, parts)).reads) & effect.binds | made & effect.reads
+        made = frozenset[str]().union(*map(_names_of, self.gone))
+        kept = (made | union(map(scope.of, self.gone)).reads) & effect.binds | made & effect.reads
         if replace(effect, binds=kept).is_pure and union(map(scope.of, self._before(join))).is_pure:
             if not any(isinstance(above, (cst.Try, cst.TryStar)) for above in scope.module.ancestors(line)):
                 return
@@ -381,12 +381,14 @@ class _Reader:
         return any(above is self.loop for above in self.scope.module.ancestors(node))
 
     def _resolved(self, func: cst.BaseExpression) -> str:
-        """Return the dotted name of a function that no local hides."""
+        """Return the dotted name of a function that comes from elsewhere, `""` where a name may be the file's own."""
         root = func
         while isinstance(root, cst.Attribute):
             root = root.value
-        hidden = isinstance(root, cst.Name) and root.value in self.scope.locals
-        return "" if hidden else self.scope.names.resolved(func)
+        names = self.scope.names
+        if not isinstance(root, cst.Name) or root.value in self.scope.locals or not names.is_free(root.value):
+            return ""
+        return names.resolved(func)
 
 
 _NAMED = m.Element(value=m.Name())
