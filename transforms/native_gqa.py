@@ -11,6 +11,7 @@ import libcst.matchers as m
 from rewrite.analysis.effects import Scope, effects_of
 from rewrite.analysis.sites.expansion import NotAnExpansion, called_function, is_expanding, is_lengthening, repetition
 from rewrite.analysis.sites.grouping import Repeated, grouped
+from rewrite.analysis.sites.lookups import is_lookup
 from rewrite.analysis.sites.readers import reads_of
 from rewrite.analysis.sites.turning import looks_turning
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
@@ -21,7 +22,6 @@ from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
 _GROUPS = "num_key_value_groups"
 """The attribute by which transformers' SDPA path decides to expand keys and values."""
 
-_INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 _NEW = ("grouped_matmul", "grouped_attention", "native_gqa")
 
 
@@ -78,7 +78,7 @@ class NativeGQA(Transform):
                 if isinstance(node, cst.Call) and id(node) not in inside and _lengthens(node, scope):
                     inside |= {id(inner) for inner in walk(node)}
                     yield Candidate(node, where, " ".join(module.code(node).split()))
-                elif _is_lookup(node, module) and _may_expand(where, module) and not _is_done(node, module):
+                elif is_lookup(node, module) and _may_expand(where, module) and not _is_done(node, module):
                     yield Candidate(node, where, "attention function")
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
@@ -91,7 +91,7 @@ class NativeGQA(Transform):
         enclosing = [above for above in module.ancestors(node) if isinstance(above, cst.FunctionDef)]
         if not all(name_is_free(name, module, *enclosing) for name in _NEW):
             return Skip("name_taken")
-        if _is_lookup(node, module) or not isinstance(node, cst.Call):
+        if is_lookup(node, module) or not isinstance(node, cst.Call):
             return _after_lookup(node, module)
         _, function, owner = next(f for f in _functions(module) if f[1] is enclosing[-1])
         try:
@@ -121,12 +121,6 @@ def _lengthens(node: cst.Call, scope: Scope) -> bool:
     if function is not None:
         return is_expanding(function, owner) and not looks_turning(function, scope.module, owner)
     return is_lengthening(node) and any(reads_of(node, scope, heads).products for heads in (1, 2))
-
-
-def _is_lookup(node: cst.CSTNode, module: Module) -> bool:
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "get_interface":
-        return module.qualified(node.func.value).endswith(_INTERFACES)
-    return isinstance(node, cst.Subscript) and module.qualified(node.value).endswith(_INTERFACES)
 
 
 def _may_expand(where: str, module: Module) -> bool:

@@ -20,6 +20,7 @@ from soundness.random_models import (
     sparse_blocks,
 )
 from soundness.random_modules import downs, gated, pairs, projections, residuals
+from soundness.random_segments import segments
 from soundness.random_states import gated_norms, windows
 
 
@@ -36,6 +37,7 @@ _STEP = (
 )  # fmt: skip
 
 PLACES = {
+    "batch_segments": Place(segments()),
     "capture_forward": Place(forwards()),
     "decode_head": Place(decoders(("head",))),
     "decode_layers": Place(st.one_of(decoders(("feed", "attention", "layer")), latent_decoders()), _STEP),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,10 +106,13 @@ def with_image_tokens(variant: Variant) -> Variant:
     return replace(variant, name=f"{variant.name}, images", config=config)
 
 
-def pictured(bench: Workbench, variant: Variant, model: Any, ask: Ask, sides: tuple[int, int] = (2, 2)) -> Arguments:
-    """The arguments of a `generate()` with an image of random values in every row.
+def pictured(
+    bench: Workbench, variant: Variant, model: Any, ask: Ask, sides: Sequence[tuple[int, int]] = ((2, 2),)
+) -> Arguments:
+    """The arguments of a `generate()` with images of random values in every row.
 
-    `sides` are its height and width where the class takes images of any size, in what becomes one token.
+    `sides` are the height and width of each, in what becomes one token, where the class takes images of any size and
+    says what each becomes; others have one image in a row.
 
     Raises:
         NotRun: which tokens stand for an image, or how many, cannot be said.
@@ -120,13 +123,17 @@ def pictured(bench: Workbench, variant: Variant, model: Any, ask: Ask, sides: tu
     token = next((getattr(config, name) for name in IMAGE_IDS if isinstance(getattr(config, name, None), int)), None)
     if token is None:
         raise NotRun("the configuration does not say which token stands for an image")
-    image, count = _fitting(model, _image(model, ask.rows, seed, sides))
-    count //= ask.rows
+    image, counts = _fitting(model, _image(model, ask.rows, seed, sides))
+    if len(sides) > 1 and len(counts) != ask.rows * len(sides):
+        return pictured(bench, variant, model, ask, sides[:1])
+    counts = counts[: len(sides)] if len(sides) > 1 else [sum(counts) // ask.rows]
     text = _text(bench, model, ask, seed, "left")
     ids = text["input_ids"]
     around = next(([getattr(config, name) for name in pair] for pair in AROUND if _has(config, pair)), [])
-    inner = torch.tensor([*around[:1], *[token] * count, *around[1:]]).expand(ask.rows, -1)
     half = ask.length - 3
+    shown = [torch.tensor([*around[:1], *[token] * count, *around[1:]]) for count in counts]
+    between = [part for one in shown for part in (ids[0, half - 1 : half], one)][1:]
+    inner = torch.cat(between).expand(ask.rows, -1)
     made: Arguments = {"input_ids": torch.cat([ids[:, :half], inner, ids[:, half:]], 1), **image}
     if "attention_mask" in text:
         made["attention_mask"] = torch.cat(
@@ -142,15 +149,15 @@ def _has(config: Any, names: tuple[str, ...]) -> bool:
     return all(isinstance(getattr(config, name, None), int) for name in names)
 
 
-def _image(model: Any, rows: int, seed: int, sides: tuple[int, int]) -> Arguments:
-    """An image for each row, as patches with a grid where the class takes such."""
+def _image(model: Any, rows: int, seed: int, sides: Sequence[tuple[int, int]]) -> Arguments:
+    """An image for each row, or several as patches with a grid where the class takes such."""
     import torch
 
     if GRID not in inspect.signature(type(model).forward).parameters:
         return {"pixel_values": make(("pixel_values",), model.config, rows, seed, model.dtype)["pixel_values"]}
     vision = model.config.vision_config
     merge, patch = int(getattr(vision, "spatial_merge_size", 1)), int(vision.patch_size)
-    grid = torch.tensor([[1, merge * sides[0], merge * sides[1]]]).expand(rows, -1).contiguous()
+    grid = torch.tensor([[1, merge * height, merge * width] for height, width in sides]).repeat(rows, 1)
     channels = int(getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3)
     width = channels * int(getattr(vision, "temporal_patch_size", 1)) * patch**2
     generator = torch.Generator().manual_seed(seed)
@@ -158,8 +165,8 @@ def _image(model: Any, rows: int, seed: int, sides: tuple[int, int]) -> Argument
     return {"pixel_values": patches, GRID: grid}
 
 
-def _fitting(model: Any, image: Arguments) -> tuple[Arguments, int]:
-    """An image as a class takes it, alone in its row or the first of a list there, and the tokens that all become."""
+def _fitting(model: Any, image: Arguments) -> tuple[Arguments, list[int]]:
+    """An image as a class takes it, alone in its row or the first of a list there, and the tokens that they become."""
     try:
         return image, on_original(_tokens_of, model, image)
     except NotRun as reason:
@@ -172,12 +179,12 @@ def _fitting(model: Any, image: Arguments) -> tuple[Arguments, int]:
             raise reason from None
 
 
-def _tokens_of(model: Any, image: Mapping[str, Tensor]) -> int:
-    """How many tokens all images together become."""
+def _tokens_of(model: Any, image: Mapping[str, Tensor]) -> list[int]:
+    """How many tokens each image becomes, or several images together where the class returns them so."""
     import torch
 
     device = next(model.parameters()).device
     found = getattr(model, "model", model).get_image_features(**{k: v.to(device) for k, v in image.items()})
     found = getattr(found, "pooler_output", found)
     parts = found if isinstance(found, (list, tuple)) else [found]
-    return sum(part.flatten(0, -2).shape[0] for part in parts if isinstance(part, torch.Tensor))
+    return [part.flatten(0, -2).shape[0] for part in parts if isinstance(part, torch.Tensor)]

@@ -333,14 +333,14 @@ def _begun(talk: Talk) -> None:
 
 
 def _pictured(talk: Talk) -> None:
-    """Images: of one shape, other ones of that shape, of another shape; and text that goes on behind one."""
+    """Images: of one shape, others of that shape, of another, of several; and text that goes on behind one."""
     bench, model = talk.bench, talk.pair.original
-    shapes = {"a": (2, 2), "b": (2, 2), "c": (1, 3)}
+    shapes = {"a": ((2, 2),), "b": ((2, 2),), "c": ((1, 3),), "d": ((2, 1), (2, 2), (2, 1))}
     kinds = {
         name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, padded=name != "b"), sides)
         for name, sides in shapes.items()
     }
-    for name in ("a", "b", "c"):
+    for name in shapes:
         heard = talk.answers(kinds[name])
     talk.answers(talk.ask(Ask("text between", 2, 9)))
     heard = talk.answers(kinds["a"], new=MORE)
