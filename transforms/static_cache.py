@@ -19,7 +19,7 @@ from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Tra
 
 _OWN_LOOP = ("_sample", "_prefill", "_prepare_cache_for_generation")
 _CACHES = (*PASSED, "cache_params")
-_OTHER_STATES = ("update_indexer", "key_cache", "recurrent_states")
+_OTHER_STATES = ("key_cache", "recurrent_states")
 """Attributes of states that no cache of transformers' holds in a layer of its own, or that no buffer here can hold."""
 
 
