@@ -1,7 +1,8 @@
 """Keys, values and states in buffers that are allocated once, for prefill and for a decode step that a graph can hold.
 
-B batch, S capacity. Slot s of a layer's keys and values, and of an indexer's keys, holds position s of the sequence, and
-row b starts at slot `starts[b]`, those before are left padding. States (`states`) have no slots: each step overwrites them.
+B batch, S capacity. Slot s of a layer's keys and values, and of an indexer's keys, holds position s of the sequence,
+and row b starts at slot `starts[b]`, those before are left padding. States (`states`) have no slots: each step
+overwrites them.
 
 Between steps the cache behaves like transformers' `DynamicCache`: lengths are Python ints and an update returns what
 is valid, as views. Inside `step()` nothing on the host knows the length: it is `position`, a tensor on the device, an
