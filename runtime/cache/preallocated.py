@@ -194,16 +194,19 @@ class PreallocatedCache(Cache):
 
     def store(self, dynamic: DynamicCache, length: int) -> None:
         """Make transformers' growing cache hold copies of the first `length` tokens; states as they are."""
-        while len(dynamic.layers) < len(self.layers):
+        kept = [isinstance(layer, PreallocatedLayer) and bool(layer.buffers) for layer in self.layers]
+        last = max((number for number, written in enumerate(kept) if written), default=-1)
+        while len(dynamic.layers) <= last:
             dynamic.layers.append(DynamicLayer())
-        for mine, theirs in zip(self.attention_layers, _kept(dynamic.layers), strict=True):
-            start = 0
-            if isinstance(theirs, DynamicSlidingWindowLayer):
-                start = max(length - theirs.sliding_window + 1, 0)
-                theirs.cumulative_length = length
-            mine.give(theirs, start, length)
-        for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=True):
-            states.copy(mine, theirs)
+        for mine, theirs in zip(self.layers, dynamic.layers, strict=False):
+            if isinstance(mine, PreallocatedLayer):
+                start = 0
+                if isinstance(theirs, DynamicSlidingWindowLayer):
+                    start = max(length - theirs.sliding_window + 1, 0)
+                    theirs.cumulative_length = length
+                mine.give(theirs, start, length)
+            if states.is_stateful(mine) and states.is_stateful(theirs):
+                states.copy(mine, theirs)
 
 
 def preallocated_like(

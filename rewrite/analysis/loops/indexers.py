@@ -34,7 +34,7 @@ def hindrance(module: Module) -> tuple[str, str] | None:
     """
     for owner, _, method in module.methods():
         if any(True for _ in _updates(method)):
-            found = _of_layer(module) or _sized(owner, module) or _unmasked(method, module)
+            found = _sized(owner, module) or _of_layer(module) or _unmasked(method, module)
             if found is not None:
                 return found
     return None
@@ -70,9 +70,9 @@ def _sized(owner: ClassInfo, module: Module) -> tuple[str, str] | None:
         given = _given(method)
         for node in of_kind(method.body, cst.Call, cst.Subscript):
             if isinstance(node, cst.Call) and _name(node) in _COUNTS:
-                return "device_size", module.code(node)
+                return "device_size", " ".join(module.code(node).split())
             if isinstance(node, cst.Subscript) and any(_is_mask(index, given) for index in _indices(node)):
-                return "device_size", module.code(node)
+                return "device_size", " ".join(module.code(node).split())
     return None
 
 
@@ -104,7 +104,7 @@ def _unmasked(method: cst.FunctionDef, module: Module) -> tuple[str, str] | None
         of_torch = names.resolved(call.func) == "torch.topk"
         scores = call.args[0].value if of_torch and call.args else call.func.value  # type: ignore[attr-defined]
         if not _is_masked(scores, given, parameters(method)):
-            return "unmasked_choice", module.code(call)
+            return "unmasked_choice", " ".join(module.code(call).split())
     return None if chosen else ("unmasked_choice", module.code(next(_updates(method))))
 
 
