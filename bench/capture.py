@@ -148,8 +148,15 @@ def layer_count(config):
     return max(getattr(text, name, 0) or 0 for name in names)
 
 
+def layers_of(config):
+    """Return the layers of a growing cache where they keep a slot for each token; None for keys and values alone."""
+    growing = transformers.DynamicCache(config=config.get_text_config(decoder=True)).layers
+    keep = len(growing) == layer_count(config) and all(hasattr(layer, "keys") for layer in growing)
+    return growing if keep else None
+
+
 def prefilled(model, config, batch, cache_class, device):
-    cache = cache_class(layer_count(config), BATCH, CAPACITY, device)
+    cache = cache_class(layer_count(config), BATCH, CAPACITY, device, layers_of(config))
     mask = torch.ones(BATCH, CAPACITY, dtype=torch.int64, device=device)
     mask[:, :PROMPT] = batch[1][:, :PROMPT]
     cache.starts.copy_(PROMPT - batch[1][:, :PROMPT].sum(1))

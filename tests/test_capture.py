@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "bench"))
 import capture  # noqa: E402
 from stream_rules import Refused, stream_rules  # noqa: E402
 
+from rewrite.runtime.cache.layers import INDEXED  # noqa: E402
+
 X, INDEX, MASK = torch.arange(6.0), torch.tensor([1, 3]), torch.arange(6) > 2
 REFUSED = {
     "item": lambda: X[0].item(),
@@ -67,7 +69,19 @@ def checked(name, folder):
     return found
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM", "MixtralForCausalLM", "TrOCRForCausalLM"])
+CLEAN = [
+    "LlamaForCausalLM",
+    "OPTForCausalLM",
+    "MixtralForCausalLM",
+    "TrOCRForCausalLM",
+    pytest.param(
+        "DeepseekV32ForCausalLM",
+        marks=pytest.mark.skipif(INDEXED is None, reason="this transformers has no layers with an indexer's keys"),
+    ),
+]
+
+
+@pytest.mark.parametrize("name", CLEAN)
 def test_rewritten_models_decode_under_the_rules(name, tmp_path):
     assert capture.generate(name, tmp_path) == {"class": name, "skip": None}
     found = checked(name, tmp_path)

@@ -10,6 +10,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
+from rewrite.analysis.loops.indexers import hindrance
 from rewrite.analysis.loops.loop_inputs import only_recomputes
 from rewrite.analysis.step.terms import PASSED
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
@@ -19,7 +20,7 @@ from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Tra
 
 _OWN_LOOP = ("_sample", "_prefill", "_prepare_cache_for_generation")
 _CACHES = (*PASSED, "cache_params")
-_OTHER_STATES = ("update_indexer", "key_cache", "recurrent_states")
+_OTHER_STATES = ("key_cache", "recurrent_states")
 """Attributes of states that no cache of transformers' holds in a layer of its own, or that no buffer here can hold."""
 
 
@@ -49,7 +50,8 @@ class StaticCache(Transform):
 
     What it needs:
         A class that decodes with a cache of transformers' for state; ranges and slices whose length does not depend
-        on the cache.
+        on the cache. An indexer (DeepSeek-V3.2's sparse attention) masks its scores before it chooses among them, and
+        chooses among a number of candidates that the host knows.
 
     Numerics:
         Exact: the same integers, and where the loop cannot run, transformers' own does.
@@ -67,6 +69,8 @@ class StaticCache(Transform):
     reasons: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "`forward` takes no cache, nor hands it on among its keywords",
         "other_state": "the file keeps states for which there is no buffer of fixed size",
+        "device_size": "an indexer's number of candidates is known to the device alone",
+        "unmasked_choice": "an indexer may choose slots that hold no token: no mask is seen to be put over its scores",
         "own_cache": "the file makes a cache of a class of its own",
         "window_without_mask": "the cache keeps a sliding window, and no mask of the file has one: a buffer keeps all",
         "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
@@ -81,6 +85,8 @@ class StaticCache(Transform):
     needs: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "a cache among what `forward` takes",
         "other_state": "fixed buffers for these states too",
+        "device_size": "a choice among a fixed number of candidates",
+        "unmasked_choice": "a mask over them",
         "own_cache": "fixed buffers for what that cache holds",
         "window_without_mask": "a mask that has the window",
         "mask_by_length": "a mask cut at the position of the token",
@@ -222,6 +228,8 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("window_without_mask")
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
         return Skip("other_state", state)
+    if (hindered := hindrance(module)) is not None:
+        return Skip(*hindered)
     if (cut := _cut_by_length(module)) is not None:
         return Skip("mask_by_length", cut)
     return None if name_is_free("GraphGeneration", module) else Skip("name_taken")

@@ -1,7 +1,8 @@
-"""The layers of a cache of fixed addresses: keys and values, states, or both.
+"""The layers of a cache of fixed addresses: keys and values, an indexer's keys beside them, states, or both.
 
-B batch, Hk key/value heads, S capacity, D head_dim of keys, Dv of values. A layer keeps keys `[B, Hk, S, D]` and
-values `[B, Hk, S, Dv]`; states have the shapes that the model gives them.
+B batch, Hk key/value heads, S capacity, D head_dim of keys, Dv of values, Di of an indexer's keys. A layer keeps keys
+`[B, Hk, S, D]` and values `[B, Hk, S, Dv]`, with an indexer also keys `[B, S, Di]` by which it chooses among the
+others; states have the shapes that the model gives them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from . import states
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from .preallocated import PreallocatedCache
 
 OFFERS: dict[str, dict[str, str]] = {}
+
+INDEXED: Any = getattr(cache_utils, "DynamicIndexedLayer", None)
+"""transformers' growing layer with an indexer's keys; the first releases have none."""
 
 
 class CacheFull(RuntimeError):
@@ -103,9 +108,126 @@ class PreallocatedLayer(CacheLayerMixin):
         """Return the capacity, under its older name."""
         return self.cache.capacity
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Everything with a slot for each token that has been written."""
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens, as far as the host knows."""
+        self.length = length
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, or keep the first `tokens_to_remove` if it is positive."""
-        self.length = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
+        kept = min(self.length, tokens_to_remove) if tokens_to_remove > 0 else self.length + tokens_to_remove
+        self.rewind(kept)
+
+    def spoil(self, start: int, value: float) -> None:
+        """Fill the values of every slot from `start` on."""
+        if self.values is not None:
+            self.values[:, :, start:] = value
+
+    def take(self, other: Any, length: int) -> None:
+        """Take over what another layer holds of the first `length` tokens: all of them, or the last ones."""
+        self.rewind(length)
+        if other.keys is None or other.values is None or not other.keys.numel():
+            return
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys, other.values)
+        assert self.keys is not None
+        assert self.values is not None
+        start = max(length - other.keys.shape[2], 0)
+        self.keys[:, :, start:length] = other.keys[:, :, : length - start]
+        self.values[:, :, start:length] = other.values[:, :, : length - start]
+
+    def give(self, growing: Any, start: int, stop: int) -> None:
+        """Make a growing layer of transformers' hold copies of the tokens from `start` to `stop`."""
+        if self.keys is None or self.values is None:
+            return
+        if not growing.is_initialized:
+            growing.lazy_initialization(self.keys, self.values)
+        growing.keys = self.keys[:, :, start:stop].clone()
+        growing.values = self.values[:, :, start:stop].clone()
+
+
+class IndexedLayer(PreallocatedLayer):
+    """One layer's keys and values, and the keys by which an indexer chooses which of them attention reads.
+
+    A step gives the indexer every slot; those that hold no token are its model's to mask before it chooses, as it
+    masks them for a `StaticCache` of transformers'. A layer that reads another one's keys and values may have the
+    indexer's alone.
+    """
+
+    indexer_keys: Tensor | None = None
+
+    def __init__(self, cache: PreallocatedCache):
+        super().__init__(cache)
+        self.indexer_length = 0
+        """Number of valid slots of `indexer_keys`: an indexer may come before or after the keys and values."""
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write `[B, n, Di]` behind what is there; return what the indexer may read."""
+        if self.indexer_keys is None:
+            self.allocate_indexer(indexer_key_states)
+        assert self.indexer_keys is not None
+        if self.cache.stepping:
+            return self.indexer_keys.index_copy_(1, self.cache.slots, indexer_key_states)
+        start, end = self.indexer_length, self.indexer_length + indexer_key_states.shape[1]
+        if end > self.cache.capacity:
+            raise CacheFull(end, self.cache.capacity)
+        self.indexer_keys[:, start:end] = indexer_key_states
+        self.indexer_length = end
+        return indexer_key_states if start == 0 else self.indexer_keys[:, :end]
+
+    def allocate_indexer(self, like: Tensor) -> None:
+        """Allocate a zeroed buffer for the indexer's keys `[B, n, Di]`."""
+        shape = self.cache.batch_size, self.cache.capacity, like.shape[2]
+        with torch.inference_mode(False):
+            self.indexer_keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def free(self) -> None:
+        """Give the buffers back."""
+        super().free()
+        self.indexer_keys, self.indexer_length = None, 0
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Everything with a slot for each token that has been written."""
+        return [*super().buffers, *(() if self.indexer_keys is None else (self.indexer_keys,))]
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens, as far as the host knows."""
+        super().rewind(length)
+        self.indexer_length = length
+
+    def spoil(self, start: int, value: float) -> None:
+        """Fill the values, and the indexer's keys, of every slot from `start` on."""
+        super().spoil(start, value)
+        if self.indexer_keys is not None:
+            self.indexer_keys[:, start:] = value
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Choose rows, those of the indexer's keys too."""
+        super().reorder_cache(beam_idx)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
+
+    def take(self, other: Any, length: int) -> None:
+        """Take over what another layer holds of the first `length` tokens."""
+        super().take(other, length)
+        if other.indexer_keys is not None:
+            if self.indexer_keys is None:
+                self.allocate_indexer(other.indexer_keys)
+            assert self.indexer_keys is not None
+            self.indexer_keys[:, :length] = other.indexer_keys[:, :length]
+
+    def give(self, growing: Any, start: int, stop: int) -> None:
+        """Make a growing layer of transformers' hold copies of the tokens from `start` to `stop`."""
+        super().give(growing, start, stop)
+        if self.indexer_keys is not None:
+            if not growing.is_indexer_initialized:
+                growing.lazy_initialization_indexer(self.indexer_keys)
+            growing.indexer_keys = self.indexer_keys[:, start:stop].clone()
 
 
 if states.LAYER is not None:
@@ -149,6 +271,8 @@ def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
         return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return PreallocatedLayer(cache)
+    if INDEXED is not None and type(layer) is INDEXED:
+        return IndexedLayer(cache)
     return layer if type(layer).__name__ == "DummyLayer" else None
 
 

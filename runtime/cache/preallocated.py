@@ -1,7 +1,8 @@
 """Keys, values and states in buffers that are allocated once, for prefill and for a decode step that a graph can hold.
 
-B batch, S capacity. Slot s of a layer's keys and values holds position s of the sequence, and row b starts at slot
-`starts[b]`, those before are left padding. States (`states`) have no slots: each step overwrites them.
+B batch, S capacity. Slot s of a layer's keys and values, and of an indexer's keys, holds position s of the sequence,
+and row b starts at slot `starts[b]`, those before are left padding. States (`states`) have no slots: each step
+overwrites them.
 
 Between steps the cache behaves like transformers' `DynamicCache`: lengths are Python ints and an update returns what
 is valid, as views. Inside `step()` nothing on the host knows the length: it is `position`, a tensor on the device, an
@@ -137,7 +138,7 @@ class PreallocatedCache(Cache):
         """Forget all but the first `length` tokens, as far as the host knows; states stay as they are."""
         self._tokens = length
         for layer in self.attention_layers:
-            layer.length = length
+            layer.rewind(length)
 
     def reset(self) -> None:
         """Forget every token; the buffers, their addresses and their contents stay, states too."""
@@ -164,8 +165,8 @@ class PreallocatedCache(Cache):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Keys and values of every layer that has been written."""
-        return [b for layer in self.attention_layers for b in (layer.keys, layer.values) if b is not None]
+        """Keys and values, and those of indexers, of every layer that has been written."""
+        return [buffer for layer in self.attention_layers for buffer in layer.buffers]
 
     @property
     def nbytes(self) -> int:
@@ -175,8 +176,7 @@ class PreallocatedCache(Cache):
     def copy_from(self, other: PreallocatedCache) -> None:
         """Take over what a smaller cache of the same model holds."""
         for mine, theirs in zip(self.attention_layers, other.attention_layers, strict=True):
-            if theirs.keys is not None and theirs.values is not None:
-                _write(mine, theirs.keys[:, :, : theirs.length], theirs.values[:, :, : theirs.length], 0)
+            mine.take(theirs, other.length)
         for mine, theirs in zip(self.stateful_layers, other.stateful_layers, strict=True):
             states.copy(theirs, mine)
         self.rewind(other.length)
@@ -185,31 +185,28 @@ class PreallocatedCache(Cache):
 
     def load(self, dynamic: DynamicCache) -> None:
         """Take over what transformers' growing cache holds; a sliding layer's keys go where their positions are."""
-        for mine, theirs in zip(self.attention_layers, _kept(dynamic.layers), strict=False):
-            length = theirs.get_seq_length()
-            if length:
-                _write(mine, theirs.keys, theirs.values, length - theirs.keys.shape[2])
-            mine.length = length
+        growing = _kept(dynamic.layers)
+        length = max((layer.get_seq_length() for layer in growing), default=0)
+        for mine, theirs in zip(self.attention_layers, growing, strict=False):
+            mine.take(theirs, length)
         for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=False):
             states.copy(theirs, mine)
 
     def store(self, dynamic: DynamicCache, length: int) -> None:
         """Make transformers' growing cache hold copies of the first `length` tokens; states as they are."""
-        while len(dynamic.layers) < len(self.layers):
+        kept = [isinstance(layer, PreallocatedLayer) and bool(layer.buffers) for layer in self.layers]
+        last = max((number for number, written in enumerate(kept) if written), default=-1)
+        while len(dynamic.layers) <= last:
             dynamic.layers.append(DynamicLayer())
-        for mine, theirs in zip(self.attention_layers, _kept(dynamic.layers), strict=True):
-            assert mine.keys is not None
-            assert mine.values is not None
-            start = 0
-            if isinstance(theirs, DynamicSlidingWindowLayer):
-                start = max(length - theirs.sliding_window + 1, 0)
-                theirs.cumulative_length = length
-            if not theirs.is_initialized:
-                theirs.lazy_initialization(mine.keys, mine.values)
-            theirs.keys = mine.keys[:, :, start:length].clone()
-            theirs.values = mine.values[:, :, start:length].clone()
-        for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=True):
-            states.copy(mine, theirs)
+        for mine, theirs in zip(self.layers, dynamic.layers, strict=False):
+            if isinstance(mine, PreallocatedLayer):
+                start = 0
+                if isinstance(theirs, DynamicSlidingWindowLayer):
+                    start = max(length - theirs.sliding_window + 1, 0)
+                    theirs.cumulative_length = length
+                mine.give(theirs, start, length)
+            if states.is_stateful(mine) and states.is_stateful(theirs):
+                states.copy(mine, theirs)
 
 
 def preallocated_like(
@@ -223,15 +220,6 @@ def preallocated_like(
 
 def _kept(layers: Sequence[Any]) -> list[Any]:
     return [layer for layer in layers if isinstance(layer, CacheLayerMixin)]
-
-
-def _write(layer: PreallocatedLayer, keys: Tensor, values: Tensor, start: int) -> None:
-    if not layer.is_initialized:
-        layer.lazy_initialization(keys, values)
-    assert layer.keys is not None
-    assert layer.values is not None
-    layer.keys[:, :, start : start + keys.shape[2]] = keys
-    layer.values[:, :, start : start + keys.shape[2]] = values
 
 
 def decodes(past_key_values: object) -> bool:

@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from rewrite.runtime.cache import states
-from rewrite.runtime.cache.layers import HybridLayer, PreallocatedLayer, StateLayer
+from rewrite.runtime.cache.layers import INDEXED, CacheFull, HybridLayer, IndexedLayer, PreallocatedLayer, StateLayer
 from rewrite.runtime.cache.preallocated import PreallocatedCache, preallocated_like
 from rewrite.runtime.decode import fitness
 from rewrite.runtime.decode.fitness import Unfit
@@ -202,6 +202,122 @@ def test_a_layer_that_nothing_here_can_stand_for_has_no_like():
     cache = growing()
     cache.layers.append(Other())
     assert preallocated_like(cache, B, CAPACITY, "cpu") is None
+
+
+indexed = pytest.mark.skipif(INDEXED is None, reason="this transformers has no layers with an indexer's keys")
+
+
+def chosen(cache, layer: int, tokens: int, keyed: bool = True):
+    """Feed a layer with an indexer, whose keys come first where the layer has no others."""
+    found = []
+    if keyed:
+        found += cache.update(drawn(B, 1, tokens, 4), drawn(B, 1, tokens, 2), layer)
+    return [*found, cache.update_indexer(drawn(B, tokens, 3), layer)]
+
+
+def growing_indexed() -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers = [INDEXED(), INDEXED(), DynamicLayer()]
+    return cache
+
+
+def both_indexed(*tokens: int):
+    """Both kinds of cache, fed the same; the second layer reads the keys of the first, and has an indexer's alone."""
+    mine, theirs = preallocated_like(growing_indexed(), B, CAPACITY, "cpu"), growing_indexed()
+    assert mine is not None
+    for count in tokens:
+        seed = torch.seed()
+        results = []
+        for cache in (mine, theirs):
+            torch.manual_seed(seed)
+            found = chosen(cache, 0, count) + chosen(cache, 1, count, keyed=False)
+            results.append([*found, *cache.update(drawn(B, 2, count, 4), drawn(B, 2, count, 4), 2)])
+        alike(*results)
+    return mine, theirs
+
+
+def keys_of(cache) -> list[torch.Tensor]:
+    return [layer.indexer_keys for layer in cache.layers[:2]]
+
+
+@indexed
+@pytest.mark.parametrize("tokens", [(5,), (1,), (4, 1, 1), (2, 3)])
+def test_an_indexer_s_keys_are_given_and_held_as_in_a_growing_cache(tokens):
+    mine, theirs = both_indexed(*tokens)
+    assert [type(layer) for layer in mine.layers] == [IndexedLayer, IndexedLayer, PreallocatedLayer]
+    stored = growing_indexed()
+    mine.store(stored, sum(tokens))
+    alike(keys_of(stored), keys_of(theirs))
+    assert torch.equal(stored.layers[0].values, theirs.layers[0].values)
+    assert stored.layers[1].keys is None
+    assert not {t.data_ptr() for t in keys_of(stored)} & {t.data_ptr() for t in keys_of(mine)}
+    again = preallocated_like(growing_indexed(), B, CAPACITY, "cpu")
+    again.load(stored)
+    seed = torch.seed()
+    torch.manual_seed(seed)
+    ours = chosen(again, 1, 1, keyed=False)
+    torch.manual_seed(seed)
+    alike(ours, chosen(theirs, 1, 1, keyed=False))
+
+
+@indexed
+def test_an_indexer_s_keys_are_written_where_the_position_says():
+    mine, _ = both_indexed(4)
+    mine.position.fill_(6)
+    with mine.step():
+        keys = chosen(mine, 0, 1)[-1]
+    assert keys.shape == (B, CAPACITY, 3)
+    assert keys.data_ptr() == mine.layers[0].indexer_keys.data_ptr()
+    assert keys[:, 6].any()
+    assert not keys[:, 4:6].any()
+    assert not keys[:, 7:].any()
+    mine.position.fill_(4)
+    with mine.step(width=2):
+        assert chosen(mine, 0, 2)[-1][:, 4:6].any()
+    assert mine.layers[0].indexer_length == 4
+
+
+@indexed
+def test_an_indexer_s_keys_are_reordered_cropped_cleared_taken_over_and_counted():
+    mine, theirs = both_indexed(5)
+    rows = torch.tensor([1, 1])
+    for cache in (mine, theirs):
+        cache.layers[0].reorder_cache(rows)
+    alike([mine.layers[0].indexer_keys[:, :5]], [theirs.layers[0].indexer_keys])
+    alike([mine.layers[0].keys[:, :, :5]], [theirs.layers[0].keys])
+    for cache in (mine, theirs):
+        cache.layers[0].crop(-2)
+    seed = torch.seed()
+    torch.manual_seed(seed)
+    ours = chosen(mine, 0, 1)
+    torch.manual_seed(seed)
+    alike(ours, chosen(theirs, 0, 1))
+    larger = preallocated_like(growing_indexed(), B, 4 * CAPACITY, "cpu")
+    mine.rewind(4)
+    larger.copy_from(mine)
+    alike([keys[:, :4] for keys in keys_of(larger)], [keys[:, :4] for keys in keys_of(mine)])
+    assert larger.layers[1].indexer_length == 4
+    mine.layers[0].spoil(4, 7.0)
+    assert bool((mine.layers[0].indexer_keys[:, 4:] == 7).all())
+    address = mine.layers[1].indexer_keys.data_ptr()
+    mine.clear()
+    assert not any(keys.any() for keys in keys_of(mine))
+    assert chosen(mine, 1, 2, keyed=False)[0].shape == (B, 2, 3)
+    assert mine.layers[1].indexer_keys.data_ptr() == address
+    with pytest.raises(CacheFull):
+        chosen(mine, 1, CAPACITY, keyed=False)
+    assert mine.nbytes == 4 * B * CAPACITY * (4 + 2 + 3 + 3 + 2 * 4 + 2 * 4)
+    mine.free()
+    assert (mine.nbytes, mine.layers[1].indexer_length) == (0, 0)
+
+
+@indexed
+def test_an_indexer_s_keys_made_in_inference_mode_can_be_written_outside():
+    mine = preallocated_like(growing_indexed(), B, CAPACITY, "cpu")
+    with torch.inference_mode():
+        chosen(mine, 1, 4, keyed=False)
+    chosen(mine, 1, 1, keyed=False)
+    assert not mine.layers[1].indexer_keys.is_inference()
 
 
 class Loop:

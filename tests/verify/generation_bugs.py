@@ -44,6 +44,7 @@ CLASSES = {
     "minicpm3": "MiniCPM3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
 }
 FILES = {
     "states": "runtime/cache.py",

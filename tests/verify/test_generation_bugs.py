@@ -11,10 +11,11 @@ import pytest
 
 from . import generation_bugs
 from .generation_bugs import STATES, LoopBug, result_of
+from .indexer_bugs import INDEXERS
 from .input_bugs import INPUTS, KEYS
 from .latent_bugs import LATENTS
 
-BUGS = (*STATES, *KEYS, *INPUTS, *LATENTS)
+BUGS = (*STATES, *KEYS, *INPUTS, *LATENTS, *INDEXERS)
 HERE = {
     "lfm2": (
         "states not reset between calls",
@@ -28,6 +29,12 @@ HERE = {
         "the rotated part not scaled",
         "a stale latent",
         "a token too few is seen",
+    ),
+    "deepseek_v32": (
+        "a key one slot late",
+        "an unused slot not masked",
+        "keys not reset between calls",
+        "keys not taken over",
     ),
 }
 """Those that are planted in every run of the tests; of encoders and images, tests/runtime has models."""

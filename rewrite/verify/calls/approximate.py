@@ -83,7 +83,8 @@ def step_by_step(bench: Workbench, model: Any, ids: Tensor, mask: Tensor | None,
             if bench.subject.accepts("position_ids"):
                 arguments["position_ids"] = (mask[:, :last].cumsum(1) - 1).clamp(min=0)[:, first:]
             out = model(input_ids=ids[:, first:last], use_cache=True, **cache, **arguments)
-            cache = {name: given_back(out)}
+            if (came := given_back(out)) is not None:  # some models write one, and do not give it back
+                cache = {name: came}
             found.append(out.logits[:, -1])
     return torch.stack(found, 1)
 

@@ -42,6 +42,9 @@ def poison(cache: Any, length: int) -> None:
             continue
         keys[:, :, length:] = POISON / 10
         values[:, :, length:] = POISON
+        indexer: Any = getattr(layer, "indexer_keys", None)
+        if indexer is not None:
+            indexer[:, length:] = POISON / 10
 
 
 def _step(model: Any, setting: Setting, ids: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
@@ -129,7 +132,7 @@ def _cache_contents(model: Any, setting: Setting) -> Outputs:
     feed(model, setting, batch, [9, 1, 1], cache)
     outputs: Outputs = {}
     for number, layer in enumerate(cache.layers):
-        for name in ("keys", "values"):
+        for name in ("keys", "values", "indexer_keys"):
             tensor = getattr(layer, name, None)
             if tensor is not None and tensor.numel():
                 outputs[f"{name}[{number}]"] = tensor

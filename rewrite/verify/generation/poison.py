@@ -73,8 +73,13 @@ def poison(graph: Any, value: float, padding: bool = True) -> None:
     """
     cache = graph.cache
     starts = cache.starts.tolist() if padding else [0] * graph.cache.starts.numel()
-    for layer in (layer for layer in cache.attention_layers if layer.is_initialized):
-        for buffer in (layer.keys, layer.values):
+    for layer in cache.attention_layers:
+        for buffer in (layer.keys, layer.values) if layer.is_initialized else ():
             buffer[:, :, cache.length :] = value
             for row, start in enumerate(starts):
                 buffer[row, :, :start] = value
+        indexer = getattr(layer, "indexer_keys", None)
+        if indexer is not None:
+            indexer[:, cache.length :] = value
+            for row, start in enumerate(starts):
+                indexer[row, :start] = value

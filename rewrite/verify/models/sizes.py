@@ -1,7 +1,8 @@
 """Small values for fields of configurations, beside those that the runtime knows, and for single model types.
 
 Every switch that a rewrite could drop is off its neutral value: eps is large, multipliers differ from 1, the
-sliding window is shorter than the prompts, heads are grouped.
+sliding window is shorter than the prompts, heads are grouped. An indexer chooses fewer keys than a prompt has, and has
+so many heads that no two keys get the score of those that no head looks at: which of them is chosen is chance.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ SMALL: dict[str, Any] = {
     ),
     **dict.fromkeys(("n_layers", "depth", "num_blocks", "num_decoder_layers", "num_encoder_layers"), 2),
     **dict.fromkeys(("num_global_layers", "num_layers_encoder", "num_layers_decoder"), 2),
-    **dict.fromkeys(("n_heads", "attention_heads", "index_n_heads", "linear_num_heads"), HEADS),
+    **dict.fromkeys(("n_heads", "attention_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("max_source_positions", "max_target_positions"), 64),
     **dict.fromkeys(("attention_head_dim", "d_kv", "d_k", "d_v", "cross_attention_dim_head"), HEAD_DIM),
     "index_head_dim": HEAD_DIM,
+    "index_n_heads": 4 * HEADS,
+    "index_topk": 6,
     **dict.fromkeys(("n_words", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"), VOCAB),
     **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
     **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HEAD_DIM),
