@@ -37,6 +37,7 @@ from ..parallel.shards import is_split
 from ..products.step_products import StepProducts
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
+from .fitness import unmasked_window
 from .greedy import choose
 from .policy import policy_of
 from .prompt_graph import PromptGraphs
@@ -164,6 +165,8 @@ class DecodeGraph:
         self.captures = self.device.type == "cuda" if captures is None else captures
         if like is None or not like.layers:
             like = self._configured_cache(model)
+            if capacity > unmasked_window(model, like):
+                raise UnknownCache(model)
         cache = preallocated_like(like, batch_size, capacity, self.device)
         if cache is None:
             raise UnknownCache(model)
@@ -504,8 +507,8 @@ class DecodeGraph:
     def _stepping(self, width: int = 1) -> Iterator[None]:
         """Let a forward write `width` tokens a row at the cache's position."""
         products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
-        length = StepLength(self.cache.position, self.cache.capacity)
-        with self.cache.step(width), products, self._constants, length:
+        cache = self.cache
+        with cache.step(width), products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
             yield
 
     def _as_for_decoding(self) -> AbstractContextManager[object]:
