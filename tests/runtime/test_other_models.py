@@ -36,6 +36,12 @@ ENCODES = {"d_model": 32, "vocab_size": V, "decoder_start_token_id": 2, **ENDS}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4, "image_size": 8}
 
 
+def t5gemma():
+    text = {**SIZES, "head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    kinds = [transformers.T5GemmaModuleConfig(**text) for _ in range(2)]
+    return transformers.T5GemmaConfig(encoder=kinds[0], decoder=kinds[1], vocab_size=V, **ENDS)
+
+
 def qwen_vl():
     text = {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32,
@@ -67,6 +73,14 @@ MODELS = {
         encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48,
         decoder_ffn_dim=48, max_position_embeddings=99, init_std=0.3, forced_eos_token_id=None, **ENCODES
     ),
+    "GPTNeoForCausalLM": lambda: transformers.GPTNeoConfig(
+        hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+        window_size=6, max_position_embeddings=40, vocab_size=V, initializer_range=0.3, **ENDS,
+    ),
+    "ImageGPTForCausalImageModeling": lambda: transformers.ImageGPTConfig(
+        n_embd=32, n_layer=2, n_head=2, n_positions=40, vocab_size=V + 1, initializer_range=0.3, **ENDS
+    ),
+    "T5GemmaForConditionalGeneration": t5gemma,
     "Qwen2_5_VLForConditionalGeneration": qwen_vl,
     "LlavaForConditionalGeneration": llava,
 }  # fmt: skip
