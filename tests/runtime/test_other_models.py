@@ -18,8 +18,9 @@ from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.core import backend
 from rewrite.runtime.decode import fitness, generation, graph_store
 from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph import DecodeGraph
+from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.decode.graph_store import store_of
+from rewrite.runtime.decode.step_length import StepLength
 
 if states.LAYER is None or not fitness.can_watch():
     pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)
@@ -84,6 +85,7 @@ MODELS = {
     "Qwen2_5_VLForConditionalGeneration": qwen_vl,
     "LlavaForConditionalGeneration": llava,
 }  # fmt: skip
+WITH_WINDOW = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": V}
 WITH_IMAGES = [name for name in MODELS if "VL" in name or "Llava" in name]
 
 
@@ -226,6 +228,79 @@ def test_an_encoder_s_output_may_be_given_and_the_text_begun():
         outputs = original.get_encoder()(**inputs)
     given = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
     same((model, given), (original, given))
+
+
+def cut_wrongly(shift_rows, shift_columns):
+    """Return the rows of a table beside those at the step's positions, or columns beside them."""
+    right = StepLength._cut
+
+    def cut(self, table, rows, columns):
+        slots, self.slots = self.slots, (self.slots + shift_rows).clamp(max=table.shape[rows] - 1)
+        try:
+            return right(self, table, rows, columns).roll(shift_columns, columns)
+        finally:
+            self.slots = slots
+
+    return cut
+
+
+@pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "ImageGPTForCausalImageModeling"])
+@pytest.mark.parametrize("planted", [(-1, 0), (-4, 0), (0, -1)])
+def test_a_table_that_is_cut_wrongly_is_seen(name, planted, monkeypatch):
+    monkeypatch.setattr(StepLength, "_cut", cut_wrongly(*planted))
+    model, original = pair(name)
+    with pytest.raises(AssertionError):
+        same((model, asked(model)), (original, asked(original)))
+
+
+def with_unmasked_window(window):
+    """A pair whose cache keeps to a window that no mask has."""
+    MODELS["MoshiForCausalLM"] = lambda: transformers.MoshiConfig(
+        **WITH_WINDOW, sliding_window=window, initializer_range=0.3, **ENDS
+    )
+    try:
+        model, original = pair("MoshiForCausalLM")
+    finally:
+        del MODELS["MoshiForCausalLM"]
+    return fitness.within_window(type(model)) and model, original
+
+
+def test_a_window_without_a_mask_holds_the_text_or_transformers_loop_runs(monkeypatch):
+    model, original = with_unmasked_window(16)
+    outputs = same((model, asked(model)), (original, asked(original)))  # the last of 17 tokens is not read again
+    inputs = asked(model)
+    long = [run(one, inputs, max_new_tokens=11).sequences for one in (model, original)]
+    assert torch.equal(*long)
+    assert ("generate", "window") in backend.fallbacks()
+    ids = outputs[0].sequences
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 7:])], 1)
+    more = {"input_ids": ids, "attention_mask": mask}
+    again = [run(one, {**more, asked_with(one): given_back(out)}, max_new_tokens=4).sequences
+             for one, out in zip((model, original), outputs, strict=True)]  # fmt: skip
+    assert torch.equal(*again)
+    with pytest.raises(UnknownCache):
+        DecodeGraph(model, batch_size=2, capacity=17)
+    DecodeGraph(model, batch_size=2, capacity=16)
+    backend.reset_fallbacks()
+    monkeypatch.setattr(fitness, "unmasked_window", lambda model, cache: 99)
+    with pytest.raises(AssertionError):  # a buffer would keep what the window forgets
+        same((model, inputs), (original, inputs), max_new_tokens=24)
+
+
+def test_a_model_that_says_itself_what_is_given_takes_transformers_loop():
+    model, original = pair("BartForConditionalGeneration")
+    inherited = type(original).prepare_inputs_for_generation
+
+    def prepare(self, ids, *args, **kwargs):
+        ids = torch.where(ids > 50, ids, ids + 2)  # a pattern over what was chosen
+        return inherited(self, ids, *args, **kwargs)
+
+    for one in (model, original):
+        one.__class__ = type("Own", (type(one),), {"prepare_inputs_for_generation": prepare})
+    inputs = asked(model)
+    got = [run(one, inputs).sequences for one in (model, original)]
+    assert torch.equal(*got)
+    assert ("generate", "inputs") in backend.fallbacks()
 
 
 def test_states_by_hand_with_padding():
