@@ -11,7 +11,8 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import EncoderDecoderCache
+from transformers import BarkSemanticConfig, EncoderDecoderCache
+from transformers.models.bark.generation_configuration_bark import BarkSemanticGenerationConfig
 
 from rewrite.runtime.cache import states
 from rewrite.runtime.cache.names import asked_with, given_back
@@ -301,6 +302,61 @@ def test_a_model_that_says_itself_what_is_given_takes_transformers_loop():
     got = [run(one, inputs).sequences for one in (model, original)]
     assert torch.equal(*got)
     assert ("generate", "inputs") in backend.fallbacks()
+
+
+def kosmos():
+    text = {"vocab_size": V, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 2, **ENDS}
+    vision = {**VISION, "num_hidden_layers": 2}
+    config = transformers.Kosmos2Config(text_config=text, vision_config=vision, latent_query_num=4)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.zeros(2, 9, dtype=torch.bool)
+    positions[:, 2:6] = True
+    ids = torch.randint(4, IMAGE, (2, 9), generator=generator)
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "image_embeds_position_mask": positions}
+    return config, {**asked, "pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}, {}
+
+
+def bark():
+    sizes = {"block_size": 64, "num_layers": 2, "num_heads": 2, "hidden_size": 32}
+    config = BarkSemanticConfig(**sizes, input_vocab_size=V, output_vocab_size=V)
+    generation = BarkSemanticGenerationConfig(
+        eos_token_id=60, max_new_tokens=12, semantic_vocab_size=60, semantic_pad_token=60, text_encoding_offset=20,
+        text_pad_token=80, semantic_infer_token=90, max_input_semantic_length=16, min_eos_p=0.5, do_sample=False,
+    )  # fmt: skip
+    ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return config, asked, {"semantic_generation_config": generation}
+
+
+HANDING = {
+    "Kosmos2ForConditionalGeneration": (kosmos, "text_model"),
+    "BarkSemanticModel": (bark, ""),
+}
+"""Classes with a `generate` of their own, and the model whose loop it comes to."""
+
+
+@pytest.mark.parametrize("name", HANDING)
+def test_a_generate_that_prepares_and_hands_over(name):
+    made, part = HANDING[name]
+    config, inputs, settings = made()
+    torch.manual_seed(0)
+    original = getattr(transformers, name)(config).eval().to(DEVICE)
+    for parameter in original.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    model = copy.deepcopy(original)
+    inner = model.get_submodule(part)
+    inner.__class__ = type("Ours", (type(inner), GraphGeneration), {"_step_without_graph": not GPU})
+    said = []
+    for one in (original, model):
+        given = {name: value.to(DEVICE) for name, value in inputs.items()}
+        with torch.no_grad():
+            said.append(
+                one.generate(**given, **copy.deepcopy(settings), **({} if settings else {"max_new_tokens": 10}))
+            )
+    assert torch.equal(*said)
+    assert said[0].unique().numel() > 4
+    assert not [reason for operator, reason in backend.fallbacks() if operator == "generate"]
+    assert store_of(inner).graphs
 
 
 def test_states_by_hand_with_padding():
