@@ -346,13 +346,11 @@ def test_a_generate_that_prepares_and_hands_over(name):
     model = copy.deepcopy(original)
     inner = model.get_submodule(part)
     inner.__class__ = type("Ours", (type(inner), GraphGeneration), {"_step_without_graph": not GPU})
-    said = []
+    said, settings = [], settings or {"max_new_tokens": 10}
     for one in (original, model):
         given = {name: value.to(DEVICE) for name, value in inputs.items()}
         with torch.no_grad():
-            said.append(
-                one.generate(**given, **copy.deepcopy(settings), **({} if settings else {"max_new_tokens": 10}))
-            )
+            said.append(one.generate(**given, **copy.deepcopy(settings)))
     assert torch.equal(*said)
     assert said[0].unique().numel() > 4
     assert not [reason for operator, reason in backend.fallbacks() if operator == "generate"]
