@@ -7,6 +7,7 @@ the package what ran: where its loop does not take a call, the check is not run 
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 SWITCH = "_step_without_graph"
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
+MARK = "_within_window"
+"""Set on a class, the loop runs for texts that a sliding window of its cache holds."""
+WIDE = 128
 LOOP = re.compile(r"\.runtime\.decode(\.generation)?$")
 """Where the loop is in a package."""
 PARTS = ("core/backend", "decode/graph", "decode/graph_store", "core/capture")
@@ -118,10 +122,21 @@ def fused(model: Any) -> bool:
 
 def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:
     """A new pair whose rewritten model takes its loop on this device too."""
+    if getattr(bench.subject.rewritten, MARK, False):
+        variant = _with_wide_window(variant)
     pair = bench.fresh(variant, bench.implementations()[0], dtype)
     if bench.options.device == "cpu":
         setattr(pair.rewritten, SWITCH, True)
     return pair
+
+
+def _with_wide_window(variant: Variant) -> Variant:
+    """The variant with a window that holds every text that is asked for: no longer one is taken by the loop."""
+    config = copy.deepcopy(variant.config)
+    for part in (config, config.get_text_config(decoder=True)):
+        if isinstance(getattr(part, "sliding_window", None), int):
+            part.sliding_window = WIDE
+    return replace(variant, config=config)
 
 
 def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reason: NotRun) -> None:
