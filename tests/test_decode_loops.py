@@ -137,6 +137,168 @@ def test_of_a_whole_file() -> None:
     assert not any(report.unreached for report in rewritten.transforms)
 
 
+PARTS = """
+from transformers.generation import GenerationMixin
+from transformers.models.other.modeling_other import OtherForCausalLM
+
+from .runtime.decode import GraphGeneration, within_window
+from .runtime.package import from_config
+
+
+class Text(Base, GraphGeneration):
+    pass
+
+
+@within_window
+class Windowed(Base, GraphGeneration):
+    pass
+
+
+class Adds(Text):
+    def generate(self, sound, language=None, **kwargs):
+        if language is None:
+            raise ValueError("which language?")
+        return super().generate(inputs_embeds=self.hear(sound), **kwargs)
+
+
+class AddsInEveryWay(Base, GraphGeneration):
+    def generate(self, sound=None, **kwargs):
+        with self.adapters():
+            if sound is None:
+                out = super().generate(**kwargs)
+            else:
+                out = super().generate(inputs_embeds=self.hear(sound), **kwargs)
+        if kwargs:
+            return out.sequences
+        return out
+
+
+class AddsInOneWay(Base, GraphGeneration):
+    def generate(self, pixels=None, **kwargs):
+        if pixels is not None:
+            return self.paint(pixels)
+        return super().generate(**kwargs)
+
+
+class AddsInALoop(Base, GraphGeneration):
+    def generate(self, times, **kwargs):
+        for _ in range(times):
+            out = super().generate(**kwargs)
+        return out
+
+
+class WantsStates(Base, GraphGeneration):
+    def generate(self, **kwargs):
+        kwargs["output_hidden_states"] = True
+        return self.speak(super().generate(**kwargs))
+
+
+class WantsStatesByName(Base, GraphGeneration):
+    def __init__(self, config):
+        self.voice = Text(config)
+
+    def generate(self, **kwargs):
+        return self.voice.generate(super().generate(output_hidden_states=True, **kwargs))
+
+
+class MayWantStates(Base, GraphGeneration):
+    def generate(self, speaks=False, **kwargs):
+        if speaks:
+            kwargs["output_hidden_states"] = True
+        return super().generate(**kwargs)
+
+
+class HandsOver(Base, GenerationMixin):
+    def __init__(self, config):
+        self.text_model = Text(config.text)
+
+    def generate(self, pixels, **kwargs):
+        return self.text_model.generate(inputs_embeds=self.look(pixels), **kwargs)
+
+
+class HandsOverTwice(Base):
+    def __init__(self, config):
+        self.first = Adds(config)
+        self.second, self.third = Own(config), None
+        self.second = Own(config)
+
+    def generate(self, **kwargs):
+        return self.second.generate(self.first.generate(**kwargs))
+
+
+class ToAnotherFile(Base, GenerationMixin):
+    def __init__(self, config):
+        self.text = OtherForCausalLM(config)
+
+    def generate(self, **kwargs):
+        return self.text.generate(**kwargs)
+
+
+class ToOneOfTwo(Base, GenerationMixin):
+    def __init__(self, config):
+        if config.encodes:
+            text = from_config(AutoModelForSeq2SeqLM, config.text, module=__name__)
+        else:
+            text = AutoModelForCausalLM.from_config(config.text)
+        self.text = text
+
+    def generate(self, **kwargs):
+        return self.text.generate(**kwargs)
+
+
+class Own(Base):
+    def generate(self):
+        return self
+
+
+class ToOwn(Base, GenerationMixin):
+    def __init__(self, config):
+        self.own = Own(config)
+
+    def generate(self):
+        return self.own.generate()
+
+
+class RefusedAndAdds(Base, GenerationMixin):
+    def __init__(self, config):
+        self.depth = Text(config)
+
+    def generate(self, **kwargs):
+        return self.depth.generate(super().generate(**kwargs))
+
+
+class NotInherited(Text):
+    def generate(self, **kwargs):
+        return self.draw(**kwargs)
+
+
+class ToItself(Base, GenerationMixin):
+    def __init__(self, config):
+        self.inner = ToItself(config)
+
+    def generate(self, **kwargs):
+        return self.inner.generate(**kwargs)
+"""
+
+
+def test_a_generate_of_a_class_s_own_may_leave_the_loop_to_another() -> None:
+    reports = (TransformReport("static_cache", (), (SkippedSite("RefusedAndAdds", "own_loop", "generate"),)),)
+    said = with_loops(Rewritten(PARTS, reports), [TRANSFORMS["static_cache"]]).decode_loops
+    assert said["Text"] == said["Adds"] == said["AddsInEveryWay"] == said["MayWantStates"] == "yes"
+    assert said["Windowed"] == "yes, for texts that a sliding window of its cache holds"
+    assert said["AddsInOneWay"] == said["AddsInALoop"] == "yes, as far as its own `generate` leaves the loop to it"
+    assert said["WantsStates"].startswith("no: its `generate` asks for the hidden states of every token")
+    assert said["WantsStatesByName"] == "yes, that of its `voice` (Text)"
+    assert said["HandsOver"] == "yes, that of its `text_model` (Text)"
+    assert said["HandsOverTwice"] == "yes, that of its `first` (Adds)"
+    assert said["ToAnotherFile"].startswith("no: its loop is in another file (OtherForCausalLM)")
+    assert "(AutoModelForSeq2SeqLM or AutoModelForCausalLM)" in said["ToOneOfTwo"]
+    assert said["Own"] == said["ToOwn"] == said["NotInherited"]
+    assert "`generate` of its own" in said["Own"]
+    assert said["RefusedAndAdds"].endswith("(generate); it would take a step that does what this part does")
+    assert said["ToItself"].startswith("no: ")
+
+
 def lock() -> Lock:
     found = judged()
     files = {"modeling_x.py": "0" * 64}

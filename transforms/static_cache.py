@@ -12,13 +12,14 @@ from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
 from rewrite.analysis.loops.indexers import hindrance
 from rewrite.analysis.loops.loop_inputs import only_recomputes
+from rewrite.analysis.loops.own_loop import cut_by_length, own_part
+from rewrite.analysis.loops.window import keeps_unmasked_window
 from rewrite.analysis.step.terms import PASSED
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
-_OWN_LOOP = ("_sample", "_prefill", "_prepare_cache_for_generation")
 _CACHES = (*PASSED, "cache_params")
 _OTHER_STATES = ("key_cache", "recurrent_states")
 """Attributes of states that no cache of transformers' holds in a layer of its own, or that no buffer here can hold."""
@@ -26,7 +27,6 @@ _OTHER_STATES = ("key_cache", "recurrent_states")
 
 _PLAIN = m.Name() | m.Attribute(value=m.Name())
 _TESTS = (cst.If, cst.IfExp, cst.While)
-_WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_masks_for_generate")
 
 
 class StaticCache(Transform):
@@ -42,7 +42,9 @@ class StaticCache(Transform):
         `(x.index_select(1, torch.arange(n) + past) if isinstance(past, torch.Tensor) else x[:, past : past + n])`,
         `torch.ones(b, past + n)` → `torch.ones(b, key_length(past_key_values, past, n))`. A
         `prepare_inputs_for_generation` that only forgets the cache where the rotary frequencies change (Phi-3) is
-        marked: the loop runs where they do not.
+        marked: the loop runs where they do not. So is a class whose layers have a sliding window that no mask of the
+        file has: a growing cache forgets what is outside, a buffer keeps all, and the loop runs where a text is not
+        longer than the window.
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
@@ -58,7 +60,9 @@ class StaticCache(Transform):
 
     Known limits:
         Against a cache of fixed size, a slice beyond the end of a buffer raises. Classes with caches or a generation
-        loop of their own keep `GenerationMixin`.
+        loop of their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. Nor do classes
+        get the loop that act where they prepare a step (`prepare_inputs_for_generation`): it is asked for steps that
+        are not run.
     """
 
     name = "static_cache"
@@ -72,7 +76,6 @@ class StaticCache(Transform):
         "device_size": "an indexer's number of candidates is known to the device alone",
         "unmasked_choice": "an indexer may choose slots that hold no token: no mask is seen to be put over its scores",
         "own_cache": "the file makes a cache of a class of its own",
-        "window_without_mask": "the cache keeps a sliding window, and no mask of the file has one: a buffer keeps all",
         "mask_by_length": "attention cuts its mask by the number of keys, and a fixed buffer always has all",
         "own_loop": "the class has a part of the generation loop of its own",
         "other_dtype": "the range has a dtype of its own, in which sums may round",
@@ -80,7 +83,7 @@ class StaticCache(Transform):
         "other_subscript": "something beside whole dimensions stands in front of the slice",
         "host_test": "a branch depends on the number of cached tokens",
         "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
-        "name_taken": "the file has a name `GraphGeneration` or `key_length` of its own",
+        "name_taken": "the file has a name `GraphGeneration`, `key_length` or `within_window` of its own",
     }
     needs: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "a cache among what `forward` takes",
@@ -88,7 +91,6 @@ class StaticCache(Transform):
         "device_size": "a choice among a fixed number of candidates",
         "unmasked_choice": "a mask over them",
         "own_cache": "fixed buffers for what that cache holds",
-        "window_without_mask": "a mask that has the window",
         "mask_by_length": "a mask cut at the position of the token",
         "own_loop": "a step that does what this part does",
         "name_taken": "another name in the file",
@@ -132,7 +134,12 @@ class StaticCache(Transform):
         base = _mixin(info, module)
         if base is None:
             raise TypeError(f"{info.name} has no GenerationMixin")
-        edits, found_uses = [_in_bases(info, base, module)], ["decode.GraphGeneration"]
+        windowed = keeps_unmasked_window(info, module)
+        if windowed and not name_is_free("within_window", module):
+            return Skip("name_taken")
+        edits, found_uses = [_in_bases(info, base, module, windowed)], ["decode.GraphGeneration"]
+        if windowed:
+            found_uses.append("decode.within_window")
         method = info.methods.get("prepare_inputs_for_generation")
         if method is not None and only_recomputes(method) and name_is_free("recomputes_at_switch", module):
             decorator = cst.Decorator(cst.Name("recomputes_at_switch"))
@@ -150,18 +157,20 @@ def _mixin(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
     return next((base for base in brings if module.qualified(base) not in module.classes), None)
 
 
-def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module) -> Edit:
+def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module, windowed: bool) -> Edit:
     """Put our mixin in the place of `GenerationMixin`, or behind one of another file, which builds on that."""
     own = cst.Name("GraphGeneration")
-    if module.qualified(base).endswith(".GenerationMixin"):
+    replaced = module.qualified(base).endswith(".GenerationMixin")
+    if replaced and not windowed:
         return Edit(base, (own,))
     bases = []
     for argument in info.node.bases:
-        bases.append(argument)
-        if argument.value is base:
+        bases.append(argument.with_changes(value=own) if replaced and argument.value is base else argument)
+        if argument.value is base and not replaced:
             bases[-1] = argument.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
             bases.append(cst.Arg(own, comma=argument.comma))
-    return Edit(info.node, (info.node.with_changes(bases=bases),))
+    marks = [cst.Decorator(cst.Name("within_window"))] if windowed else []
+    return Edit(info.node, (info.node.with_changes(bases=bases, decorators=[*info.node.decorators, *marks]),))
 
 
 def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> list[str]:
@@ -202,12 +211,6 @@ def _made(attribute: str | None, info: ClassInfo, module: Module) -> Iterable[Cl
             yield module.classes[name]
 
 
-def _calls_inherited(method: cst.FunctionDef) -> bool:
-    """Whether a method calls the one of the same name of its bases."""
-    of_base = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super")), attr=m.Name(method.name.value)))
-    return any(m.matches(call, of_base) for call in calls_in(method.body))
-
-
 def _hands_on(argument: cst.Arg, keywords: str) -> bool:
     return argument.star == "**" and isinstance(argument.value, cst.Name) and argument.value.value == keywords
 
@@ -215,37 +218,18 @@ def _hands_on(argument: cst.Arg, keywords: str) -> bool:
 def _skip(info: ClassInfo, module: Module) -> Skip | None:
     if not _takes_cache(_inputs(info, module)):
         return Skip("no_kv_cache")
-    own = next((name for name in _OWN_LOOP if name in info.methods), None)
-    if own is None and "generate" in info.methods and not _calls_inherited(info.methods["generate"]):
-        own = "generate"
-    if own is not None:
+    if (own := own_part(info, module)) is not None:
         return Skip("own_loop", own)
     if (cache := _own_cache(module)) is not None:
         return Skip("own_cache", cache)
     attributes = [node.attr.value for node in of_kind(module.tree, cst.Attribute)]
-    known = {*attributes, *(name.rpartition(".")[2] for name in module.imports.values())}
-    if "sliding_window" in attributes and known.isdisjoint(_WINDOW_MASKS):
-        return Skip("window_without_mask")
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
         return Skip("other_state", state)
     if (hindered := hindrance(module)) is not None:
         return Skip(*hindered)
-    if (cut := _cut_by_length(module)) is not None:
+    if (cut := cut_by_length(module)) is not None:
         return Skip("mask_by_length", cut)
     return None if name_is_free("GraphGeneration", module) else Skip("name_taken")
-
-
-def _cut_by_length(module: Module) -> str | None:
-    """Return the code of a subscript `x[…, keys - queries : keys, …]`."""
-    ends = m.Slice(lower=m.BinaryOperation(left=m.Name(), operator=m.Subtract(), right=m.Name()), upper=m.Name())
-    for node in of_kind(module.tree, cst.Subscript):
-        for element in node.slice:
-            part = element.slice
-            if isinstance(part, cst.Slice) and m.matches(part, ends) and part.lower is not None:
-                keys = cst.ensure_type(part.lower, cst.BinaryOperation).left
-                if part.upper is not None and part.upper.deep_equals(keys):
-                    return module.code(node)
-    return None
 
 
 def _own_cache(module: Module) -> str | None:

@@ -9,12 +9,15 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from rewrite.analysis.loops.handed_over import always_hands_up, asks_states, generating_parts, hands_up
 from rewrite.transform import Rewritten, Transform, TransformReport
 
 YES = "yes"
 LOOP = "GraphGeneration"
 """Ends the name of the mixins that have the loop."""
 _MIXIN = "GenerationMixin"
+_ASKS_STATES = "no: its `generate` asks for the hidden states of every token; it would take a step that keeps them"
+_LEFT_OUT = "no: the transform that gives classes one was left out; it would take that"
 _OWN = "no: it has a `generate` of its own; it would take a step of that which can be captured"
 
 
@@ -43,22 +46,60 @@ def _refusals(rule: Transform | None, reports: Iterable[TransformReport]) -> Map
     return found
 
 
-def _said(name: str, file: _File, refused: Mapping[str, str]) -> str:
-    """Return what to say of a class, nothing of one that does not generate."""
+def _said(name: str, file: _File, refused: Mapping[str, str], above: tuple[str, ...] = ()) -> str:
+    """Return what to say of a class, nothing of one that does not generate; `above` are those it is a part of."""
+    own: ast.FunctionDef | None = None
     for owner in file.lineage(name):
         bases = file.bases(owner)
+        own = own or file.methods(owner).get("generate")
         elsewhere = [base for base in bases if base.endswith(_MIXIN) and base not in (_MIXIN, *file.classes)]
         if elsewhere and any(base.endswith(LOOP) for base in bases):
             return f"{YES}, as far as {elsewhere[0]} of another file leaves the loop to it"
         if elsewhere:
             return f"no: its loop is in another file ({elsewhere[0]}); it would take that one rewritten along"
-        if "generate" in file.methods(owner) and _MIXIN not in bases:
-            return _OWN
-        if any(base.endswith(LOOP) for base in bases):
-            return YES
-        if _MIXIN in bases:
-            return refused.get(owner, "no: the transform that gives classes one was left out; it would take that")
-    return ""
+        has_loop = any(base.endswith(LOOP) for base in bases)
+        if has_loop and (own is None or (hands_up(own) and not asks_states(own))):
+            return _with_loop(own, file.classes[owner])
+        if has_loop or _MIXIN in bases:
+            refusal = _ASKS_STATES if own is not None and hands_up(own) else _OWN
+            refusal = refusal if has_loop else refused.get(owner, _LEFT_OUT)
+            adds = own is not None and hands_up(own) and not has_loop  # to a loop that the class does not get
+            return refusal if adds else _of_parts(name, file, refused, above) or refusal
+    return "" if own is None else _of_parts(name, file, refused, above) or _OWN
+
+
+def _with_loop(own: ast.FunctionDef | None, owner: ast.ClassDef) -> str:
+    """Return what to say of a class that has the loop, and a `generate` of its own around it."""
+    told = []
+    if any(ast.unparse(decorator) == "within_window" for decorator in owner.decorator_list):
+        told.append("for texts that a sliding window of its cache holds")
+    if own is not None and not always_hands_up(own):
+        told.append("as far as its own `generate` leaves the loop to it")
+    return ", ".join([YES, *told])
+
+
+def _of_parts(name: str, file: _File, refused: Mapping[str, str], above: tuple[str, ...]) -> str:
+    """Return what to say of a class whose `generate` calls that of models it holds, nothing of another one."""
+    owner = next((owner for owner in file.lineage(name) if "generate" in file.methods(owner)), None)
+    if owner is None:
+        return ""
+    having, outside, others = [], [], []
+    for attribute in generating_parts(file.methods(owner)["generate"]):
+        for made in file.made(name, attribute):
+            known = made in file.classes and made not in (name, *above)
+            said = _said(made, file, refused, (name, *above)) if known else ""
+            if said.startswith(YES):
+                having.append(f"`{attribute}` ({made})")
+            elif made not in file.classes:
+                outside.append(made)
+            else:
+                others.append(said)
+    if having:
+        return f"{YES}, that of its {' and '.join(having)}"
+    if outside:
+        named = " or ".join(dict.fromkeys(outside))
+        return f"no: its loop is in another file ({named}); it would take that one rewritten along"
+    return next((said for said in others if said), "")
 
 
 def _marked(report: TransformReport, reached: set[str]) -> TransformReport:
@@ -86,6 +127,17 @@ class _File:
     def methods(self, name: str) -> dict[str, ast.FunctionDef]:
         """Return the methods of a class."""
         return {node.name: node for node in self.classes[name].body if isinstance(node, ast.FunctionDef)}
+
+    def made(self, name: str, attribute: str) -> Iterator[str]:
+        """Yield the classes that a class or its bases make `self.<attribute>` from, by the last part of their names.
+
+        One that a function makes of a configuration has the name of the `Auto…` class that it is asked for.
+        """
+        for owner in self.lineage(name):
+            for method in self.methods(owner).values():
+                for value in _given(method, f"self.{attribute}"):
+                    local = list(_given(method, value.id)) if isinstance(value, ast.Name) else [value]
+                    yield from (_maker(call) for call in local if isinstance(call, ast.Call))
 
     def lineage(self, name: str, below: tuple[str, ...] = ()) -> Iterator[str]:
         """Yield a class and its bases in this file, nearest first."""
@@ -121,3 +173,20 @@ class _File:
                 isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "isinstance"
             ):
                 waiting += ast.iter_child_nodes(inner)
+
+
+def _given(method: ast.FunctionDef, target: str) -> Iterator[ast.expr]:
+    """Yield what a method assigns to a target."""
+    for line in ast.walk(method):
+        if isinstance(line, ast.Assign) and any(ast.unparse(one) == target for one in line.targets):
+            yield line.value
+
+
+def _maker(call: ast.Call) -> str:
+    """Return the class that a call makes something of: `Auto…` for `Auto….from_config(…)`, `from_config(Auto…, …)`."""
+    made = call.func
+    if isinstance(made, ast.Attribute) and made.attr in ("from_config", "_from_config", "from_pretrained"):
+        made = made.value
+    elif ast.unparse(made) == "from_config" and call.args:
+        made = call.args[0]
+    return ast.unparse(made).rpartition(".")[2]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -27,6 +28,7 @@ from .sampling import MOST_DRAFTS, Lookup
 
 OFFERS: dict[str, dict[str, str]] = {
     "recomputes_at_switch": {},
+    "within_window": {},
 }
 
 MOST_ASSISTED = 5
@@ -65,6 +67,7 @@ REASONS = {
     "cache_implementation": "the call asks for a kind of cache",
     "cache_kind": "the cache is no plain DynamicCache, or has layers for which there are no buffers of fixed size",
     "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
+    "window": "the text may grow beyond a sliding window, which the model's cache keeps to and its masks do not have",
     "inputs": "what the model's loop gives its forward does not follow from what it gave for the token before",
     "attention_mask": "the mask is no left padding of everything that was seen",
     "position_ids": "position ids that are not of one token a column",
@@ -84,11 +87,12 @@ REASONS = {
     "out_of_memory": "the memory does not suffice for cache and graph",
 }
 
+_Class = TypeVar("_Class")
+
 _KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria, EosTokenCriteria)
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _NOT_FOR_THE_MODEL = {"tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"}
 _OWN_INPUTS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-_OWN_LOOP = ("_prefill", "_prepare_cache_for_generation")
 
 
 def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,6 +103,15 @@ def recomputes_at_switch(method: Callable[..., Any]) -> Callable[..., Any]:
     """
     method._recomputes_at_switch = True  # type: ignore[attr-defined]
     return method
+
+
+def within_window(model_class: type[_Class]) -> type[_Class]:
+    """Mark a class whose masks have no window, though its cache may keep to one, and return it.
+
+    A buffer keeps every token, so that the loop here does not run where a text grows beyond the window.
+    """
+    model_class._within_window = True  # type: ignore[attr-defined]
+    return model_class
 
 
 class Unfit(Exception):
@@ -255,7 +268,9 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "autocast"
     if torch.compiler.is_compiling() or model._compiled_call_impl is not None:
         return "compiled"
-    if any(_overrides(type(model), name) for name in (*_OWN_LOOP, *(() if can_watch() else _OWN_INPUTS))):
+    if any(_overrides(type(model), name) for name in ("_prefill", *(() if can_watch() else _OWN_INPUTS))):
+        return "own_loop"
+    if _makes_cache(type(model)):
         return "own_loop"
     if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
         return "attention_implementation"
@@ -316,7 +331,16 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
     held += states.tensors(cache.layers)
     if len(lengths - {0}) > 1 or any(tensor.shape[0] != batch or tensor.device != model.device for tensor in held):
         return "cache_contents"
-    return None
+    seen = length_of(cache) + call.input_ids.shape[1] + call.steps - 1
+    return "window" if seen > unmasked_window(model, cache) else None
+
+
+def unmasked_window(model: Any, cache: DynamicCache) -> float:
+    """Return how many tokens a cache may hold until it forgets some that no mask of the model would hide."""
+    if not getattr(model, "_within_window", False):
+        return math.inf
+    windows = (layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer))
+    return min(windows, default=math.inf)
 
 
 def length_of(cache: DynamicCache) -> int:
@@ -376,6 +400,13 @@ def _overrides(model_class: type, name: str) -> bool:
     inherited, found = getattr(GenerationMixin, name, None), inspect.getattr_static(model_class, name)
     same = inherited in (None, found, getattr(found, "__wrapped__", None))  # the loop's mixin wraps one
     return not same and not getattr(found, "_recomputes_at_switch", False)
+
+
+def _makes_cache(model_class: type) -> bool:
+    """Return whether a class makes its cache in a way that is not transformers' with something added."""
+    name = "_prepare_cache_for_generation"
+    used = getattr(inspect.getattr_static(model_class, name, None), "__code__", None)
+    return _overrides(model_class, name) and (used is None or not {"super", name} <= {*used.co_names})
 
 
 def _text_config(model: Any) -> Any:

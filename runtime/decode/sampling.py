@@ -28,6 +28,7 @@ _BY_SCORES_ALONE = (
     processors.LogitNormalization,
     processors.InfNanRemoveLogitsProcessor,
     processors.SuppressTokensLogitsProcessor,
+    processors.BarkEosPrioritizerLogitsProcessor,
 )
 """These read nothing but the scores, and do not ask the host."""
 
@@ -219,6 +220,8 @@ def _form(processor: Any, device: torch.device, prompt_length: int) -> Form | No
         return Form("forced_bos", lambda ids, scores, length: scores)
     if kind is processors.SuppressTokensAtBeginLogitsProcessor and processor.begin_index <= prompt_length:
         return Form("suppressed_at_begin", lambda ids, scores, length: scores)
+    if kind is processors.AlternatingCodebooksLogitsProcessor:
+        return _in_turn(processor, device)
     if kind is processors.NoRepeatNGramLogitsProcessor:
         return _no_ngram_twice(processor.ngram_size)
     if kind is processors.EncoderNoRepeatNGramLogitsProcessor:
@@ -277,6 +280,21 @@ def _forced(processor: Any, device: torch.device) -> Form:
         return torch.where(length == last, forced, scores)
 
     return Form(("forced", len(ids)), run, [ids, last])
+
+
+def _in_turn(processor: Any, device: torch.device) -> Form:
+    """Return a form that leaves the tokens of one codebook, and of the one behind it for every other token."""
+    first, second = processor.semantic_vocab_size, processor.semantic_vocab_size + processor.codebook_size
+    bounds = torch.tensor([processor.input_start_len, first, second]).to(device)
+
+    def run(_: Tensor, scores: Tensor, length: Tensor) -> Tensor:
+        start, first, second = bounds
+        tokens = torch.arange(scores.shape[1], device=scores.device)
+        of_first = (tokens >= first) & (tokens < second)
+        allowed = torch.where((length - start) % 2 == 0, of_first, tokens >= second)
+        return scores.masked_fill(~allowed, float("-inf"))
+
+    return Form("in_turn", run, [bounds])
 
 
 def _no_ngram_twice(size: int) -> Form:

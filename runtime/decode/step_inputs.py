@@ -45,6 +45,8 @@ class StepInputs:
         self.tokens = next((name for name in TOKENS if name in first), "")
         if first.keys() != second.keys() or not self.tokens or first[self.tokens].shape != (len(input_ids), 1):
             raise Unfit("inputs")
+        if not torch.equal(first[self.tokens], input_ids[:, -1:]):  # a pattern of the model's own says what is given
+            raise Unfit("inputs")
         self.cache = next((name for name, value in first.items() if isinstance(value, Cache)), "")
         self._cross: DynamicCache | None = None
         """What the tokens see of an encoder's output, layer by layer."""

@@ -5,6 +5,10 @@ there are keys, `torch.ones(B, past + 1)`: in a step it has a column for every s
 is masked in any case, by the position. A table that may be too short is compared with it, `if past + 1 > len(table)`:
 the answer is given where it is the same for every position that the cache has. Both are followed through sums with
 integers; other uses are left alone, and cannot be captured. Rewritten files say the first themselves (`key_length`).
+
+A table over all positions may be cut by the number of keys, `table[…, keys - queries : keys, : keys]`: the rows of
+the last tokens, that many columns. Against buffers of fixed size there are as many keys as slots, and a step takes the
+rows at its position instead.
 """
 
 from __future__ import annotations
@@ -33,11 +37,13 @@ class StepLength(TorchFunctionMode):
     Args:
         position: `[1]` int64, the number of tokens before the step.
         capacity: which it stays below.
+        slots: `[n]` int64, the positions of the step's tokens; by default it reads one.
     """
 
-    def __init__(self, position: Tensor, capacity: int):
+    def __init__(self, position: Tensor, capacity: int, slots: Tensor | None = None):
         super().__init__()
         self.position, self.capacity = position, capacity
+        self.slots = position if slots is None else slots
         self._lengths: dict[int, tuple[Tensor, int]] = {}
         """Tensors that are the position and so much more, by identity; kept, so that no other takes it over."""
         self._answers: dict[int, tuple[Tensor, bool]] = {}
@@ -55,6 +61,8 @@ class StepLength(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__bool__" and id(args[0]) in self._answers:
             return self._answers[id(args[0])][1]
+        if name == "__getitem__" and (places := self._table_of(args[1], args[0].dim())) is not None:
+            return self._cut(args[0], *places)
         result = func(*args, **given)
         if id(result) in self._lengths or id(result) in self._answers:  # written in place, or into `out`
             self._lengths.pop(id(result), None)
@@ -66,6 +74,30 @@ class StepLength(TorchFunctionMode):
         elif len(args) == 2 and (name in _COMPARES or name in _ADDS or name in _SUBTRACTS):
             self._follow(name, args[0], args[1], result)
         return result
+
+    def _table_of(self, index: Any, dimensions: int) -> tuple[int, int] | None:
+        """Return the dimensions of rows and columns that an index cuts by the number of keys; None for another one."""
+        if not isinstance(index, tuple) or any(part is not ... and not _is_plain(part) for part in index):
+            return None
+        if (ellipses := [place for place, part in enumerate(index) if part is ...]) and len(ellipses) == 1:
+            whole = (slice(None),) * (dimensions - len(index) + 1)
+            index = (*index[: ellipses[0]], *whole, *index[ellipses[0] + 1 :])
+        if ... in index:
+            return None
+        ends = {place: (part.start or 0, part.stop) for place, part in enumerate(index) if part != slice(None)}
+        rows = [place for place, part in ends.items() if part == (self.capacity - len(self.slots), self.capacity)]
+        columns = [place for place, part in ends.items() if part == (0, self.capacity)]
+        return (rows[0], columns[0]) if len(rows) == len(columns) == 1 and len(ends) == 2 else None
+
+    def _cut(self, table: Tensor, rows: int, columns: int) -> Tensor:
+        """Return the rows of a table at the step's positions, with a column for every slot; zeros beyond its own."""
+        cut = table.index_select(rows, self.slots).narrow(columns, 0, min(self.capacity, table.shape[columns]))
+        missing = self.capacity - cut.shape[columns]
+        if missing == 0:
+            return cut
+        beyond = list(cut.shape)
+        beyond[columns] = missing
+        return torch.cat([cut, cut.new_zeros(beyond)], columns)
 
     def _follow(self, name: str, left: Any, right: Any, result: Tensor) -> None:
         """Note what the sum or comparison of a length and an integer is."""
@@ -85,3 +117,8 @@ class StepLength(TorchFunctionMode):
         """Return how much more than the position a tensor is, if it is known to be just that."""
         known = self._lengths.get(id(value)) if isinstance(value, Tensor) else None
         return None if known is None else known[1]
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether a part of an index is a slice between integers of the host, without a step."""
+    return isinstance(part, slice) and part.step is None and {type(part.start), type(part.stop)} <= {int, type(None)}

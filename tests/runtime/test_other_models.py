@@ -11,15 +11,17 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import EncoderDecoderCache
+from transformers import BarkSemanticConfig, EncoderDecoderCache
+from transformers.models.bark.generation_configuration_bark import BarkSemanticGenerationConfig
 
 from rewrite.runtime.cache import states
 from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.core import backend
 from rewrite.runtime.decode import fitness, generation, graph_store
 from rewrite.runtime.decode.generation import GraphGeneration
-from rewrite.runtime.decode.graph import DecodeGraph
+from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.decode.graph_store import store_of
+from rewrite.runtime.decode.step_length import StepLength
 
 if states.LAYER is None or not fitness.can_watch():
     pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)
@@ -34,6 +36,12 @@ SIZES = {
 }  # fmt: skip
 ENCODES = {"d_model": 32, "vocab_size": V, "decoder_start_token_id": 2, **ENDS}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "patch_size": 4, "image_size": 8}
+
+
+def t5gemma():
+    text = {**SIZES, "head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    kinds = [transformers.T5GemmaModuleConfig(**text) for _ in range(2)]
+    return transformers.T5GemmaConfig(encoder=kinds[0], decoder=kinds[1], vocab_size=V, **ENDS)
 
 
 def qwen_vl():
@@ -67,9 +75,18 @@ MODELS = {
         encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48,
         decoder_ffn_dim=48, max_position_embeddings=99, init_std=0.3, forced_eos_token_id=None, **ENCODES
     ),
+    "GPTNeoForCausalLM": lambda: transformers.GPTNeoConfig(
+        hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+        window_size=6, max_position_embeddings=40, vocab_size=V, initializer_range=0.3, **ENDS,
+    ),
+    "ImageGPTForCausalImageModeling": lambda: transformers.ImageGPTConfig(
+        n_embd=32, n_layer=2, n_head=2, n_positions=40, vocab_size=V + 1, initializer_range=0.3, **ENDS
+    ),
+    "T5GemmaForConditionalGeneration": t5gemma,
     "Qwen2_5_VLForConditionalGeneration": qwen_vl,
     "LlavaForConditionalGeneration": llava,
 }  # fmt: skip
+WITH_WINDOW = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": V}
 WITH_IMAGES = [name for name in MODELS if "VL" in name or "Llava" in name]
 
 
@@ -212,6 +229,132 @@ def test_an_encoder_s_output_may_be_given_and_the_text_begun():
         outputs = original.get_encoder()(**inputs)
     given = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}
     same((model, given), (original, given))
+
+
+def cut_wrongly(shift_rows, shift_columns):
+    """Return the rows of a table beside those at the step's positions, or columns beside them."""
+    right = StepLength._cut
+
+    def cut(self, table, rows, columns):
+        slots, self.slots = self.slots, (self.slots + shift_rows).clamp(max=table.shape[rows] - 1)
+        try:
+            return right(self, table, rows, columns).roll(shift_columns, columns)
+        finally:
+            self.slots = slots
+
+    return cut
+
+
+@pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "ImageGPTForCausalImageModeling"])
+@pytest.mark.parametrize("planted", [(-1, 0), (-4, 0), (0, -1)])
+def test_a_table_that_is_cut_wrongly_is_seen(name, planted, monkeypatch):
+    monkeypatch.setattr(StepLength, "_cut", cut_wrongly(*planted))
+    model, original = pair(name)
+    with pytest.raises(AssertionError):
+        same((model, asked(model)), (original, asked(original)))
+
+
+def with_unmasked_window(window):
+    """A pair whose cache keeps to a window that no mask has."""
+    MODELS["MoshiForCausalLM"] = lambda: transformers.MoshiConfig(
+        **WITH_WINDOW, sliding_window=window, initializer_range=0.3, **ENDS
+    )
+    try:
+        model, original = pair("MoshiForCausalLM")
+    finally:
+        del MODELS["MoshiForCausalLM"]
+    return fitness.within_window(type(model)) and model, original
+
+
+def test_a_window_without_a_mask_holds_the_text_or_transformers_loop_runs(monkeypatch):
+    model, original = with_unmasked_window(16)
+    outputs = same((model, asked(model)), (original, asked(original)))  # the last of 17 tokens is not read again
+    inputs = asked(model)
+    long = [run(one, inputs, max_new_tokens=11).sequences for one in (model, original)]
+    assert torch.equal(*long)
+    assert ("generate", "window") in backend.fallbacks()
+    ids = outputs[0].sequences
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, 7:])], 1)
+    more = {"input_ids": ids, "attention_mask": mask}
+    again = [run(one, {**more, asked_with(one): given_back(out)}, max_new_tokens=4).sequences
+             for one, out in zip((model, original), outputs, strict=True)]  # fmt: skip
+    assert torch.equal(*again)
+    with pytest.raises(UnknownCache):
+        DecodeGraph(model, batch_size=2, capacity=17)
+    DecodeGraph(model, batch_size=2, capacity=16)
+    backend.reset_fallbacks()
+    monkeypatch.setattr(fitness, "unmasked_window", lambda model, cache: 99)
+    with pytest.raises(AssertionError):  # a buffer would keep what the window forgets
+        same((model, inputs), (original, inputs), max_new_tokens=24)
+
+
+def test_a_model_that_says_itself_what_is_given_takes_transformers_loop():
+    model, original = pair("BartForConditionalGeneration")
+    inherited = type(original).prepare_inputs_for_generation
+
+    def prepare(self, ids, *args, **kwargs):
+        ids = torch.where(ids > 50, ids, ids + 2)  # a pattern over what was chosen
+        return inherited(self, ids, *args, **kwargs)
+
+    for one in (model, original):
+        one.__class__ = type("Own", (type(one),), {"prepare_inputs_for_generation": prepare})
+    inputs = asked(model)
+    got = [run(one, inputs).sequences for one in (model, original)]
+    assert torch.equal(*got)
+    assert ("generate", "inputs") in backend.fallbacks()
+
+
+def kosmos():
+    text = {"vocab_size": V, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 2, **ENDS}
+    vision = {**VISION, "num_hidden_layers": 2}
+    config = transformers.Kosmos2Config(text_config=text, vision_config=vision, latent_query_num=4)
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.zeros(2, 9, dtype=torch.bool)
+    positions[:, 2:6] = True
+    ids = torch.randint(4, IMAGE, (2, 9), generator=generator)
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "image_embeds_position_mask": positions}
+    return config, {**asked, "pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}, {}
+
+
+def bark():
+    sizes = {"block_size": 64, "num_layers": 2, "num_heads": 2, "hidden_size": 32}
+    config = BarkSemanticConfig(**sizes, input_vocab_size=V, output_vocab_size=V)
+    generation = BarkSemanticGenerationConfig(
+        eos_token_id=60, max_new_tokens=12, semantic_vocab_size=60, semantic_pad_token=60, text_encoding_offset=20,
+        text_pad_token=80, semantic_infer_token=90, max_input_semantic_length=16, min_eos_p=0.5, do_sample=False,
+    )  # fmt: skip
+    ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return config, asked, {"semantic_generation_config": generation}
+
+
+HANDING = {
+    "Kosmos2ForConditionalGeneration": (kosmos, "text_model"),
+    "BarkSemanticModel": (bark, ""),
+}
+"""Classes with a `generate` of their own, and the model whose loop it comes to."""
+
+
+@pytest.mark.parametrize("name", HANDING)
+def test_a_generate_that_prepares_and_hands_over(name):
+    made, part = HANDING[name]
+    config, inputs, settings = made()
+    torch.manual_seed(0)
+    original = getattr(transformers, name)(config).eval().to(DEVICE)
+    for parameter in original.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    model = copy.deepcopy(original)
+    inner = model.get_submodule(part)
+    inner.__class__ = type("Ours", (type(inner), GraphGeneration), {"_step_without_graph": not GPU})
+    said, settings = [], settings or {"max_new_tokens": 10}
+    for one in (original, model):
+        given = {name: value.to(DEVICE) for name, value in inputs.items()}
+        with torch.no_grad():
+            said.append(one.generate(**given, **copy.deepcopy(settings)))
+    assert torch.equal(*said)
+    assert said[0].unique().numel() > 4
+    assert not [reason for operator, reason in backend.fallbacks() if operator == "generate"]
+    assert store_of(inner).graphs
 
 
 def test_states_by_hand_with_padding():

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
+from transformers.generation.logits_process import (
+    AlternatingCodebooksLogitsProcessor,
+    BarkEosPrioritizerLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+)
 
 from rewrite.runtime.decode.sampling import graph_forms
 
@@ -24,3 +29,18 @@ def test_ngrams_are_forbidden_as_by_the_processors(size):
             for processor, form in zip(found, forms, strict=True):
                 expected = processor(text[:, :length], scores)
                 assert torch.equal(form.run(text, scores, torch.tensor([length])), expected)
+
+
+def test_codebooks_take_turns_and_an_end_that_is_likely_comes_first():
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(11, (3, 9), generator=generator)
+    for start in (3, 4):
+        found = [AlternatingCodebooksLogitsProcessor(start, 2, 4), BarkEosPrioritizerLogitsProcessor([1, 6], 0.3)]
+        for length in (4, 5, 6):
+            scores = 2 * torch.randn(3, 11, generator=generator)
+            forms = graph_forms(found, scores.device, start)
+            for processor, form in zip(found, forms, strict=True):
+                expected = processor(text[:, :length], scores)
+                assert torch.equal(form.run(text, scores, torch.tensor([length])), expected)
+                each = form.run(text, scores, torch.tensor([[length]] * 3))
+                assert torch.equal(each, expected)

@@ -8,6 +8,7 @@ import torch
 from rewrite.runtime.decode.step_length import StepLength
 
 CAPACITY = 8
+TABLE = torch.arange(144.0).view(1, 1, 12, 12)
 
 
 @pytest.fixture
@@ -63,3 +64,43 @@ def test_a_length_that_is_written_is_no_length(position):
         assert length > CAPACITY + 1
         torch.add(position[0], 30, out=length)
         assert length > CAPACITY + 1
+
+
+def test_rows_that_a_table_is_cut_to_are_those_at_the_position(position):
+    last = slice(CAPACITY - 1, CAPACITY)
+    with StepLength(position, CAPACITY):
+        for cut in (TABLE[:, :, last, :CAPACITY], TABLE[..., last, 0:CAPACITY], TABLE[0, 0][last, :CAPACITY]):
+            assert torch.equal(cut.view(-1), TABLE[0, 0, 5, :CAPACITY])
+        position += 2  # as a graph that is replayed
+        assert torch.equal(TABLE[:, :, last, :CAPACITY][0, 0, 0], TABLE[0, 0, 7, :CAPACITY])
+        across = TABLE.transpose(2, 3)[:, :, :CAPACITY, last]
+        assert torch.equal(across[0, 0, :, 0], TABLE[0, 0, 7, :CAPACITY])
+
+
+def test_a_step_of_several_tokens_takes_as_many_rows(position):
+    with StepLength(position, CAPACITY, position + torch.arange(3)):
+        cut = TABLE[:, :, CAPACITY - 3 : CAPACITY, :CAPACITY]
+        assert torch.equal(cut, TABLE[:, :, 5:8, :CAPACITY])
+        assert torch.equal(TABLE[:, :, CAPACITY - 1 : CAPACITY, :CAPACITY][0, 0, 0], TABLE[0, 0, 7, :CAPACITY])
+
+
+def test_a_table_that_is_shorter_than_the_cache_has_nothing_beyond(position):
+    table = torch.tril(torch.ones(6, 6, dtype=torch.bool))
+    with StepLength(position, CAPACITY):
+        cut = table[CAPACITY - 1 : CAPACITY, :CAPACITY]
+    assert cut.tolist() == [[True] * 6 + [False] * 2]
+
+
+def test_other_cuts_are_as_they_are_asked_for(position):
+    last = slice(CAPACITY - 1, CAPACITY)
+    cuts = [
+        (slice(None), slice(None), last), (slice(None), slice(None), slice(-1, None), slice(None, CAPACITY)),
+        (slice(None), slice(None), last, slice(None, CAPACITY - 1)), (0, 0, last, slice(None, CAPACITY)),
+        (slice(None), slice(None), slice(CAPACITY - 2, CAPACITY), slice(None, CAPACITY)),
+        (slice(None), slice(None), last, slice(1, CAPACITY)), (..., slice(None, CAPACITY), slice(None, CAPACITY)),
+        (slice(0, 1), slice(None), last, slice(None, CAPACITY)), (..., last, slice(None, CAPACITY, 2)),
+    ]  # fmt: skip
+    expected = [TABLE[cut] for cut in cuts]
+    with StepLength(position, CAPACITY):
+        for cut, wanted in zip(cuts, expected, strict=True):
+            assert torch.equal(TABLE[cut], wanted)

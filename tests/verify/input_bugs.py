@@ -8,7 +8,7 @@ LOADED = "_write(mine, theirs.keys, theirs.values, length - theirs.keys.shape[2]
 OWN_CROSS = "own.layers[-1].keys, own.layers[-1].values = layer.keys.clone(), layer.values.clone()"
 TAKEN = "[*_tensors(self.fixed), *self._seen()], [*_tensors(other.fixed), *other._seen()]"
 GIVEN = "given = {self.tokens: tokens} | ({self.mask: mask} if self.mask else {})"
-FORWARD = "outputs = self.model(**self._arguments(self._attention_mask), return_dict=True)"
+FORWARD = "outputs = self.model(**self._step_arguments(), return_dict=True)"
 CROSS_STORED = "            given.cross_attention_cache.layers = _own(self._cross).layers\n"
 
 KEYS = (

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .compare import Mismatch, measure
+from .tolerances import bound
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextlib.contextmanager
@@ -24,3 +30,17 @@ def unrounded() -> Iterator[None]:
 
     with Wider():
         yield
+
+
+def only_rounds(mismatch: Mismatch, expected: Tensor, truth: Tensor) -> bool:
+    """Return whether a difference of two fp64 runs is one of sums in fp32, as large as the original makes it itself.
+
+    Args:
+        mismatch: of the runs.
+        expected: what the original gave.
+        truth: the same without its roundings to fp32.
+    """
+    if expected.shape != truth.shape or float(mismatch.figures.get("max", "inf")) > bound("fp32 max"):
+        return False
+    own = measure("logits", truth, expected).relative_rms
+    return float(mismatch.figures.get("rms", "inf")) <= bound("fp64 roundings") * own
