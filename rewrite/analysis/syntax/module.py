@@ -15,9 +15,10 @@ from typing import Any, TypeVar, overload
 
 import libcst as cst
 
-
 MOVES = frozenset({"to", "float", "half", "double", "bfloat16", "cuda", "cpu", "train", "eval", "requires_grad_"})
 """Methods with which a module of torch changes itself in place, and which return it."""
+_MADE_BY = frozenset({*MOVES, "_apply", "__new__", "__getattribute__"})
+"""What a class must not define for its moves to be torch's own."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Module:
         if root == "torch.nn" or root.startswith("torch.nn.modules."):
             return not kind.endswith(("Parameter", "Buffer"))  # tensors: a move makes another one
         info = self.classes.get(name)
-        if info is None or len(info.bases) != 1 or (MOVES | {"_apply", "__new__", "__getattribute__"}) & _defined(info):
+        if info is None or len(info.bases) != 1 or _MADE_BY & _defined(info):
             return False
         return info.bases[0] != name and self._moves_as_torch(info.bases[0])
 
