@@ -126,11 +126,35 @@ def problems_of(text: str, known: Sequence[str], root: Path | None) -> list[str]
     except SyntaxError as error:
         return [f"line {error.lineno} does not parse ({error.msg})"]
     fresh = set(_undefined(text)).difference(*(_undefined(other) for other in known))
-    said = [f"{where} reads {what}, which nothing defines any more" for where, what in sorted(fresh)]
+    said = [
+        f"{where} reads {what}, which nothing defines any more{_in_its_place(where, what, known)}"
+        for where, what in sorted(fresh)
+    ]
     if root is not None:
         gone = set(definitions.missing(root, text)) - set(definitions.missing(root, known[0]))
         said += [f"it takes from transformers what is not there: {what}" for what in sorted(gone)]
     return said
+
+
+def _in_its_place(where: str, what: str, known: Sequence[str]) -> str:
+    """Return in words which argument now stands where `what` did in the function that reads it; empty if none does."""
+    now, before = (_arguments(text, where) for text in known) if len(known) == 2 else ((), ())
+    place = before.index(what) if what in before and what not in now else len(now)
+    given = now[place] if place < len(now) else what
+    return "" if given in (what, *before) else f" (the argument is called {given} now)"
+
+
+def _arguments(text: str, where: str) -> tuple[str, ...]:
+    """Return the arguments of a function or method by its dotted name; none if the text has none of that name."""
+    body: Sequence[ast.stmt] = ast.parse(text.removeprefix("\ufeff")).body
+    found: ast.stmt | None = None
+    for name in where.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = next((node for node in body if isinstance(node, kinds) and node.name == name), None)
+        body = found.body if isinstance(found, kinds) else ()
+    if not isinstance(found, ast.FunctionDef):
+        return ()
+    return tuple(one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs))
 
 
 def _base(folder: Path, lock: Lock, name: str, package: Package) -> str:

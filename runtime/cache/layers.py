@@ -56,6 +56,10 @@ class PreallocatedLayer(CacheLayerMixin):
         """Allocate the buffers for keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]` of this kind."""
         values = key_states if value_states is None else value_states
         self.allocate(key_states.shape[1], key_states.shape[3], values.shape[3], key_states.dtype, key_states.device)
+        if values.dtype != key_states.dtype:
+            assert self.values is not None
+            with torch.inference_mode(False):
+                self.values = self.values.to(_dtype_of_values(key_states, values))
 
     def allocate(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate zeroed buffers: the first decode steps read slots that nothing has written."""
@@ -88,7 +92,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.values[:, :, start:end] = value_states
         self.length = end
         if start == 0:
-            return key_states, value_states
+            return key_states, value_states.to(self.values.dtype)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self) -> int:
@@ -228,6 +232,14 @@ class IndexedLayer(PreallocatedLayer):
             if not growing.is_indexer_initialized:
                 growing.lazy_initialization_indexer(self.indexer_keys)
             growing.indexer_keys = self.indexer_keys[:, start:stop].clone()
+
+
+def _dtype_of_values(keys: Tensor, values: Tensor) -> torch.dtype:
+    """Return the dtype in which transformers' growing cache keeps values: their own, before release 5.24 the keys'."""
+    growing = DynamicLayer()
+    growing.lazy_initialization(keys, values)
+    assert growing.values is not None
+    return torch.promote_types(growing.values.dtype, values.dtype)
 
 
 if states.LAYER is not None:

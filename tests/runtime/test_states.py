@@ -490,3 +490,14 @@ def test_a_caller_s_cache_gets_what_was_seen_of_an_encoder_but_once():
     layers = empty.cross_attention_cache.layers
     inputs.store(empty)
     assert empty.cross_attention_cache.layers is layers
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_values_of_another_dtype_than_the_keys_are_kept_as_transformers_keeps_them(kinds):
+    ours, theirs = fixed(), growing()
+    for tokens in (3, 1):
+        keys, values = (drawn(B, 2, tokens, 4).to(kind) for kind in kinds)
+        found, expected = (cache.layers[0].update(keys, values) for cache in (ours, theirs))
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other)

@@ -108,6 +108,22 @@ def test_an_edit_that_reads_what_upstream_took_away_is_refused(
     assert rewrite("sync", package, "--transformers", tree).code == 0
 
 
+def test_an_edit_that_reads_an_argument_by_its_former_name_is_told_the_one_it_has_now(
+    package: Path, releases: Releases, rewrite: CommandLine
+) -> None:
+    path = package / "modeling_tiny.py"
+    line = "        cos, sin = position_embeddings\n"
+    mine = edit(path, line, f"{line}        assert past_key_values is None or past_key_values.layers\n")
+    tree = releases("6.1.0", ("past_key_values", "cache"))
+    refused = rewrite("sync", package, "--transformers", tree)
+    assert refused.code == 1
+    assert "reads past_key_values, which nothing defines any more (the argument is called cache now)" in refused.err
+    assert path.read_text() == mine
+    edit(path, "assert past_key_values is None or past_key_values.layers", "assert cache is None or cache.layers")
+    assert rewrite("sync", package, "--transformers", tree).code == 0
+    assert "assert cache is None or cache.layers" in path.read_text()
+
+
 def test_what_the_edit_lacked_before_does_not_stop_a_sync(
     package: Path, releases: Releases, rewrite: CommandLine
 ) -> None:

@@ -195,6 +195,7 @@ class _Call:
 
     def _built(self, value: cst.BaseExpression, what: str) -> Value:
         """Return what calling an attribute does that was given this value."""
+        value = self.scope.module.built(value)
         if isinstance(value, cst.IfExp):
             return _together(self._built(choice, what) for choice in (value.body, value.orelse))
         if isinstance(value, cst.Name) and value.value == "None":

@@ -15,6 +15,7 @@ import libcst.matchers as m
 
 from rewrite.analysis import effects
 from rewrite.analysis.effects import Effect, Scope, effects_of
+from rewrite.analysis.syntax import cache_names
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, without_runtime
 from rewrite.analysis.syntax.nodes import calls_in, parameters
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Run, subterms
@@ -22,10 +23,9 @@ from rewrite.analysis.terms.declared import as_declared
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 MAX_DEPTH = 4
-CACHE = "past_key_values"
-"""What terms call the cache, and transformers did until release 5.23."""
-PASSED = (CACHE, "cache")
-"""What transformers calls the cache wherever it is passed on; the second since release 5.24."""
+PASSED = cache_names.PASSED
+CACHE = PASSED[0]
+"""What terms call the cache, by whichever name it is passed on."""
 CACHES = (*PASSED, "past_key_value", "layer_past")
 """That, and what files call it that are older than the names."""
 _OF_CACHES = ("update", "get_conv_state", "get_recurrent_state")

@@ -15,6 +15,11 @@ from typing import Any, TypeVar, overload
 
 import libcst as cst
 
+MOVES = frozenset({"to", "float", "half", "double", "bfloat16", "cuda", "cpu", "train", "eval", "requires_grad_"})
+"""Methods with which a module of torch changes itself in place, and which return it."""
+_MADE_BY = frozenset({*MOVES, "_apply", "__new__", "__getattribute__"})
+"""What a class must not define for its moves to be torch's own."""
+
 
 @dataclass(frozen=True)
 class ClassInfo:
@@ -26,7 +31,7 @@ class ClassInfo:
     """Qualified names of its bases."""
     methods: dict[str, cst.FunctionDef]
     assigned: dict[str, list[cst.BaseExpression]] = field(default_factory=dict)
-    """Every expression that any method assigns to `self.<attribute>`, in source order."""
+    """Every expression that any method assigns to `self.<attribute>`, in source order; of modules what builds them."""
 
 
 class Module:
@@ -46,6 +51,9 @@ class Module:
         for statement in tree.body:
             self._index(statement)
         self.classes = {name: self._without_rebound_bases(info) for name, info in self.classes.items()}
+        for info in self.classes.values():
+            for attribute, values in info.assigned.items():
+                info.assigned[attribute] = [self.built(value) for value in values]
 
     def code(self, node: cst.CSTNode) -> str:
         """Return the source text of `node` without surrounding whitespace."""
@@ -102,6 +110,30 @@ class Module:
             return owner.methods[name]
         found = (self.method(self.classes[base], name) for base in owner.bases if base in self.classes)
         return next((method for method in found if method is not None), None)
+
+    def built(self, value: cst.BaseExpression) -> cst.BaseExpression:
+        """Return the call that builds a module which a value moves in place: `Norm(…)` of `Norm(…).to(dtype=…)`."""
+        inner = value
+        while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute) and inner.func.attr.value in MOVES:
+            inner = inner.func.value
+        moved = inner is not value and isinstance(inner, cst.Call) and self._moves_as_torch(self.qualified(inner.func))
+        return inner if moved and not MOVES & self._set_from_outside else value
+
+    def _moves_as_torch(self, name: str) -> bool:
+        """Whether a class is a module whose moves are torch's own, and return the module."""
+        root, _, kind = name.rpartition(".")
+        if root == "torch.nn" or root.startswith("torch.nn.modules."):
+            return not kind.endswith(("Parameter", "Buffer"))  # tensors: a move makes another one
+        info = self.classes.get(name)
+        if info is None or len(info.bases) != 1 or _MADE_BY & _defined(info):
+            return False
+        return info.bases[0] != name and self._moves_as_torch(info.bases[0])
+
+    @cached_property
+    def _set_from_outside(self) -> set[str]:
+        """The attributes that the file sets of anything but `self`."""
+        targets = (node.target for node in of_kind(self.tree, cst.AssignTarget))
+        return {t.attr.value for t in targets if isinstance(t, cst.Attribute) and self_attribute(t) is None}
 
     @cached_property
     def references(self) -> dict[str, int]:
@@ -206,6 +238,19 @@ class Module:
         then = self._made_from[id(info.node)]
         same = zip(info.bases, (one is other for one, other in zip(now, then, strict=True)), strict=True)
         return replace(info, bases=tuple(base if kept else f"an earlier {base}" for base, kept in same))
+
+
+def _defined(info: ClassInfo) -> set[str]:
+    """Return the names that the body of a class gives its methods and, in a line each, its attributes."""
+    lines = (line for line in info.node.body.body if isinstance(line, cst.SimpleStatementLine))
+    targets = [target for line in lines for small in line.body for target in _targets(small)]
+    return {*info.methods, *(target.value for target in targets if isinstance(target, cst.Name))}
+
+
+def _targets(statement: cst.BaseSmallStatement) -> list[cst.BaseExpression]:
+    if isinstance(statement, cst.Assign):
+        return [target.target for target in statement.targets]
+    return [statement.target] if isinstance(statement, cst.AnnAssign) else []
 
 
 def imported_names(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[str, str]]:

@@ -84,6 +84,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "bailing_hybrid": {"num_key_value_heads": HEADS, "head_dim": 8},
     "deepseek_v2": {"head_dim": 8, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dory": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "n_input_layers": 1,
+             "n_recurrent_layers": 2, "n_output_layers": 1, "initializer_range": 1.0},  # it divides scales by that
     "dots3_note_text": {"num_key_value_heads": HEADS, "head_dim": 24, "per_layer_config": {}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
