@@ -19,6 +19,7 @@ from ..judging.compare import Mismatch, NotRun, near_exact
 from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
+from ..models.inputs import seed_all
 from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
@@ -101,7 +102,7 @@ def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> 
     import torch
 
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    torch.manual_seed(11)
+    seed_all(11)
     asked_for = {
         "return_dict_in_generate": True,
         "output_logits": True,
