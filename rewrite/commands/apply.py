@@ -176,7 +176,7 @@ def _run(job: Job, screen: Screen) -> int:
 
 
 def _all(job: Job, screen: Screen) -> int:
-    from rewrite.engine import collector
+    from rewrite import collector
     from rewrite.upstream import release
 
     # Without a verification nothing outlives the rewriting that would be worth collecting.

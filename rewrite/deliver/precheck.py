@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rewrite.engine import collector
+from rewrite import collector
 from rewrite.errors import GateFailed, SourceDoesNotImport
 from rewrite.package import syntax
 from rewrite.package.assemble import KEPT

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rewrite import collector
 from rewrite.deliver import precheck
 from rewrite.errors import MissingLibrary, NotTrusted
 from rewrite.package import shared, syntax
@@ -69,8 +70,10 @@ def judge(original: str | Path, rewritten: str | Path, request: Request, progres
     from rewrite.verify.models.device import usable_device
     from rewrite.verify.parallel import usable_workers
 
+    with collector.paused():  # it imports torch
+        device = usable_device(request.device)
     chosen: dict[str, Any] = {
-        "device": usable_device(request.device),
+        "device": device,
         "dtype": request.dtype,
         "weights": str(request.weights) if request.weights is not None else None,
         "shape": request.shape,

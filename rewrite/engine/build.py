@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from rewrite.engine import collector
+from rewrite import collector
 from rewrite.engine.layout import laid_out
 from rewrite.engine.passes import rewrite_text
 from rewrite.engine.relocate import is_rewritten, relocate

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from rewrite import collector
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import replace_nodes
-from rewrite.engine import collector, imports, leftovers
+from rewrite.engine import imports, leftovers
 from rewrite.engine.decode_loops import with_loops
 from rewrite.errors import NotConverging, RewriteError, TransformError
 from rewrite.transform import Candidate, Edit, Found, Rewritten, Skip, SkippedSite, Transform, TransformReport, order

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import rewrite
+from rewrite import collector
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
-from rewrite.engine import collector
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name

@@ -70,7 +70,7 @@ def _with_text(bench: Workbench, subjects: Subjects) -> list[Part]:
     if bench.options.device != "cpu" and not quick:
         parts.append(Part(partial(_wide, bench)))
     if not quick:
-        parts.append(Part(partial(compile_checks, bench, base), shares=2, early=True))
+        parts.append(Part(partial(compile_checks, bench, base), early=True))  # a second process would begin anew
     if bench.rounding is not None:
         parts.append(Part(partial(approximation_checks, bench, base)))
     return parts

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rewrite.errors import MissingLibrary
 
 from .judging.verdict import Reached
+from .models.counting import counted
 from .models.sides import Source, shared_rooms
 
 if TYPE_CHECKING:
@@ -60,11 +61,8 @@ class Reach:
         if self.counter is None:
             yield
             return
-        self.counter.start()
-        try:
+        with counted(self.counter):
             yield
-        finally:
-            self.counter.stop()
 
     def arcs(self) -> Arcs:
         """What was counted so far."""

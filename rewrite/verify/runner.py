@@ -11,6 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rewrite import collector
 from rewrite.errors import OriginalBroken
 from rewrite.show.step import Step
 
@@ -41,7 +42,8 @@ def verify(
         SideNotFound: one of the two is not there.
         VerificationError: the original cannot be built, so there is nothing to compare with.
     """
-    sources = sides.locate(original), sides.locate(rewritten)
+    with collector.paused():  # it may import transformers
+        sources = sides.locate(original), sides.locate(rewritten)
     return _Run(*sources, options or Options(), progress or (lambda message: None)).verdict()
 
 
@@ -183,11 +185,13 @@ class _Run:
         if self.options.clean_process and not self.options.quick:
             self.clean = CleanImport.start(self.rewritten, self.original)
         try:
-            upstream = sides.load(self.original)
+            with collector.paused():
+                upstream = sides.load(self.original)
         except Exception as error:  # a file from outside, for another release, may raise anything
             raise OriginalBroken(self.original.path.name, describe(error)) from error
         try:
-            self.modules = upstream, sides.load(self.rewritten)
+            with collector.paused():
+                self.modules = upstream, sides.load(self.rewritten)
         except Exception as error:  # the file under test may raise anything while it is imported
             raise Mismatch(f"the rewritten side does not import: {describe(error)}") from error
         return {}

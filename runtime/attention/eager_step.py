@@ -178,12 +178,16 @@ def _attended(step: StepProducts, found: Written, weights: Tensor, values: Tenso
 def _taking(handler: Callable[..., Tensor | None], *more: Any) -> Callable[..., Tensor | None]:
     """Return a handler that is also told `more`, and takes no call of another form than its own."""
     signature = inspect.signature(handler)
+    positional = [one for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    wanted = sum(one.default is one.empty for one in positional) - len(more)
+    most = len(positional) - len(more)
 
     def taking(*args: Any, **given: Any) -> Tensor | None:
-        try:
-            signature.bind(*args, *more, **given)
-        except TypeError:  # arguments that it knows nothing of
-            return None
+        if given or not wanted <= len(args) <= most:
+            try:
+                signature.bind(*args, *more, **given)
+            except TypeError:  # arguments that it knows nothing of
+                return None
         return handler(*args, *more, **given)
 
     return taking

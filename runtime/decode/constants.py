@@ -101,10 +101,13 @@ class StepConstants(TorchFunctionMode):
 
     def _key(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
         """Return what tells a call from others, None where it takes something else than constants."""
-        parts = [self._part(value) for value in (*args, *kwargs.values())]
-        if None in parts or not any(True for _ in _tensors(args, kwargs)):
-            return None
-        return func, tuple(parts), tuple(kwargs)
+        parts: list[Hashable] = []
+        for value in (*args, *kwargs.values()):
+            part = self._part(value)
+            if part is None:
+                return None
+            parts.append(part)
+        return (func, tuple(parts), tuple(kwargs)) if any(True for _ in _tensors(args, kwargs)) else None
 
     def _part(self, value: Any) -> Hashable | None:
         if isinstance(value, Tensor):

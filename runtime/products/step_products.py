@@ -32,12 +32,14 @@ from .transposed import takes_transposed
 Instead = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
 Handlers = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
 
-_ASKS = {
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested")
+ASKS: frozenset[Any] = frozenset({
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
     torch.Tensor.is_contiguous, torch.Tensor.get_device, torch.Tensor.element_size, torch.Tensor.is_floating_point,
     torch.Tensor.storage_offset, torch.Tensor.__len__, torch.is_floating_point, torch.numel,
-}  # fmt: skip
-_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested"}
+    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+})  # fmt: skip
+"""What tells how a tensor lies in memory, and of what."""
 _VIEWS = {
     torch.Tensor.view, torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.squeeze,
     torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.Tensor.unflatten,
@@ -297,12 +299,9 @@ class StepProducts(TorchFunctionMode):
 
     @staticmethod
     def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        if func in _ASKS or func in _VIEWS:
+        if func in ASKS or func in _VIEWS:
             return True
-        if func in _SAME_ORDER:
-            return bool(args[0].is_contiguous())
-        attribute = getattr(func, "__self__", None)
-        return getattr(func, "__name__", "") == "__get__" and getattr(attribute, "__name__", "") in _ATTRIBUTES
+        return func in _SAME_ORDER and bool(args[0].is_contiguous())
 
     def _settle(self, *arguments: Any) -> None:
         """Compute what a call reads, and what is computed from something that it may write."""

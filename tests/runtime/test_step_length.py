@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rewrite.runtime.decode.step_length import StepLength
 
@@ -104,3 +105,41 @@ def test_other_cuts_are_as_they_are_asked_for(position):
     with StepLength(position, CAPACITY):
         for cut, wanted in zip(cuts, expected, strict=True):
             assert torch.equal(TABLE[cut], wanted)
+
+
+class _Watching(TorchFunctionMode):
+    """Notes the names of what it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _Shorter(torch.Tensor):
+    """A tensor of a library's own, which says itself how long it is."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.size:
+            return torch.Size([1])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_the_shape_of_a_plain_tensor_is_no_call_for_the_modes_around(position):
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    with _Watching() as around, StepLength(position, CAPACITY):
+        assert weight.shape == weight.size() == (3, 2)
+        assert weight.is_contiguous()
+        assert around.names == []
+        weight.sum()
+    assert "sum" in around.names
+
+
+def test_a_tensor_of_another_class_answers_itself(position):
+    with _Watching() as around, StepLength(position, CAPACITY):
+        assert torch.zeros(3).as_subclass(_Shorter).size() == (1,)
+    assert "size" in around.names

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rewrite.verify import Options, Verdict, render, summary, verify
+from rewrite.verify.judging.compare import NotRun
+from rewrite.verify.models import sides
+from rewrite.verify.models.counting import counted, uncounted
+from rewrite.verify.models.workbench import on_original
+from rewrite.verify.reach import Reach
 
 from .copies import planted, source_of, upstream, write_package
 
@@ -95,3 +101,47 @@ def test_another_tracer_is_left_alone(package: Path, traced: None) -> None:
     assert sys.gettrace() is tracer
     assert verdict.reached == ()
     assert "not counted" in render(verdict)
+
+
+def test_what_is_not_of_the_rewritten_side_is_not_counted(tmp_path: Path) -> None:
+    """Nor is it when one such block is in another; what follows is."""
+    coverage = pytest.importorskip("coverage")
+    file = tmp_path / "counted_lines.py"
+    file.write_text("def first():\n    return 1\n\n\ndef second():\n    return 2\n\n\ndef third():\n    return 3\n")
+    names: dict[str, Callable[[], int]] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    counter = coverage.Coverage(data_file=None, branch=True, include=[str(file)], config_file=False, messages=False)
+    with counted(counter):
+        names["first"]()
+        with contextlib.suppress(ValueError), uncounted():
+            with uncounted():
+                names["second"]()
+            names["second"]()
+            raise ValueError
+        names["third"]()
+    names["second"]()
+    lines = set(counter.get_data().lines(str(file)) or ())
+    assert {2, 10} <= lines
+    assert 6 not in lines or sys.version_info >= (3, 14)
+    with uncounted():  # where nothing is counted
+        pass
+
+
+def test_what_counts_does_not_run_while_the_original_does(package: Path) -> None:
+    """Seen by what Python traces: the original's forward runs without a tracer, the rewritten one's with it."""
+    traced: dict[str, bool] = {}
+
+    def note(side: str) -> None:
+        traced[side] = sys.gettrace() is not None
+
+    counter = Reach.of(sides.locate(package), wanted=True)
+    with counter.counted():
+        on_original(note, "original")
+        with contextlib.suppress(NotRun):
+            on_original(_fails)
+        note("rewritten")
+    assert traced == {"original": False, "rewritten": sys.version_info < (3, 14)}
+
+
+def _fails() -> None:
+    raise ValueError

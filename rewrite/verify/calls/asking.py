@@ -13,6 +13,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.configs import Variant
+from ..models.inputs import seed_all
 from ..models.subjects import Subject
 from ..models.workbench import Workbench
 from .arguments import arguments_of
@@ -126,7 +127,7 @@ def called(call: Call, arguments: Arguments) -> Any:
     import torch
 
     keep = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    torch.manual_seed(call.setting.seed)
+    seed_all(call.setting.seed)
     result = call.model(**arguments)
     for name, value in keep.items():
         if not torch.equal(value, arguments[name]):

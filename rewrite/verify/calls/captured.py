@@ -15,7 +15,7 @@ from rewrite.measure.runtime_part import runtime_part
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
 from ..judging.verdict import Figure
-from ..models.inputs import Padding
+from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import TEXT, make, tensors
 from ..models.workbench import Pair, Workbench, comparable, lent, on_original
 from .forward import real_rows
@@ -119,7 +119,7 @@ def _arguments(bench: Workbench, config: Any, dtype: str, padding: Padding, numb
 def _outputs(model: Any, arguments: Mapping[str, Any]) -> Observations:
     import torch
 
-    torch.manual_seed(0)
+    seed_all(0)
     with torch.no_grad():
         found = tensors(model(**arguments))
     mask = arguments.get("attention_mask")

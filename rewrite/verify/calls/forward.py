@@ -8,7 +8,7 @@ from ..judging.compare import Mismatch, NotRun, Observations, finite, join, near
 from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
 from ..judging.yardstick import Runs, compare_draws
-from ..models.inputs import Padding
+from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import TEXT, make, tensors
 from ..models.workbench import Workbench, on_original
 
@@ -116,7 +116,7 @@ def observe(model: Any, bench: Workbench, dtype: str, turn: int = 0) -> Observat
         arguments = make(kind, model.config, 2, seed, getattr(torch, dtype), padding)
         arguments = {name: value.to(bench.options.device) for name, value in arguments.items()}
         keep = {name: value.clone() for name, value in arguments.items()}
-        torch.manual_seed(seed)
+        seed_all(seed)
         with torch.no_grad():
             found = tensors(model(**arguments))
         if changed := next((name for name, value in keep.items() if not torch.equal(value, arguments[name])), None):

@@ -11,7 +11,7 @@ from rewrite.runtime.cache.names import argument_of, given_back
 
 from ..judging.compare import NotRun, equal
 from ..models.configs import Variant
-from ..models.inputs import Padding
+from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import TEXT, make, tensors
 from ..models.workbench import Workbench, build, on_original, randomise
 from .values import Variation, changed
@@ -61,7 +61,6 @@ class Runs:
         expected: Observed | None = None,
     ) -> Observed:
         """Build, load and run a model; where the weights do not fit, it is filled with fresh ones."""
-        import torch
 
         variant = Variant("configuration", changed(self.bench.base.config, variations), self.bench.base.inputs)
         trains = any(variation.trains for variation in variations)
@@ -69,7 +68,7 @@ class Runs:
         outputs: Outputs = {}
         gradients: Outputs = {}
         for implementation in self.bench.implementations():
-            torch.manual_seed(self.bench.seed_for("configuration"))
+            seed_all(self.bench.seed_for("configuration"))
             model = build(model_class, variant, implementation, self.dtype, self.bench.options.device)
             if not outputs:
                 initial = {f"initial {name}": value.clone() for name, value in _floating(model.state_dict()).items()}
@@ -150,7 +149,7 @@ class Runs:
         import torch
 
         model.train(trains)
-        torch.manual_seed(self.bench.seed_for("training"))
+        seed_all(self.bench.seed_for("training"))
         outputs = self._run(model)
         generator = torch.Generator().manual_seed(self.bench.seed_for("direction"))
         total: Any = 0.0

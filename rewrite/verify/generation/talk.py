@@ -20,6 +20,7 @@ from ..judging.tolerances import bound
 from ..judging.unrounded import only_rounds, unrounded
 from ..judging.verdict import Figure
 from ..models.configs import Variant
+from ..models.inputs import seed_all
 from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
@@ -102,7 +103,7 @@ def say(model: Any, arguments: Mapping[str, Any], new: int, **settings: Any) -> 
     import torch
 
     given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    torch.manual_seed(11)
+    seed_all(11)
     asked_for = {
         "return_dict_in_generate": True,
         "output_logits": True,
@@ -224,7 +225,8 @@ class Talk:
         except Mismatch as mismatch:
             if self.dtype != "float64" or not self._originals:
                 raise
-            heard, self.calls, self._figures, self._originals = self._originals, 0, {"without roundings to fp32": 1}, []
+            heard, self._originals, self.calls = self._originals, [], 0
+            self._figures = {"without roundings to fp32": 1}
             with unrounded():
                 run(self)
             if not only_rounds(mismatch, heard[-1].logits, self._originals[len(heard) - 1].logits):

@@ -15,7 +15,7 @@ from ..judging.compare import Mismatch, NotRun
 from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
-from ..models.inputs import Batch, prompt
+from ..models.inputs import Batch, prompt, seed_all
 from ..models.workbench import Workbench, on_original
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def generate(model: Any, batch: Batch, new: int, seed: int, **arguments: Any) ->
     """Generate from a prompt, keeping the logits of every step."""
     import torch
 
-    torch.manual_seed(seed)
+    seed_all(seed)
     mask = batch.mask if batch.mask is not None else torch.ones_like(batch.input_ids)
     keep = batch.input_ids.clone()
     with torch.no_grad():

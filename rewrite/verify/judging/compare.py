@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,21 +75,32 @@ def measure(name: str, expected: Tensor, found: Tensor) -> Error:
     if reference.numel() == 0:
         return Error(name, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0)
     same = (reference == result) | (reference.isnan() & result.isnan())
-    difference = torch.where(same, torch.zeros_like(reference), (result - reference).abs())
-    difference = difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
     finite = torch.where(reference.isfinite(), reference, torch.zeros_like(reference))
-    position = int(difference.argmax())
-    index = tuple(int(axis) for axis in torch.unravel_index(torch.tensor(position), difference.shape))
+    largest, rms, position = 0.0, 0.0, 0
+    if not bool(same.all()):
+        difference = torch.where(same, torch.zeros_like(reference), (result - reference).abs())
+        difference = difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
+        largest, rms = float(difference.max()), float(difference.square().mean().sqrt())
+        position = int(difference.argmax())
     return Error(
         name,
-        float(difference.max()),
-        float(difference.square().mean().sqrt()),
-        index,
+        largest,
+        rms,
+        _index(position, reference.shape),
         float(reference.flatten()[position]),
         float(result.flatten()[position]),
         float(finite.abs().max()),
         float(finite.square().mean().sqrt()),
     )
+
+
+def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Where an element of a tensor is that has this number."""
+    index: list[int] = []
+    for size in reversed(shape):
+        position, axis = divmod(position, size)
+        index.insert(0, axis)
+    return tuple(index)
 
 
 def same_names(expected: Observations, found: Observations) -> None:

@@ -16,7 +16,9 @@ from ..judging.compare import NotRun
 from ..judging.record import Record
 from ..judging.verdict import ConfigField, Options
 from .configs import Variant
+from .counting import uncounted
 from .indices import asked_first
+from .inputs import seed_all
 from .rounding import Rounding
 from .subjects import Subject
 
@@ -72,7 +74,7 @@ class Workbench:
             import torch
 
             with torch.random.fork_rng():
-                torch.manual_seed(self.seed_for("init", variant.name))
+                seed_all(self.seed_for("init", variant.name))
                 model = on_original(build, self.subject.original, variant, "eager", "float32", "cpu")
                 randomise(model, self.seed_for("weights", variant.name))
             self._weights[variant.name] = {name: value.clone() for name, value in model.state_dict().items()}
@@ -161,7 +163,8 @@ def attempted(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         NotRun: the original raised.
     """
     try:
-        return call(*args, **kwargs)
+        with uncounted():
+            return call(*args, **kwargs)
     except NotRun:
         raise
     except Exception as error:  # foreign model code raises what it likes

@@ -12,6 +12,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
 from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
+from ..models.inputs import seed_all
 from ..models.workbench import Workbench, on_original
 from .structure import same_state, same_tying
 
@@ -71,7 +72,7 @@ def _after(model: Any, bench: Workbench, setting: Setting, change: Callable[[Any
     with torch.no_grad():
         plain = Call(model, setting, bench.base.inputs).plain
         model(**plain)
-        torch.manual_seed(setting.seed)
+        seed_all(setting.seed)
         change(model, setting)
         rows = int(model.get_input_embeddings().weight.shape[0])
         plain[IDS][:, 3] = rows - 1

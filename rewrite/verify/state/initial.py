@@ -9,6 +9,7 @@ from typing import Any
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch
 from ..judging.verdict import Figure
+from ..models.inputs import seed_all
 from ..models.workbench import Workbench, on_original
 from .structure import same_state, same_tying
 
@@ -44,7 +45,7 @@ def _made(model_class: Any, bench: Workbench) -> tuple[Any, Any]:
     for name, value in RANGES.items():
         if isinstance(getattr(config, name, None), float):
             setattr(config, name, value)
-    torch.manual_seed(bench.seed_for("initial"))
+    seed_all(bench.seed_for("initial"))
     return model_class._from_config(config), torch.get_rng_state()
 
 
@@ -56,7 +57,7 @@ def _again(model: Any, bench: Workbench) -> None:
         for parameter in model.parameters():
             parameter.fill_(7.0)
             parameter._is_hf_initialized = False
-        torch.manual_seed(bench.seed_for("again"))
+        seed_all(bench.seed_for("again"))
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()  # parts that are models have their own way

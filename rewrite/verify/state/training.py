@@ -12,7 +12,7 @@ from ..judging.compare import Mismatch, NotRun, equal, near_exact
 from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import WINDOW, Variant
-from ..models.inputs import Batch
+from ..models.inputs import Batch, seed_all
 from ..models.workbench import Pair, Workbench, on_original
 
 if TYPE_CHECKING:
@@ -70,21 +70,19 @@ def _gradients_of(model: Any) -> Outputs:
 
 
 def _training(model: Any, setting: Setting) -> Outputs:
-    import torch
 
     model.train()
-    torch.manual_seed(setting.seed)
+    seed_all(setting.seed)
     return gradients(model, setting)
 
 
 def _of_the_loss(model: Any, setting: Setting) -> Outputs:
     """The loss in training mode, its gradients, and the logits, which it may be computed without."""
-    import torch
 
     if not (setting.subject.causal and setting.subject.accepts("labels")):
         raise NotRun("the model computes no loss of a next token")
     model.train()
-    torch.manual_seed(setting.seed)
+    seed_all(setting.seed)
     inputs = setting.prompt(2, WINDOW + 3, "right")
     labels = inputs.input_ids.masked_fill(~inputs.real, -100)
     model.zero_grad()
