@@ -38,6 +38,7 @@ class BatchSegments(Transform):
     Known limits:
         The segments are rows of a batch for `sdpa` alone, without a mask and without dropout; another attention
         function, `eager` too, is called once for each, and so it is under torch.compile. `explain` counts these calls.
+        Where gradients are wanted, neighbours of one length share a call, and nothing is copied to have more in one.
         Loops over images that do something else are skipped: modules in them may be hooked, and shapes differ.
     """
 

@@ -9,6 +9,8 @@ transformers calls its attention function once a segment. Segments of one length
 none sees another: the `[1, H, n L, D]` of n of them that lie side by side is `[n, H, L, D]` as a view. So there is one
 call for each length. Where lengths differ, what lies apart is copied together, and the results back into their order;
 that is a copy of queries, keys and values, and no pass over the result that the concatenation did not make before.
+Where gradients are wanted nothing is copied, and neighbours of one length share a call: what is kept for them is then
+the memory that was kept before, no more, and a write to it in between means what it did.
 
 The attention function has to treat the rows of a batch alike. transformers' own for `sdpa` does, and ours in its
 place; any other, one of the file or one that was registered, is called once a segment as before.
@@ -155,14 +157,15 @@ def _refusal(
 
 def _by_length(attend: Callable[..., Tensor], tensors: Sequence[Tensor], lengths: list[int]) -> Tensor:
     """Attend to all segments of one length at once, `attend` to `[n, H, L, D]`; the result is `[1, S, H, Dv]`."""
-    runs: dict[int, list[tuple[int, int]]] = {}
+    apart = not backend.wants_gradient(*tensors)
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     start = 0
     for length, neighbours in itertools.groupby(lengths):
         rows = length * len(list(neighbours))
-        runs.setdefault(length, []).append((start, rows))
+        groups.setdefault((length, 0 if apart else start), []).append((start, rows))
         start += rows
     parts: dict[int, Tensor] = {}
-    for length, places in runs.items():
+    for (length, _), places in groups.items():
         together = [_taken(tensor, places).unflatten(1, (-1, length)).transpose(0, 1) for tensor in tensors]
         batches = zip(*(tensor.split(MOST_ROWS) for tensor in together), strict=True)
         out = _joined([attend(*batch).flatten(0, 1) for batch in batches])

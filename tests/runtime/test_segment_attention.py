@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -110,13 +111,14 @@ def test_no_further_from_fp64_than_a_call_for_each(name: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_gradients(name: str) -> None:
+def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = LENGTHS[name]
     states = [state.clone().requires_grad_() for state in inputs(sum(lengths))]
     direction = torch.randn(1, sum(lengths), HEADS, HEAD_DIM, dtype=torch.float64)
     expected = torch.autograd.grad(
         in_turn(sdpa_attention_forward, Attention(), states, lengths, attention_mask=None), states, direction
     )
+    calls = Counted(monkeypatch)
     got = torch.autograd.grad(
         segment_attention(sdpa_attention_forward, Attention(), *states, lengths, attention_mask=None),
         states,
@@ -124,6 +126,7 @@ def test_gradients(name: str) -> None:
     )
     for one, other in zip(got, expected, strict=True):
         assert_same_gradient(other, one)
+    assert calls.rows == [len(list(run)) for _, run in itertools.groupby(lengths)], "neighbours alone share a call"
 
 
 def eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any):

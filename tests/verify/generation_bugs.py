@@ -56,6 +56,7 @@ FILES = {
     "fitness": "runtime/decode.py",
     "sampling": "runtime/decode.py",
     "latents": "runtime/attention.py",
+    "segments": "runtime/attention.py",
 }
 ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
     "a row", "rows with padding, one ends", "draws", "calls one after another", "a cache that came back",

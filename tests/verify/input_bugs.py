@@ -157,6 +157,22 @@ INPUTS = (
         old="position_ids = text_positions[None, ...] + self.model.rope_deltas",
         new="position_ids = text_positions[None, ...].expand(4, -1, -1)",
     ),
+    bug(
+        "qwen2_5_vl",
+        "segments in another order",
+        IMAGES,
+        "segments",
+        old="for first in sorted(parts)",
+        new="for first in sorted(parts, reverse=True)",
+    ),
+    bug(
+        "qwen2_5_vl",
+        "images that see each other",
+        IMAGES,
+        "segments",
+        old="itertools.groupby(lengths)",
+        new="itertools.groupby([sum(lengths)])",
+    ),
     bug("bart", "cross-attention of the call before", AGAIN, "inputs", old="tensor.copy_(contents)", new="pass"),
     bug(
         "t5",
