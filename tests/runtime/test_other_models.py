@@ -357,6 +357,21 @@ def test_a_generate_that_prepares_and_hands_over(name):
     assert store_of(inner).graphs
 
 
+def test_a_mask_that_hides_a_slot_too_many_is_seen(monkeypatch):
+    right = DecodeGraph._step_arguments
+
+    def short(self):
+        self.cache.position.sub_(1)
+        try:
+            return right(self)
+        finally:
+            self.cache.position.add_(1)
+
+    monkeypatch.setattr(DecodeGraph, "_step_arguments", short)
+    with pytest.raises(AssertionError):
+        test_a_generate_that_prepares_and_hands_over("Kosmos2ForConditionalGeneration")
+
+
 def test_states_by_hand_with_padding():
     model, original = pair("Mamba2ForCausalLM")
     inputs = asked(model)
