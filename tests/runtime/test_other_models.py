@@ -346,15 +346,33 @@ def test_a_generate_that_prepares_and_hands_over(name):
     model = copy.deepcopy(original)
     inner = model.get_submodule(part)
     inner.__class__ = type("Ours", (type(inner), GraphGeneration), {"_step_without_graph": not GPU})
-    said, settings = [], settings or {"max_new_tokens": 10}
+    said, settings = [], settings or {"max_new_tokens": 10, "return_dict_in_generate": True, "output_logits": True}
     for one in (original, model):
         given = {name: value.to(DEVICE) for name, value in inputs.items()}
         with torch.no_grad():
             said.append(one.generate(**given, **copy.deepcopy(settings)))
+    if "output_logits" in settings:
+        torch.testing.assert_close(*(torch.stack(one.logits) for one in said), rtol=1e-3, atol=1e-3)
+        said = [one.sequences for one in said]
     assert torch.equal(*said)
     assert said[0].unique().numel() > 4
     assert not [reason for operator, reason in backend.fallbacks() if operator == "generate"]
     assert store_of(inner).graphs
+
+
+def test_a_mask_that_hides_a_slot_too_many_is_seen(monkeypatch):
+    right = DecodeGraph._step_arguments
+
+    def short(self):
+        self.cache.position.sub_(1)
+        try:
+            return right(self)
+        finally:
+            self.cache.position.add_(1)
+
+    monkeypatch.setattr(DecodeGraph, "_step_arguments", short)
+    with pytest.raises(AssertionError):
+        test_a_generate_that_prepares_and_hands_over("Kosmos2ForConditionalGeneration")
 
 
 def test_states_by_hand_with_padding():

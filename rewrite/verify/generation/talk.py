@@ -225,8 +225,8 @@ class Talk:
         except Mismatch as mismatch:
             if self.dtype != "float64" or not self._originals:
                 raise
-            heard, self._originals, self.calls = self._originals, [], 0
-            self._figures = {"without roundings to fp32": 1}
+            heard, self._originals = self._originals, []
+            self.calls, self._figures = 0, {"without roundings to fp32": 1}
             with unrounded():
                 run(self)
             if not only_rounds(mismatch, heard[-1].logits, self._originals[len(heard) - 1].logits):
