@@ -204,6 +204,17 @@ def test_a_layer_that_nothing_here_can_stand_for_has_no_like():
     assert preallocated_like(cache, B, CAPACITY, "cpu") is None
 
 
+def test_a_cache_without_layers_gets_those_that_were_written():
+    layers = [LinearAttentionLayer(), DynamicLayer(), LinearAttentionLayer(), DynamicLayer()]
+    mine = PreallocatedCache(len(layers), B, CAPACITY, "cpu", layers)
+    mine.update(drawn(B, 2, 5, 4), drawn(B, 2, 5, 4), 1)
+    stored = DynamicCache()
+    mine.store(stored, 4)
+    assert [type(layer) for layer in stored.layers] == [DynamicLayer, DynamicLayer]
+    assert stored.layers[0].keys is None
+    assert torch.equal(stored.layers[1].keys, mine.layers[1].keys[:, :, :4])
+
+
 indexed = pytest.mark.skipif(INDEXED is None, reason="this transformers has no layers with an indexer's keys")
 
 
