@@ -12,7 +12,6 @@ from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..judging.yardstick import compare
 from ..models.configs import Variant
-from ..models.counting import uncounted
 from ..models.inputs import tokens
 from ..models.workbench import Workbench, attempted, on_original
 from .caches import new_cache
@@ -91,8 +90,7 @@ def _counted(model: Any, run: Any, backend: str) -> tuple[Any, int, int]:
 
     torch._dynamo.reset()
     counters.clear()
-    with uncounted():  # Dynamo reads a model's code and does not run it
-        found = run(_compiled(model, backend))
+    found = run(_compiled(model, backend))
     breaks, graphs = sum(counters["graph_break"].values()), int(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     return found, breaks, graphs

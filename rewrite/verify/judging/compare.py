@@ -69,8 +69,7 @@ def measure(name: str, expected: Tensor, found: Tensor) -> Error:
     """
     import torch
 
-    if expected.shape != found.shape:
-        raise Mismatch(f"{name} has shape {list(found.shape)}, expected {list(expected.shape)}")
+    require_same_shape(name, expected, found)
     reference, result = expected.detach().double().cpu(), found.detach().double().cpu()
     if reference.numel() == 0:
         return Error(name, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0)
@@ -92,6 +91,12 @@ def measure(name: str, expected: Tensor, found: Tensor) -> Error:
         float(finite.abs().max()),
         float(finite.square().mean().sqrt()),
     )
+
+
+def require_same_shape(name: str, expected: Tensor, found: Tensor) -> None:
+    """Raise `Mismatch` where an output changed its shape."""
+    if expected.shape != found.shape:
+        raise Mismatch(f"{name} has shape {list(found.shape)}, expected {list(expected.shape)}")
 
 
 def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:

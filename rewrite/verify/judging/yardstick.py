@@ -14,7 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .compare import DRAWS, Mismatch, NotRun, Observations, measure, require_same_dtypes, same_names
+from .compare import (
+    DRAWS,
+    Mismatch,
+    NotRun,
+    Observations,
+    measure,
+    require_same_dtypes,
+    require_same_shape,
+    same_names,
+)
 from .tolerances import bound
 from .verdict import Figure
 
@@ -211,7 +220,7 @@ def _ratio(new: float, own: float) -> float:
 
 def _sample(name: str, truth: Tensor, original: Tensor, rewritten: Tensor) -> Sample:
     error = measure(name, truth, rewritten)
-    measure(name, original, rewritten)
+    require_same_shape(name, original, rewritten)
     scale = max(error.scale_rms, 1e-30)
     own, new = (_rows(_errors(truth, found)) / scale for found in (original, rewritten))
     return Sample(name, own, new, error.scale / scale, error.where)
