@@ -17,6 +17,7 @@ from .calls.parity import exact_checks, low_precision_checks
 from .calls.precision import precision_checks
 from .calls.registered import registered_checks
 from .configuration.variations import configuration_checks
+from .generation.cache_name import lost_cache
 from .generation.loop import SWITCH, loop_checks
 from .generation.talk import talk_checks
 from .generation.texts import generation_checks
@@ -44,6 +45,8 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
         return [Part(partial(teacher_checks, bench))]
     if name == "generation":
         if bench.subject.writes and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
+            if lost := lost_cache(bench):
+                return [Part(partial(_without_cache, lost))]
             variants = bench.variants[:1] if bench.options.quick else bench.variants
             texts = Part(partial(generation_checks, bench, bench.base), shares=2)
             parts = [texts, Part(partial(loop_checks, bench, variants), shares=4, early=True)]
@@ -57,6 +60,15 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
 
         return [Part(partial(latency_checks, bench))]
     return []
+
+
+def _without_cache(how: str) -> Iterator[CheckRun]:
+    """The one check of generation that is left where the original's loses its cache."""
+
+    def lost() -> Mapping[str, Figure]:
+        raise NotRun(how)
+
+    yield CheckRun("generate() of the original", lost)
 
 
 def _with_text(bench: Workbench, subjects: Subjects) -> list[Part]:

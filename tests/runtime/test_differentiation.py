@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from rewrite import operators
 from rewrite.runtime.attention.native_gqa import grouped_attention, grouped_matmul, native_gqa
 from rewrite.runtime.attention.rotary import rotary, rotary_single
+from rewrite.runtime.attention.segment_attention import segment_attention, segment_attention_weights
 from rewrite.runtime.core import backend, launch
 from rewrite.runtime.fp8.add_rms_norm import fp8_add_norm
 from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
@@ -89,6 +90,21 @@ def attend(layer: Layer, interface: Callable[..., Any], *states: Tensor) -> Tens
     return out
 
 
+def written(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Call something that attends, by torch's kernel that knows every mode."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return function(*args, **given)
+
+
+def segments(layer: Layer, operator: Callable[..., Any], *states: Tensor) -> Any:
+    return written(operator, sdpa_attention_forward, layer, *states, [2, 1], None, scaling=0.3)
+
+
+def each_segment(layer: Layer, *states: Tensor) -> Tensor:
+    pieces = zip(*(tensor.split([2, 1], 2) for tensor in states), strict=True)
+    return torch.cat([written(sdpa_attention_forward, layer, *piece, None, scaling=0.3)[0] for piece in pieces], 1)
+
+
 class Case(NamedTuple):
     """An operator beside what it stands for, of a layer and inputs of these shapes."""
 
@@ -132,9 +148,17 @@ CASES: dict[str, Case] = {
         lambda _, p, v: grouped_matmul(p, v, 2), lambda _, p, v: p @ repeat_kv(v, 2), ((2, 4, 3, 3), (2, 2, 3, 8))
     ),
     "grouped_attention": Case(
-        lambda _, *states: grouped_attention(*states, key_groups=2, value_groups=2),
-        lambda _, q, k, v: F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2)),
+        lambda _, *states: written(grouped_attention, *states, key_groups=2, value_groups=2),
+        lambda _, q, k, v: written(F.scaled_dot_product_attention, q, repeat_kv(k, 2), repeat_kv(v, 2)),
         (HEADS, (2, 2, 3, 8), (2, 2, 3, 8)),
+    ),
+    "segment_attention": Case(
+        lambda m, *states: segments(m, segment_attention, *states), each_segment,
+        ((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)),
+    ),
+    "segment_attention_weights": Case(
+        lambda m, *states: segments(m, segment_attention_weights, *states)[0], each_segment,
+        ((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)),
     ),
     "native_gqa": Case(
         lambda m, *states: attend(m, native_gqa(sdpa_attention_forward), *states),
@@ -200,7 +224,8 @@ OTHERS = {
 }
 """Operators without a case, and why."""
 OTHER_KERNELS = {name for name in CASES if name.startswith("fp8_")} | {
-    "grouped_attention", "grouped_matmul", "native_gqa", "packed_linear", "routed_linear", "routed_packed_linear"
+    "grouped_attention", "grouped_matmul", "native_gqa", "packed_linear", "routed_linear", "routed_packed_linear",
+    "segment_attention", "segment_attention_weights",
 }  # fmt: skip
 """Operators whose kernels, if any, are for other rows and other chips."""
 
