@@ -552,7 +552,10 @@ class SourceDoesNotImport(RewriteError):
     exit_code = 2
 
     def __init__(self, path: object, why: str):
-        super().__init__(f"{path} itself cannot be imported here: {why}")
+        super().__init__(
+            f"{path} itself cannot be imported here: {why}. A file for another release needs that one installed; "
+            "--no-verify writes the package without the proof."
+        )
 
 
 class AcceptanceNotReadable(RewriteError):
@@ -575,16 +578,6 @@ class NothingToBuild(VerificationError):
         super().__init__(
             f"{name} has no model class with a configuration (a PreTrainedModel whose `config_class` is set, with a "
             "`forward`), so there is nothing to verify with. --no-verify writes the package without the proof."
-        )
-
-
-class OriginalBroken(VerificationError):
-    """The original cannot be imported, so nothing can be compared with it."""
-
-    def __init__(self, name: str, problem: str):
-        super().__init__(
-            f"{name} itself cannot be imported with what is installed: {problem}. A file that was written for another "
-            "release needs that one installed; --no-verify writes the package without the proof."
         )
 
 

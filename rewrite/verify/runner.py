@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rewrite import collector
-from rewrite.errors import OriginalBroken
+from rewrite.errors import SourceDoesNotImport
 from rewrite.show.step import Step
 
 from .isolation import CleanImport
@@ -188,7 +188,7 @@ class _Run:
             with collector.paused():
                 upstream = sides.load(self.original)
         except Exception as error:  # a file from outside, for another release, may raise anything
-            raise OriginalBroken(self.original.path.name, describe(error)) from error
+            raise SourceDoesNotImport(self.original.path, describe(error)) from error
         try:
             with collector.paused():
                 self.modules = upstream, sides.load(self.rewritten)

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rewrite.errors import NothingToBuild, OriginalBroken
+from rewrite.errors import NothingToBuild, SourceDoesNotImport
 
 from .compare import Mismatch, NotRun
 from .verdict import Check, Figure, Gate, Status
@@ -70,7 +70,7 @@ def run_check(check: CheckRun) -> Check:
         status, detail = "not run", str(reason)
     except Mismatch as mismatch:
         status, detail, figures = "failed", str(mismatch), mismatch.figures
-    except (NothingToBuild, OriginalBroken):  # no fault of the rewritten file
+    except (NothingToBuild, SourceDoesNotImport):  # no fault of the rewritten file
         raise
     except Exception as error:  # the rewritten file may raise anything; silence would be a pass
         status, detail = "failed", describe(error)
