@@ -132,10 +132,16 @@ def comparable(bench: Workbench) -> bool:
 
 @contextlib.contextmanager
 def lent(original: Any, mixin: type, switch: str, on_cpu: bool) -> Iterator[None]:
-    """Give the original a base of this version's runtime for a while; `switch` makes it work on a CPU."""
+    """Give the original a base of this version's runtime for a while; `switch` makes it work on a CPU.
+
+    As in a package, what builds on transformers' loop stands behind what the class has of the loop itself.
+    """
+    from transformers.generation import GenerationMixin
+
     plain = type(original)
     about = {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    original.__class__ = type(plain.__name__, (mixin, plain), about)
+    bases = (plain, mixin) if issubclass(mixin, GenerationMixin) else (mixin, plain)
+    original.__class__ = type(plain.__name__, bases, about)
     setattr(original, switch, on_cpu)
     try:
         yield
