@@ -105,6 +105,8 @@ def test_what_a_step_computes_too(body: str, given: dict[str, Term]) -> None:
         (SINK.replace("(scores, sinks)", "(scores, scores, sinks)"), {"s_aux": OWN["sinks"]}),
         (GATED.replace("scores.logsumexp", "weights.logsumexp"), {"s_aux": OWN["sinks"]}),
         (PLAIN.replace("    key, value =", "    owner.seen = 1\n    key, value ="), {}),
+        (PLAIN.replace("spread(key, owner.groups)", "key.repeat_interleave(owner.groups, dim=2)"), {}),
+        (PLAIN.replace("spread(value, owner.groups)", "value.repeat_interleave(owner.groups, dim=2)"), {}),
     ],
 )
 def test_what_a_step_does_not_compute(body: str, given: dict[str, Term]) -> None:

@@ -7,7 +7,7 @@ import textwrap
 import libcst as cst
 import pytest
 
-from rewrite.analysis.sites.expansion import NotAnExpansion, expansion
+from rewrite.analysis.sites.expansion import HEADS_FIRST, HEADS_THIRD, NotAnExpansion, expansion
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.terms.computation import body
 
@@ -44,7 +44,7 @@ REPEATS = {
 OTHERS = {
     "heads n times over": ("return x.repeat(1, n, 1, 1)", "in a row"),
     "copies in front": ("return x[:, None].expand(-1, n, -1, -1, -1).flatten(1, 2)", "in a row"),
-    "tokens": ("return x.repeat_interleave(n, dim=2)", "dimension 2"),
+    "columns": ("return x.repeat_interleave(n, dim=3)", "dimension 3"),
     "two dimensions": ("return x.repeat_interleave(n, 1).repeat_interleave(2, 2)", "several"),
     "a part": ("return x[:, 1:].repeat_interleave(n, dim=1)", "part"),
     "scaled": ("return x.repeat_interleave(n, dim=1) * 2", "mul"),
@@ -61,7 +61,12 @@ def source(text: str) -> str:
 def test_a_repetition_of_heads(name: str) -> None:
     module = Module(cst.parse_module(source(REPEATS[name])))
     found = expansion(body(module.functions["f"], module))
-    assert (str(found.tensor), str(found.times)) == ("x", "n")
+    assert (str(found.tensor), str(found.times), found.heads) == ("x", "n", HEADS_FIRST)
+
+
+def test_heads_may_be_the_third_dimension() -> None:
+    module = Module(cst.parse_module(source("return x.repeat_interleave(n, dim=2)")))
+    assert expansion(body(module.functions["f"], module)).heads == HEADS_THIRD
 
 
 @pytest.mark.parametrize("name", REPEATS)

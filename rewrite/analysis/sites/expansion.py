@@ -16,7 +16,7 @@ from rewrite.analysis.terms.spelling import Term
 LENGTHENING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"})
 _JOINING = frozenset({"cat", "concat", "concatenate", "stack"})
 _REGROUPING = frozenset({"reshape", "view", "flatten", "unflatten", "contiguous", "clone"})
-_HEADS = (1, 2)
+HEADS_FIRST, HEADS_THIRD = 1, 2
 """Where the heads of `[B, H, S, D]` and of `[B, S, H, D]` are."""
 _AXES: Axes = tuple((Term("size", (), name),) for name in ("B", "H", "S", "D"))
 
@@ -94,7 +94,7 @@ def _read(tensor: Term, axes: Axes) -> Expansion:
     place = next(place for place, (axis, own) in enumerate(zip(axes, _AXES, strict=True)) if axis != own)
     if axes[:place] + axes[place + 1 :] != _AXES[:place] + _AXES[place + 1 :]:
         raise NotAnExpansion("other_expansion", "several dimensions change")
-    if place not in _HEADS:
+    if place not in (HEADS_FIRST, HEADS_THIRD):
         raise NotAnExpansion("other_expansion", f"dimension {place} is repeated")
     if len(axes[place]) != 2 or axes[place][0] != _AXES[place][0]:
         raise NotAnExpansion("other_expansion", "the copies of a head do not lie in a row")

@@ -19,7 +19,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.sites.expansion import NotAnExpansion, expansion
+from rewrite.analysis.sites.expansion import HEADS_FIRST, NotAnExpansion, expansion
 from rewrite.analysis.step.terms import MAX_DEPTH, NoStep, Step
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.syntax.nodes import parameters
@@ -226,10 +226,12 @@ def _check_shared(term: Term, tensor: Term) -> None:
     if term == tensor:
         return
     try:
-        found = expansion(term).tensor
+        found = expansion(term)
     except NotAnExpansion as error:
         raise NotComputable(f"its {tensor.value}s are changed: {error.detail}") from error
-    if found != tensor:
+    if found.heads != HEADS_FIRST:
+        raise NotComputable(f"its {tensor.value}s are changed: dimension {found.heads} is repeated")
+    if found.tensor != tensor:
         raise NotComputable(f"its {tensor.value}s are something else")
 
 
