@@ -36,8 +36,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "first layer's cache slot",
-        "key_states, value_states, self.layer_idx)",
-        "key_states, value_states, 0)",
+        "key_states, value_states, self.layer_idx",
+        "key_states, value_states, 0",
     ),
     Bug(
         "llama",
