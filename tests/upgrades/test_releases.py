@@ -115,7 +115,9 @@ def test_an_edit_that_reads_an_argument_by_its_former_name_is_told_the_one_it_ha
     line = "        cos, sin = position_embeddings\n"
     mine = edit(path, line, f"{line}        assert past_key_values is None or past_key_values.layers\n")
     both = ("        cache=None,  # its name from transformers 5.24 on\n", "")
-    tree = releases("6.1.0", both, ("past_key_values if cache is None else cache", "cache"), ("past_key_values", "cache"))
+    tree = releases(
+        "6.1.0", both, ("past_key_values if cache is None else cache", "cache"), ("past_key_values", "cache")
+    )
     refused = rewrite("sync", package, "--transformers", tree)
     assert refused.code == 1
     assert "reads past_key_values, which nothing defines any more (the argument is called cache now)" in refused.err

@@ -61,14 +61,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in found if p.is_file() and "__pycache__" not in p.parts}
 
 
+OTHER = "f" * 64
+"""The digest of another version; one character of it would be that of one version in sixteen."""
+
+
 def moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this be another version of the tool."""
     for module in ("package.shared", "package.assemble", "sync.rebuild", "sync.partners"):
-        monkeypatch.setattr(f"rewrite.{module}.engine_digest", lambda: "f" * 64)
+        monkeypatch.setattr(f"rewrite.{module}.engine_digest", lambda: OTHER)
 
 
 def engines(folder: Path) -> list[str]:
-    return [read_lock(folder / name).engine[:1] for name in NAMES] + [shared.read(folder / RUNTIME).engine[:1]]
+    return [read_lock(folder / name).engine for name in NAMES] + [shared.read(folder / RUNTIME).engine]
 
 
 def test_the_rooms_lie_in_the_shared_folder_alone(both: Path, rewrite: CommandLine, old: tuple[str, Path]) -> None:
@@ -140,7 +144,7 @@ def test_packages_of_one_runtime_move_to_another_version_together(
     done = rewrite("sync", "out", *old)
     assert done.code == 0, done.err
     assert "second (2 of 2), which shares its runtime with them" in done.out
-    assert engines(both) == ["f", "f", "f"]
+    assert engines(both) == [OTHER, OTHER, OTHER]
 
 
 def test_one_that_cannot_move_holds_the_other_back(
@@ -158,7 +162,7 @@ def test_one_that_cannot_move_holds_the_other_back(
     copy.write_text(text[: text.index("<<<<<<<")] + text[text.index(">>>>>>>") :].partition("\n")[2])
     done = rewrite("sync", "second", *new, "--resolved", copy)
     assert done.code == 0, done.err + done.out
-    assert engines(both) == ["f", "f", "f"]
+    assert engines(both) == [OTHER, OTHER, OTHER]
 
 
 def test_an_edited_room_is_found_refused_and_put_back(both: Path, rewrite: CommandLine, old: tuple[str, Path]) -> None:
@@ -281,11 +285,11 @@ def test_a_kill_between_runtime_and_package_is_seen_and_mended(
     with monkeypatch.context() as patch:
         patch.setattr(output, "_exchange", killed)
         assert rewrite("sync", "out", *old).code != 0
-    assert engines(both)[0] != "f"
-    assert engines(both)[2] == "f"
+    assert engines(both)[0] != OTHER
+    assert engines(both)[2] == OTHER
     assert "of another version than out" in rewrite("check", "out", *old).out
     assert rewrite("sync", *NAMES, *old).code == 0
-    assert engines(both) == ["f", "f", "f"]
+    assert engines(both) == [OTHER, OTHER, OTHER]
 
 
 def test_a_second_package_is_told_of_one_runtime(
