@@ -287,6 +287,8 @@ def _written(term: Term, given: Mapping[str, cst.BaseExpression]) -> cst.BaseExp
         return cst.Integer(term.value)
     if term.op == "floordiv":
         left, right = (_written(side, given) for side in term.args)
+        if isinstance(right, cst.BinaryOperation) and not right.lpar:
+            right = right.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
         return cst.BinaryOperation(left, cst.FloorDivide(), right)
     if term.op.startswith(".") and len(term.args) == 1:
         return cst.Attribute(_written(term.args[0], given), cst.Name(term.op[1:]))

@@ -60,8 +60,10 @@ class Run:
     owner: ClassInfo | None
     depth: int
     max_size: ClassVar[int] = MAX_SIZE
-    inner: dict[str, cst.FunctionDef | cst.Lambda] = field(default_factory=dict, kw_only=True)
-    """The functions that functions define inside; a local holds `Term("inner", (), key)`."""
+    inner: dict[str, tuple[cst.FunctionDef | cst.Lambda, int]] = field(default_factory=dict, kw_only=True)
+    """The functions that functions define inside, and how deep; a local holds `Term("inner", (), key)`."""
+    frames: tuple[Bindings, ...] = field(default=(), kw_only=True)
+    """The locals of the functions around the one that is executed, the outermost first."""
 
     def function(self, function: cst.FunctionDef, environment: Bindings) -> Term:
         """Return what the function returns where its parameters are bound as in `environment`."""
@@ -163,7 +165,7 @@ class Run:
         if any(param.default is not None for param in given):
             raise NotComputable("an inner function with a default")  # which is computed where it is defined
         key = str(len(self.inner))
-        self.inner[key] = function
+        self.inner[key] = function, len(self.frames)
         return Term("inner", (), key)
 
     def _expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
@@ -252,7 +254,8 @@ class Run:
             return operation("call", [Term("attribute", (), method), *plain], keywords)
         if isinstance(node.func, cst.Name) and (held := environment.get(node.func.value)) is not None:
             if held.op == "inner":
-                return self.follow(self.inner[held.value], plain, keywords, environment)
+                inner, depth = self.inner[held.value]
+                return self.follow(inner, plain, keywords, (*self.frames, environment)[: depth + 1])
         elif isinstance(node.func, cst.Name):
             if (helper := self.module.functions.get(node.func.value)) is not None:
                 return self.follow(helper, plain, keywords)
@@ -272,7 +275,7 @@ class Run:
         helper: cst.FunctionDef | cst.Lambda,
         plain: Sequence[Term],
         keywords: Mapping[str, Term],
-        around: Mapping[str, Term] | None = None,
+        around: tuple[Bindings, ...] = (),
     ) -> Term:
         """Return what a helper returns for these arguments; one defined inside reads the locals `around` it, too."""
         if self.depth == 0:
@@ -287,10 +290,10 @@ class Run:
                     raise NotComputable("a missing argument")
                 given[param.name.value] = self.expression(param.default, {})
         given.pop("self", None)
-        below = replace(self, depth=self.depth - 1)
-        if around is not None:
+        below = replace(self, depth=self.depth - 1, frames=around)
+        if around:
             own = _own_names(helper)
-            given = {**{name: value for name, value in around.items() if name not in own}, **given}
+            given = {**{name: value for name, value in around[-1].items() if name not in own}, **given}
         if isinstance(helper, cst.Lambda):
             return below.expression(helper.body, given)
         return below.function(helper, given)

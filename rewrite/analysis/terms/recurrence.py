@@ -107,7 +107,7 @@ class Recurrence(Run):
         made = (self.expression(node.elt, {**environment, over.target.value: item}) for item in items.args)
         return make("tuple", *made)
 
-    def follow(self, helper: object, plain: object, keywords: object, around: object = None) -> Term:
+    def follow(self, helper: object, plain: object, keywords: object, around: object = ()) -> Term:
         """Return what a helper returns; it may write nothing."""
         own = replace(self, written=[])
         result = super(Recurrence, own).follow(helper, plain, keywords, around)  # type: ignore[arg-type]
