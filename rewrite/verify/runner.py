@@ -20,6 +20,7 @@ from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_
 from .judging.compare import Mismatch
 from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
 from .models import sides
+from .models.inputs import random_state_kept
 from .models.rounding import Rounding
 from .models.sides import Side, Source
 from .models.subjects import Subjects, find_subjects
@@ -258,7 +259,7 @@ def settled(options: Options) -> Iterator[None]:
     if options.weights is None:
         torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng():
+        with random_state_kept():
             yield
     finally:
         logging.set_verbosity(verbosity)

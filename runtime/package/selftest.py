@@ -189,8 +189,9 @@ def _settled() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    in_use = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=in_use):
             yield
     finally:
         torch.set_float32_matmul_precision(precision)

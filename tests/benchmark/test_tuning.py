@@ -250,7 +250,7 @@ def test_on_a_gpu(batch: int, tmp_path: Path) -> None:
     (tmp_path / "modeling_tiny.py").write_bytes(FIXTURE.read_bytes())
     prepare(resolve(str(tmp_path / "modeling_tiny.py")), select(), tmp_path / "rungs")
     package = sorted((tmp_path / "rungs").glob("rung_*"))[-1]
-    outcome = tune(Plan(package, shape="tiny", batches=(batch,), context=32, seconds=20.0))
+    outcome = tune(Plan(package, shape="tiny", batches=(batch,), context=32, seconds=120.0))
     written = json.loads((package / results.FILE).read_text())[outcome.chip]
     kinds = {name.split()[0] for name in written}
     assert {"attention", "linear" if batch == 1 else "skinny_linear"} <= kinds

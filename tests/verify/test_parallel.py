@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rewrite.verify import Options, Verdict, verify
 from rewrite.verify.judging.checks import CheckRun, Done, run_gate
@@ -159,3 +162,17 @@ def test_lines_are_counted_as_by_one_process(tmp_path: Path) -> None:
     _, several = both(tmp_path, source_of("llama"), Options(clean_process=False, gates=("structure", "generation")))
     assert several.passed, several.reason
     assert 0 < several.reached[0].missed < several.reached[0].lines / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a process that began to use a GPU: needs one")
+def test_processes_are_forked_on_a_machine_with_a_gpu(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "llama_copy", "llama", source_of("llama"))
+    code = (
+        "from pathlib import Path\n"
+        "from rewrite.verify import Options, verify\n"
+        f"v = verify({upstream('llama')!r}, Path({str(package)!r}), Options(quick=True, device='cpu'))\n"
+        "assert v.passed, v.reason"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

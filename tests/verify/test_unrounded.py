@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from rewrite.verify.generation.talk import Talk
 from rewrite.verify.judging.compare import DRAWS, Mismatch, NotRun, Observations, Triple, near_exact
+from rewrite.verify.judging.record import Record
 from rewrite.verify.judging.tolerances import bound
 from rewrite.verify.judging.unrounded import unrounded
+from rewrite.verify.models.configs import Variant
+from rewrite.verify.models.inputs import random_state_kept
 
 TRUTH = torch.randn(4, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(2, 4, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -89,3 +95,33 @@ def test_every_way_of_asking_for_fp32_is_widened() -> None:
     assert all(torch.equal(value, wanted) for value in found[4:])
     assert made.dtype == torch.float64
     assert x.float().dtype == torch.float32
+
+
+def test_a_model_that_captures_is_made_anew_without_roundings() -> None:
+    subject = SimpleNamespace(name="Model", accepts=lambda name: False)
+    talk = Talk(cast(Any, SimpleNamespace(record=Record(), subject=subject)), Variant("base", None), "float64")
+    talk._pair = cast(Any, "with roundings")
+    pairs: list[object] = []
+
+    def run(asked: Talk) -> None:
+        pairs.append(asked._pair)
+        asked._pair = cast(Any, "its own")
+        logits = (off(4e-7, 0) if len(pairs) == 1 else exact())["logits"]
+        asked._originals.append(cast(Any, SimpleNamespace(logits=logits)))
+        if len(pairs) == 1:
+            raise Mismatch("further off than fp64 explains", {"max": 1e-6, "rms": 4e-7})
+
+    figures = talk.about(run)
+    assert figures["without roundings to fp32"] == 1
+    assert pairs == ["with roundings", None]
+    assert talk._pair is None
+
+
+def test_random_state_is_kept_without_a_gpu_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: pytest.fail("a GPU's state is asked for"))
+    before = torch.get_rng_state()
+    with random_state_kept():
+        torch.default_generator.manual_seed(3)
+    assert torch.equal(torch.get_rng_state(), before)

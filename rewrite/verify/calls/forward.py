@@ -75,7 +75,8 @@ def low_precision_forward(bench: Workbench, dtype: str) -> dict[str, Figure]:
     """
     import torch
 
-    pairs = [bench.fresh(bench.base, bench.implementations()[0], name) for name in ("float64", dtype)]
+    variant = bench.base.without_choice
+    pairs = [bench.fresh(variant, bench.implementations()[0], name) for name in ("float64", dtype)]
 
     def draw(number: int) -> Runs:
         truth: dict[str, torch.Tensor] = {}
@@ -93,7 +94,7 @@ def low_precision_forward(bench: Workbench, dtype: str) -> dict[str, Figure]:
                 break
         return Runs(truth, own, new)
 
-    figures = compare_draws(draw, torch.finfo(getattr(torch, dtype)).eps, bench.base.routed)
+    figures = compare_draws(draw, torch.finfo(getattr(torch, dtype)).eps, variant.routed)
     return {f"{dtype} {name}": value for name, value in figures.items()}
 
 

@@ -70,6 +70,7 @@ def _long(bench: Workbench, variant: Variant, implementation: str, dtype: str) -
 
     from .parity import run_scenario, setting_for
 
+    variant = variant.without_choice
     pair, exact = (bench.pair(variant, implementation, name) for name in (dtype, "float64"))
 
     def draw(number: int) -> Runs:

@@ -217,7 +217,7 @@ class Talk:
         """The figures of all calls of a check.
 
         A model that computes in fp32 in every dtype (GPT-Neo's attention) is asked anew without that where it differs
-        by no more than its own roundings make.
+        by no more than its own roundings make: a new model, since graphs replay what was captured with them.
         """
         self.calls, self._figures, self._originals = 0, {}, []
         try:
@@ -226,9 +226,10 @@ class Talk:
             if self.dtype != "float64" or not self._originals:
                 raise
             heard, self._originals = self._originals, []
-            self.calls, self._figures = 0, {"without roundings to fp32": 1}
+            self.calls, self._figures, self._pair = 0, {"without roundings to fp32": 1}, None
             with unrounded():
                 run(self)
+            self._pair = None
             if not only_rounds(mismatch, heard[-1].logits, self._originals[len(heard) - 1].logits):
                 raise
         self.bench.record.prompted(self.bench.subject.name, self._kind, True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -49,6 +51,19 @@ def seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the caller's random state back, of GPUs too where this process uses one.
+
+    A process that has not begun to does not begin here: those that are forked from it could use none.
+    """
+    import torch
+
+    in_use = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=in_use):
+        yield
 
 
 def tokens(seed: int, vocab: int, batch: int, length: int, device: str) -> Tensor:

@@ -15,6 +15,12 @@ from rewrite.runtime.package.small_fields import FIELDS
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW, POSITIONS = 64, 4, 2, 16, 128, 8, 512
 IMAGE, PATCH = 32, 8
 
+CHOICES = ("index_topk",)
+"""How many keys an indexer chooses for each query."""
+
+EVERY_KEY = 2048
+"""So many are all of them, in every prompt of a verification."""
+
 SMALL: dict[str, Any] = {
     **FIELDS,
     **dict.fromkeys(
@@ -32,7 +38,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("attention_head_dim", "d_kv", "d_k", "d_v", "cross_attention_dim_head"), HEAD_DIM),
     "index_head_dim": HEAD_DIM,
     "index_n_heads": 4 * HEADS,
-    "index_topk": 6,
+    **dict.fromkeys(CHOICES, 6),
     **dict.fromkeys(("n_words", "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"), VOCAB),
     **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
     **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HEAD_DIM),

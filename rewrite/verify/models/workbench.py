@@ -18,7 +18,7 @@ from ..judging.verdict import ConfigField, Options
 from .configs import Variant
 from .counting import uncounted
 from .indices import asked_first
-from .inputs import seed_all
+from .inputs import random_state_kept, seed_all
 from .rounding import Rounding
 from .subjects import Subject
 
@@ -71,9 +71,7 @@ class Workbench:
     def weights(self, variant: Variant) -> dict[str, Any]:
         """A random state dict of the original, exactly representable in bfloat16."""
         if variant.name not in self._weights:
-            import torch
-
-            with torch.random.fork_rng():
+            with random_state_kept():
                 seed_all(self.seed_for("init", variant.name))
                 model = on_original(build, self.subject.original, variant, "eager", "float32", "cpu")
                 randomise(model, self.seed_for("weights", variant.name))
