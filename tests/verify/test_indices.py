@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,13 @@ def test_on_a_cpu_nothing_is_asked(asked: list[str]) -> None:
     with asked_first(), pytest.raises(IndexError):
         OPERATORS["embedding"](BEYOND)
     assert not asked
+
+
+def test_attention_refuses_what_it_refuses_unwatched() -> None:
+    states, mask = torch.randn(2, 4, 12, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 1, 12, 12, dtype=torch.float64)
+    for context in (contextlib.nullcontext(), asked_first("cpu")):
+        with context, pytest.raises(RuntimeError, match="broadcast"):
+            F.scaled_dot_product_attention(states, states, states, attn_mask=mask)
+    expected = F.scaled_dot_product_attention(states, states, states, attn_mask=mask[0, 0])
+    with asked_first("cpu"):
+        assert torch.equal(F.scaled_dot_product_attention(states, states, states, attn_mask=mask[0, 0]), expected)

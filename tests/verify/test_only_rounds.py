@@ -21,12 +21,16 @@ def off(by: float) -> torch.Tensor:
     [(2e-6, -2e-6, True), (8e-6, -8e-6, True), (8e-6, -1e-6, False), (2e-6, 0.0, False), (1e-3, -1e-3, False)],
 )
 def test_a_difference_as_large_as_the_original_s_own_roundings(ours: float, own: float, rounds: bool) -> None:
-    with pytest.raises(Mismatch) as found:
-        near_exact({"logits": off(own)}, {"logits": off(ours)})
-    assert only_rounds(found.value, off(own), TRUTH) is rounds
+    expected, found, truth = ({"logits": tensor} for tensor in (off(own), off(ours), TRUTH))
+    with pytest.raises(Mismatch):
+        near_exact(expected, found)
+    assert only_rounds(expected, found, truth) is rounds
+    same = {"scores": TRUTH}
+    assert only_rounds(expected | same, found | same, truth | same) is rounds
+    assert not only_rounds(expected | {"state": off(1e-6)}, found | {"state": off(8e-6)}, truth | {"state": TRUTH})
 
 
 def test_texts_that_went_apart_say_nothing_of_roundings() -> None:
-    mismatch = Mismatch("another cache came back")
-    assert not only_rounds(mismatch, off(1e-6), TRUTH)
-    assert not only_rounds(Mismatch("", {"max": 1e-7, "rms": 1e-8}), off(1e-6)[:, :2], TRUTH)
+    expected, found = {"logits": off(1e-6)}, {"logits": off(-1e-6)}
+    assert not only_rounds(expected, found, {"logits": TRUTH[:, :2]})
+    assert not only_rounds(expected, found, {"logits": TRUTH, "another cache": TRUTH})

@@ -233,10 +233,10 @@ def _stepwise(bench: Workbench, variant: Variant, rows: int = 3) -> Mapping[str,
         return near_exact({"logits": expected}, {"logits": found}, "fp32 max")
     try:
         return near_exact({"logits": expected}, {"logits": found})
-    except Mismatch as mismatch:  # the model may compute in fp32 in every dtype
+    except Mismatch:  # the model may compute in fp32 in every dtype
         with unrounded():
             truth = on_original(step_by_step, bench, pair.original, ids, mask, batch.input_ids.shape[1])[:, 1:]
-            if not only_rounds(mismatch, expected, truth):
+            if not only_rounds({"logits": expected}, {"logits": found}, {"logits": truth}):
                 raise
             exact = near_exact({"logits": truth}, {"logits": _steps(package, pair.rewritten, batch, feed, padding)})
         return {**exact, "without roundings to fp32": 1}

@@ -15,7 +15,7 @@ from rewrite.runtime.cache.names import asked_with, given_back
 
 from ..calls.observed import everything
 from ..judging.checks import CheckRun
-from ..judging.compare import Mismatch, NotRun, near_exact
+from ..judging.compare import Mismatch, NotRun, Observations, near_exact
 from ..judging.tolerances import bound
 from ..judging.unrounded import only_rounds, unrounded
 from ..judging.verdict import Figure
@@ -131,8 +131,8 @@ class Talk:
     _pair: Pair | None = None
     _package: Package | None = None
     _figures: dict[str, Figure] = field(default_factory=dict)
-    _originals: list[Heard] = field(default_factory=list)
-    """What the original answered in a check so far."""
+    _compared: dict[int, tuple[Observations, Observations]] = field(default_factory=dict)
+    """What the original and the rewritten model answered in a check so far, by the number of the call."""
 
     @property
     def pair(self) -> Pair:
@@ -178,7 +178,6 @@ class Talk:
         pair = self.pair
         self._package = self._package or Package.of(self.bench.subject.rewritten)
         original = on_original(say, pair.original, first, new, **settings)
-        self._originals.append(original)
         try:
             with self._package.taken(pair.rewritten):
                 rewritten = say(pair.rewritten, first if second is None else second, new, **settings)
@@ -210,6 +209,7 @@ class Talk:
             {"logits": side.logits, "scores": side.scores} | everything(side.cache, "cache")
             for side in (original, rewritten)
         )
+        self._compared[self.calls] = _kept(expected), _kept(got)
         found = near_exact(expected, got, maximum)
         self._figures["max"] = max(float(self._figures.get("max", 0.0)), float(found["max"]))
 
@@ -219,18 +219,18 @@ class Talk:
         A model that computes in fp32 in every dtype (GPT-Neo's attention) is asked anew without that where it differs
         by no more than its own roundings make: a new model, since graphs replay what was captured with them.
         """
-        self.calls, self._figures, self._originals = 0, {}, []
+        self.calls, self._figures, self._compared = 0, {}, {}
         try:
             run(self)
         except Mismatch as mismatch:
-            if self.dtype != "float64" or not self._originals:
+            if self.dtype != "float64" or "rms" not in mismatch.figures:
                 raise
-            heard, self._originals = self._originals, []
+            (number, (expected, found)), self._compared = self._compared.popitem(), {}
             self.calls, self._figures, self._pair = 0, {"without roundings to fp32": 1}, None
             with unrounded():
                 run(self)
             self._pair = None
-            if not only_rounds(mismatch, heard[-1].logits, self._originals[len(heard) - 1].logits):
+            if number not in self._compared or not only_rounds(expected, found, self._compared[number][0]):
                 raise
         self.bench.record.prompted(self.bench.subject.name, self._kind, True)
         return {"calls": self.calls, "in": self.dtype, **self._figures}
@@ -240,6 +240,11 @@ class Talk:
         if self.variant.name.endswith(", images"):
             return "images"
         return "an encoder's input" if self.bench.subject.accepts("decoder_input_ids") else "text"
+
+
+def _kept(outputs: Observations) -> Observations:
+    """Outputs as they are now: a conversation that goes on writes into its cache."""
+    return {name: tensor.clone() for name, tensor in outputs.items()}
 
 
 def _one(talk: Talk) -> None:

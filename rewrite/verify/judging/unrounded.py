@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .compare import Mismatch, measure
+from .compare import Observations, measure
 from .tolerances import bound
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @contextlib.contextmanager
@@ -32,15 +29,24 @@ def unrounded() -> Iterator[None]:
         yield
 
 
-def only_rounds(mismatch: Mismatch, expected: Tensor, truth: Tensor) -> bool:
-    """Return whether a difference of two fp64 runs is one of sums in fp32, as large as the original makes it itself.
+def only_rounds(expected: Observations, found: Observations, truth: Observations) -> bool:
+    """Return whether two fp64 runs differ by sums in fp32 alone: each tensor by what the original is off itself.
 
     Args:
-        mismatch: of the runs.
-        expected: what the original gave.
-        truth: the same without its roundings to fp32.
+        expected: of the original.
+        found: of the rewritten model.
+        truth: the original's without its roundings to fp32.
     """
-    if expected.shape != truth.shape or float(mismatch.figures.get("max", "inf")) > bound("fp32 max"):
+    if not expected.keys() == found.keys() == truth.keys():
         return False
-    own = measure("logits", truth, expected).relative_rms
-    return float(mismatch.figures.get("rms", "inf")) <= bound("fp64 roundings") * own
+    for name, tensor in expected.items():
+        if not tensor.shape == found[name].shape == truth[name].shape:
+            return False
+        error = measure(name, tensor, found[name])
+        if error.relative_max > bound("fp32 max"):
+            return False
+        if error.relative_rms > bound("fp64 rms"):
+            own = measure(name, truth[name], tensor)
+            if error.relative_rms > bound("fp64 roundings") * own.relative_rms:
+                return False
+    return True

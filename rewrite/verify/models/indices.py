@@ -21,7 +21,18 @@ BY_VALUE = ("aten::multinomial", "aten::binary_cross_entropy", "aten::_assert_as
 def asked_first(kind: str = "cuda") -> Iterator[None]:
     """Within the block, what a CPU answers to an operator on a device of this kind with an error is raised at once."""
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.nn.functional import scaled_dot_product_attention
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+    class AttentionAsItIs(TorchFunctionMode):
+        """torch's attention, which no index reaches, unwatched: where it is watched it adds masks out of place, and
+        takes one of six dimensions that it refuses otherwise."""
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            unwatched = func is scaled_dot_product_attention
+            with _disable_current_modes() if unwatched else contextlib.nullcontext():
+                return func(*args, **(kwargs or {}))
 
     class AskedFirst(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,7 +41,10 @@ def asked_first(kind: str = "cuda") -> Iterator[None]:
                 ask(func, args, kwargs)
             return func(*args, **kwargs)
 
-    with AskedFirst() if kind != "cuda" or torch.cuda.is_initialized() else contextlib.nullcontext():
+    if kind == "cuda" and not torch.cuda.is_initialized():
+        yield
+        return
+    with AskedFirst(), AttentionAsItIs():
         yield
 
 
