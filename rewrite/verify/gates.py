@@ -21,6 +21,7 @@ from .generation.cache_name import lost_cache
 from .generation.loop import SWITCH, loop_checks
 from .generation.talk import talk_checks
 from .generation.texts import generation_checks
+from .generation.turns import turn_checks
 from .judging.checks import CheckRun
 from .judging.compare import NotRun
 from .judging.verdict import Figure
@@ -31,6 +32,7 @@ from .models.subjects import Subject, Subjects
 from .models.workbench import Workbench, on_original
 from .parallel import Part
 from .state.embeddings import embedding_checks
+from .state.operators import operator_checks
 from .state.runtime import runtime_checks
 from .state.training import changing_checks, hook_checks
 
@@ -49,10 +51,13 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
                 return [Part(partial(_without_cache, lost))]
             variants = bench.variants[:1] if bench.options.quick else bench.variants
             texts = Part(partial(generation_checks, bench, bench.base), shares=2)
-            parts = [texts, Part(partial(loop_checks, bench, variants), shares=4, early=True)]
+            loop = Part(partial(loop_checks, bench, variants), shares=4, early=True)
+            parts = [texts, loop, Part(partial(turn_checks, bench, variants[0]), shares=2)]
         else:
             parts = []
         parts.append(Part(partial(talk_checks, bench)))
+        if not bench.options.quick:
+            parts.append(Part(partial(operator_checks, bench)))  # here, where fields of the configuration were varied
         others = subjects.others if bench.options.others else ()
         return [*parts, *(Part(partial(_talks, bench, other)) for other in others)]
     if name == "latency" and not bench.options.quick:

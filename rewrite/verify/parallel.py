@@ -51,6 +51,7 @@ class Left:
     record: Record
     fields: list[ConfigField]
     varied: Variant | None
+    stepped: tuple[Variant, ...]
     arcs: Arcs
 
 
@@ -125,7 +126,7 @@ class Pool:
                     for at, done in enumerate(one_by_one(checks, pipe.send)):
                         pipe.send((at * part.shares + number, done))
                 bench = self.bench
-                pipe.send(Left(bench.record, bench.fields, bench.varied, reach.arcs()))
+                pipe.send(Left(bench.record, bench.fields, bench.varied, bench.stepped, reach.arcs()))
             except Exception:  # a fault of ours, which the other process raises again
                 pipe.send(RuntimeError(traceback.format_exc()))
             pipe.close()
@@ -165,6 +166,7 @@ class Pool:
             self.bench.record.merge(share.left.record)
             self.bench.fields[:] = share.left.fields or self.bench.fields
             self.bench.varied = share.left.varied or self.bench.varied
+            self.bench.stepped = share.left.stepped or self.bench.stepped
             self.reach.add(share.left.arcs)
         yield from (done[at] for at in sorted(done))
 

@@ -178,6 +178,7 @@ class _Generation:
         if self.sampling.sample:
             self.plan.share_randomness()
         graph = self._graph()
+        is_new = not graph.is_proved
         try:
             logits = self._prefill(graph)
             graph.prove(logits.argmax(-1), self.sampling)
@@ -192,6 +193,8 @@ class _Generation:
             raise self._refuse(graph, "step_fails", error=error) from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
+        if is_new:
+            self.store.settle(self.model)
         # From here on tokens are drawn and streamed: there is no way back.
         start = graph.cache.length
         first = self._first_token(logits)

@@ -341,6 +341,11 @@ class DecodeGraph:
         self.watched = inputs
 
     @property
+    def is_proved(self) -> bool:
+        """Whether a step has been compared with the model's ordinary one."""
+        return bool(self._proved)
+
+    @property
     def _kind(self) -> Hashable:
         return None if self.watched is None else self.watched.key
 

@@ -97,6 +97,10 @@ class GraphStore:
             self.release()
             self._signature = signature
 
+    def settle(self, model: nn.Module) -> None:
+        """Know the model by what it is after a first step: its first forward packs the weights, which moves them."""
+        self._signature = _signature_of(model)
+
     def _remember_idle(self) -> None:
         """Note where the device will be done with the buffers: replays beyond the stop may still run."""
         for graph in self.graphs.values():

@@ -87,3 +87,28 @@ CAPTURED = (
     ),
 )
 """Bugs that show only where steps are captured."""
+
+TURNS = {
+    "other settings in turn": bug(
+        "a number of a setting left out",
+        "runtime/decode.py",
+        "plain.append((name, type(value), value))",
+        "pass",
+    ),
+    "what comes back on request": bug(
+        "a reason to step aside ignored", "runtime/decode.py", "if plan.reason is not None:", "if False:"
+    ),
+    "a class of the user's own": bug(
+        "a method of the user's own unseen",
+        "runtime/decode.py",
+        'getattr(found, "_recomputes_at_switch", False)',
+        'getattr(found, "_recomputes_at_switch", True)',
+    ),
+    "a step for each token": bug(
+        "the graphs of the first call thrown away", "runtime/decode.py", "self.store.settle(self.model)", "pass"
+    ),
+    "tokens looked up in the text": bug(
+        "of the drafts that are right one is taken", "runtime/decode.py", "state.taken.copy_(taken)", "pass"
+    ),
+}
+"""Bugs that show in the loop's check of this name alone."""

@@ -18,7 +18,7 @@ from rewrite.verify.generation.talk import TALKS
 
 from .bugs import Bug
 from .copies import planted, upstream
-from .loop_bugs import CAPTURED, LOOP
+from .loop_bugs import CAPTURED, LOOP, TURNS
 
 CHECKED = Options(quick=True, fail_fast=True, gates=("generation",))
 
@@ -42,6 +42,12 @@ def test_the_loop_is_checked_where_there_is_one(package: Path) -> None:
 @pytest.mark.parametrize("bug", LOOP, ids=lambda bug: bug.id)
 def test_a_bug_in_the_loop_is_caught(bug: Bug, package: Path, tmp_path: Path) -> None:
     assert_caught(bug, package, tmp_path, CHECKED)
+
+
+@pytest.mark.parametrize("check", TURNS)
+def test_a_bug_that_shows_in_one_check_is_caught_there(check: str, package: Path, tmp_path: Path) -> None:
+    options = Options(fail_fast=True, gates=("generation",), checks=(f"decode loop, {check}",), clean_process=False)
+    assert_caught(TURNS[check], package, tmp_path, options)
 
 
 @pytest.mark.gpu

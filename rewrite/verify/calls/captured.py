@@ -6,7 +6,9 @@ asks the package what ran: where it captures nothing, the check is not run and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +56,9 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
     with switch.use_forward_graphs("always"):
         for padding in _paddings(bench):
             figures |= {f"{padding} {n}": v for n, v in _calls(bench, pair, dtype, padding, maximum).items()}
+        if not bench.options.quick:
+            _outputs_of_zeros(bench, dtype, maximum)
+            figures |= _after_changes(bench, pair, store.store_of(pair.rewritten), dtype, maximum)
     kept = store.store_of(pair.rewritten)
     if "differs" in {refusal.reason for refusal in kept.refused.values()}:
         raise Mismatch("a graph of the forward computes something else than the forward does")
@@ -104,6 +109,97 @@ def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: 
     if not all(bool(((tensor == before) | (tensor != tensor)).all()) for tensor, before in kept):
         raise Mismatch("a later call wrote to what an earlier one had returned")
     return near_exact(expected, found, maximum)
+
+
+def _after_changes(bench: Workbench, pair: Pair, kept: Any, dtype: str, maximum: str) -> dict[str, Figure]:
+    """Compare calls of one shape after what users do to a model: each change shows in the next call, too."""
+    expected: Observations = {}
+    found: Observations = {}
+    arguments = _arguments(bench, pair.original.config, dtype, "none", 0)
+    for number, (name, change) in enumerate(CHANGES.items()):
+        for model in (pair.original, pair.rewritten):
+            change(model)
+        for turn in range(2):
+            call, before = f"{name}, {number}.{turn}", kept.replays
+            expected |= {f"{call}: {n}": v for n, v in on_original(_outputs, pair.original, arguments).items()}
+            found |= {f"{call}: {n}": v for n, v in _outputs(pair.rewritten, arguments).items()}
+            if kept.replays > before and turn == 0 and change in (_replace_weights, _hook, _replace_module):
+                raise Mismatch(f"a graph is replayed that was captured before there was {name}")
+    return {f"after changes, {name}": value for name, value in near_exact(expected, found, maximum).items()}
+
+
+def _outputs_of_zeros(bench: Workbench, dtype: str, maximum: str) -> None:
+    """A model whose weights are zeros, which has nothing to tell one output from another by, is captured as any."""
+    import torch
+
+    pair = bench.fresh(bench.base, bench.implementations()[0], dtype)
+    if bench.options.device == "cpu":
+        setattr(pair.rewritten, SWITCH, True)
+    with torch.no_grad():
+        for parameter in (*pair.original.parameters(), *pair.rewritten.parameters()):
+            parameter.zero_()
+    arguments = _arguments(bench, pair.original.config, dtype, "none", 0)
+    expected = on_original(_outputs, pair.original, arguments)
+    for _ in range(2):
+        near_exact(expected, _outputs(pair.rewritten, arguments), maximum)
+
+
+def _leaves_of(model: Any) -> list[Any]:
+    """The modules with weights of their own, but those that another module shares."""
+    counts = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    leaves = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
+    return [module for module in leaves if all(counts[id(weight)] == 1 for weight in module.parameters())]
+
+
+def _replace_weights(model: Any) -> None:
+    """Other parameters in place of those of every third module."""
+    import torch
+
+    for module in _leaves_of(model)[::3]:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach() * 0.75, requires_grad=parameter.requires_grad))
+
+
+def _hook(model: Any) -> None:
+    """A hook on a module in the middle, which changes what comes out."""
+
+    def halved(module: Any, arguments: Any, output: Any) -> Any:
+        return output * 0.5 if hasattr(output, "is_floating_point") and output.is_floating_point() else output
+
+    leaves = _leaves_of(model)
+    leaves[len(leaves) // 2].register_forward_hook(halved)
+
+
+def _unhook(model: Any) -> None:
+    for module in model.modules():
+        module._forward_hooks.clear()
+
+
+def _replace_module(model: Any) -> None:
+    """A copy of a module with other weights in place of it."""
+    import torch
+
+    leaves = _leaves_of(model)
+    chosen = leaves[len(leaves) // 3]
+    for parent in model.modules():
+        for name, child in list(parent.named_children()):
+            if child is chosen:
+                other = copy.deepcopy(child)
+                with torch.no_grad():
+                    for parameter in other.parameters():
+                        parameter.mul_(1.5)
+                setattr(parent, name, other)
+                return
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "nothing": lambda model: None,
+    "other weights": _replace_weights,
+    "a hook": _hook,
+    "the hook gone": _unhook,
+    "another module": _replace_module,
+}
+"""What is done to both models before a call, one after another."""
 
 
 def _arguments(bench: Workbench, config: Any, dtype: str, padding: Padding, number: int) -> dict[str, Any]:

@@ -239,6 +239,8 @@ CASES: tuple[Case, ...] = (
         decoder_attention_mask=lambda call: call.padded("left")), padded="left"),
     Case("encoder_outputs", ("encoder_outputs",), _encoded),
     Case("encoder_outputs with what it passed through", ("encoder_outputs",), _encoded_whole, traces=True),
+    Case("encoder_outputs with its hidden states", ("encoder_outputs",), lambda call: {
+        **_encoded(call), "encoder_outputs": _encoded_whole(call)["encoder_outputs"][:2]}, traces=True),
     Case("encoder states", ("encoder_hidden_states",), _beside(encoder_hidden_states=_heard)),
     Case("encoder states with a mask", ("encoder_hidden_states", "encoder_attention_mask"), _beside(
         encoder_hidden_states=_heard, encoder_attention_mask=_heard_mask)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rewrite.runtime.cache.names import argument_of
 
@@ -16,6 +17,9 @@ from ..models.inputs import tokens
 from ..models.workbench import Workbench, attempted, on_original
 from .caches import new_cache
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def compile_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     """Prefill and, for causal models, a decode step on a static cache."""
@@ -23,6 +27,7 @@ def compile_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
         return
     backend = "aot_eager" if bench.options.device == "cpu" else "inductor"
     yield CheckRun(f"torch.compile(fullgraph), {backend}: prefill", lambda: _prefill(bench, variant, backend))
+    yield CheckRun("torch.compile(fullgraph), aot_eager: prefill in 16 bits", lambda: _in_16_bits(bench, variant))
     if bench.subject.causal:
         yield CheckRun(f"torch.compile(fullgraph), {backend}: decode", lambda: _decode(bench, variant, backend))
 
@@ -47,15 +52,36 @@ def _short(error: Exception) -> str:
 
 
 def _prefill(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:
-    prompts = [tokens(bench.seed_for("compile", i), variant.vocab_size, 2, 12, bench.options.device) for i in range(3)]
+    return _measure(bench, variant, backend, partial(_read, _prompts(bench, variant)))
 
-    def run(model: Any) -> dict[str, Any]:
-        import torch
 
-        with torch.no_grad():
-            return {f"logits#{i}": model(input_ids=ids, use_cache=False)[0].clone() for i, ids in enumerate(prompts)}
+def _in_16_bits(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """The same in the low precision, where an operator that promises fp32 to the compiler is found out."""
+    import torch
 
-    return _measure(bench, variant, backend, run)
+    variant, dtype = variant.without_choice, bench.options.dtype
+    implementation, run = bench.implementations()[0], partial(_read, _prompts(bench, variant))
+    pair, exact = bench.pair(variant, implementation, dtype), bench.pair(variant, implementation, "float64")
+    truth, own = on_original(run, exact.original), on_original(run, pair.original)
+    try:
+        found, _, _ = _counted(pair.rewritten, run, "aot_eager")
+    except Exception as error:  # torch.compile raises many kinds of error
+        _require_original(bench, error, pair.original, run, "aot_eager")
+        raise NotRun("unreachable") from error
+    return compare(truth, own, found, torch.finfo(getattr(torch, dtype)).eps, variant.routed)
+
+
+def _prompts(bench: Workbench, variant: Variant) -> list[Tensor]:
+    device = bench.options.device
+    return [tokens(bench.seed_for("compile", i), variant.vocab_size, 2, 12, device) for i in range(3)]
+
+
+def _read(prompts: Sequence[Tensor], model: Any) -> dict[str, Any]:
+    """The logits of prompts."""
+    import torch
+
+    with torch.no_grad():
+        return {f"logits#{i}": model(input_ids=ids, use_cache=False)[0].clone() for i, ids in enumerate(prompts)}
 
 
 def _decode(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:

@@ -22,6 +22,10 @@ from .values import Choices, Variation, changed, choices
 APART = ("output_", "return_", "use_cache", "bidirectional", "causal", "is_decoder")
 """Parts of the names of what says what is returned, and of what lets a token see those after it."""
 
+ABSENT = "None"
+TURNING = ("dynamic", "longrope")
+"""Types of rotary embedding whose frequencies depend on the length of the text."""
+
 UNSEEN = "no output, gradient or initial weight of the original depends on it here"
 
 
@@ -54,12 +58,14 @@ class Configurations:
             yield from self._together(wanted)
             return
         alone: list[Variation] = []
+        stepped: list[Variation] = []
         hidden: list[tuple[Choices, list[str]]] = []
         for one in wanted:
             shown: list[Variation] = []
             problems: list[str] = []
             for variation, observed in self._shown(one, (), problems):
                 shown.append(variation)
+                stepped += [variation] if _taken_another_way(variation) else []
                 yield self._check(observed)
             if shown:
                 self.found.append(ConfigField(one.field, tuple(variation.text for variation in shown)))
@@ -67,6 +73,7 @@ class Configurations:
             else:
                 hidden.append((one, problems))
         yield from self._with_others(hidden, alone)
+        self._leave_for_steps(stepped)
 
     def choices(self) -> list[Choices]:
         """The choices for each field that a model of this class reads and no other class was judged by."""
@@ -167,6 +174,15 @@ class Configurations:
         kept = tuple(one for one in together if not any(part in one.field for part in APART))
         if kept:
             self.bench.varied = Variant("fields varied", changed(self.bench.base.config, kept), self.bench.base.inputs)
+
+    def _leave_for_steps(self, found: Sequence[Variation]) -> None:
+        """Leave to the gate of generation what a step takes another way with: all that is absent, and each type."""
+        absent = self._together_with((), [one for one in found if one.text == ABSENT])
+        groups = [absent, *([one] for one in found if one.text != ABSENT)]
+        config, inputs = self.bench.base.config, self.bench.base.inputs
+        self.bench.stepped = tuple(
+            Variant(", ".join(one.name for one in group), changed(config, group), inputs) for group in groups if group
+        )
 
     def _together_with(self, before: tuple[Variation, ...], added: Sequence[Variation]) -> tuple[Variation, ...]:
         """As many of `added` as go together, halved until what is left out is found."""
@@ -276,6 +292,13 @@ def _elsewhere(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:
     varied = {one.name for one in found if one.values}
     bench.fields[:] = [one for one in bench.fields if one.name not in varied]
     bench.fields += [one for one in found if one.values or one.name not in before]
+
+
+def _taken_another_way(variation: Variation) -> bool:
+    """Whether a step may compute something else with it, where a prompt does, too."""
+    if variation.field.endswith("rope_type"):
+        return variation.text in TURNING
+    return variation.text == ABSENT and not variation.field.endswith("token_id") and not variation.trains
 
 
 def _unvaried(one: Choices, problems: Sequence[str]) -> ConfigField:

@@ -49,6 +49,8 @@ class Workbench:
     """The fields of the configuration, as far as they were varied: filled by the checks on them."""
     varied: Variant | None = None
     """As many of these fields at once as go together."""
+    stepped: tuple[Variant, ...] = ()
+    """What a step takes another way with: fields that are absent, and frequencies that depend on the length."""
     record: Record = field(default_factory=Record)
     """Which arguments were given and which outputs compared, of all classes together."""
     _weights: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -59,14 +59,14 @@ def step_aside(bench: Workbench, variants: Sequence[Variant]) -> Mapping[str, Fi
     Raises:
         Mismatch: one does.
     """
-    backend = _backend(bench)
+    backend = backend_of(bench)
     calls = 0
     for variant in variants:
         for implementation in bench.implementations():
             pair = bench.fresh(variant, implementation, "float32")
-            on_original(_called, bench, pair.original)
+            on_original(called, bench, pair.original)
             backend.reset_fallbacks()
-            calls += _called(bench, pair.rewritten)
+            calls += called(bench, pair.rewritten)
             wrong = NOT_SO - {"observed"} if _records(variant.config) else NOT_SO
             found = sorted(f"{operator}: {reason}" for operator, reason in backend.fallbacks() if reason in wrong)
             if found:
@@ -83,7 +83,7 @@ def _records(config: Any) -> bool:
     )
 
 
-def _called(bench: Workbench, model: Any) -> int:
+def called(bench: Workbench, model: Any) -> int:
     """Call a model as it is used to generate; returns how often."""
     import torch
 
@@ -104,7 +104,7 @@ def nothing_kept(bench: Workbench) -> Mapping[str, Figure]:
         Mismatch: they grew, a model stays in memory, or an error was swallowed when one went.
     """
     modules = _modules(bench)
-    _backend(bench)
+    backend_of(bench)
     sizes: list[dict[str, int]] = []
     with only_new_objects(), swallowed(modules) as errors:
         if on_original(_alive, bench, bench.subject.original, 1):
@@ -137,7 +137,7 @@ def _used(bench: Workbench, model_class: Any) -> Any:
 
     model = build(model_class, bench.base, bench.implementations()[0], "float32", bench.options.device)
     model.load_state_dict(bench.weights(bench.base))
-    _called(bench, model)
+    called(bench, model)
     if hasattr(model_class, STEP) and bench.subject.causal:
         setattr(model, STEP, True)
         ids = torch.full((1, 5), 7, device=bench.options.device)
@@ -196,18 +196,22 @@ def _sizes(modules: Sequence[ModuleType]) -> dict[str, int]:
 
 def _modules(bench: Workbench) -> list[ModuleType]:
     """The modules of the package's runtime."""
-    package = bench.subject.rewritten.__module__.rpartition(".")[0]
+    package = package_of(bench)
     return [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.runtime.")]
 
 
-def _backend(bench: Workbench) -> Any:
+def package_of(bench: Workbench) -> str:
+    """The dotted name of the package that the rewritten side is in."""
+    return str(bench.subject.rewritten.__module__.rpartition(".")[0])
+
+
+def backend_of(bench: Workbench) -> Any:
     """The part of the runtime that counts what stepped aside.
 
     Raises:
         NotRun: the rewritten side has no runtime.
     """
-    package = bench.subject.rewritten.__module__.rpartition(".")[0]
     try:
-        return runtime_part(package, "core/backend")
+        return runtime_part(package_of(bench), "core/backend")
     except ModuleNotFoundError as error:
         raise NotRun(f"there is no runtime that can be asked: {error}") from error
