@@ -331,6 +331,8 @@ def _instead_of_none(name: str, token: int, declared: str) -> Iterator[Any]:
         yield token
     elif "window" in name or "chunk" in name:
         yield 5
+    elif name.endswith(("dim", "_size")):
+        yield from (8, 24)  # even, as halves of a head want it; `True` is a head of one column
     elif "cap" in name:
         yield 3.0
     elif any(part in name for part in ("scal", "multiplier", "factor", "eps", "dropout", "coef")):
