@@ -14,6 +14,9 @@ PAGE = Path("docs/verification.md")
 START, END = "<!-- mutants: generated -->\n", "<!-- mutants: end -->"
 COLUMNS = ("caught", "broke off", "survived", "equivalent")
 
+SLOWER = "the same numbers"
+"""In the review of a bug that costs time or memory."""
+
 Row = dict[str, Any]
 
 
@@ -24,10 +27,12 @@ def text(record: dict[str, Any]) -> str:
     others = len(rows) - counts["equivalent"]
     caught = others - counts["survived"]
     apart = Counter({kind: sum(one.get(kind, 0) for one in record["apart"].values()) for kind in record["kinds"]})
+    slower = sum(row["status"] == "survived" and SLOWER in row.get("why", "") for row in rows)
     said = (
-        f"Made by `python bench/mutants.py {' '.join(record['apart'])} --json {RESULTS}` ({record['machine']}): "
-        f"{len(rows)} of {record['drawn']} mutants drawn. Of {others} that are bugs, {caught} are "
-        f"caught ({caught / others:.1%}). No part of the sample: "
+        f"Made by `python bench/mutants.py {' '.join(record['apart'])} --json {RESULTS}` (seed {record['seed']}; "
+        f"{record['machine']}): {len(rows)} of {record['drawn']} mutants drawn. {others} are bugs, of which {caught} "
+        f"are caught ({caught / others:.1%}). {slower} of the others compute the same numbers and cost time or memory; "
+        f"of what computes others {caught / (others - slower):.1%} is caught. No part of the sample: "
         + ", ".join(f"{count} {kind}" for kind, count in apart.items())
         + " (the first two of all mutants, the others of those drawn)."
     )

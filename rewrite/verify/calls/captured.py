@@ -125,7 +125,24 @@ def _after_changes(bench: Workbench, pair: Pair, kept: Any, dtype: str, maximum:
             found |= {f"{call}: {n}": v for n, v in _outputs(pair.rewritten, arguments).items()}
             if kept.replays > before and turn == 0 and change in (_replace_weights, _hook, _replace_module):
                 raise Mismatch(f"a graph is replayed that was captured before there was {name}")
+        if number == 0:
+            _not_while_watched(pair, kept, arguments)
     return {f"after changes, {name}": value for name, value in near_exact(expected, found, maximum).items()}
+
+
+def _not_while_watched(pair: Pair, kept: Any, arguments: Mapping[str, Any]) -> None:
+    """Who watches every operator sees them all: nothing is replayed meanwhile."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watches(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    before = kept.replays
+    with Watches():
+        _outputs(pair.rewritten, arguments)
+    if kept.replays > before:
+        raise Mismatch("a graph is replayed where every operator is watched")
 
 
 def _outputs_of_zeros(bench: Workbench, dtype: str, maximum: str) -> None:

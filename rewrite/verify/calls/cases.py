@@ -111,7 +111,8 @@ def _next_sentence(call: Call) -> Arguments:
 
 def _span(call: Call) -> Arguments:
     starts, ends = (call.integers(call.length, call.rows, salt=salt) for salt in (9, 10))
-    starts[-1], ends[0], ends[-1] = call.length + 2, call.length - 1, 0  # outside, the last token, the first
+    if call.rows > 1:
+        starts[-1], ends[0], ends[-1] = call.length + 2, call.length - 1, 0  # outside, the last token, the first
     return {**call.plain, "start_positions": starts, "end_positions": ends}
 
 
@@ -271,6 +272,7 @@ CASES: tuple[Case, ...] = (
     Case("shift_labels", ("labels", "shift_labels"), _with_labels("shift_labels", _shifted)),
     Case("next sentence", ("labels", "next_sentence_label"), _next_sentence, rows=3),
     Case("start and end", ("start_positions", "end_positions"), _span),
+    Case("start and end, one row", ("start_positions", "end_positions"), _span, rows=1),
     Case("start and end, num_items_in_batch", ("start_positions", "end_positions", "num_items_in_batch"),
          lambda call: {**_span(call), "num_items_in_batch": 7}),
     Case("tuple", ("return_dict",), _beside(return_dict=_always(False))),

@@ -93,12 +93,16 @@ def _changed_weights(bench: Workbench, variant: Variant) -> Mapping[str, Figure]
     pair = loop_pair(bench, variant, "float32")
     package = Package.of(bench.subject.rewritten)
     batch = batch_of(bench, variant, 2, 11, "changed")
+    graphs: list[Any] = []
     for change in (None, _change, _move):
         if change is not None:
             for model in (pair.original, pair.rewritten):
                 change(model)
         with package.taken(pair.rewritten):
             same_text(bench, variant, pair, batch)
+        graphs += package.store.store_of(pair.rewritten).graphs.values()
+    if graphs[-1] is graphs[0]:
+        raise Mismatch("a graph that reads weights where they were is kept where they have moved")
     return {"texts": 3}
 
 

@@ -30,7 +30,9 @@ def unrounded() -> Iterator[None]:
 
 
 def only_rounds(expected: Observations, found: Observations, truth: Observations) -> bool:
-    """Return whether two fp64 runs differ by sums in fp32 alone: each tensor by what the original is off itself.
+    """Return whether two fp64 runs differ by sums in fp32 alone: by as much as the original is off itself.
+
+    One tensor of a short text is a sample of a few rows, so the errors of all that differ are taken together.
 
     Args:
         expected: of the original.
@@ -39,6 +41,7 @@ def only_rounds(expected: Observations, found: Observations, truth: Observations
     """
     if not expected.keys() == found.keys() == truth.keys():
         return False
+    new, own = 0.0, 0.0
     for name, tensor in expected.items():
         if not tensor.shape == found[name].shape == truth[name].shape:
             return False
@@ -46,7 +49,6 @@ def only_rounds(expected: Observations, found: Observations, truth: Observations
         if error.relative_max > bound("fp32 max"):
             return False
         if error.relative_rms > bound("fp64 rms"):
-            own = measure(name, truth[name], tensor)
-            if error.relative_rms > bound("fp64 roundings") * own.relative_rms:
-                return False
-    return True
+            new += error.relative_rms**2
+            own += measure(name, truth[name], tensor).relative_rms ** 2
+    return new <= bound("fp64 roundings") ** 2 * own
