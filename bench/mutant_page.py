@@ -31,7 +31,7 @@ def text(record: dict[str, Any]) -> str:
     said = (
         f"Made by `python bench/mutants.py {' '.join(record['apart'])} --json {RESULTS}` (seed {record['seed']}; "
         f"{record['machine']}): {len(rows)} of {record['drawn']} mutants drawn. {others} are bugs, of which {caught} "
-        f"are caught ({caught / others:.1%}). {slower} of the others compute the same numbers and cost time or memory; "
+        f"are caught ({caught / others:.1%}). {slower} of the others compute the same numbers, and are slower; "
         f"of what computes others {caught / (others - slower):.1%} is caught. No part of the sample: "
         + ", ".join(f"{count} {kind}" for kind, count in apart.items())
         + " (the first two of all mutants, the others of those drawn)."

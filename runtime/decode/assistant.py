@@ -58,9 +58,12 @@ class Assistant:
             self._graph = store.find(model, 1, input_ids.shape[1] + room, DynamicCache(), captures)
             if self._graph.cache.stateful_layers:
                 raise Unfit("drafts_for_states")
+            is_new = not self._graph.is_proved
             self._graph.watch(None)
             self._graph.prefill(input_ids, mask)
             self._program = self._graph.program(self._sampling)
+            if is_new:
+                store.settle(model)
         except (UnknownCache, StepDiffers, StepFails, CaptureFailed) as error:
             raise Unfit("drafted") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -336,6 +337,28 @@ def test_another_model_drafts_as_long_as_it_pays(right: bool, monkeypatch: pytes
     same(run(model, prompt(1), **GREEDY, assistant_model=assistant, max_new_tokens=60),
          run(original, prompt(1), **GREEDY, max_new_tokens=60))  # fmt: skip
     assert len(rounds) == (10 if right else assisting.TRIED)
+
+
+def test_graphs_of_both_models_are_those_of_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair()
+    assistant, _ = pair(seed=1, num_hidden_layers=1)
+    forward, packed = type(model).forward, []
+
+    @functools.wraps(forward)
+    def packs(self, *arguments, **keywords):
+        """The first forward moves the weights, as packing does."""
+        for parameter in self.parameters() if self not in packed else ():
+            parameter.data = parameter.data.clone()
+        packed.append(self)
+        return forward(self, *arguments, **keywords)
+
+    monkeypatch.setattr(type(model), "forward", packs)
+    graphs = []
+    for _ in range(2):
+        run(model, prompt(1), **GREEDY, assistant_model=assistant, max_new_tokens=16)
+        graphs.append([graph for one in (model, assistant) for graph in store_of(one).graphs.values()])
+    assert len(graphs[0]) == 2
+    assert all(first is second for first, second in zip(*graphs, strict=True))
 
 
 def test_drafts_of_another_model_end_where_the_cache_does(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:

@@ -113,8 +113,8 @@ def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: 
 
 def _after_changes(bench: Workbench, pair: Pair, kept: Any, dtype: str, maximum: str) -> dict[str, Figure]:
     """Compare calls of one shape after what users do to a model: each change shows in the next call, too."""
-    expected: Observations = {}
-    found: Observations = {}
+    expected: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     arguments = _arguments(bench, pair.original.config, dtype, "none", 0)
     for number, (name, change) in enumerate(CHANGES.items()):
         for model in (pair.original, pair.rewritten):
@@ -131,18 +131,24 @@ def _after_changes(bench: Workbench, pair: Pair, kept: Any, dtype: str, maximum:
 
 
 def _not_while_watched(pair: Pair, kept: Any, arguments: Mapping[str, Any]) -> None:
-    """Who watches every operator sees them all: nothing is replayed meanwhile."""
+    """Who watches every function or operator of torch sees them all: nothing is replayed meanwhile."""
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Watches(TorchDispatchMode):
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
     before = kept.replays
-    with Watches():
-        _outputs(pair.rewritten, arguments)
-    if kept.replays > before:
-        raise Mismatch("a graph is replayed where every operator is watched")
+    for watches in (Functions(), Operators()):
+        with watches:
+            _outputs(pair.rewritten, arguments)
+        if kept.replays > before:
+            raise Mismatch(f"a graph is replayed where {type(watches).__name__.lower()} of torch are watched")
 
 
 def _outputs_of_zeros(bench: Workbench, dtype: str, maximum: str) -> None:

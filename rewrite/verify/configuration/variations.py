@@ -178,7 +178,7 @@ class Configurations:
     def _leave_for_steps(self, found: Sequence[Variation]) -> None:
         """Leave to the gate of generation what a step takes another way with: all that is absent, and each type."""
         absent = self._together_with((), [one for one in found if one.text == ABSENT])
-        groups = [absent, *([one] for one in found if one.text != ABSENT)]
+        groups = [absent, *((one,) for one in found if one.text != ABSENT)]
         config, inputs = self.bench.base.config, self.bench.base.inputs
         self.bench.stepped = tuple(
             Variant(", ".join(one.name for one in group), changed(config, group), inputs) for group in groups if group
