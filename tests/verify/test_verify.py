@@ -49,6 +49,8 @@ def test_a_copy_passes_every_gate(full: Verdict) -> None:
         "sites equal the lock",
         "operators step aside for a cause alone",
         "nothing is kept of a model that is gone",
+        "operators give what their fakes say",
+        "operators are called directly",
     ]
 
 

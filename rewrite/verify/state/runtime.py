@@ -214,4 +214,4 @@ def backend_of(bench: Workbench) -> Any:
     try:
         return runtime_part(package_of(bench), "core/backend")
     except ModuleNotFoundError as error:
-        raise NotRun(f"there is no runtime that can be asked: {error}") from error
+        raise NotRun("there is no runtime that can be asked") from error
