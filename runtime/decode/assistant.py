@@ -63,7 +63,7 @@ class Assistant:
             self._graph.prefill(input_ids, mask)
             self._program = self._graph.program(self._sampling)
             if is_new:
-                store.settle(model)
+                store.settle(model, self._graph)
         except (UnknownCache, StepDiffers, StepFails, CaptureFailed) as error:
             raise Unfit("drafted") from error
 

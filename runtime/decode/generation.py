@@ -194,7 +194,7 @@ class _Generation:
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
         if is_new:
-            self.store.settle(self.model)
+            self.store.settle(self.model, graph)
         # From here on tokens are drawn and streamed: there is no way back.
         start = graph.cache.length
         first = self._first_token(logits)

@@ -97,9 +97,16 @@ class GraphStore:
             self.release()
             self._signature = signature
 
-    def settle(self, model: nn.Module) -> None:
-        """Know the model by what it is after a first step: its first forward packs the weights, which moves them."""
-        self._signature = _signature_of(model)
+    def settle(self, model: nn.Module, graph: DecodeGraph) -> None:
+        """Know the model by what it is after a first step: its first forward packs the weights, which moves them.
+
+        Other graphs than that step's are of the weights where they were.
+        """
+        signature = _signature_of(model)
+        if signature != self._signature:
+            for other in [kept for kept in self.graphs.values() if kept is not graph]:
+                self.drop(other)
+            self._signature = signature
 
     def _remember_idle(self) -> None:
         """Note where the device will be done with the buffers: replays beyond the stop may still run."""

@@ -361,6 +361,28 @@ def test_graphs_of_both_models_are_those_of_the_first_call(monkeypatch: pytest.M
     assert all(first is second for first, second in zip(*graphs, strict=True))
 
 
+def test_weights_that_a_later_first_step_moves_leave_no_graph_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair()
+    run(model, prompt(1), **GREEDY, max_new_tokens=4)
+    (before,) = store_of(model).graphs.values()
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def moves(self, *arguments, **keywords):
+        """A forward of other rows that packs what the first did not."""
+        if self.model.norm.weight.data_ptr() == place:
+            self.model.norm.weight.data = self.model.norm.weight.data.clone()
+        return forward(self, *arguments, **keywords)
+
+    place = model.model.norm.weight.data_ptr()
+    kept = model.model.norm.weight.data  # so that no other memory gets its address
+    monkeypatch.setattr(type(model), "forward", moves)
+    run(model, prompt(3), **GREEDY, max_new_tokens=4)
+    (after,) = store_of(model).graphs.values()
+    assert kept.data_ptr() == place != model.model.norm.weight.data_ptr()
+    assert (before.cache.batch_size, after.cache.batch_size) == (1, 3)
+
+
 def test_drafts_of_another_model_end_where_the_cache_does(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
     monkeypatch.setattr(generation, "FIRST_ROOM", 12)
     monkeypatch.setattr(graph_store, "ROUNDING", 4)

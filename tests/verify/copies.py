@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,6 +40,13 @@ def write_package(folder: Path, model: str, text: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(f'"""A copy of {model}."""\n')
     (folder / f"modeling_{model}.py").write_text(text)
+    return folder
+
+
+def generated(folder: Path, model: str) -> Path:
+    """The package of a model as the tool writes it, not verified."""
+    command = [sys.executable, "-c", "from rewrite.cli import main; main()", model, "--out", str(folder)]
+    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
     return folder
 
 

@@ -105,7 +105,7 @@ TURNS = {
         'getattr(found, "_recomputes_at_switch", True)',
     ),
     "a step for each token": bug(
-        "the graphs of the first call thrown away", "runtime/decode.py", "self.store.settle(self.model)", "pass"
+        "the graphs of the first call thrown away", "runtime/decode.py", "self.store.settle(self.model, graph)", "pass"
     ),
     "tokens looked up in the text": bug(
         "of the drafts that are right one is taken", "runtime/decode.py", "state.taken.copy_(taken)", "pass"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from rewrite.verify.models.configs import small_variants
 from rewrite.verify.models.subjects import Subject
 from rewrite.verify.models.workbench import Workbench
 
-from .copies import planted
+from .copies import generated, planted
 
 BUGS = {
     "outputs handed out as they are": ("group[0].clone()", "group[0]"),
@@ -37,10 +35,7 @@ BUGS = {
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packages") / "siglip"
-    command = [sys.executable, "-c", "from rewrite.cli import main; main()", "siglip", "--out", str(folder)]
-    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
-    return folder
+    return generated(tmp_path_factory.mktemp("packages") / "siglip", "siglip")
 
 
 def checked(package: Path) -> Check:

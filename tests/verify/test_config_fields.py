@@ -129,3 +129,22 @@ def test_heads_that_follow_from_the_width_get_one_of_their_own() -> None:
 
     config = Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     assert {"head_dim": 32} in [one.changes for one in by_field(config, "head_dim")["head_dim"].variations]
+
+
+def test_none_is_never_chosen_of_several() -> None:
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(n_group=1, topk_group=1)
+    values = [variation.changes["topk_group"] for variation in by_field(config, "topk_group")["topk_group"].variations]
+    assert values
+    assert 0 not in values
+
+
+def test_a_size_that_is_not_given_gets_a_number() -> None:
+    from transformers import Olmo2Config
+
+    config = Olmo2Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    found = by_field(config, "head_dim", "num_key_value_heads", "num_attention_heads", "hidden_size")
+    values = [variation.changes.get("head_dim") for variation in found["head_dim"].variations]
+    assert values[:2] == [8, 24]
+    assert True not in values

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from rewrite.verify.generation.poison import poison
 from rewrite.verify.generation.talk import TALKS
 
 from .bugs import Bug
-from .copies import planted, upstream
+from .copies import generated, planted, upstream
 from .loop_bugs import CAPTURED, LOOP, TURNS
 
 CHECKED = Options(quick=True, fail_fast=True, gates=("generation",))
@@ -25,10 +23,7 @@ CHECKED = Options(quick=True, fail_fast=True, gates=("generation",))
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packages") / "llama"
-    command = [sys.executable, "-c", "from rewrite.cli import main; main()", "llama", "--out", str(folder)]
-    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
-    return folder
+    return generated(tmp_path_factory.mktemp("packages") / "llama", "llama")
 
 
 def test_the_loop_is_checked_where_there_is_one(package: Path) -> None:

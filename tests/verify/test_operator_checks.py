@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rewrite.verify import Options, verify
 
-from .copies import planted, upstream
+from .copies import generated, planted, upstream
 
 BUGS = {
     "another dtype is promised": (
@@ -36,16 +34,19 @@ OPTIONS = Options(
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packages") / "llama"
-    command = [sys.executable, "-c", "from rewrite.cli import main; main()", "llama", "--out", str(folder)]
-    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
-    return folder
+    return generated(tmp_path_factory.mktemp("packages") / "llama", "llama")
 
 
 def test_a_package_passes(package: Path) -> None:
     verdict = verify(upstream("llama"), package, OPTIONS)
     checks = {check.name: check.status for check in verdict.gates[-1].checks}
     assert checks == dict.fromkeys(OPTIONS.checks, "passed")
+
+
+def test_a_package_without_operators_is_not_asked(tmp_path: Path) -> None:
+    verdict = verify(upstream("bloom"), generated(tmp_path / "bloom", "bloom"), OPTIONS)
+    said = {check.name: check.detail for check in verdict.gates[-1].checks if check.status == "not run"}
+    assert said == dict.fromkeys(OPTIONS.checks, "the package brings no operators")
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +22,7 @@ from rewrite.verify.models.workbench import Workbench
 from rewrite.verify.state.declared import defaults_alike
 from rewrite.verify.state.runtime import nothing_kept, step_aside
 
-from .copies import planted, source_of, upstream, write_package
+from .copies import generated, planted, source_of, upstream, write_package
 
 Run = Callable[[Workbench], Mapping[str, Figure]]
 
@@ -37,10 +35,7 @@ def workbench(model: str, folder: Path) -> Workbench:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packages") / "kept_llama"
-    command = [sys.executable, "-c", "from rewrite.cli import main; main()", "llama", "--out", str(folder)]
-    subprocess.run([*command, "--no-verify"], check=True, capture_output=True)
-    return folder
+    return generated(tmp_path_factory.mktemp("packages") / "kept_llama", "llama")
 
 
 def aside(bench: Workbench) -> Mapping[str, Figure]:

@@ -185,17 +185,19 @@ def _replace_weights(model: Any) -> None:
 
 def _hook(model: Any) -> None:
     """A hook on a module in the middle, which changes what comes out."""
-
-    def halved(module: Any, arguments: Any, output: Any) -> Any:
-        return output * 0.5 if hasattr(output, "is_floating_point") and output.is_floating_point() else output
-
     leaves = _leaves_of(model)
-    leaves[len(leaves) // 2].register_forward_hook(halved)
+    if leaves:
+        leaves[len(leaves) // 2].register_forward_hook(_halved)
+
+
+def _halved(module: Any, arguments: Any, output: Any) -> Any:
+    return output * 0.5 if hasattr(output, "is_floating_point") and output.is_floating_point() else output
 
 
 def _unhook(model: Any) -> None:
     for module in model.modules():
-        module._forward_hooks.clear()
+        for key in [key for key, hook in module._forward_hooks.items() if hook is _halved]:
+            del module._forward_hooks[key]
 
 
 def _replace_module(model: Any) -> None:
@@ -203,6 +205,8 @@ def _replace_module(model: Any) -> None:
     import torch
 
     leaves = _leaves_of(model)
+    if not leaves:
+        return
     chosen = leaves[len(leaves) // 3]
     for parent in model.modules():
         for name, child in list(parent.named_children()):

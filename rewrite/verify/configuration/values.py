@@ -192,7 +192,8 @@ class _Chooser:
         elif value >= 8:
             yield from (value // 2, value + value // 2, value + 1)
         else:
-            yield from (other for other in (value + 1, 2 * value, value - 1, 0) if other not in (value, -1))
+            least = 1 if "topk" in name else 0  # where none is chosen all are alike, and which are taken is chance
+            yield from (other for other in (value + 1, 2 * value, value - 1, 0) if other != value and other >= least)
         if "theta" in name:
             yield 500.0
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure.runtime_part import runtime_part
@@ -41,8 +40,6 @@ LOOP = re.compile(r"\.runtime\.decode(\.generation)?$")
 """Where the loop is in a package."""
 PARTS = ("core/backend", "decode/graph", "decode/graph_store", "core/capture")
 NEW, LONGER = 16, 40
-EMBEDDED = (30.0, 6.0, 1.0)
-"""Factors of the embedding of which the first is taken with which a text repeats itself."""
 generate = partial(texts.generate, use_cache=True)
 """Asked for a cache, since a configuration may say none (MPT's does): there is no loop without."""
 TRIED = {"step_fails", "step_differs", "step_not_capturable", "cache_kind", "cache_unused", "inputs"}
@@ -70,7 +67,6 @@ def loop_checks(bench: Workbench, variants: list[Variant]) -> Iterator[CheckRun]
         ("step by step, one row without a mask", partial(_stepwise, rows=1)),
         ("an end token, and a streamer", _ended),
         ("rows that end one after another", _rows_ended),
-        ("tokens looked up in the text", _looked_up),
         ("unused slots poisoned while it runs", _poisoned),
     ):
         yield CheckRun(f"decode loop, {name}", partial(run, bench, variants[0]))
@@ -341,74 +337,6 @@ def _rows_ended(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     if not torch.equal(original, rewritten):
         raise Mismatch(f"{rewritten.tolist()} instead of {original.tolist()}")
     return {"steps": int(original.shape[1]), "padded": int((original[0] == 3).sum())}
-
-
-def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
-    """Steps of several tokens, in a text that repeats itself, write what single tokens do; and once more, reused."""
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 1, 11, "looked up")
-    batch = replace(batch, input_ids=batch.input_ids.repeat(1, 3))
-    looked_up = {"do_sample": False, "prompt_lookup_num_tokens": 4}
-    for scale in EMBEDDED:
-        pair = loop_pair(bench, variant, "float32")
-        _embed_larger(pair, scale)
-        on_original(generate, pair.original, batch, 3, 0, **looked_up)  # some models do not take it at all
-        original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
-        repeats = _repeats_itself(original.tokens[0].tolist())
-        if repeats:
-            break
-    figures: dict[str, Figure] = {}
-    for _ in range(2):
-        try:
-            with package.taken(pair.rewritten), counted_steps(package.graph.DecodeGraph) as steps:
-                rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
-        except NotRun as reason:
-            needless(bench, pair.original, lambda model: generate(model, batch, LONGER, 0, **looked_up), reason)
-            raise
-        figures = near_tie(original, rewritten, fp32_noise(original.logits))
-        if repeats and not figures["rows that diverge"] and 2 * len(steps) > LONGER:
-            raise Mismatch(f"{len(steps)} steps for {LONGER} tokens of a text whose drafts are right")
-    return {**figures, "steps": len(steps)}
-
-
-@contextlib.contextmanager
-def counted_steps(kind: Any) -> Iterator[list[None]]:
-    """Count the steps of one token and of several that run as they are, as on a CPU; what is captured is one step."""
-    steps: list[None] = []
-    one, several = kind.forward, kind.forward_several
-
-    def counted(self: Any) -> Any:
-        steps.append(None)
-        return one(self)
-
-    def counted_several(self: Any, tokens: Tensor) -> Any:
-        steps.append(None)
-        return several(self, tokens)
-
-    kind.forward, kind.forward_several = counted, counted_several
-    try:
-        yield steps
-    finally:
-        kind.forward, kind.forward_several = one, several
-
-
-def _embed_larger(pair: Pair, scale: float) -> None:
-    """Let the last token decide on the next, the one behind it of five, so that drafts of the text's own are right."""
-    import torch
-
-    with torch.no_grad():
-        for model in (pair.original, pair.rewritten):
-            weight = model.get_input_embeddings().weight.mul_(scale)
-            head = model.get_output_embeddings()
-            if head is not None and head.weight.shape == weight.shape:
-                rows = torch.arange(len(weight), device=weight.device)
-                behind = (rows - rows % 5 + (rows + 1) % 5).clamp(max=len(weight) - 1)
-                head.weight = torch.nn.Parameter(weight.index_copy(0, behind, weight))
-
-
-def _repeats_itself(tokens: list[int]) -> bool:
-    """Whether a text is the same few tokens over and over, and no two of them the same beside each other."""
-    return tokens[5:] == tokens[:-5] and all(one != other for one, other in pairwise(tokens))
 
 
 def _poisoned(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..judging.checks import CheckRun
@@ -12,8 +15,8 @@ from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import seed_all
-from ..models.workbench import Workbench, on_original
-from .loop import NEW, SWITCH, Package, batch_of, counted_steps, fp32_noise, generate, loop_pair, same_text
+from ..models.workbench import Pair, Workbench, on_original
+from .loop import LONGER, NEW, SWITCH, Package, batch_of, fp32_noise, generate, loop_pair, needless, same_text
 from .texts import Generated, near_tie
 
 if TYPE_CHECKING:
@@ -42,12 +45,16 @@ ASIDE: tuple[Mapping[str, Any], ...] = (
 )
 """What a loop may leave to the original's: whichever runs, the same comes back."""
 
+EMBEDDED = (30.0, 6.0, 1.0)
+"""Factors of the embedding of which the first is taken with which a text repeats itself."""
+
 
 def turn_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     """The checks of a package that has a decode loop; none for one that has not."""
     if not hasattr(bench.subject.rewritten, SWITCH):
         return
     runs: list[tuple[str, Callable[[Workbench, Variant], Mapping[str, Figure]]]] = [
+        ("tokens looked up in the text", _looked_up),
         ("reused, with other shapes between", _reused),
         ("two models in turn", _two_models),
         ("weights changed between two calls", _changed_weights),
@@ -60,6 +67,74 @@ def turn_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     ]
     for name, run in runs if bench.options.quick else (*runs, *more):
         yield CheckRun(f"decode loop, {name}", partial(run, bench, variant))
+
+
+def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Steps of several tokens, in a text that repeats itself, write what single tokens do; and once more, reused."""
+    package = Package.of(bench.subject.rewritten)
+    batch = batch_of(bench, variant, 1, 11, "looked up")
+    batch = replace(batch, input_ids=batch.input_ids.repeat(1, 3))
+    looked_up = {"do_sample": False, "prompt_lookup_num_tokens": 4}
+    for scale in EMBEDDED:
+        pair = loop_pair(bench, variant, "float32")
+        _embed_larger(pair, scale)
+        on_original(generate, pair.original, batch, 3, 0, **looked_up)  # some models do not take it at all
+        original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
+        repeats = _repeats_itself(original.tokens[0].tolist())
+        if repeats:
+            break
+    figures: dict[str, Figure] = {}
+    for _ in range(2):
+        try:
+            with package.taken(pair.rewritten), _counted_steps(package.graph.DecodeGraph) as steps:
+                rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
+        except NotRun as reason:
+            needless(bench, pair.original, lambda model: generate(model, batch, LONGER, 0, **looked_up), reason)
+            raise
+        figures = near_tie(original, rewritten, fp32_noise(original.logits))
+        if repeats and not figures["rows that diverge"] and 2 * len(steps) > LONGER:
+            raise Mismatch(f"{len(steps)} steps for {LONGER} tokens of a text whose drafts are right")
+    return {**figures, "steps": len(steps)}
+
+
+@contextlib.contextmanager
+def _counted_steps(kind: Any) -> Iterator[list[None]]:
+    """Count the steps of one token and of several that run as they are, as on a CPU; what is captured is one step."""
+    steps: list[None] = []
+    one, several = kind.forward, kind.forward_several
+
+    def counted(self: Any) -> Any:
+        steps.append(None)
+        return one(self)
+
+    def counted_several(self: Any, tokens: Tensor) -> Any:
+        steps.append(None)
+        return several(self, tokens)
+
+    kind.forward, kind.forward_several = counted, counted_several
+    try:
+        yield steps
+    finally:
+        kind.forward, kind.forward_several = one, several
+
+
+def _embed_larger(pair: Pair, scale: float) -> None:
+    """Let the last token decide on the next, the one behind it of five, so that drafts of the text's own are right."""
+    import torch
+
+    with torch.no_grad():
+        for model in (pair.original, pair.rewritten):
+            weight = model.get_input_embeddings().weight.mul_(scale)
+            head = model.get_output_embeddings()
+            if head is not None and head.weight.shape == weight.shape:
+                rows = torch.arange(len(weight), device=weight.device)
+                behind = (rows - rows % 5 + (rows + 1) % 5).clamp(max=len(weight) - 1)
+                head.weight = torch.nn.Parameter(weight.index_copy(0, behind, weight))
+
+
+def _repeats_itself(tokens: list[int]) -> bool:
+    """Whether a text is the same few tokens over and over, and no two of them the same beside each other."""
+    return tokens[5:] == tokens[:-5] and all(one != other for one, other in pairwise(tokens))
 
 
 def _reused(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
@@ -133,7 +208,7 @@ def _other_settings(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     for number, given in enumerate(SETTINGS):
         settings = {"do_sample": False, **given}
         if added := settings.pop("added", None):
-            settings["logits_processor"] = [_added(added)]
+            settings["logits_processor"] = [_adding()(added)]
         original = on_original(generate, pair.original, batch, NEW, number, disable_compile=True, **settings)
         rewritten = generate(pair.rewritten, batch, NEW, number, **settings)
         try:
@@ -143,19 +218,20 @@ def _other_settings(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     return {"calls": len(SETTINGS)}
 
 
-def _added(by: float) -> Any:
-    """A processor that prefers every third token by so much."""
+@functools.cache
+def _adding() -> Any:
+    """The class of processors that prefer every third token by so much; one class, so that the number tells them."""
     import torch
     from transformers import LogitsProcessor
 
     class Added(LogitsProcessor):
-        def __init__(self) -> None:
+        def __init__(self, by: float) -> None:
             self.by = by
 
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             return scores + self.by * (torch.arange(scores.shape[-1], device=scores.device) % 3 == 0)
 
-    return Added()
+    return Added
 
 
 def _on_request(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
@@ -234,7 +310,7 @@ def _step_for_each(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     with package.taken(pair.rewritten):
         generate(pair.rewritten, batch, NEW, 0, do_sample=False)
     seed_all(0)
-    with counted_steps(package.graph.DecodeGraph) as steps, package.taken(pair.rewritten):
+    with _counted_steps(package.graph.DecodeGraph) as steps, package.taken(pair.rewritten):
         made = generate(pair.rewritten, batch, NEW, 0, do_sample=False).tokens.shape[1]
     if len(steps) > made - 1:
         raise Mismatch(f"{len(steps)} steps for {made} tokens, of which the prompt gives the first")

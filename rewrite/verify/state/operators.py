@@ -129,11 +129,13 @@ def _namespace(bench: Workbench) -> str:
     """The namespace of the package's operators, whose runtime knows where it lies.
 
     Raises:
-        NotRun: the rewritten side has no runtime.
+        NotRun: the rewritten side has no runtime, or one without operators.
         Mismatch: the runtime takes another folder for that of its package.
     """
     counter: str = backend_of(bench).reset_fallbacks.__module__
     place = runtime_part(package_of(bench), "core/place")
+    if not hasattr(place, "NAMESPACE"):
+        raise NotRun("the package brings no operators")
     runtime = sys.modules[counter[: counter.index(".runtime") + len(".runtime")]]
     if Path(place.FOLDER).resolve() != (folder := Path(runtime.__path__[0]).resolve().parent):
         raise Mismatch(f"the runtime takes {Path(place.FOLDER).name} for the package's folder, which is {folder.name}")
