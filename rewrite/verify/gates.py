@@ -14,11 +14,12 @@ from .calls.captured import captured_checks
 from .calls.compiled import compile_checks
 from .calls.forward import forward_parity, low_precision_forward
 from .calls.parity import exact_checks, low_precision_checks
-from .calls.precision import precision_checks
+from .calls.precision import precision_checks, rounding_checks
 from .calls.registered import registered_checks
 from .configuration.variations import configuration_checks
 from .generation.cache_name import lost_cache
 from .generation.loop import SWITCH, loop_checks
+from .generation.steps import step_checks
 from .generation.talk import talk_checks
 from .generation.texts import generation_checks
 from .generation.turns import turn_checks
@@ -32,6 +33,7 @@ from .models.subjects import Subject, Subjects
 from .models.workbench import Workbench, on_original
 from .parallel import Part
 from .state.embeddings import embedding_checks
+from .state.forms import form_checks
 from .state.operators import operator_checks
 from .state.runtime import runtime_checks
 from .state.training import changing_checks, hook_checks
@@ -49,15 +51,21 @@ def parts_of(name: str, bench: Workbench, subjects: Subjects) -> list[Part]:
         if bench.subject.writes and bench.base.inputs == TEXT and hasattr(bench.subject.original, "generate"):
             if lost := lost_cache(bench):
                 return [Part(partial(_without_cache, lost))]
-            variants = bench.variants[:1] if bench.options.quick else bench.variants
+            quick = bench.options.quick
+            variants = bench.variants[:1] if quick else bench.variants
             texts = Part(partial(generation_checks, bench, bench.base), shares=2)
             loop = Part(partial(loop_checks, bench, variants), shares=4, early=True)
             parts = [texts, loop, Part(partial(turn_checks, bench, variants[0]), shares=2)]
+            if not quick:
+                parts.append(Part(partial(step_checks, bench, variants[0])))
         else:
             parts = []
         parts.append(Part(partial(talk_checks, bench)))
         if not bench.options.quick:
-            parts.append(Part(partial(operator_checks, bench)))  # here, where fields of the configuration were varied
+            # here, where fields of the configuration were varied
+            parts.append(Part(partial(operator_checks, bench)))
+            if bench.base.inputs == TEXT:
+                parts.append(Part(partial(form_checks, bench)))
         others = subjects.others if bench.options.others else ()
         return [*parts, *(Part(partial(_talks, bench, other)) for other in others)]
     if name == "latency" and not bench.options.quick:
@@ -103,6 +111,7 @@ def _whole(bench: Workbench) -> Iterator[CheckRun]:
     yield CheckRun(f"fp64, {name}", partial(forward_parity, bench), essential=True)
     for dtype in bench.low_precisions():
         yield CheckRun(f"{dtype}, {name}, error against fp64", partial(low_precision_forward, bench, dtype))
+    yield from rounding_checks(bench, bench.base)
     yield from runtime_checks(bench, bench.variants)
 
 
@@ -136,7 +145,12 @@ def _changed(bench: Workbench) -> Iterator[CheckRun]:
 
 
 def _wide(bench: Workbench) -> Iterator[CheckRun]:
-    yield from low_precision_checks(bench, wide_variant(bench))
+    try:
+        variant = wide_variant(bench)
+    except NotRun as reason:
+        yield CheckRun("error against fp64, wide", partial(_not_built, reason))
+    else:
+        yield from low_precision_checks(bench, variant)
 
 
 def _asked(bench: Workbench) -> Iterator[CheckRun]:
@@ -162,7 +176,7 @@ def _talks(bench: Workbench, subject: Subject) -> Iterator[CheckRun]:
     yield from talk_checks(other, f" of {subject.name}")
 
 
-def _not_built(error: VerificationError) -> Mapping[str, Figure]:
+def _not_built(error: Exception) -> Mapping[str, Figure]:
     raise NotRun(str(error))
 
 

@@ -6,6 +6,7 @@ by more than that at 400; and a module shows it before the layers behind it blur
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,14 @@ from rewrite.runtime.cache.names import argument_of, given_back
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, finite, require_same_dtypes, same_names
+from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
 from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
+from ..models.inputs import positions_of
+from ..models.model_inputs import make
 from ..models.workbench import Pair, Workbench, on_original
+from .norms import norms_round
 from .observed import everything
 from .scenarios import Outputs, Scenario, Setting, call, main_output, real
 
@@ -28,6 +33,12 @@ if TYPE_CHECKING:
 
 TOKENS, ROWS, STEPS, LARGE, EXPERTS = 450, 2, 3, 8.0, 32
 """A prompt's length and rows, the tokens that follow it, the factor of large values, and how many experts are many."""
+
+WIDE = 264
+"""Columns of a head for which attention without a mask repeats keys, too."""
+
+BEYOND = tuple(4.0**power for power in range(2, 8))
+"""What matrices that lead back to the hidden states are multiplied with, until these pass the largest fp16."""
 
 ENOUGH = 50_000
 """Of a module's larger outputs so many values are compared, in rows spread evenly; all of them where that fails."""
@@ -49,13 +60,23 @@ def precision_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     for other in [variant, *(one for one in bench.variants if one is not variant)]:
         for dtype in dtypes:
             yield CheckRun(f"{dtype}, {other.name}: module by module", partial(modules_alone, bench, other, dtype))
+    yield from rounding_checks(bench, variant)
+    first = bench.implementations()[0]
+    if not bench.options.quick:
+        yield CheckRun(f"fp64 {first}, heads of {WIDE} columns", partial(_wide_heads, bench, variant, first))
     many = many_experts(variant)
     if many is None:
         return
-    first = bench.implementations()[0]
     yield CheckRun(f"fp64 {first}, {many.name}: a prompt of {TOKENS} tokens", partial(_exact, bench, many, first))
     for dtype in dtypes:
         yield CheckRun(f"{dtype}, {many.name}: module by module", partial(modules_alone, bench, many, dtype))
+
+
+def rounding_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
+    """What is asked of models that are fed more than text, too: norms by themselves, and infinities."""
+    yield CheckRun("norms round as the original's do", partial(norms_round, bench, variant))
+    if not bench.options.quick:
+        yield CheckRun(f"float16, {variant.name}: beyond the largest number", partial(_beyond, bench, variant))
 
 
 def _exact(bench: Workbench, variant: Variant, implementation: str) -> Mapping[str, Figure]:
@@ -85,7 +106,7 @@ def _long(bench: Workbench, variant: Variant, implementation: str, dtype: str) -
 
 
 def _row(model: Any, setting: Setting) -> Outputs:
-    length = length_of(model)
+    length = positions_of(model, TOKENS)
     batch = setting.prompt(ROWS, length - STEPS)
     result = call(model, setting, batch)
     outputs = {"logits": real(main_output(result), batch)}
@@ -100,14 +121,6 @@ def _row(model: Any, setting: Setting) -> Outputs:
 LONG = Scenario("long rows", _row)
 
 
-def length_of(model: Any) -> int:
-    """How long a prompt is long, for a model that may have fewer positions."""
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "seq_length")
-    known = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > STEPS]
-    return min([TOKENS, *known])
-
-
 def many_experts(variant: Variant) -> Variant | None:
     """The variant with as many experts as large models have; None where tokens are not routed."""
     config = copy.deepcopy(variant.config)
@@ -115,6 +128,65 @@ def many_experts(variant: Variant) -> Variant | None:
     for name in found:
         setattr(config, name, EXPERTS)
     return replace(variant, name="many experts", config=config) if found else None
+
+
+def _wide_heads(bench: Workbench, variant: Variant, implementation: str) -> Mapping[str, Figure]:
+    """Heads that torch's attention treats in another way: one row, and a prompt with tokens that follow."""
+    from .parity import SCENARIOS, exact
+
+    config = copy.deepcopy(variant.config)
+    config.get_text_config().head_dim = WIDE
+    wide = replace(variant, name="wide heads", config=config)
+    shapes = [{name: value.shape for name, value in bench.weights(one).items()} for one in (variant, wide)]
+    if shapes[0] == shapes[1]:
+        raise NotRun("no field of the configuration says how wide a head is")
+    exact(bench, wide, implementation, SCENARIOS[0])
+    return exact(bench, wide, implementation, LONG)
+
+
+def _beyond(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Where the original's hidden states pass the largest number of fp16 and its output is finite, so is the other's.
+
+    Raises:
+        NotRun: the original's is not finite either, whatever its matrices are multiplied with.
+    """
+    import torch
+
+    for factor in BEYOND:
+        pair = bench.fresh(variant, "eager", "float16")
+        for model in (pair.original, pair.rewritten):
+            width = model.get_input_embeddings().weight.shape[1]
+            with torch.no_grad():
+                for module in model.modules():
+                    if isinstance(module, torch.nn.Linear) and module.in_features != module.out_features == width:
+                        module.weight.mul_(factor)
+        largest, own = on_original(_largest, bench, pair.original)
+        if largest == float("inf") and own:
+            if not _largest(bench, pair.rewritten, False)[1]:
+                raise Mismatch(f"an output that is finite in the original is not, weights × {factor:g}")
+            return {"factor": factor}
+    raise NotRun("the original is not finite where its hidden states are not")
+
+
+def _largest(bench: Workbench, model: Any, watch: bool = True) -> tuple[float, bool]:
+    """The largest number that a part of a model gives, if that is watched, and whether its outputs are finite."""
+    import torch
+
+    found = [0.0]
+
+    def seen(module: Any, arguments: Any, output: Any) -> None:
+        values = everything(output).values()
+        found.extend(float(value.abs().amax()) for value in values if value.is_floating_point() and value.numel())
+
+    handles = [module.register_forward_hook(seen) for module in model.modules()] if watch else []
+    given = make(bench.base.inputs, model.config, 2, bench.seed_for("beyond"), model.dtype)
+    try:
+        with torch.no_grad():
+            out = model(**{name: value.to(bench.options.device) for name, value in given.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(found), finite({name: value for name, value in everything(out).items() if value.is_floating_point()})
 
 
 def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str, Figure]:
@@ -165,6 +237,8 @@ class Modules:
     def runs(self, name: str, scale: float, number: int) -> Runs:
         """A module's outputs; of the first prompt only some rows, where there are many.
 
+        The truth of an fp32 run has no roundings to fp32: a norm makes the same ones in fp64, and was exact by that.
+
         Raises:
             NotRun: the original's module does not run alone.
             Mismatch: the rewritten one has other outputs, or in another dtype.
@@ -176,7 +250,8 @@ class Modules:
         given = tuple(_scaled(part, scale) for part in self.inputs(number)[name])
         wide = tuple(_cast(part, getattr(torch, self.dtype), torch.float64) for part in given)
         run = partial(_run, whole=number > 0)
-        truth = on_original(run, self._exact.get_submodule(name), *wide)
+        with unrounded() if self.dtype == "float32" else contextlib.nullcontext():
+            truth = on_original(run, self._exact.get_submodule(name), *wide)
         own = on_original(run, self._pair.original.get_submodule(name), *given)
         if own.keys() != truth.keys() or not finite(truth):
             raise NotRun("the original has other outputs in fp64, or not finite ones")
@@ -224,7 +299,7 @@ def inputs_of(model: Any, bench: Workbench, variant: Variant, number: int = 0) -
     arguments: dict[str, Any] = {"use_cache": False} if bench.subject.accepts("use_cache") else {}
     try:
         with torch.no_grad():
-            model(input_ids=setting.prompt(1, length_of(model)).input_ids, **arguments)
+            model(input_ids=setting.prompt(1, positions_of(model, TOKENS)).input_ids, **arguments)
     finally:
         for handle in handles:
             handle.remove()

@@ -19,7 +19,7 @@ from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
-from ..models.inputs import tokens
+from ..models.inputs import positions_of, tokens
 from ..models.model_inputs import TEXT, make
 from ..models.shapes import shaped_variant
 from ..models.workbench import Pair, Workbench, on_original
@@ -27,6 +27,8 @@ from ..models.workbench import Pair, Workbench, on_original
 RESAMPLES = 2000
 SHORT = 8
 """Tokens of the generation whose time is taken off."""
+LONGEST = 32 + SHORT
+"""Tokens of the longest generation."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def plan_for(device: str, shape: str) -> Plan:
     """A short, honest measurement on a CPU; at least 30 repeats and 300 steps on a GPU."""
     if device == "cpu":
         return Plan(repeats=10, prompt=32, new=8, warmup=2)
-    return Plan(repeats=30, prompt=512 if shape != "tiny" else 64, new=32, warmup=3)
+    return Plan(repeats=30, prompt=512 if shape != "tiny" else 64, new=LONGEST - SHORT, warmup=3)
 
 
 def latency_checks(bench: Workbench) -> Iterator[CheckRun]:
@@ -123,6 +125,7 @@ class _Stage:
     shape: str
     plan: Plan
     _pair: Pair | None = None
+    _size: str = ""
     _decode_ms: tuple[float, float] | None = None
 
     @property
@@ -132,6 +135,7 @@ class _Stage:
     def pair(self) -> Pair:
         if self._pair is None:
             variant = shaped_variant(self.bench, self.shape)
+            self._size = variant.name
             if variant.name == "base":
                 dtype = "float32" if self.device == "cpu" else self.bench.options.dtype
                 self._pair = self.bench.pair(variant, self.bench.implementations()[0], dtype)
@@ -140,12 +144,16 @@ class _Stage:
         return self._pair
 
     def _ids(self, number: int) -> Any:
-        vocab = int(self.pair().original.config.get_text_config().vocab_size)
-        seed = self.bench.seed_for("latency", number)
-        return tokens(seed, vocab, 1, self.plan.prompt, self.device)
+        """A prompt that leaves positions for what is generated."""
+        model = self.pair().original
+        length = min(self.plan.prompt, positions_of(model, self.plan.prompt + LONGEST) - LONGEST)
+        if length < 1:
+            raise NotRun("the model has too few positions")
+        vocab = int(model.config.get_text_config().vocab_size)
+        return tokens(self.bench.seed_for("latency", number), vocab, 1, length, self.device)
 
     def prefill(self) -> Mapping[str, Figure]:
-        samples = self._interleaved(lambda model, ids: model(input_ids=ids, use_cache=False))
+        samples = self._interleaved(lambda model, ids: model(input_ids=ids, use_cache=False), self._ids)
         return self._judged("prefill", samples)
 
     def forward(self) -> Mapping[str, Figure]:
@@ -153,7 +161,7 @@ class _Stage:
         model = self.pair().original
         made = make(kind, model.config, 1, seed, model.dtype)
         given = {name: value.to(self.device) for name, value in made.items()}
-        return self._judged("forward", self._interleaved(lambda model, ids: model(**given)))
+        return self._judged("forward", self._interleaved(lambda model, given: model(**given), lambda number: given))
 
     def decode(self) -> Mapping[str, Figure]:
         """Time per new token of `generate()`: a long generation less a short one, over the tokens between.
@@ -162,8 +170,8 @@ class _Stage:
         """
         if not hasattr(self.pair().original, "generate"):
             raise NotRun("the class does not generate")
-        long = self._interleaved(lambda model, ids: greedy(model, ids, self.plan.new + SHORT))
-        short = self._interleaved(lambda model, ids: greedy(model, ids, SHORT))
+        long = self._interleaved(lambda model, ids: greedy(model, ids, self.plan.new + SHORT), self._ids)
+        short = self._interleaved(lambda model, ids: greedy(model, ids, SHORT), self._ids)
         first = median(short.original), median(short.rewritten)
         per_token = Samples(
             [max(value - first[0], 1e-6) / self.plan.new for value in long.original],
@@ -175,23 +183,23 @@ class _Stage:
     def _judged(self, what: str, samples: Samples) -> Mapping[str, Figure]:
         figures = samples.figures
         said = outcome(float(figures["interval low"]), float(figures["interval high"]), self.device)
-        figures["outcome"] = said
+        figures |= {"outcome": said, "size": self._size}
         if said == "slower":
             raise Mismatch(
                 f"{what} is slower: {figures['speed-up']:.3f}× (interval below {1 - bound('slower'):.2f})", figures
             )
         return figures
 
-    def _interleaved(self, call: Callable[[Any, Any], Any]) -> Samples:
+    def _interleaved(self, call: Callable[[Any, Any], Any], made: Callable[[int], Any]) -> Samples:
         pair = self.pair()
         walls: tuple[list[float], list[float]] = ([], [])
         events: tuple[list[float], list[float]] = ([], [])
         for repeat in range(-self.plan.warmup, self.plan.repeats):
-            ids = self._ids(repeat)
+            given = made(repeat)
             sides = [(0, pair.original), (1, pair.rewritten)]
             for side, model in sides if repeat % 2 else reversed(sides):
                 timed = on_original if side == 0 else _directly
-                wall, event = timed(stopwatch, self.device, call, model, ids)
+                wall, event = timed(stopwatch, self.device, call, model, given)
                 if repeat >= 0:
                     walls[side].append(wall)
                     events[side].append(event)
@@ -253,7 +261,8 @@ def large_pair(bench: Workbench, variant: Variant) -> Pair:
     arguments = (variant, bench.implementations()[0], bench.options.dtype, bench.options.device)
     torch.manual_seed(bench.seed_for("large"))
     with torch.device(bench.options.device):
-        original, rewritten = build(bench.subject.original, *arguments), build(bench.subject.rewritten, *arguments)
+        original = on_original(build, bench.subject.original, *arguments)
+        rewritten = build(bench.subject.rewritten, *arguments)
     if bench.options.weights is not None:
         dtype = getattr(torch, bench.options.dtype)
         original, rewritten = (

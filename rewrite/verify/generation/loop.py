@@ -231,7 +231,7 @@ def _stepwise(bench: Workbench, variant: Variant, rows: int = 3) -> Mapping[str,
         needless(bench, pair.original, lambda model: generate(model, batch, 3, 0, do_sample=False), reason)
         raise
     padding = not on_original(reads_padding, bench, pair.original, batch)
-    found = _steps(package, pair.rewritten, batch, feed, padding)
+    found = _steps(bench, pair.rewritten, batch, feed, padding)
     if dtype != "float64":
         return near_exact({"logits": expected}, {"logits": found}, "fp32 max")
     try:
@@ -241,35 +241,53 @@ def _stepwise(bench: Workbench, variant: Variant, rows: int = 3) -> Mapping[str,
             truth = on_original(step_by_step, bench, pair.original, ids, mask, batch.input_ids.shape[1])[:, 1:]
             if not only_rounds({"logits": expected}, {"logits": found}, {"logits": truth}):
                 raise
-            exact = near_exact({"logits": truth}, {"logits": _steps(package, pair.rewritten, batch, feed, padding)})
+            exact = near_exact({"logits": truth}, {"logits": _steps(bench, pair.rewritten, batch, feed, padding)})
         return {**exact, "without roundings to fp32": 1}
 
 
-def _steps(package: Package, model: Any, batch: Batch, feed: Tensor, padding: bool) -> Tensor:
+def _steps(bench: Workbench, model: Any, batch: Batch, feed: Tensor, padding: bool) -> Tensor:
     """Return the logits `[B, n, V]` of steps by hand for the tokens of `feed`, with poison in every unused slot.
 
     Raises:
         NotRun: the package's graph does not take the model.
-        Mismatch: its fused step computes something else than the model's ordinary step.
+        Mismatch: its fused step computes something else than the model's ordinary step, or it finds no cache where
+            this version's does.
     """
     import torch
 
+    package = Package.of(bench.subject.rewritten)
     found: list[Tensor] = []
+    size = len(feed), batch.input_ids.shape[1] + NEW + 5
     try:
         with torch.no_grad():
-            graph = package.graph.DecodeGraph(model, len(feed), batch.input_ids.shape[1] + NEW + 5)
+            graph = package.graph.DecodeGraph(model, *size)
             graph.prefill(batch.input_ids, batch.mask)
             graph.cache.fused = fused(model)
             for step in range(NEW):
                 poison(graph, poison_for(model), padding)
                 found.append(graph.step(feed[:, step]).clone())
-    except (package.graph.UnknownCache, package.graph.CacheFull) as error:
+    except package.graph.UnknownCache as error:
+        if comparable(bench) and _is_known(model, *size):
+            raise Mismatch(f"a graph made by hand fails: {error}") from error
+        raise NotRun(str(error)) from error
+    except package.graph.CacheFull as error:
         raise NotRun(str(error)) from error
     except (package.graph.StepDiffers, package.graph.StepFails, package.capture.CaptureFailed) as error:
         if fused(model):
             raise Mismatch(str(error)) from error
         raise NotRun(str(error)) from error
     return torch.stack(found, 1)
+
+
+def _is_known(model: Any, rows: int, capacity: int) -> bool:
+    """Whether this version's loop has buffers for what a model's cache holds."""
+    from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
+
+    try:
+        DecodeGraph(model, rows, capacity)
+    except UnknownCache:
+        return False
+    return True
 
 
 def _prompt_logits(model: Any, batch: Batch) -> Tensor:

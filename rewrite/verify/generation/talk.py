@@ -7,7 +7,7 @@ holds afterwards are compared. In fp64; in fp32 where the original does not gene
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ from ..calls.observed import everything
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
 from ..judging.tolerances import bound
-from ..judging.unrounded import only_rounds, unrounded
+from ..judging.unrounded import Roundings, roundings, unrounded
 from ..judging.verdict import Figure
+from ..judging.yardstick import FEW_DRAWS
 from ..models.configs import Variant
 from ..models.inputs import seed_all
 from ..models.model_inputs import TEXT
@@ -131,6 +132,8 @@ class Talk:
     _pair: Pair | None = None
     _package: Package | None = None
     _figures: dict[str, Figure] = field(default_factory=dict)
+    _draw: int = 0
+    """The number of the prompts: those after the first are asked only where roundings have to be told from faults."""
     _compared: dict[int, tuple[Observations, Observations]] = field(default_factory=dict)
     """What the original and the rewritten model answered in a check so far, by the number of the call."""
 
@@ -164,6 +167,8 @@ class Talk:
 
     def ask(self, ask: Ask, pair: Pair | None = None) -> Arguments:
         """The arguments of a prompt without images."""
+        if self._draw:
+            ask = replace(ask, name=f"{ask.name}, draw {self._draw}")
         return asked(self.bench, self.variant, (pair or self.pair).original, ask)
 
     def answers(
@@ -210,6 +215,8 @@ class Talk:
             for side in (original, rewritten)
         )
         self._compared[self.calls] = _kept(expected), _kept(got)
+        if self._draw:
+            return
         found = near_exact(expected, got, maximum)
         self._figures["max"] = max(float(self._figures.get("max", 0.0)), float(found["max"]))
 
@@ -217,23 +224,69 @@ class Talk:
         """The figures of all calls of a check.
 
         A model that computes in fp32 in every dtype (GPT-Neo's attention) is asked anew without that where it differs
-        by no more than its own roundings make: a new model, since graphs replay what was captured with them.
+        by no more than its own roundings make.
         """
-        self.calls, self._figures, self._compared = 0, {}, {}
+        self._begin({})
         try:
             run(self)
         except Mismatch as mismatch:
             if self.dtype != "float64" or "rms" not in mismatch.figures:
                 raise
-            (number, (expected, found)), self._compared = self._compared.popitem(), {}
-            self.calls, self._figures, self._pair = 0, {"without roundings to fp32": 1}, None
-            with unrounded():
-                run(self)
-            self._pair = None
-            if number not in self._compared or not only_rounds(expected, found, self._compared[number][0]):
-                raise
+            self._without_roundings(run, mismatch)
         self.bench.record.prompted(self.bench.subject.name, self._kind, True)
         return {"calls": self.calls, "in": self.dtype, **self._figures}
+
+    def _begin(self, figures: dict[str, Figure]) -> None:
+        self.calls, self._figures, self._compared = 0, figures, {}
+
+    def _without_roundings(self, run: Callable[[Talk], None], mismatch: Mismatch) -> None:
+        """Run a check that failed without roundings to fp32, in which both sides have to agree in every call.
+
+        What it failed by is judged by the call that failed, of these prompts and, where that is more than the
+        original's own roundings make, of others: one text is a sample of a few tokens. Each run has new models, since
+        graphs replay what was captured with them.
+
+        Raises:
+            Mismatch: there is more than roundings between the two sides.
+        """
+        number, (expected, found) = self._compared.popitem()
+        truth = self._unrounded(run, number)
+        errors = roundings(expected, found, truth) if truth is not None else None
+        figures = self._figures
+        while errors is not None and not errors.alone and self._draw + 1 < FEW_DRAWS:
+            self._draw += 1
+            try:
+                errors += self._drawn(run, number)
+            except NotRun:
+                continue
+        self._draw, self._figures, self._pair = 0, figures, None
+        if errors is None or not errors.alone:
+            raise Mismatch(f"{mismatch}; {errors or 'no roundings make that'}", mismatch.figures) from mismatch
+
+    def _unrounded(self, run: Callable[[Talk], None], number: int) -> Observations | None:
+        """What the original answers in the call of that number without roundings to fp32, if it comes to it."""
+        self._pair = None
+        self._begin({"without roundings to fp32": 1})
+        with unrounded():
+            run(self)
+        self._pair = None
+        return self._compared[number][0] if number in self._compared else None
+
+    def _drawn(self, run: Callable[[Talk], None], number: int) -> Roundings:
+        """The errors in the call of that number, on other prompts.
+
+        Raises:
+            NotRun: there is no such call with them, or one side says another text.
+        """
+        self._pair = None
+        self._begin({})
+        run(self)
+        compared = self._compared.get(number)
+        truth = self._unrounded(run, number)
+        errors = roundings(*compared, truth) if compared is not None and truth is not None else None
+        if errors is None:
+            raise NotRun("other prompts lead to another text")
+        return errors
 
     @property
     def _kind(self) -> str:

@@ -14,9 +14,9 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.configs import Variant
-from ..models.inputs import seed_all
 from ..models.workbench import Pair, Workbench, on_original
 from .loop import LONGER, NEW, SWITCH, Package, batch_of, fp32_noise, generate, loop_pair, needless, same_text
+from .steps import counted_steps
 from .texts import Generated, near_tie
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def turn_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
         ("other settings in turn", _other_settings),
         ("what comes back on request", _on_request),
         ("a class of the user's own", _own_class),
-        ("a step for each token", _step_for_each),
     ]
     for name, run in runs if bench.options.quick else (*runs, *more):
         yield CheckRun(f"decode loop, {name}", partial(run, bench, variant))
@@ -86,7 +85,7 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     figures: dict[str, Figure] = {}
     for _ in range(2):
         try:
-            with package.taken(pair.rewritten), _counted_steps(package.graph.DecodeGraph) as steps:
+            with package.taken(pair.rewritten), counted_steps(package.graph.DecodeGraph) as steps:
                 rewritten = generate(pair.rewritten, batch, LONGER, 0, **looked_up)
         except NotRun as reason:
             needless(bench, pair.original, lambda model: generate(model, batch, LONGER, 0, **looked_up), reason)
@@ -95,27 +94,6 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
         if repeats and not figures["rows that diverge"] and 2 * len(steps) > LONGER:
             raise Mismatch(f"{len(steps)} steps for {LONGER} tokens of a text whose drafts are right")
     return {**figures, "steps": len(steps)}
-
-
-@contextlib.contextmanager
-def _counted_steps(kind: Any) -> Iterator[list[None]]:
-    """Count the steps of one token and of several that run as they are, as on a CPU; what is captured is one step."""
-    steps: list[None] = []
-    one, several = kind.forward, kind.forward_several
-
-    def counted(self: Any) -> Any:
-        steps.append(None)
-        return one(self)
-
-    def counted_several(self: Any, tokens: Tensor) -> Any:
-        steps.append(None)
-        return several(self, tokens)
-
-    kind.forward, kind.forward_several = counted, counted_several
-    try:
-        yield steps
-    finally:
-        kind.forward, kind.forward_several = one, several
 
 
 def _embed_larger(pair: Pair, scale: float) -> None:
@@ -300,18 +278,3 @@ def _prepares_others(model: Any, vocab_size: int) -> None:
 
     members = {"prepare_inputs_for_generation": prepare, "__module__": kind.__module__}
     model.__class__ = type(f"Own{kind.__name__}", (kind,), members)
-
-
-def _step_for_each(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
-    """A call like one before makes a step for each token but the first, and no other: nothing is proved again."""
-    pair = loop_pair(bench, variant, "float32")
-    package = Package.of(bench.subject.rewritten)
-    batch = batch_of(bench, variant, 2, 11, "steps")
-    with package.taken(pair.rewritten):
-        generate(pair.rewritten, batch, NEW, 0, do_sample=False)
-    seed_all(0)
-    with _counted_steps(package.graph.DecodeGraph) as steps, package.taken(pair.rewritten):
-        made = generate(pair.rewritten, batch, NEW, 0, do_sample=False).tokens.shape[1]
-    if len(steps) > made - 1:
-        raise Mismatch(f"{len(steps)} steps for {made} tokens, of which the prompt gives the first")
-    return {"tokens": made, "steps": len(steps)}

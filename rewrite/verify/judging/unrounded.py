@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .compare import Observations, measure
@@ -29,8 +30,28 @@ def unrounded() -> Iterator[None]:
         yield
 
 
-def only_rounds(expected: Observations, found: Observations, truth: Observations) -> bool:
-    """Return whether two fp64 runs differ by sums in fp32 alone: by as much as the original is off itself.
+@dataclass(frozen=True)
+class Roundings:
+    """Sums of squared relative RMS errors: between two sides in fp64, and of the original by its roundings to fp32."""
+
+    between: float = 0.0
+    own: float = 0.0
+
+    def __add__(self, other: Roundings) -> Roundings:
+        return Roundings(self.between + other.between, self.own + other.own)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the two sides differ by sums in fp32 alone: by as much as the original is off itself."""
+        return self.between <= bound("fp64 roundings") ** 2 * self.own
+
+    def __str__(self) -> str:
+        own = self.own**0.5
+        return f"the original's own roundings to fp32 make {own:.3g}, the two differ by {self.between**0.5:.3g}"
+
+
+def roundings(expected: Observations, found: Observations, truth: Observations) -> Roundings | None:
+    """Return the errors of two fp64 runs that sums in fp32 may make; None where they differ by more or in shape.
 
     One tensor of a short text is a sample of a few rows, so the errors of all that differ are taken together.
 
@@ -40,15 +61,20 @@ def only_rounds(expected: Observations, found: Observations, truth: Observations
         truth: the original's without its roundings to fp32.
     """
     if not expected.keys() == found.keys() == truth.keys():
-        return False
-    new, own = 0.0, 0.0
+        return None
+    total = Roundings()
     for name, tensor in expected.items():
         if not tensor.shape == found[name].shape == truth[name].shape:
-            return False
+            return None
         error = measure(name, tensor, found[name])
         if error.relative_max > bound("fp32 max"):
-            return False
+            return None
         if error.relative_rms > bound("fp64 rms"):
-            new += error.relative_rms**2
-            own += measure(name, truth[name], tensor).relative_rms ** 2
-    return new <= bound("fp64 roundings") ** 2 * own
+            total += Roundings(error.relative_rms**2, measure(name, truth[name], tensor).relative_rms ** 2)
+    return total
+
+
+def only_rounds(expected: Observations, found: Observations, truth: Observations) -> bool:
+    """Return whether two fp64 runs differ by sums in fp32 alone; the arguments are those of `roundings`."""
+    found_errors = roundings(expected, found, truth)
+    return found_errors is not None and found_errors.alone

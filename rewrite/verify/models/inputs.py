@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -98,3 +98,11 @@ def prefix_mask(batch: int, length: int, prefix: int, dtype: torch.dtype, device
     allowed = (positions[None, :] <= positions[:, None]) | (positions[None, :] < prefix)
     mask = torch.zeros(length, length, dtype=dtype, device=device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min).expand(batch, 1, length, length).contiguous()
+
+
+def positions_of(model: Any, most: int) -> int:
+    """How many tokens a text may have, `most` at most: a model may have fewer positions."""
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "seq_length")
+    known = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 3]
+    return min([most, *known])

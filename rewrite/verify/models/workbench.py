@@ -209,7 +209,7 @@ def randomise(model: Any, seed: int) -> None:
     transposed = {id(m.weight) for m in model.modules() if type(m).__name__ == "Conv1D"}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.device)
             if parameter.dim() < 2 or name.endswith(KEPT_NAMES) or "conv" in name:
                 value = parameter + 0.25 * noise
             elif id(parameter) in embeddings:
@@ -220,4 +220,5 @@ def randomise(model: Any, seed: int) -> None:
             parameter.copy_(value.bfloat16())
         for name, buffer in model.named_buffers():
             if name.endswith("_bias") and buffer.is_floating_point():
-                buffer.copy_((buffer + 0.25 * torch.randn(buffer.shape, generator=generator)).bfloat16())
+                noise = torch.randn(buffer.shape, generator=generator).to(buffer.device)
+                buffer.copy_((buffer + 0.25 * noise).bfloat16())

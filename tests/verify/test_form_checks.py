@@ -1,0 +1,98 @@
+"""What numbers do not show is checked: forms that are not taken, casts that are left out, steps that nobody reads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rewrite.verify import Options, verify
+
+from .copies import generated, planted, upstream
+
+RUN, KEPT, JOINED = "methods that were added run", "keys and values are not repeated", "weights are joined once"
+NORMS, BEYOND = "norms round as the original's do", "float16, base: beyond the largest number"
+HEADS = "fp64 sdpa, heads of 264 columns"
+BEHIND, ROUNDED = "decode loop, no steps behind the end", "decode loop, steps round as the original's"
+STEPS = "decode loop, step by step, unused slots poisoned, base"
+
+BUGS = {
+    "the norm behind a sum is never taken": (
+        "llama", "runtime/norms.py", "_body(kind.forward) == _body(kind.add_forward)",
+        "_body(kind.forward) != _body(kind.add_forward)", RUN,
+    ),
+    "keys are repeated": (
+        "llama", "runtime/attention.py", "return _sdpa if interface is sdpa_attention_forward else interface",
+        "return interface", KEPT,
+    ),
+    "biases are joined in each call": (
+        "llama", "runtime/products.py", "as_one(present) if len(present) == len(biases)",
+        "as_one(present) if len(present) != len(biases)", JOINED,
+    ),
+    "a norm rounds once": (
+        "llama", "modeling_llama.py", "return rms_norm(hidden_states, self.weight, self.variance_epsilon)",
+        "return rms_norm(hidden_states, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
+    ),
+    "the norm behind a sum rounds once": (
+        "llama", "modeling_llama.py", "return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)",
+        "return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
+    ),
+    "wide heads see what follows": (
+        "llama", "runtime/attention.py", "        is_causal=causal,\n    )\n    return out.permute",
+        "    )\n    return out.permute", HEADS,
+    ),
+    "a step sees the first key alone": (
+        "llama", "runtime/attention.py", "causal = length > 1 and mask is None", "causal = length >= 1 and mask is None",
+        HEADS,
+    ),
+    "steps are made that nobody reads": (
+        "llama", "runtime/decode.py", "stopped = reader.read(waiting.popleft().tokens())\n                continue",
+        "stopped = reader.read(waiting.popleft().tokens())", BEHIND,
+    ),
+    "a step rotates in fp32": (
+        "llama", "runtime/attention.py", "layer = past_key_values.layers[layer_idx]\n    rotation =",
+        "layer = past_key_values.layers[layer_idx]\n    in_fp32 = True\n    rotation =", ROUNDED,
+    ),
+    "a step knows no layers": (
+        "llama", "runtime/decode.py", "DynamicCache(config=model.config.get_text_config(decoder=True))",
+        "DynamicCache()", STEPS,
+    ),
+    "infinities stay": (
+        "t5", "modeling_t5.py", "torch.finfo(hidden_states.dtype).max - 1000",
+        "torch.finfo(hidden_states.dtype).max + 1000", BEYOND,
+    ),
+}  # fmt: skip
+CHECKS = (RUN, KEPT, JOINED, NORMS, BEYOND, HEADS, BEHIND, ROUNDED, STEPS)
+
+
+def options(*checks: str) -> Options:
+    return Options(clean_process=False, checks=checks, keep_going=True)
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("packages")
+    return {model: generated(folder / model, model) for model in ("llama", "t5")}
+
+
+@pytest.mark.parametrize("model", ["llama", "t5"])
+def test_a_package_passes(model: str, packages: dict[str, Path]) -> None:
+    verdict = verify(upstream(model), packages[model], options(*CHECKS))
+    checks = {check.name: check.status for gate in verdict.gates[1:] for check in gate.checks}
+    assert checks.keys() >= {NORMS, BEYOND}
+    assert set(checks.values()) <= {"passed", "not run"}
+    assert {name for name, status in checks.items() if status == "not run" and name in CHECKS} <= {BEYOND}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_caught(name: str, packages: dict[str, Path], tmp_path: Path) -> None:
+    model, file, old, new, check = BUGS[name]
+    broken = tmp_path / f"{model}_{len(name)}_{len(check)}"
+    shutil.copytree(packages[model], broken)
+    path = broken / file
+    text = path.read_text("utf-8")
+    path.write_text(planted(text, old, new, text.count(old)), "utf-8")
+    verdict = verify(upstream(model), broken, options(check))
+    failed = {one.name for gate in verdict.gates for one in gate.checks if one.status == "failed"}
+    assert check in failed
