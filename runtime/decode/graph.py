@@ -450,6 +450,7 @@ class DecodeGraph:
         if not distance < TOLERANCE:
             raise StepDiffers(distance)
         self._proved.add((self._kind, width))
+        self.prompts.clear_if_moved()
 
     def _distance(self, ordinary: Tensor, length: int, several: Tensor | None) -> float:
         """Return how far a step is from the ordinary one where the slots that it must not see are poisoned."""

@@ -110,6 +110,8 @@ class PromptGraphs:
         self._policy = policy_of(model)
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._graphs: dict[int, PromptGraph] = {}
+        self._addresses: tuple[int, ...] = ()
+        """Of the weights that the graphs read."""
         self.refusal: str | None = None
         """Why prompts are read without graphs."""
         if "logits_to_keep" not in inputs:
@@ -125,6 +127,11 @@ class PromptGraphs:
     def clear(self) -> None:
         """Give the graphs back."""
         self._graphs.clear()
+
+    def clear_if_moved(self) -> None:
+        """Give the graphs back if weights moved: latent attention packs in a first step what no prompt does."""
+        if self._graphs and self._addresses != _addresses_of(self._model()):
+            self.clear()
 
     def length_for(self, rows: int, tokens: int, capacity: int) -> int | None:
         """Return the length of the graph for a prompt; None if it is read without one."""
@@ -176,7 +183,8 @@ class PromptGraphs:
         else:
             distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
             if distance < self._policy.tolerance:
-                self._graphs[length] = graph
+                self.clear_if_moved()
+                self._graphs[length], self._addresses = graph, _addresses_of(self._model())
                 return logits
             self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
         cache.rewind(0)
@@ -186,3 +194,7 @@ class PromptGraphs:
         """Read no further prompt in a graph, and count why."""
         self.refusal = detail
         backend.count_fallback("prompt_graph", reason, self._model())
+
+
+def _addresses_of(model: Any) -> tuple[int, ...]:
+    return tuple(parameter.data_ptr() for parameter in model.parameters())

@@ -91,6 +91,30 @@ def test_masks_are_left_out_in_the_graph_and_nowhere_else() -> None:
     assert not needs_no_mask(None)
 
 
+def test_weights_that_a_step_moves_are_read_where_they_are() -> None:
+    model, before = model_of(), []
+    weight = model.model.layers[0].mlp.up_proj.weight
+
+    def packs(module: Any, args: Any, kwargs: Any) -> None:
+        """Move a weight in the first step, as one does that packs what a prompt multiplies one by one."""
+        if getattr(kwargs[passed_on()], "stepping", False) and not before:
+            before.append(weight.data)
+            weight.data = weight.data.clone()
+            before[0].zero_()
+
+    model.model.register_forward_pre_hook(packs, with_kwargs=True)
+    graph = DecodeGraph(model, batch_size=1, capacity=256)
+    graph.prefill(prompt(1, 9))
+    assert before
+    assert graph.prompts.lengths == []
+    for tokens in (7, 8):
+        ids = prompt(1, tokens)
+        with torch.no_grad():
+            expected = model(ids, use_cache=True).logits[:, -1]
+        torch.testing.assert_close(graph.prefill(ids), expected, rtol=1e-4, atol=1e-4)
+        assert graph.prompts.lengths == [ROUNDING]
+
+
 def test_prompts_with_padding_and_long_ones_are_read_as_they_are() -> None:
     model = model_of()
     graph = DecodeGraph(model, batch_size=2, capacity=256)

@@ -35,16 +35,16 @@ BUGS = {
         "return rms_norm(hidden_states, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
     ),
     "the norm behind a sum rounds once": (
-        "llama", "modeling_llama.py", "return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)",
-        "return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
+        "llama", "modeling_llama.py", "add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)",
+        "add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
     ),
     "wide heads see what follows": (
         "llama", "runtime/attention.py", "        is_causal=causal,\n    )\n    return out.permute",
         "    )\n    return out.permute", HEADS,
     ),
     "a step sees the first key alone": (
-        "llama", "runtime/attention.py", "causal = length > 1 and mask is None", "causal = length >= 1 and mask is None",
-        HEADS,
+        "llama", "runtime/attention.py", "causal = length > 1 and mask is None",
+        "causal = length >= 1 and mask is None", HEADS,
     ),
     "steps are made that nobody reads": (
         "llama", "runtime/decode.py", "stopped = reader.read(waiting.popleft().tokens())\n                continue",

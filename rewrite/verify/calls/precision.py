@@ -155,7 +155,7 @@ def _beyond(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     for factor in BEYOND:
         pair = bench.fresh(variant, "eager", "float16")
         for model in (pair.original, pair.rewritten):
-            width = model.get_input_embeddings().weight.shape[1]
+            width = getattr(model.config.get_text_config(), "hidden_size", None)
             with torch.no_grad():
                 for module in model.modules():
                     if isinstance(module, torch.nn.Linear) and module.in_features != module.out_features == width:

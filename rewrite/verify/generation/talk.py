@@ -134,8 +134,8 @@ class Talk:
     _figures: dict[str, Figure] = field(default_factory=dict)
     _draw: int = 0
     """The number of the prompts: those after the first are asked only where roundings have to be told from faults."""
-    _compared: dict[int, tuple[Observations, Observations]] = field(default_factory=dict)
-    """What the original and the rewritten model answered in a check so far, by the number of the call."""
+    _compared: list[tuple[Observations, Observations]] = field(default_factory=list)
+    """What the original and the rewritten model answered in a check so far, each time that they were compared."""
 
     @property
     def pair(self) -> Pair:
@@ -214,7 +214,7 @@ class Talk:
             {"logits": side.logits, "scores": side.scores} | everything(side.cache, "cache")
             for side in (original, rewritten)
         )
-        self._compared[self.calls] = _kept(expected), _kept(got)
+        self._compared.append((_kept(expected), _kept(got)))
         if self._draw:
             return
         found = near_exact(expected, got, maximum)
@@ -237,19 +237,20 @@ class Talk:
         return {"calls": self.calls, "in": self.dtype, **self._figures}
 
     def _begin(self, figures: dict[str, Figure]) -> None:
-        self.calls, self._figures, self._compared = 0, figures, {}
+        self.calls, self._figures, self._compared = 0, figures, []
 
     def _without_roundings(self, run: Callable[[Talk], None], mismatch: Mismatch) -> None:
         """Run a check that failed without roundings to fp32, in which both sides have to agree in every call.
 
-        What it failed by is judged by the call that failed, of these prompts and, where that is more than the
+        What it failed by is judged by the comparison that failed, of these prompts and, where that is more than the
         original's own roundings make, of others: one text is a sample of a few tokens. Each run has new models, since
         graphs replay what was captured with them.
 
         Raises:
             Mismatch: there is more than roundings between the two sides.
         """
-        number, (expected, found) = self._compared.popitem()
+        number = len(self._compared) - 1
+        expected, found = self._compared[number]
         truth = self._unrounded(run, number)
         errors = roundings(expected, found, truth) if truth is not None else None
         figures = self._figures
@@ -264,24 +265,24 @@ class Talk:
             raise Mismatch(f"{mismatch}; {errors or 'no roundings make that'}", mismatch.figures) from mismatch
 
     def _unrounded(self, run: Callable[[Talk], None], number: int) -> Observations | None:
-        """What the original answers in the call of that number without roundings to fp32, if it comes to it."""
+        """What the original answers without roundings to fp32 in the comparison of that number, if it comes to it."""
         self._pair = None
         self._begin({"without roundings to fp32": 1})
         with unrounded():
             run(self)
         self._pair = None
-        return self._compared[number][0] if number in self._compared else None
+        return self._compared[number][0] if number < len(self._compared) else None
 
     def _drawn(self, run: Callable[[Talk], None], number: int) -> Roundings:
-        """The errors in the call of that number, on other prompts.
+        """The errors in the comparison of that number, on other prompts.
 
         Raises:
-            NotRun: there is no such call with them, or one side says another text.
+            NotRun: there is none with them, or one side says another text.
         """
         self._pair = None
         self._begin({})
         run(self)
-        compared = self._compared.get(number)
+        compared = self._compared[number] if number < len(self._compared) else None
         truth = self._unrounded(run, number)
         errors = roundings(*compared, truth) if compared is not None and truth is not None else None
         if errors is None:
