@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rewrite.verify.judging.compare import Mismatch, near_exact
-from rewrite.verify.judging.unrounded import only_rounds
+from rewrite.verify.judging.unrounded import only_rounds, roundings
 
 TRUTH = torch.linspace(-3, 3, 400, dtype=torch.float64).view(1, 4, 100)
 
@@ -34,3 +34,17 @@ def test_texts_that_went_apart_say_nothing_of_roundings() -> None:
     expected, found = {"logits": off(1e-6)}, {"logits": off(-1e-6)}
     assert not only_rounds(expected, found, {"logits": TRUTH[:, :2]})
     assert not only_rounds(expected, found, {"logits": TRUTH, "another cache": TRUTH})
+
+
+def test_errors_of_several_texts_are_pooled() -> None:
+    found = [
+        roundings({"logits": off(own)}, {"logits": off(ours)}, {"logits": TRUTH})
+        for own, ours in ((-1e-6, 2e-6), (-4e-6, 2e-6))
+    ]
+    assert [errors is not None and errors.alone for errors in found] == [False, True]
+    assert found[0] is not None
+    assert found[1] is not None
+    total = found[0] + found[1]
+    assert total.alone
+    assert total.own == pytest.approx(found[0].own + found[1].own)
+    assert "the original's own roundings to fp32 make" in str(total)

@@ -107,13 +107,34 @@ def test_a_model_that_captures_is_made_anew_without_roundings() -> None:
         pairs.append(asked._pair)
         asked._pair = cast(Any, "its own")
         both = (off(4e-7, 0), off(4e-7, 1)) if len(pairs) == 1 else (exact(), exact())
-        asked._compared[1] = both
+        asked._compared.append(both)
         near_exact(*both)
 
     figures = talk.about(run)
     assert figures["without roundings to fp32"] == 1
     assert pairs == ["with roundings", None]
     assert talk._pair is None
+
+
+@pytest.mark.parametrize(("others", "passes"), [(1e-7, True), (9e-7, False)])
+def test_one_text_is_a_sample_of_a_few_tokens(others: float, passes: bool) -> None:
+    subject = SimpleNamespace(name="Model", accepts=lambda name: False)
+    talk = Talk(cast(Any, SimpleNamespace(record=Record(), subject=subject)), Variant("base", None), "float64")
+    draws: list[int] = []
+
+    def run(asked: Talk) -> None:
+        draws.append(asked._draw)
+        exactly = asked._figures.get("without roundings to fp32") == 1
+        both = (exact(), exact()) if exactly else (off(3e-7, 0), off(9e-7 if not asked._draw else others, 1))
+        asked._compared.append(both)
+        if not asked._draw:
+            near_exact(*both)
+
+    expected = pytest.raises(Mismatch, match="own roundings to fp32 make") if not passes else contextlib.nullcontext()
+    with expected:
+        talk.about(run)
+    assert draws[:2] == [0, 0]
+    assert (1 in draws, talk._draw) == (True, 0)
 
 
 def test_random_state_is_kept_without_a_gpu_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

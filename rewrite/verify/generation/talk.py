@@ -6,7 +6,7 @@ holds afterwards are compared. In fp64; in fp32 where the original does not gene
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -257,7 +257,7 @@ class Talk:
         while errors is not None and not errors.alone and self._draw + 1 < FEW_DRAWS:
             self._draw += 1
             try:
-                errors += self._drawn(run, number)
+                errors += self._drawn(run, number, errors.names)
             except NotRun:
                 continue
         self._draw, self._figures, self._pair = 0, figures, None
@@ -273,8 +273,8 @@ class Talk:
         self._pair = None
         return self._compared[number][0] if number < len(self._compared) else None
 
-    def _drawn(self, run: Callable[[Talk], None], number: int) -> Roundings:
-        """The errors in the comparison of that number, on other prompts.
+    def _drawn(self, run: Callable[[Talk], None], number: int, names: Collection[str]) -> Roundings:
+        """The errors of some outputs in the comparison of that number, on other prompts.
 
         Raises:
             NotRun: there is none with them, or one side says another text.
@@ -284,7 +284,7 @@ class Talk:
         run(self)
         compared = self._compared[number] if number < len(self._compared) else None
         truth = self._unrounded(run, number)
-        errors = roundings(*compared, truth) if compared is not None and truth is not None else None
+        errors = roundings(*compared, truth, names) if compared is not None and truth is not None else None
         if errors is None:
             raise NotRun("other prompts lead to another text")
         return errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,13 @@ def unrounded() -> Iterator[None]:
 class Roundings:
     """Sums of squared relative RMS errors: between two sides in fp64, and of the original by its roundings to fp32."""
 
-    between: float = 0.0
-    own: float = 0.0
+    between: float
+    own: float
+    names: frozenset[str]
+    """Of the outputs that differ."""
 
     def __add__(self, other: Roundings) -> Roundings:
-        return Roundings(self.between + other.between, self.own + other.own)
+        return Roundings(self.between + other.between, self.own + other.own, self.names)
 
     @property
     def alone(self) -> bool:
@@ -50,7 +52,9 @@ class Roundings:
         return f"the original's own roundings to fp32 make {own:.3g}, the two differ by {self.between**0.5:.3g}"
 
 
-def roundings(expected: Observations, found: Observations, truth: Observations) -> Roundings | None:
+def roundings(
+    expected: Observations, found: Observations, truth: Observations, names: Collection[str] | None = None
+) -> Roundings | None:
     """Return the errors of two fp64 runs that sums in fp32 may make; None where they differ by more or in shape.
 
     One tensor of a short text is a sample of a few rows, so the errors of all that differ are taken together.
@@ -59,19 +63,22 @@ def roundings(expected: Observations, found: Observations, truth: Observations) 
         expected: of the original.
         found: of the rewritten model.
         truth: the original's without its roundings to fp32.
+        names: of the outputs that count; by default those that differ by more than fp64 explains.
     """
     if not expected.keys() == found.keys() == truth.keys():
         return None
-    total = Roundings()
+    between, own, counted = 0.0, 0.0, []
     for name, tensor in expected.items():
         if not tensor.shape == found[name].shape == truth[name].shape:
             return None
         error = measure(name, tensor, found[name])
         if error.relative_max > bound("fp32 max"):
             return None
-        if error.relative_rms > bound("fp64 rms"):
-            total += Roundings(error.relative_rms**2, measure(name, truth[name], tensor).relative_rms ** 2)
-    return total
+        if error.relative_rms > bound("fp64 rms") if names is None else name in names:
+            between += error.relative_rms**2
+            own += measure(name, truth[name], tensor).relative_rms ** 2
+            counted.append(name)
+    return Roundings(between, own, frozenset(counted))
 
 
 def only_rounds(expected: Observations, found: Observations, truth: Observations) -> bool:
