@@ -1,6 +1,6 @@
 """Packages that are right, verified with many seeds: every check that fails is a false alarm.
 
-    python bench/false_alarms.py [MODEL ...] [--seeds 20] [--quick] [--device cpu]
+    python bench/false_alarms.py [MODEL ...] [--seeds 20] [--quick] [--checks CHECK ...] [--device cpu]
                                  [--jobs 2] [--limit-seconds S] [--rows DIR]
 
 Each verification is whole (all its gates but latency, whatever fails before), but for what no seed changes: the
@@ -46,7 +46,7 @@ def trials(options: argparse.Namespace, folder: Path) -> list[Trial]:
     for seed in range(options.seeds):
         how = Options(
             device=options.device, seed=seed, quick=options.quick, keep_going=True, clean_process=False, reach=False,
-            gates=("structure", "parity", "generation"),
+            gates=("structure", "parity", "generation"), checks=tuple(options.checks),
         )  # fmt: skip
         for model, package in made.items():
             about = {"model": model, "seed": seed}
@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--checks", nargs="+", metavar="CHECK", default=[], help="no others: those that are new, say")
     options = arguments_of(parser)
     deadline = time.monotonic() + options.limit_seconds
     with tempfile.TemporaryDirectory() as temporary:
