@@ -14,7 +14,6 @@ from rewrite.package import targets
 
 FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
-    "drafts": ("DRAFTS", "the decode loop of calls with `prompt_lookup_num_tokens` or `assistant_model`"),
     "formats": ("FORMATS", "the kernels for checkpoints in FP8 with a scale for each block"),
 }
 """What `--without` may name: the name in `core/target`, and what the package then does not have."""

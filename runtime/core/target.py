@@ -9,8 +9,6 @@ ROCM: bool = True
 """Whether what only AMD's GPUs take came along: aiter, and settings of ROCm's libraries."""
 RANKS: bool = True
 """Whether models whose tensors are dealt to several ranks have the decode loop."""
-DRAFTS: bool = True
-"""Whether tokens that are drafted can be checked in a graph."""
 FORMATS: bool = True
 """Whether weights with a scale for each block of them have kernels."""
 LAYER_NORM: bool = True

@@ -15,7 +15,7 @@ import copy
 import functools
 import sys
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -29,14 +29,14 @@ from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..core.local import is_local
-from ..core.target import DRAFTS, RANKS
+from ..core.target import RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
-from .graph_store import Refusal, store_of
+from .graph_store import GraphStore, Refusal, store_of
 from .lookup import look_up
 from .plan import Plan, planned
 from .policy import GraphPolicy
@@ -119,15 +119,22 @@ class GraphGeneration(GenerationMixin):
 
     def _assisted_decoding(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Check tokens that were looked up in the text, or that another model with this loop drafts."""
-        reason: str | None = "drafted"
-        if DRAFTS and not arguments:
-            generated, reason = _drafted(self, input_ids, keywords)
+        drafts: Lookup | str = "drafted"
+        if not arguments:
+            call = Call.of_keywords(input_ids, keywords)
+            assistant = keywords.get("assistant_model")
+            known = isinstance(assistant, GraphGeneration) and keywords.get("assistant_tokenizer") is None
+            helps = known and assists(assistant, self, self._step_without_graph)
+            drafts = lookup_of(self, call, assistant if helps else None)
+        if isinstance(drafts, Lookup):
+            generated, reason = self._generated(call, drafts, None if drafts.ngram else assistant)
             if reason is None:
                 return generated
-        backend.count_fallback("generate", str(reason), self)
+            drafts = reason
+        backend.count_fallback("generate", drafts, self)
         return super()._assisted_decoding(input_ids, *arguments, **keywords)
 
-    def _generated(self, call: Call, lookup: Any = None, assistant: Any = None) -> tuple[Any, str | None]:
+    def _generated(self, call: Call, lookup: Lookup | None = None, assistant: Any = None) -> tuple[Any, str | None]:
         """Return what the graph's loop generates and None, or None and why transformers' own has to run."""
         with self._own_tensors() as ranks:
             reason = unfit(self, call, self._step_without_graph, ranks)
@@ -140,9 +147,11 @@ class GraphGeneration(GenerationMixin):
                 if not ours:
                     return None, "reentrant"
                 try:
-                    if DRAFTS and lookup is not None:
-                        return _DraftedGeneration(self, call, plan, lookup).run_with(assistant)
-                    return _Generation(self, call, plan).run(), None
+                    generation = _Generation(self, call, store_of(self), plan, lookup)
+                    if assistant is None:
+                        return generation.run(), None
+                    with store_of(assistant).claimed(assistant) as theirs:
+                        return (generation.run(assistant), None) if theirs else (None, "reentrant")
                 except Unfit as unfitting:
                     return None, unfitting.reason
 
@@ -153,37 +162,23 @@ class GraphGeneration(GenerationMixin):
         return contextlib.nullcontext()
 
 
-def _drafted(model: Any, input_ids: Tensor, keywords: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """Return what a call that drafts generates and None, or None and why transformers' own loop has to run."""
-    call = Call.of_keywords(input_ids, keywords)
-    assistant = keywords.get("assistant_model")
-    known = isinstance(assistant, GraphGeneration) and keywords.get("assistant_tokenizer") is None
-    helps = known and assists(assistant, model, model._step_without_graph)
-    drafts = lookup_of(model, call, assistant if helps else None)
-    if not isinstance(drafts, Lookup):
-        return None, drafts
-    return model._generated(call, drafts, None if drafts.ngram else assistant)
-
-
 class _Generation:
     """One call that takes the graph's loop."""
 
-    room = 0
-    """Slots of the cache that a step needs besides those of the tokens that are kept."""
-
-    def __init__(self, model: Any, call: Call, plan: Plan):
-        self.model, self.call, self.store, self.plan = model, call, store_of(model), plan
+    def __init__(self, model: Any, call: Call, store: GraphStore, plan: Plan, lookup: Lookup | None = None):
+        self.model, self.call, self.store, self.plan, self.lookup = model, call, store, plan, lookup
         self.batch_size, self.prompt_length = call.input_ids.shape
         self.device = call.input_ids.device
         self.captures = model.device.type == "cuda" and not model._step_without_graph
         self.dynamic = call.cache
         self.watches = has_own_inputs(model, call)
+        self.assistant: Assistant | None = None
         self.sampling = self._sampling()
         self.kept_logits: list[Tensor] = []
         self.kept_scores: list[Tensor] = []
 
-    def run(self) -> Any:
-        """Generate.
+    def run(self, assistant: Any = None) -> Any:
+        """Generate; with drafts of an assistant whose graphs the caller holds.
 
         Raises:
             Unfit: before anything was generated, if it turns out that the graph's loop cannot take the call.
@@ -196,7 +191,10 @@ class _Generation:
             logits = self._prefill(graph)
             graph.prove(logits.argmax(-1), self.sampling)
             program = self._program(graph)
-            self._prepare(graph, logits)
+            if self.lookup is not None:
+                self._prepare_window(graph, logits.argmax(-1))
+            if assistant is not None:
+                self._assist(graph, assistant)
         except StepDiffers as error:
             raise self._refuse(graph, "step_differs", error=error) from error
         except StepFails as error:
@@ -223,14 +221,19 @@ class _Generation:
         if call.ends:
             eos = torch.cat([ids.to(self.device) for ids in call.ends]).clone()
             pad = call.config._pad_token_tensor.to(self.device).view(1).clone()
-        return Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
+        sampling = Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
+        if self.lookup is not None:
+            if sampling.reads_ids:
+                raise Unfit("drafts_for_processor")
+            sampling.lookup = self.lookup
+        return sampling
 
     def _graph(self) -> DecodeGraph:
         """Return a graph with a cache that holds what the call continues."""
         for key in (None, self.sampling.key):
             if key in self.store.refused:
                 raise Unfit(self.store.refused[key].reason)
-        room = min(self.call.steps - 1, FIRST_ROOM) + self.room
+        room = min(self.call.steps - 1, FIRST_ROOM) + (0 if self.lookup is None else width_of(self.sampling))
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:
             graph = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
@@ -305,9 +308,6 @@ class _Generation:
             return mask.long().sum(-1, keepdim=True)
         return torch.full((1, 1), graph.cache.length, device=self.device)
 
-    def _prepare(self, graph: DecodeGraph, logits: Tensor) -> None:
-        """Make what is needed besides the step of one token, while there is a way back."""
-
     def _program(self, graph: DecodeGraph) -> Program:
         try:
             return graph.program(self.sampling)
@@ -315,6 +315,37 @@ class _Generation:
             # Was it the model, or what follows it? Without processors it may yet be captured.
             key = self.sampling.key if self.sampling.forms else None
             raise self._refuse(graph, "step_not_capturable", key, error) from error
+
+    def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
+        """Try and capture the step of several tokens, where there is room for one behind the prompt."""
+        width = width_of(self.sampling)
+        if not fits(graph, width, self._positions()):
+            return
+        several = token[:, None] + torch.arange(width, device=self.device)
+        try:
+            graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
+            graph.program(self.sampling, Window)
+        except StepDiffers as error:
+            raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
+        except (StepFails, CaptureFailed) as error:
+            raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
+
+    def _assist(self, graph: DecodeGraph, model: Any) -> None:
+        """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
+        assert self.lookup is not None
+        room = graph.cache.capacity - self.prompt_length
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if graph.cache.length != self.prompt_length or (positions is not None and positions < graph.cache.capacity):
+            raise Unfit("drafted")
+        ids, mask = self.call.input_ids, self.call.mask
+        self.assistant = Assistant(
+            model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
+        )
+
+    def _positions(self) -> int | None:
+        """Return how many positions the model has, as far as its configuration says."""
+        found: int | None = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return found
 
     def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
@@ -355,6 +386,14 @@ class _Generation:
 
     def _decode(self, graph: DecodeGraph, program: Program, reader: Reader, start: int) -> DecodeGraph:
         """Replay until the reader has seen the end; return the graph that holds it."""
+        if self.lookup is not None:
+            if self.lookup.ngram:
+                look_up(graph.state, self.lookup, self.sampling.eos)
+            loop = DraftedLoop(
+                self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
+                self.assistant,
+            )  # fmt: skip
+            return loop.run(graph, program)
         steps = self.call.steps
         random = _Randomness(self.device) if self.sampling.sample else None
         marks = [random.mark()] if random else []
@@ -446,77 +485,6 @@ class _Generation:
                 self.kept_logits.append(logits.clone())
             if self.call.config.output_scores:
                 self.kept_scores.append(scores.clone())
-
-
-class _DraftedGeneration(_Generation):
-    """One whose tokens are drafted, and checked several at a time."""
-
-    def __init__(self, model: Any, call: Call, plan: Plan, lookup: Lookup):
-        self.lookup = lookup
-        self.assisting: Any = None
-        """The model that drafts, whose graphs are this call's."""
-        self.assistant: Assistant | None = None
-        super().__init__(model, call, plan)
-        self.room = width_of(self.sampling)
-
-    def run_with(self, assistant: Any) -> tuple[Any, str | None]:
-        """Generate with drafts of a model, or of the text if there is none; or return None and why not."""
-        if assistant is None:
-            return self.run(), None
-        with store_of(assistant).claimed(assistant) as theirs:
-            self.assisting = assistant
-            return (self.run(), None) if theirs else (None, "reentrant")
-
-    def _sampling(self) -> Sampling:
-        sampling = super()._sampling()
-        if sampling.reads_ids:
-            raise Unfit("drafts_for_processor")
-        sampling.lookup = self.lookup
-        return sampling
-
-    def _prepare(self, graph: DecodeGraph, logits: Tensor) -> None:
-        self._prepare_window(graph, logits.argmax(-1))
-        if self.assisting is not None:
-            self._assist(graph, self.assisting)
-
-    def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
-        """Try and capture the step of several tokens, where there is room for one behind the prompt."""
-        width = width_of(self.sampling)
-        if not fits(graph, width, self._positions()):
-            return
-        several = token[:, None] + torch.arange(width, device=self.device)
-        try:
-            graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
-            graph.program(self.sampling, Window)
-        except StepDiffers as error:
-            raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
-        except (StepFails, CaptureFailed) as error:
-            raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
-
-    def _assist(self, graph: DecodeGraph, model: Any) -> None:
-        """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
-        room = graph.cache.capacity - self.prompt_length
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if graph.cache.length != self.prompt_length or (positions is not None and positions < graph.cache.capacity):
-            raise Unfit("drafted")
-        ids, mask = self.call.input_ids, self.call.mask
-        self.assistant = Assistant(
-            model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
-        )
-
-    def _positions(self) -> int | None:
-        """Return how many positions the model has, as far as its configuration says."""
-        found: int | None = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return found
-
-    def _decode(self, graph: DecodeGraph, program: Program, reader: Reader, start: int) -> DecodeGraph:
-        if self.lookup.ngram:
-            look_up(graph.state, self.lookup, self.sampling.eos)
-        loop = DraftedLoop(
-            self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
-            self.assistant,
-        )  # fmt: skip
-        return loop.run(graph, program)
 
 
 class _Randomness:
