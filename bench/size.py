@@ -86,7 +86,7 @@ TOGETHER = {
         "capture_forward",
         "static_cache",
         "decode_layers",
-    ): "captured graphs, and kernels of a decode step; kernels stay",
+    ): "captured graphs, kernels of a decode step; others stay",
 }
 
 
