@@ -14,7 +14,7 @@ from rewrite.package import targets
 
 FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
-    "formats": ("FORMATS", "the kernels for checkpoints in FP8 with a scale for each block"),
+    "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
 }
 """What `--without` may name: the name in `core/target`, and what the package then does not have."""
 
