@@ -14,8 +14,9 @@ import pytest
 from rewrite.operators import offers
 from rewrite.package import bundle, parts, runtime_files
 from rewrite.package.closure import Closure, closure
+from rewrite.package.features import FEATURES, FORMS, forms_of, left_out
 from rewrite.package.parts import NotFollowed, Own
-from rewrite.package.targets import TARGETS, left_out
+from rewrite.package.targets import TARGETS
 from rewrite.sync.edits import problems_of
 
 
@@ -33,7 +34,7 @@ def some_uses() -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_whole_runtime_becomes_one_file_a_room(target: str) -> None:
     """A name that would mean something else in its room is `NotFollowed`."""
-    taken = closure(parts.final_names(), left_out(target))
+    taken = closure(parts.final_names(), left_out(target, FORMS, ()))
     assert undefined(taken) == {}
     assert ("aiter" in runtime_files.closure_of(["norms.rms_norm"], target).rooms) == (target == "rocm")
 
@@ -41,6 +42,64 @@ def test_the_whole_runtime_becomes_one_file_a_room(target: str) -> None:
 @pytest.mark.parametrize("use", some_uses())
 def test_nothing_is_missing_from_a_part_of_it(use: str) -> None:
     assert undefined(runtime_files.closure_of([use], "cuda")) == {}
+
+
+@pytest.mark.parametrize("without", [*((name,) for name in FEATURES), tuple(FEATURES)])
+@pytest.mark.parametrize("use", some_uses())
+def test_nothing_is_missing_from_a_part_that_leaves_features_out(use: str, without: tuple[str, ...]) -> None:
+    assert undefined(runtime_files.closure_of([use], "cuda", without)) == {}
+
+
+def of_llama(forms: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> tuple[set[str], set[str]]:
+    """Return the rooms, and the names, of what decodes with an RMSNorm."""
+    uses = ("decode.GraphGeneration", "norms.add_norm", "products.gated_linear", "attention.qkv_step", *forms)
+    taken = runtime_files.closure_of(uses, "cuda", without)
+    return set(taken.rooms), {own.name for own in taken.definitions}
+
+
+def test_what_no_module_can_be_is_not_there() -> None:
+    kernels = {"layer_norm_kernel", "add_layer_norm", "IndexedLayer"}
+    assert not of_llama()[1] & kernels
+    assert of_llama(tuple(FORMS))[1] >= kernels
+    assert of_llama(("norms.add_layer_norm",))[1] & kernels == {"layer_norm_kernel", "add_layer_norm"}
+
+
+def test_what_is_left_out_leaves_nothing_behind() -> None:
+    rooms, names = of_llama()
+    assert "parallel" in rooms
+    assert {"BlockLinear", "block_linear_kernel", "RANKS", "FORMATS"} <= names
+    rooms, names = of_llama(without=("ranks",))
+    assert "parallel" not in rooms
+    assert names & {"BlockLinear", "RANKS"} == {"BlockLinear"}
+    rooms, names = of_llama(without=("formats",))
+    assert "parallel" in rooms
+    assert not names & {"BlockLinear", "block_linear_kernel", "FORMATS"}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("class TinyRMSNorm:\n    'As LayerNorm.'\n    def f(self): return self.input_layernorm", []),
+        ("from torch import nn\nnorm = nn.LayerNorm(8)", ["norms.add_layer_norm"]),
+        ("from torch.nn import LayerNorm as Norm", ["norms.add_layer_norm"]),
+        ("import torch.nn.functional as F\ndef f(x): return F.layer_norm(x, (8,))", ["norms.add_layer_norm"]),
+        ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
+        ("from transformers import AutoModel\ninner = AutoModel.from_config", [*FORMS]),
+        ("from transformers.models.llama.modeling_llama import LlamaMLP", [*FORMS]),
+        ("from transformers.models.llama.configuration_llama import LlamaConfig", []),
+        ("from .neighbour import Norm", [*FORMS]),
+        ("from . import neighbour", [*FORMS]),
+        ("from .runtime.norms import rms_norm\nfrom .configuration_tiny import TinyConfig", []),
+    ],
+)
+def test_forms_are_told_by_what_a_file_names(text: str, found: list[str]) -> None:
+    assert forms_of(text) == found
+
+
+def test_every_switch_of_the_runtime_is_decided() -> None:
+    decided = {"ROCM"} | {name for name, *_ in (*FEATURES.values(), *FORMS.values())}
+    assert set(parts.SWITCHES) == decided
+    assert {name for part in parts.file(parts.SWITCHES_FILE).parts for name in part.names} == decided
 
 
 def test_a_definition_that_is_missing_is_noticed() -> None:
@@ -84,6 +143,29 @@ def test_what_a_function_hides_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     )
     found = reader(monkeypatch, text)
     assert [[use.written for use in part.uses] for part in found.parts] == [[], [], [], ["g", "h"]]
+
+
+def test_a_branch_that_is_left_out_hands_over_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "def f(x):",
+        "    if ROCM and g(x):",
+        "        return 1",
+        "    elif x:",
+        "        return 2",
+        "    elif ROCM:",
+        "        return h(x)",
+        "    if ROCM:",
+        "        return 3",
+        "    else:",
+        "        return 4",
+    ]
+    found = reader(monkeypatch, "def g(x): ...\ndef h(x): ...\n" + "\n".join(lines) + "\n")
+    part = found.parts[2]
+    assert [use.written for use in part.uses if use.switch != "ROCM"] == []
+    monkeypatch.setattr(parts, "file", lambda name: found)
+    monkeypatch.setattr(parts, "final_names", lambda: {Own(part.file, name): name for name in "fgh"})
+    assert bundle._text(part, frozenset()) == lines
+    assert bundle._text(part, frozenset({"ROCM"})) == [lines[0], "    if x:", lines[4], *lines[7:]]
 
 
 def test_what_cannot_be_followed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

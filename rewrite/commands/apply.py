@@ -25,6 +25,7 @@ from rewrite.commands.options import (
     transformers_option,
     verification_options,
 )
+from rewrite.package.features import FEATURES
 from rewrite.package.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Job:
     skip: tuple[str, ...]
     also: tuple[str, ...]
     target: str | None
+    without: tuple[str, ...]
     verify: bool
     dry_run: bool
     diff_style: str
@@ -98,6 +100,12 @@ class Job:
     "--target",
     type=click.Choice(TARGETS),
     help="GPUs that the runtime is for: rocm adds AMD's aiter and settings to what cuda has. Default: this machine's.",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(tuple(FEATURES)),
+    help="Leave this out of the runtime, for a smaller one; repeatable. docs/size.md says what goes.",
 )
 @runtime_option
 @click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
@@ -227,7 +235,9 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
         report.write(job.json_path, "apply", report.of_build(built))
         return 0
-    options = Options(job.only, job.skip, job.also, job.target or of_machine(), _runtime(job, place))
+    options = Options(
+        job.only, job.skip, job.also, job.target or of_machine(), _runtime(job, place), tuple(sorted({*job.without}))
+    )
     package = assemble(built, transforms, options, place.folder)
     output.check_shared(place.shown, package)
     delivery = Delivery(

@@ -18,7 +18,7 @@ from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import kept, runtime_files, shared, syntax
+from rewrite.package import features, kept, runtime_files, shared, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
 from rewrite.package.shared import Shared
 from rewrite.runtime.origin import definitions, fingerprints
@@ -134,13 +134,14 @@ def assemble(
         origin = replace(origin, target=previous.source.target)
     name = modeling_name(build.source) if previous is None else previous.modeling.removesuffix(".py")
     text, original = build.rewritten.text.encode("utf-8"), build.source.path.read_bytes()
-    closure = runtime_files.closure_of(build.rewritten.runtime, options.target)
+    uses = (*build.rewritten.runtime, *features.forms_of(build.rewritten.text))
+    closure = runtime_files.closure_of(uses, options.target, options.without)
     runtime = runtime_files.files(closure)
     upstream = _upstream(build, runtime).encode("utf-8")
     together: Shared | None = None
     rooms: dict[str, bytes] = {}
     if options.runtime is not None:
-        together = shared.for_package(folder, options.runtime, build.rewritten.runtime, options.target)
+        together = shared.for_package(folder, options.runtime, uses, options.target, options.without)
         rooms = {f"{runtime_files.FOLDER}{name}": d for name, d in together.rooms.items() if name != INIT}
         runtime = {RUNTIME_INIT: runtime_files.init(closure.rooms, options.runtime).encode("utf-8")}
     init = _init(build, name, folder).encode("utf-8")

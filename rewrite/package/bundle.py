@@ -146,7 +146,12 @@ def _text(part: Part, without: frozenset[str]) -> list[str]:
         lines = [_in_global(line, {name: names[Own(part.file, name)] for name in assigned}) for line in lines]
     if part.file == parts.SWITCHES_FILE and without.intersection(part.names):
         lines[0] = lines[0].replace("= True", "= False")
-    left_out = {number for first, last, name in part.switched if name in without for number in range(first, last + 1)}
+    gone = [(first, last) for first, last, name in part.switched if name in without]
+    left_out = {number for first, last in gone for number in range(first, last + 1)}
+    for first, last in gone:
+        if last < part.last and lines[first - part.first].lstrip().startswith("if "):
+            following = lines[last + 1 - part.first]
+            lines[last + 1 - part.first] = re.sub(r"^( *)elif ", r"\1if ", following)
     return [line for number, line in enumerate(lines, part.first) if number not in left_out]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.engine.layout import formatter
 from rewrite.errors import NotAPackage
-from rewrite.package import lock_text, syntax, targets
+from rewrite.package import features, lock_text, syntax, targets
 from rewrite.package.lock_text import sha256
 from rewrite.transform import SkippedSite, Transform, TransformReport
 from rewrite.upstream.source import LOCK_NAME
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 SCHEMA = 2
 ENGINE = (
     "analysis", "engine", "operators.py", "package/assemble.py", "package/bundle.py", "package/closure.py",
-    "package/parts.py", "package/runtime_files.py", "package/shared.py", "package/targets.py", "runtime",
-    "transform.py",
+    "package/features.py", "package/parts.py", "package/runtime_files.py", "package/shared.py", "package/targets.py",
+    "runtime", "transform.py",
 )  # fmt: skip
 """What decides the generated files besides the transforms, in `rewrite/`."""
 
@@ -58,6 +58,8 @@ class Options:
     """GPUs that the runtime is for. Packages of versions that had no choice have what ROCm's take, and keep it."""
     runtime: str | None = None
     """The way from the package to the runtime that it shares with others (`shared.py`); None if it has its own."""
+    without: tuple[str, ...] = ()
+    """What the runtime does not have, keys of `features.FEATURES`, sorted."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,9 @@ def _sources(place: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _options(options: Options) -> dict[str, Any]:
-    """As in locks of versions that knew no `also` and no `runtime`, where nothing was requested."""
-    return {name: value for name, value in asdict(options).items() if name not in ("also", "runtime") or value}
+    """As in locks of versions that knew no `also`, `runtime` and `without`, where nothing was requested."""
+    later = ("also", "runtime", "without")
+    return {name: value for name, value in asdict(options).items() if name not in later or value}
 
 
 def _report(report: TransformReport) -> dict[str, Any]:
@@ -202,6 +205,7 @@ def _parse(data: lock_text.Table) -> Lock:
             options.texts("also") if "also" in options.names() else (),
             _target(options),
             _runtime(options),
+            without(options),
         ),
         rules=data.table("rules").all_text(),
         transforms=tuple(_parse_report(name, data.table("transforms")) for name in data.table("transforms").names()),
@@ -220,6 +224,19 @@ def _target(options: lock_text.Table) -> str:
     if target not in targets.TARGETS:
         raise lock_text.Malformed(f"has the target '{target}', which this version does not know: update hf-rewrite")
     return target
+
+
+def without(options: lock_text.Table) -> tuple[str, ...]:
+    """Return what a package leaves out of its runtime.
+
+    Raises:
+        Malformed: if that is nothing that this version can leave out.
+    """
+    found = options.texts("without") if "without" in options.names() else ()
+    for name in found:
+        if name not in features.FEATURES:
+            raise lock_text.Malformed(f"leaves '{name}' out, which this version does not know: update hf-rewrite")
+    return found
 
 
 def _runtime(options: lock_text.Table) -> str | None:

@@ -22,8 +22,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS_INSIDE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-SWITCHES = ("ROCM",)
-"""The names of `core/target`: what stands under `if ROCM` or `if ROCM and …` is for packages that have it."""
+SWITCHES = ("ROCM", "RANKS", "FORMATS", "LAYER_NORM", "INDEXER")
+"""The names of `core/target`: what stands under `if ROCM` or `if ROCM and …` is for packages that have it. An `elif`
+may follow, which is the `if` where the first goes; an `else` may not."""
 SWITCHES_FILE = "core/target"
 
 
@@ -282,7 +283,8 @@ class _Reader:
         if kind is ast.Constant:
             return
         if isinstance(node, ast.If) and (switch := _switch(node)):
-            self.switched.append((node.lineno, node.end_lineno or node.lineno, switch))
+            last = node.orelse[0].lineno - 1 if node.orelse else node.end_lineno
+            self.switched.append((node.lineno, last or node.lineno, switch))
         if kind is ast.JoinedStr:
             quoted = quoted or node
         read = node.value if isinstance(node, ast.Attribute) else node
@@ -390,7 +392,14 @@ def _switch(node: ast.If) -> str:
     """Return the name of `core/target` that an `if` asks for first, "" where it does not."""
     test = node.test
     first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else test
-    return first.id if isinstance(first, ast.Name) and first.id in SWITCHES and not node.orelse else ""
+    followed = node.orelse and not _is_elif(node)
+    return first.id if isinstance(first, ast.Name) and first.id in SWITCHES and not followed else ""
+
+
+def _is_elif(node: ast.If) -> bool:
+    """Return whether `elif` follows: an `if` below `else` is indented."""
+    other = node.orelse[0]
+    return isinstance(other, ast.If) and other.col_offset == node.col_offset
 
 
 def _longer(part: Part, statement: ast.stmt) -> Part:

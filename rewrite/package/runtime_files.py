@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import cache
 
 from rewrite.analysis.syntax.nodes import LINE_LENGTH
@@ -17,8 +17,9 @@ from rewrite.errors import UnknownOperator
 from rewrite.operators import offered, own_text, without_declarations
 from rewrite.package import bundle
 from rewrite.package.closure import Closure, closure
+from rewrite.package.features import FORMS, left_out
 from rewrite.package.parts import Own
-from rewrite.package.targets import ROCM, left_out
+from rewrite.package.targets import ROCM
 
 FOLDER = "runtime/"
 _ROOM = re.compile(r"runtime\.(\w+)")
@@ -74,8 +75,13 @@ __all__ = [{exported}]
 """A room that lies in the folder itself, as in a copy of the package, goes before a shared one."""
 
 
-def closure_of(uses: Iterable[str], target: str) -> Closure:
+def closure_of(uses: Collection[str], target: str, without: Collection[str] = ()) -> Closure:
     """Return what a package for a target needs whose modeling file imports `uses` (as `Found.uses`).
+
+    Args:
+        uses: with what `features.forms_of` finds in the file.
+        target: GPUs that it is for.
+        without: what the user leaves out, keys of `FEATURES`.
 
     Raises:
         UnknownOperator: if the runtime offers no such thing.
@@ -84,7 +90,7 @@ def closure_of(uses: Iterable[str], target: str) -> Closure:
     roots += [Own(file, name) for file, names in _ALWAYS.items() for name in names]
     if target == ROCM:
         roots += [Own("rocm/settings", name) for name in ("configure", "tunable_op")]
-    return closure(roots, left_out(target))
+    return closure(roots, left_out(target, uses, without))
 
 
 def files(taken: Closure) -> dict[str, bytes]:
@@ -100,6 +106,8 @@ def own_of(use: str) -> Own:
     Raises:
         UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
     """
+    if use in FORMS:
+        return Own(FORMS[use][2], use.partition(".")[2])
     room, _, function = use.partition(".")
     try:
         return Own(f"{room}/{offered(room)[function]}", function)
@@ -110,7 +118,7 @@ def own_of(use: str) -> Own:
 def is_offered(use: str) -> bool:
     """Return whether the runtime offers what a modeling file imports as `norms.rms_norm`."""
     room, _, function = use.partition(".")
-    return function in offered(room)
+    return use in FORMS or function in offered(room)
 
 
 def uses_of(text: str) -> list[str]:

@@ -19,6 +19,7 @@ import rewrite
 from rewrite.errors import NotAPackage, SharedRuntimeNotUsable
 from rewrite.package import find, lock_text, runtime_files, syntax, targets
 from rewrite.package.lock import Lock, engine_digest, read_lock, sha256
+from rewrite.package.lock import without as parsed_without
 from rewrite.upstream import source
 
 LOCK_NAME = "runtime.lock"
@@ -38,6 +39,8 @@ class User:
     uses: tuple[str, ...]
     """What its modeling file imports, as `norms.rms_norm`."""
     target: str
+    without: tuple[str, ...] = ()
+    """What it does not need, keys of `features.FEATURES`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class SharedLock:
         data = {
             "schema": SCHEMA,
             "tool": {"name": "hf-rewrite", "version": self.tool, "engine": self.engine},
-            "users": {name: asdict(user) for name, user in self.users.items()},
+            "users": {way: _user(user) for way, user in self.users.items()},
             "files": dict(self.files),
             "syntax": dict(self.syntax),
         }
@@ -138,7 +141,7 @@ def read(folder: Path) -> SharedLock:
         raise SharedRuntimeNotUsable(shown(folder), f"its {LOCK_NAME} {error}") from error
 
 
-def for_package(package: Path, way: str, uses: Sequence[str], target: str) -> Shared:
+def for_package(package: Path, way: str, uses: Sequence[str], target: str, without: tuple[str, ...] = ()) -> Shared:
     """Return the runtime that a package shares, with what this package needs.
 
     Raises:
@@ -149,7 +152,7 @@ def for_package(package: Path, way: str, uses: Sequence[str], target: str) -> Sh
     before = _before(package, folder)
     users = _still(folder, before.users if before is not None else {}, package)
     own = Path(os.path.relpath(package, folder)).as_posix()
-    return _made(folder, {**users, own: User(tuple(sorted(uses)), target)}, before, package)
+    return _made(folder, {**users, own: User(tuple(sorted(uses)), target, without)}, before, package)
 
 
 def left(folder: Path) -> Shared | None:
@@ -209,10 +212,10 @@ def state(package: Path, lock: Lock) -> str | None:
 
 
 def is_user(package: Path, lock: Lock, there: SharedLock) -> bool:
-    """Return whether the lock of a shared runtime lists a package, for the same GPUs."""
+    """Return whether the lock of a shared runtime lists a package, for the same GPUs and features."""
     folder = of(package, lock)
     user = user_of(package, folder, there) if folder is not None else None
-    return user is not None and user.target == lock.options.target
+    return user is not None and (user.target, user.without) == (lock.options.target, lock.options.without)
 
 
 def user_of(package: Path, folder: Path, there: SharedLock) -> User | None:
@@ -274,7 +277,8 @@ def _made(folder: Path, users: Mapping[str, User], before: SharedLock | None, pa
     # what another package used and this version has no longer, it uses no longer when it is made anew in the same run
     own = {use for way, user in users.items() if place_of(folder, way) == package for use in user.uses}
     uses = sorted(own | {use for user in users.values() for use in user.uses if runtime_files.is_offered(use)})
-    made = runtime_files.files(runtime_files.closure_of(uses, target))
+    without = frozenset.intersection(*(frozenset(user.without) for user in users.values())) if users else ()
+    made = runtime_files.files(runtime_files.closure_of(uses, target, without))
     files = {path.removeprefix(runtime_files.FOLDER): data for path, data in made.items()}
     files[INIT] = _DOCSTRING.encode("utf-8")
     lock = SharedLock(
@@ -304,11 +308,20 @@ def _parsed(data: lock_text.Table) -> SharedLock:
     return SharedLock(
         tool=tool.text("version"),
         engine=tool.text("engine"),
-        users={way: User(users.table(way).texts("uses"), users.table(way).text("target")) for way in users.names()},
+        users={way: _parsed_user(users.table(way)) for way in users.names()},
         files=files.all_text(),
         syntax=data.table("syntax").all_text(),
         intact=data.optional("digest") == lock_text.digest(data.without("digest")),
     )
+
+
+def _user(user: User) -> dict[str, object]:
+    """As in locks of versions that knew no `without`, where nothing is left out."""
+    return {name: value for name, value in asdict(user).items() if name != "without" or value}
+
+
+def _parsed_user(table: lock_text.Table) -> User:
+    return User(table.texts("uses"), table.text("target"), parsed_without(table))
 
 
 def shown(folder: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownOperator, UnknownTransform
-from rewrite.package import kept, original, runtime_files, shared
+from rewrite.package import features, kept, original, runtime_files, shared
 from rewrite.package.assemble import RUNTIME_INIT, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.syntax import unchanged, unix_newlines
@@ -128,8 +128,9 @@ def own_runtime(folder: Path, lock: Lock) -> dict[str, bytes]:
     generated = kept.text(folder, lock.modeling)
     if not found and generated is not None and kept.is_as_generated(folder, lock, lock.modeling):
         with contextlib.suppress(UnknownOperator):  # of another version
-            uses = runtime_files.uses_of(generated.decode("utf-8"))
-            closure = runtime_files.closure_of(uses, lock.options.target)
+            text = generated.decode("utf-8")
+            uses = [*runtime_files.uses_of(text), *features.forms_of(text)]
+            closure = runtime_files.closure_of(uses, lock.options.target, lock.options.without)
             made = runtime_files.files(closure)
             if lock.options.runtime is not None:
                 made[RUNTIME_INIT] = runtime_files.init(closure.rooms, lock.options.runtime).encode("utf-8")

@@ -64,7 +64,8 @@ def _undo_shared(folder: Path, lock: Lock) -> list[str]:
         return []
     user = shared.user_of(folder, place, there)
     uses = user.uses if user is not None else ()
-    made = shared.for_package(folder, lock.options.runtime or "", uses, lock.options.target)
+    options = lock.options
+    made = shared.for_package(folder, options.runtime or "", uses, options.target, options.without)
     if dict(made.lock.files) != dict(there.files):
         raise NotRestorable(folder, [f"{FOLDER}{name}" for name in edited])
     for name in (name for name in edited if (place / name).is_file()):

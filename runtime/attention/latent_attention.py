@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.rows import KERNEL_DTYPES
+from ..core.target import FORMATS
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
 from ..products.blocks import dequantized
@@ -116,14 +117,14 @@ def latent_attention(
 
 def _reason_against(q: Tensor, up: nn.Module) -> str | None:
     """Return why the module has to be called for what it expands, a key of `packing.REASONS`."""
-    if is_block_linear(up):
+    if FORMATS and is_block_linear(up):
         return "observed" if backend.observed(up) else "gradient" if backend.wants_gradient(q) else None
     return packing.unsafe(q, (up,))
 
 
 def _weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return a projection's weight; one with a scale for each block is dequantised for the call."""
-    if is_block_linear(linear):
+    if FORMATS and is_block_linear(linear):
         return dequantized(blocks_of(linear), dtype)
     weight = linear._parameters["weight"]
     assert weight is not None
@@ -186,7 +187,7 @@ def _projected(
 ) -> tuple[Tensor, Tensor]:
     """Return both projections of the normed hidden states, by one product where their weights can be one."""
     sizes = [first.get_parameter("weight").shape[0], down.get_parameter("weight").shape[0]]
-    if are_blocks((first, down)):
+    if FORMATS and are_blocks((first, down)):
         scaled = block_linear(hidden_states, (first, down), norm)
         if scaled is not None:
             q, compressed = scaled.split(sizes, -1)

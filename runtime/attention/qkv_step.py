@@ -21,6 +21,7 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
+from ..core.target import FORMATS
 from ..core.tiles import Tile
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear
@@ -188,11 +189,12 @@ def qkv_step(
     layer = past_key_values.layers[layer_idx]
     rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
     if _kernels_take(hidden_states, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
-        scaled = block_linear(hidden_states, projections, norm) if are_blocks(projections) else None
-        if scaled is not None:
-            return _norm_rope_cache(
-                scaled, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm
-            )
+        if FORMATS and are_blocks(projections):
+            scaled = block_linear(hidden_states, projections, norm)
+            if scaled is not None:
+                return _norm_rope_cache(
+                    scaled, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm
+                )
         few = takes_few_rows(hidden_states)
         x, prologue = before(hidden_states, norm if few else None)
         if norm is not None and not few:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..core.target import INDEXER
 from . import states
 from .token import write_token
 
@@ -283,7 +284,7 @@ def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
         return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return PreallocatedLayer(cache)
-    if INDEXED is not None and type(layer) is INDEXED:
+    if INDEXER and INDEXED is not None and type(layer) is INDEXED:
         return IndexedLayer(cache)
     return layer if type(layer).__name__ == "DummyLayer" else None
 

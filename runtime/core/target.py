@@ -1,6 +1,17 @@
-"""What a package was made for. One without `--target rocm` has no statements that stand under `if ROCM`."""
+"""What a package was made for. One without `--target rocm` has no statements that stand under `if ROCM`.
+
+So it is with the other names: `rewrite/package/features.py` says which packages have them.
+"""
 
 from __future__ import annotations
 
 ROCM: bool = True
 """Whether what only AMD's GPUs take came along: aiter, and settings of ROCm's libraries."""
+RANKS: bool = True
+"""Whether models whose tensors are dealt to several ranks have the decode loop."""
+FORMATS: bool = True
+"""Whether weights with a scale for each block of them have kernels."""
+LAYER_NORM: bool = True
+"""Whether the modeling file may have LayerNorms."""
+INDEXER: bool = True
+"""Whether its layers may keep an indexer's keys."""

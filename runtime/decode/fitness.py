@@ -21,8 +21,7 @@ from transformers.generation.stopping_criteria import (
 
 from ..cache import names, states
 from ..core import backend
-from ..parallel.forwards import is_local
-from ..parallel.ranks import Ranks
+from ..core.local import is_local
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
 
@@ -237,14 +236,15 @@ def has_own_inputs(model: Any, call: Call) -> bool:
     return own or call.cache_name != names.passed_on() or not set(call.inputs) <= {call.cache_name, *_KNOWN_INPUTS}
 
 
-def unfit(model: Any, call: Call, without_graph: bool, ranks: Ranks | str | None = None) -> str | None:
+def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str | None:
     """Return why `call` cannot take the graph's loop, a key of `REASONS`; None if it can try.
 
     Args:
         model: a model for generation, whose modules hold this rank's tensors if there are several ranks.
         call: its arguments.
         without_graph: whether a CPU will do.
-        ranks: that share the model; why they cannot go on, a key of `REASONS`; None for a model that is not dealt.
+        ranks: the `Ranks` that share the model; why they cannot go on, a key of `REASONS`; None for a model that is
+            not dealt.
     """
     if isinstance(ranks, str):
         return ranks

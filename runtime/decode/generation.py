@@ -16,6 +16,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
-from ..parallel.forwards import is_local
+from ..core.local import is_local
+from ..core.target import RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
@@ -134,7 +136,7 @@ class GraphGeneration(GenerationMixin):
 
     def _generated(self, call: Call, lookup: Lookup | None = None, assistant: Any = None) -> tuple[Any, str | None]:
         """Return what the graph's loop generates and None, or None and why transformers' own has to run."""
-        with contextlib.nullcontext() if torch.is_grad_enabled() else local(self) as ranks:
+        with self._own_tensors() as ranks:
             reason = unfit(self, call, self._step_without_graph, ranks)
             if lookup is not None and ranks is not None:
                 reason = reason or "drafts_for_ranks"
@@ -152,6 +154,12 @@ class GraphGeneration(GenerationMixin):
                         return (generation.run(assistant), None) if theirs else (None, "reentrant")
                 except Unfit as unfitting:
                     return None, unfitting.reason
+
+    def _own_tensors(self) -> AbstractContextManager[Any]:
+        """Let every module hold this rank's tensors in a `with` block, which yields the ranks, as `local` does."""
+        if RANKS and not torch.is_grad_enabled():
+            return local(self)
+        return contextlib.nullcontext()
 
 
 class _Generation:

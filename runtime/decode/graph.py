@@ -33,7 +33,7 @@ from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
-from ..parallel.shards import is_split
+from ..core.local import is_split
 from ..products.step_products import StepProducts
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants

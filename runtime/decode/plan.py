@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..core.target import RANKS
 from ..parallel.ranks import Ranks
 from .fitness import Call, keeps_cache
 
@@ -22,8 +24,8 @@ class Plan:
     """Whether tokens are wanted soon, here or on another rank."""
     keeps_cache: bool
     """Whether the cache is wanted afterwards, here or on another rank."""
-    ranks: Ranks | None = None
-    """Those that share the model; None for a model of one process."""
+    ranks: Any = None
+    """The `Ranks` that share the model; None for a model of one process."""
 
     def watched(self) -> AbstractContextManager[None]:
         """Look for ranks that die."""
@@ -46,7 +48,7 @@ class Plan:
             self.ranks.share_randomness()
 
 
-def planned(call: Call, ranks: Ranks | str | None, reason: str | None) -> Plan:
+def planned(call: Call, ranks: Any, reason: str | None) -> Plan:
     """Return how a call runs, as all ranks agree.
 
     Args:
@@ -58,12 +60,18 @@ def planned(call: Call, ranks: Ranks | str | None, reason: str | None) -> Plan:
         DifferentCalls: if the ranks were given different calls.
     """
     streams, keeps = call.streamer is not None, keeps_cache(call)
-    if not isinstance(ranks, Ranks):
-        return Plan(reason, streams, keeps)
+    if RANKS and isinstance(ranks, Ranks):
+        return _agreed(call, ranks, Plan(reason, streams, keeps))
+    return Plan(reason, streams, keeps)
+
+
+def _agreed(call: Call, ranks: Ranks, own: Plan) -> Plan:
+    """Return what all ranks do where this one has a plan of its own."""
+    reason = own.reason
     values = {
         "fits": reason is None,
-        "streams": streams,
-        "keeps the cache": keeps,
+        "streams": own.streams,
+        "keeps the cache": own.keeps_cache,
         "the batch size": call.input_ids.shape[0],
         "the length of the prompt": call.input_ids.shape[1],
         "the number of tokens": call.steps if reason is None else 0,

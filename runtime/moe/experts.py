@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, chip_of, overlaps
-from ..core.target import ROCM
+from ..core.target import RANKS, ROCM
 from ..parallel.forwards import summed
 from .block_experts import block_experts, block_experts_of
 from .by_aiter import experts_by_aiter
@@ -221,7 +221,7 @@ def fused_experts(
     Returns:
         Shaped as `hidden_states`, in its dtype.
     """
-    if (dealt := summed(experts)) is not None:
+    if RANKS and (dealt := summed(experts)) is not None:
         with dealt.lifted():
             part = fused_experts(hidden_states, experts, top_k_index, top_k_weights, scaling=scaling)
         return dealt.finished(part, residual)

@@ -8,6 +8,7 @@ from torch.compiler import is_compiling
 
 from ..core import backend
 from ..core.launch_bound import is_launch_bound
+from ..core.target import LAYER_NORM
 from .add_layer_norm import add_layer_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -47,7 +48,7 @@ def add_norm(
         backend.count_fallback("add_norm", reason)
         summed = residual + hidden_states
         return norm(summed), summed
-    if type(norm) is nn.LayerNorm:
+    if LAYER_NORM and type(norm) is nn.LayerNorm:
         return add_layer_norm(hidden_states, residual, norm.weight, norm.bias, norm.eps)
     return norm.add_forward(hidden_states, residual)  # type: ignore[operator]
 
@@ -64,7 +65,7 @@ def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Modul
         return "call_replaced"
     if hidden_states.shape != residual.shape:
         return "shapes_differ"
-    if kind is nn.LayerNorm:
+    if LAYER_NORM and kind is nn.LayerNorm:
         if nn.LayerNorm.forward is not _LAYER_NORM:
             return "forward_replaced"
         return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"

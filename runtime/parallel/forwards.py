@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.local import Local
 from .ranks import Ranks
 
 
-class Forward:
+class Forward(Local):
     """Stands in for the `forward` of a module.
 
     Args:
@@ -121,8 +122,3 @@ def summed(module: nn.Module) -> SummedForward | None:
     """Return what a module computes a part of, and who sums it; None for a module of its own."""
     forward = module.__dict__.get("forward")
     return forward if isinstance(forward, SummedForward) else None
-
-
-def is_local(module: nn.Module) -> bool:
-    """Return whether a module's `forward` is one of these."""
-    return isinstance(module.__dict__.get("forward"), Forward)

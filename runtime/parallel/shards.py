@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.local import is_dealt
 from .forwards import Forward, GatheredForward, RowForward, SummedForward, VocabularyForward
 from .ranks import Ranks, ranks_of
 
@@ -43,20 +43,6 @@ class UnevenHeads(ValueError):
 
 class Unknown(Exception):
     """A model is dealt in a way that is not known; the argument is a key of `REASONS`."""
-
-
-def is_dealt(model: nn.Module) -> bool:
-    """Return whether transformers has dealt a model to several ranks."""
-    return bool(getattr(model, "_tp_size", None)) and dist.is_available() and dist.is_initialized()
-
-
-def is_split(model: nn.Module) -> bool:
-    """Return whether parameters of a model are tensors of several ranks, as they are outside of `local`."""
-    if not is_dealt(model):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @contextlib.contextmanager

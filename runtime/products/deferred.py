@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.target import LAYER_NORM
 from ..norms.layer_norm import launch_layer_norm
 from ..norms.rms_norm import launch_rms_norm
 from .linear import launch_product
@@ -90,9 +91,9 @@ class Normed(Deferred):
 
     def compute(self, out: Tensor) -> None:
         """Run the norm's own kernel."""
-        if isinstance(self.prologue, LayerNormPrologue):
+        if LAYER_NORM and isinstance(self.prologue, LayerNormPrologue):
             launch_layer_norm(self.input, self.prologue.weight, self.prologue.bias, self.prologue.eps, out)
-        else:
+        elif isinstance(self.prologue, Prologue):
             launch_rms_norm(self.input, *self.prologue, out)
 
 

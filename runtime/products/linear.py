@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
+from ..core.local import is_local
 from ..core.rows import KERNEL_DTYPES
 from ..core.rows import few_rows as few_rows_of
+from ..core.target import FORMATS, RANKS
 from ..core.tiles import Tile, tile
-from ..parallel.forwards import is_local, summed
+from ..parallel.forwards import summed
 from . import packing
 from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
@@ -282,13 +284,12 @@ def linear(
     Returns:
         `[N, O]`.
     """
-    if is_block_linear(projection):
+    if FORMATS and is_block_linear(projection):
         scaled = block_linear(input, (projection,), norm, residual)
         if scaled is not None:
             return scaled
     elif takes_few_rows(input):
-        parts = summed(projection)
-        if parts is not None and not (parts.splits and norm is not None):
+        if RANKS and (parts := summed(projection)) is not None and not (parts.splits and norm is not None):
             with parts.lifted():
                 part = linear(parts.ranks.part(input) if parts.splits else input, projection, norm=norm)
             return parts.finished(part, residual)
@@ -336,7 +337,7 @@ def gated_linear(
         `[N, O]`.
     """
     kind = activation_kind(activation)
-    if are_blocks(projections):
+    if FORMATS and are_blocks(projections):
         scaled = block_linear(input, projections, norm, kind=kind) if kind is not None else None
         if scaled is not None:
             return scaled

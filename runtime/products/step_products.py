@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core import deferring
+from ..core.target import LAYER_NORM
 from .deferred import POINTS, Deferred, Normed, Pointwise, Product
 from .linear import is_one_row, takes_few_rows, takes_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
@@ -139,7 +140,7 @@ class StepProducts(TorchFunctionMode):
             return self._matmul(*args)
         if func is torch.addmm and len(args) == 3 and not given:
             return self._transposed(*args)
-        if func is F.layer_norm:
+        if LAYER_NORM and func is F.layer_norm:
             return self._layer_norm(*args, **given)
         if func is F.dropout:
             return self._dropout(*args, **given)

@@ -94,6 +94,25 @@ def test_the_target_is_kept_and_decides_what_comes_along(here: Path, package: Pa
         assert rewrite("check", here / target).code == 0
 
 
+def test_what_is_left_out_is_kept_in_the_lock_and_by_sync(here: Path, package: Path, rewrite: CommandLine) -> None:
+    given = ("modeling_tiny.py", "--no-verify", "--out", here / "small", "--only", "fuse_qkv")
+    assert rewrite(*given, "--without", "ranks", "--without", "formats", "--without", "ranks").code == 0
+    assert read_lock(here / "small").options.without == ("formats", "ranks")
+    made = {path.name: path.read_bytes() for path in (here / "small" / "runtime").iterdir()}
+    assert rewrite("check", here / "small").code == 0
+    assert rewrite("sync", here / "small").code == 0
+    assert {path.name: path.read_bytes() for path in (here / "small" / "runtime").iterdir()} == made
+    done = rewrite("verify", here / "small", "--tp", "2")
+    assert (done.code, "--without ranks" in done.err) == (2, True)
+    lock = json.loads((here / "small" / "rewrite.lock").read_text())
+    lock["options"]["without"] = ["thing"]
+    (here / "small" / "rewrite.lock").write_text(json.dumps(lock))
+    assert "leaves 'thing' out, which this version does not know" in rewrite("check", here / "small").out
+    assert rewrite(*given, "--without", "thing").code == 2
+    assert rewrite(*given, "--force").code == 0
+    assert read_lock(here / "small").options.without == ()
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [

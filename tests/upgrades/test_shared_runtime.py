@@ -131,6 +131,22 @@ def test_another_model_adds_what_it_needs_and_changes_nothing_for_the_first(
     assert contents(both) == before
 
 
+def test_a_shared_runtime_leaves_out_what_all_its_packages_do(
+    here: Path, rewrite: CommandLine, old: tuple[str, Path]
+) -> None:
+    given = ("--no-verify", *old, "--runtime", RUNTIME, "--only", "static_cache", "--without", "ranks")
+    assert rewrite("tiny", "--out", "first", *given).code == 0
+    small = {path.name for path in (here / RUNTIME).iterdir()}
+    assert "parallel.py" not in small
+    assert shared.read(here / RUNTIME).users["../first"].without == ("ranks",)
+    assert rewrite("tiny", "--out", "second", *given[:-2]).code == 0
+    assert {path.name for path in (here / RUNTIME).iterdir()} == small | {"parallel.py"}
+    assert rewrite("check", "first", "second", *old).code == 0
+    shutil.rmtree(here / "second")
+    assert rewrite("sync", "first", *old).code == 0
+    assert {path.name for path in (here / RUNTIME).iterdir()} == small
+
+
 def test_packages_of_one_runtime_move_to_another_version_together(
     both: Path, rewrite: CommandLine, old: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,210 @@
+"""How many lines of code a package puts into a repository, of what kind and what for, as the page docs/size.md.
+
+    python bench/size.py --write docs/size.md [MODEL …]
+
+Packages of the installed transformers, `--target cuda`; nothing of a model is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from rewrite.engine.build import Build, build
+from rewrite.package import runtime_files
+from rewrite.package.assemble import assemble
+from rewrite.package.features import FEATURES, forms_of
+from rewrite.package.lock import Options
+from rewrite.transforms import select
+from rewrite.upstream.source import resolve
+
+MODELS = ("llama", "qwen3_moe", "gemma2", "bert", "gpt2", "t5", "whisper", "mamba2", "deepseek_v3")
+MAIN = "llama"
+KINDS = ("code", "docstring", "comment", "blank")
+ROOMS = {
+    "attention": "attention of a decode step and of prompts, rotary embeddings",
+    "cache": "keys and values at fixed addresses",
+    "core": "backends, launches, what `explain` counts",
+    "decode": "`generate()` with a step in a captured graph",
+    "forward": "forwards in captured graphs",
+    "norms": "norms with their backward, residual sums",
+    "origin": "the guard that watches transformers",
+    "package": "Auto classes, the self-test, checkpoints, saving with code",
+    "parallel": "tensors that are dealt to several ranks",
+    "products": "matrix products of a step, gated activations, blocks with scales",
+    "upstream": "what this package takes from transformers",
+    "__init__": "what users call of it",
+}
+PAGE = """\
+# How large a package is, and what can be left out
+
+Made by `python bench/size.py --write docs/size.md` with transformers {version}, `--target cuda`.
+
+A package of Llama has {files} files; beyond its modeling file ({modeling} lines) {lines} lines of Python, nearly all
+of them the runtime: the definitions that the modeling file leads to, and nothing else. Kernels for what no module of
+the file can be (a LayerNorm, an indexer's keys) are not there. In a pull request `.gitattributes` folds all of it.
+
+| file | lines | code | docstrings | comments | blank | what it is |
+|---|---|---|---|---|---|---|
+{rooms}
+
+## What can be left out
+
+| | lines of runtime | less | what the package then does not have |
+|---|---|---|---|
+{choices}
+
+`--without` is kept in `rewrite.lock`, and `rewrite sync` keeps to it; `rewrite MODEL --out DIR` that does not name it
+puts everything back. What is left out is no error: a model whose tensors are dealt to ranks generates with
+transformers' own loop (`several_devices` in `explain`), modules of a checkpoint with scales for blocks are called as
+transformers has them. A shared runtime ([sharing.md](sharing.md)) leaves out what all its packages leave out.
+Transforms are left out with `--skip`; the table has those with which at least {least} lines go.
+
+## What brings the rest
+
+Lines that would go if the modeling file did not use one name of the runtime, the others as they are. Most lines are
+needed by several.
+
+| the modeling file uses | lines that only this brings |
+|---|---|
+{uses}
+
+## Other models
+
+| model | modeling file | runtime | of it code |
+|---|---|---|---|
+{models}
+"""
+LEAST = 50
+TOGETHER = {
+    ("capture_forward",): "all of these; `generate()` in a captured graph stays",
+    (
+        "capture_forward",
+        "static_cache",
+        "decode_layers",
+    ): "captured graphs, kernels of a decode step; others stay",
+}
+
+
+def kinds(text: str) -> Counter[str]:
+    """Return how many lines of a file are code, docstrings, comments and blank."""
+    lines = text.splitlines()
+    said: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            said |= set(range(value.lineno, (value.end_lineno or value.lineno) + 1))
+    found: Counter[str] = Counter()
+    for number, line in enumerate(lines, 1):
+        bare = line.strip()
+        plain = "blank" if not bare else "comment" if bare.startswith("#") else "code"
+        found["docstring" if number in said else plain] += 1
+    return found
+
+
+@cache
+def built(model: str, skip: tuple[str, ...] = ()) -> Build:
+    """Return the rewritten modeling file of a model."""
+    return build(resolve(model), select(skip=skip))
+
+
+def files(model: str) -> dict[str, str]:
+    """Return the Python files of a package."""
+    package = assemble(built(model), select(), Options(), Path(f"optimized_{model}"))
+    return {name: data.decode() for name, data in package.files.items() if name.endswith(".py")}
+
+
+def runtime_lines(model: str, skip: tuple[str, ...] = (), without: Collection[str] = ()) -> int:
+    """Return the lines of the rooms of a package."""
+    rewritten = built(model, skip).rewritten
+    uses = [*rewritten.runtime, *forms_of(rewritten.text)]
+    return lines_of(uses, without)
+
+
+def lines_of(uses: Sequence[str], without: Collection[str] = ()) -> int:
+    """Return the lines of the runtime that some uses need."""
+    made = runtime_files.files(runtime_files.closure_of(uses, "cuda", without))
+    return sum(len(text.decode().splitlines()) for text in made.values())
+
+
+def page(models: Iterable[str]) -> str:
+    """Return the page."""
+    made = files(MAIN)
+    modeling = f"modeling_{MAIN}.py"
+    counted = {name: kinds(text) for name, text in made.items() if name.startswith(runtime_files.FOLDER)}
+    rooms = []
+    for name, found in sorted(counted.items(), key=lambda item: -item[1].total()):
+        stem = Path(name).stem
+        cells = [f"{found[kind]:,}" for kind in KINDS]
+        rooms.append(f"| `{name}` | {found.total():,} | {' | '.join(cells)} | {ROOMS[stem]} |")
+    whole = sum(counted.values(), Counter())
+    rooms.append(f"| together | {whole.total():,} | {' | '.join(f'{whole[kind]:,}' for kind in KINDS)} | |")
+    package = assemble(built(MAIN), select(), Options(), Path(f"optimized_{MAIN}"))
+    return PAGE.format(
+        version=resolve(MAIN).transformers_version,
+        files=len(package.files),
+        modeling=len(made[modeling].splitlines()),
+        lines=f"{sum(len(text.splitlines()) for name, text in made.items() if name != modeling):,}",
+        rooms="\n".join(rooms),
+        choices="\n".join(choices()),
+        least=LEAST,
+        uses="\n".join(only()),
+        models="\n".join(map(row, models)),
+    )
+
+
+def choices() -> list[str]:
+    """Return what a user can leave out, by how many lines go."""
+    base = runtime_lines(MAIN)
+    summaries = {transform.name: transform.summary for transform in select()}
+    rewrote = [report.name for report in built(MAIN).rewritten.transforms if report.rewritten]
+    found = [
+        (runtime_lines(MAIN, without=(name,)), f"`--without {name}`", what) for name, (_, what) in FEATURES.items()
+    ]
+    found += [(runtime_lines(MAIN, (name,)), f"`--skip {name}`", f"*{summaries[name]}*") for name in rewrote]
+    found = [each for each in found if base - each[0] >= LEAST]
+    for skip, what in TOGETHER.items():
+        name = " ".join(["every `--without`,", *(f"`--skip {transform}`" for transform in skip)])
+        found.append((runtime_lines(MAIN, skip, tuple(FEATURES)), name, what))
+    shown = [
+        f"| {name} | {lines:,} | {base - lines:,} | {what} |" for lines, name, what in sorted(found, reverse=True)
+    ]
+    return [f"| everything, `upstream.py` aside | {base:,} | | nothing |", *shown]
+
+
+def only() -> list[str]:
+    """Return the lines that only one use brings, for each."""
+    rewritten = built(MAIN).rewritten
+    uses = [*rewritten.runtime, *forms_of(rewritten.text)]
+    base = lines_of(uses)
+    found = [(base - lines_of([use for use in uses if use != name]), name) for name in uses]
+    return [f"| `{name}` | {lines:,} |" for lines, name in sorted(found, reverse=True) if lines >= LEAST]
+
+
+def row(model: str) -> str:
+    """Return what a package of another model has."""
+    made = files(model)
+    counted = sum((kinds(text) for name, text in made.items() if name.startswith(runtime_files.FOLDER)), Counter())
+    modeling = next(text for name, text in made.items() if name.startswith("modeling_"))
+    return f"| {model} | {len(modeling.splitlines()):,} | {counted.total():,} | {counted['code']:,} |"
+
+
+def main() -> None:
+    """Write the page, or print it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    text = page(given.models)
+    if given.write is None:
+        print(text)
+    else:
+        given.write.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What a package may have or not, by the names of `runtime/core/target.py` under which it stands in the runtime.
+
+Two things decide. The modeling file: what no module of it can be is not there (`FORMS`). The user: of `FEATURES` a
+package has all that `--without` does not name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from rewrite.package import targets
+
+FEATURES = {
+    "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
+    "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
+}
+"""What `--without` may name: the name in `core/target`, and what the package then does not have."""
+
+FORMS = {
+    "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$"), "norms/add_layer_norm"),
+    "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed"), "cache/layers"),
+}
+"""By what is listed beside the uses of a modeling file: the name in `core/target`, the names of a file whose modules
+may be of that form, and the file of the runtime that this is of."""
+
+_ELSEWHERE = re.compile(
+    r"Auto(Model|Backbone)|^transformers\.models\.(?!.*\.configuration_)|^\.(?!runtime|configuration_)"
+)
+"""What a file names that takes modules from others, which may be anything."""
+
+
+def forms_of(text: str) -> list[str]:
+    """Return which of `FORMS` the modules of a modeling file may have."""
+    names = sorted(set(_names(ast.parse(text))))
+    anything = any(map(_ELSEWHERE.search, names))
+    return [use for use, (_, said, _) in FORMS.items() if anything or any(map(said.search, names))]
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """Yield what a file names, and what it imports from: `.neighbour`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom):
+            yield f"{'.' * node.level}{node.module or ''}"
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> frozenset[str]:
+    """Return the names of `runtime/core/target.py` that a package does not have.
+
+    Args:
+        target: GPUs that it is for.
+        uses: what its modeling file imports, and its forms.
+        without: keys of `FEATURES`.
+    """
+    there = set(uses)
+    forms = {name for use, (name, *_) in FORMS.items() if use not in there}
+    return targets.left_out(target) | forms | {FEATURES[feature][0] for feature in without}
