@@ -6,6 +6,7 @@ by more than that at 400; and a module shows it before the layers behind it blur
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from rewrite.runtime.cache.names import argument_of, given_back
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, finite, require_same_dtypes, same_names
+from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
 from ..judging.yardstick import Runs, compare_draws
 from ..models.configs import Variant
@@ -136,8 +138,7 @@ def modules_alone(bench: Workbench, variant: Variant, dtype: str) -> Mapping[str
                 continue  # a module that does not run alone on the original is compared with the whole
             try:
                 for names in _by_themselves(first.original):
-                    draw = partial(modules.draw, name, scale, first.only(names))
-                    figures = compare_draws(draw, eps, modules.routes(name))
+                    figures = modules.judged(name, scale, first.only(names), eps)
                     worst = max(worst, float(figures.get("rms ratio", 0.0)))
             except Mismatch as error:
                 raise Mismatch(f"{name}, inputs × {scale:g}: {error}", error.figures) from error
@@ -162,8 +163,36 @@ class Modules:
             self._inputs[number] = on_original(inputs_of, self._pair.original, self.bench, self.variant, number)
         return self._inputs[number]
 
-    def runs(self, name: str, scale: float, number: int) -> Runs:
+    def judged(self, name: str, scale: float, first: Runs, eps: float) -> Mapping[str, Figure]:
+        """Compare outputs of a module, over many draws of inputs where one exceeds a bound.
+
+        A module that casts to fp32 inside rounds in its fp64 run what it rounds in fp32, and seems to be exact there.
+        What exceeds a bound in fp32 is therefore asked again beside the fp64 run without these roundings.
+
+        Raises:
+            Mismatch: an error exceeds its bound beside both.
+        """
+        routes = self.routes(name)
+        try:
+            return compare_draws(partial(self.draw, name, scale, first), eps, routes)
+        except Mismatch as error:
+            if self.dtype != "float32":
+                raise
+            mismatch = error
+        try:
+            again = self.runs(name, scale, 0, widened=True).only(list(first.original))
+        except NotRun:
+            raise mismatch from None
+        return compare_draws(partial(self.draw, name, scale, again, widened=True), eps, routes)
+
+    def runs(self, name: str, scale: float, number: int, *, widened: bool = False) -> Runs:
         """A module's outputs; of the first prompt only some rows, where there are many.
+
+        Args:
+            name: of the module.
+            scale: what its inputs are multiplied with.
+            number: of the prompt.
+            widened: whether the original's fp64 run is made without its roundings to fp32.
 
         Raises:
             NotRun: the original's module does not run alone.
@@ -176,7 +205,8 @@ class Modules:
         given = tuple(_scaled(part, scale) for part in self.inputs(number)[name])
         wide = tuple(_cast(part, getattr(torch, self.dtype), torch.float64) for part in given)
         run = partial(_run, whole=number > 0)
-        truth = on_original(run, self._exact.get_submodule(name), *wide)
+        with unrounded() if widened else contextlib.nullcontext():
+            truth = on_original(run, self._exact.get_submodule(name), *wide)
         own = on_original(run, self._pair.original.get_submodule(name), *given)
         if own.keys() != truth.keys() or not finite(truth):
             raise NotRun("the original has other outputs in fp64, or not finite ones")
@@ -185,9 +215,9 @@ class Modules:
         require_same_dtypes(own, new)
         return Runs(truth, own, new)
 
-    def draw(self, name: str, scale: float, first: Runs, number: int) -> Runs:
+    def draw(self, name: str, scale: float, first: Runs, number: int, *, widened: bool = False) -> Runs:
         """The outputs of a module that `first` has, on the prompt of a number; of the first prompt `first` itself."""
-        return self.runs(name, scale, number).only(list(first.original)) if number else first
+        return self.runs(name, scale, number, widened=widened).only(list(first.original)) if number else first
 
     def routes(self, name: str) -> bool:
         """Whether a module chooses experts, which a rounding may flip."""

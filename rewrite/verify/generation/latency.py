@@ -20,7 +20,7 @@ from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
 from ..models.inputs import tokens
-from ..models.model_inputs import TEXT, make
+from ..models.model_inputs import TEXT, make, vocabulary
 from ..models.shapes import shaped_variant
 from ..models.workbench import Pair, Workbench, on_original
 
@@ -140,12 +140,13 @@ class _Stage:
         return self._pair
 
     def _ids(self, number: int) -> Any:
-        vocab = int(self.pair().original.config.get_text_config().vocab_size)
+        vocab = vocabulary(self.pair().original.config)
         seed = self.bench.seed_for("latency", number)
         return tokens(seed, vocab, 1, self.plan.prompt, self.device)
 
     def prefill(self) -> Mapping[str, Figure]:
-        samples = self._interleaved(lambda model, ids: model(input_ids=ids, use_cache=False))
+        given = {"use_cache": False} if self.bench.subject.accepts("use_cache") else {}
+        samples = self._interleaved(lambda model, ids: model(input_ids=ids, **given))
         return self._judged("prefill", samples)
 
     def forward(self) -> Mapping[str, Figure]:
@@ -189,7 +190,8 @@ class _Stage:
         for repeat in range(-self.plan.warmup, self.plan.repeats):
             ids = self._ids(repeat)
             sides = [(0, pair.original), (1, pair.rewritten)]
-            for side, model in sides if repeat % 2 else reversed(sides):
+            # the original first until both are warm: what it cannot do is no fault of the rewritten file
+            for side, model in sides if repeat < 0 or repeat % 2 else reversed(sides):
                 timed = on_original if side == 0 else _directly
                 wall, event = timed(stopwatch, self.device, call, model, ids)
                 if repeat >= 0:
