@@ -28,18 +28,18 @@ class FuseRope(Transform):
 
     What it needs:
         A function or method that returns `x * cos + rotate(x) * sin` for one or two tensors, with the tables
-        unsqueezed at one dimension. Both functions of the pair are compared by what they compute: halves (Llama),
-        neighbours (Cohere, GLM, GPT-J), neighbours written apart (DeepSeek-V3), tables of one column a pair (gpt-oss),
-        a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to it.
+        unsqueezed at one dimension, or as they come. Both functions of the pair are compared by what they compute:
+        halves (Llama), neighbours (Cohere, GLM, GPT-J), neighbours written apart (DeepSeek-V3), tables of one column
+        a pair (gpt-oss), a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to it. A
+        rotation by the negative angle is one with `-sin`, which is the same to the last bit.
 
     Numerics:
         Products and sum are rounded where the original rounds them; in fp32 a product and the sum may be one
         operation.
 
     Known limits:
-        Tables that are broadcast without an unsqueeze, complex tables, rotations with the opposite sign and rotated
-        last parts stay. Where torch would broadcast queries, keys or tables to another shape, the products run one by
-        one.
+        Complex tables and rotated last parts stay. Where torch would broadcast queries, keys or tables to another
+        shape, the products run one by one; so they do for tables that come with more than one head.
     """
 
     name = "fuse_rope"
