@@ -6,7 +6,9 @@ Exit codes of the command: 0 done, 1 a difference or a failed verification, 2 us
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 LONGEST_PATH = 200
@@ -552,9 +554,12 @@ class SourceDoesNotImport(RewriteError):
     exit_code = 2
 
     def __init__(self, path: object, why: str):
+        missing = re.search(r"No module named '(\w+)'", why)
+        hint = "A file for another release needs that one installed"
+        if missing and Path(str(path)).with_name(f"{missing[1]}.py").is_file():
+            hint = f"{missing[1]}.py lies beside it: `from .{missing[1]} import …` takes it along"
         super().__init__(
-            f"{path} itself cannot be imported here: {why}. A file for another release needs that one installed; "
-            "--no-verify writes the package without the proof."
+            f"{path} itself cannot be imported here: {why}. {hint}; --no-verify writes the package without the proof."
         )
 
 

@@ -28,18 +28,18 @@ class FuseRope(Transform):
 
     What it needs:
         A function or method that returns `x * cos + rotate(x) * sin` for one or two tensors, with the tables
-        unsqueezed at one dimension. Both functions of the pair are compared by what they compute: halves (Llama),
-        neighbours (Cohere, GLM, GPT-J), neighbours written apart (DeepSeek-V3), tables of one column a pair (gpt-oss),
-        a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to it.
+        unsqueezed at one dimension, or as they come. Both functions of the pair are compared by what they compute:
+        halves (Llama), neighbours (Cohere, GLM, GPT-J), neighbours written apart (DeepSeek-V3), tables of one column
+        a pair (gpt-oss), a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to it. A
+        rotation by the negative angle is one with `-sin`, which is the same to the last bit.
 
     Numerics:
         Products and sum are rounded where the original rounds them; in fp32 a product and the sum may be one
         operation.
 
     Known limits:
-        Tables that are broadcast without an unsqueeze, complex tables, rotations with the opposite sign and rotated
-        last parts stay. Where torch would broadcast queries, keys or tables to another shape, the products run one by
-        one.
+        Complex tables and rotated last parts stay. Where torch would broadcast queries, keys or tables to another
+        shape, the products run one by one; so they do for tables that come with more than one head.
     """
 
     name = "fuse_rope"
@@ -55,14 +55,26 @@ class FuseRope(Transform):
     }
 
     def candidates(self, module: Module) -> Iterable[Candidate]:
-        """Every function that is used and multiplies a tensor with two tables, whatever it calls them."""
-        for where, function, owner in _functions(module):
-            if module.references.get(function.name.value, 0) > 0 and looks_turning(function, module, owner):
+        """Every function that is used and multiplies a tensor with two tables, whatever it calls them.
+
+        What a rotation is made of is no site of its own where the whole becomes one call.
+        """
+        turning = [
+            (where, function, owner)
+            for where, function, owner in _functions(module)
+            if module.references.get(function.name.value, 0) > 0 and looks_turning(function, module, owner)
+        ]
+        for where, function, _ in turning:
+            callers = [(other, owner) for _, other, owner in turning if _mentions(other, function)]
+            if not any(isinstance(self._read(other, owner, module), Found) for other, owner in callers):
                 yield Candidate(function, where)
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
         """Compare what the function returns with the operator's forms."""
         function, owner = next((f, owner) for _, f, owner in _functions(module) if f is candidate.node)
+        return self._read(function, owner, module)
+
+    def _read(self, function: cst.FunctionDef, owner: ClassInfo | None, module: Module) -> Found | Skip:
         if (compiled := _compiled(function, module)) is not None:
             return Skip("compiled", compiled)
         if unsure := why_unsure(effects_of(module), function, owner):
@@ -90,6 +102,14 @@ def _functions(module: Module) -> Iterator[tuple[str, cst.FunctionDef, ClassInfo
     yield from ((name, function, None) for name, function in module.functions.items())
     for owner, name, method in module.methods():
         yield f"{owner.name}.{name}", method, owner
+
+
+def _mentions(function: cst.FunctionDef, other: cst.FunctionDef) -> bool:
+    """Whether a function has the name of another one in it."""
+    name = other.name.value
+    return function is not other and any(
+        isinstance(node, cst.Name) and node.value == name for node in walk(function.body)
+    )
 
 
 def _listed(function: cst.FunctionDef, module: Module) -> str | None:

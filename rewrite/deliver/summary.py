@@ -81,7 +81,7 @@ def show_written(
     main = headline(build.source, build.rewritten.decode_loops)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:
-        screen.line("next", f"rewrite verify {place.shown}")
+        screen.line("next", f"rewrite verify {_word(place.shown.as_posix())}")
     elif place.folder.name.isidentifier() and main:
         screen.line("next", f"from {place.folder.name} import {main}")
     if package.shared is None and (command := sharing(place)):

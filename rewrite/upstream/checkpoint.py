@@ -32,7 +32,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise CheckpointNotUsable(folder, f"it has no {CONFIG_NAME}, so it is no checkpoint folder")
+        file = next(iter(sorted(folder.glob("modeling_*.py"))), None)
+        named = f"; for a modeling file, name it: {file}" if file is not None else ""
+        raise CheckpointNotUsable(folder, f"it has no {CONFIG_NAME}, so it is no checkpoint folder{named}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

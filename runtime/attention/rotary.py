@@ -78,7 +78,7 @@ def rotary(
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    unsqueeze_dim: int = 1,
+    unsqueeze_dim: int | None = 1,
     *,
     interleaved: bool = False,
     half_table: bool = False,
@@ -96,7 +96,8 @@ def rotary(
         k: `[B, Hk, S, D]` or `[B, S, Hk, D]`, likewise.
         cos: `[B or 1, S, D]`, with `partial` `[B or 1, S, R]`. Without B as q.
         sin: as `cos`.
-        unsqueeze_dim: where the tables get their head dimension.
+        unsqueeze_dim: where the tables get their head dimension. None: they are broadcast as they come, as
+            `[B or 1, 1, S, D]` and `[S, D]` for heads before tokens, `[B or 1, S, 1, D]` and `[S, 1, D]` else.
         interleaved: pairs are neighbouring columns, not columns R/2 apart.
         half_table: the tables are `[B or 1, S, R/2]`, one column a pair.
         deinterleave: with `interleaved`, write all first halves of the pairs, then all second ones (DeepSeek-V3).
@@ -111,7 +112,14 @@ def rotary(
         transposed views, or those of a new tensor where it joins parts. Differentiable in q and k, by the kernel or in
         the torch form, which runs where torch would broadcast one of the tensors to another shape, too.
     """
-    form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    form = Form(unsqueeze_dim or 0, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    if unsqueeze_dim is None:
+        placed = _placed(cos, sin, q, k)
+        if placed is None:
+            backend.count_fallback("rotary", "broadcast")
+            return _rotated(q, cos, sin, form, chunked=chunked), _rotated(k, cos, sin, form, chunked=chunked)
+        axis, cos, sin = placed
+        form = form._replace(unsqueeze_dim=axis)
     reason = _broadcasts(q, cos, sin, form) or _broadcasts(k, cos, sin, form)
     if reason is None and _tokens(q, form) != _tokens(k, form):
         reason = "broadcast"
@@ -134,7 +142,7 @@ def rotary_single(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    unsqueeze_dim: int = 1,
+    unsqueeze_dim: int | None = 1,
     *,
     interleaved: bool = False,
     half_table: bool = False,
@@ -145,7 +153,14 @@ def rotary_single(
     chunked: bool = False,
 ) -> torch.Tensor:
     """Rotate one tensor, for files that call the embedding once for queries and once for keys; see `rotary`."""
-    form = Form(unsqueeze_dim, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    form = Form(unsqueeze_dim or 0, interleaved, half_table, deinterleave, in_fp32, keep_dtype, partial)
+    if unsqueeze_dim is None:
+        placed = _placed(cos, sin, x)
+        if placed is None:
+            backend.count_fallback("rotary", "broadcast")
+            return _rotated(x, cos, sin, form, chunked=chunked)
+        axis, cos, sin = placed
+        form = form._replace(unsqueeze_dim=axis)
     reason = _broadcasts(x, cos, sin, form)
     learns = reason is None and not backend.composes() and backend.wants_gradient(x, cos, sin)
     if reason is None and backend.composes():
@@ -155,7 +170,7 @@ def rotary_single(
     if reason is not None:
         backend.count_fallback("rotary", reason)
         return _rotated(x, *_tables(cos, sin, form), form, chunked=chunked)
-    no_heads = x.detach().narrow(unsqueeze_dim if unsqueeze_dim >= 0 else x.ndim + unsqueeze_dim, 0, 0)
+    no_heads = x.detach().narrow(_head_axis(x, form), 0, 0)
     if learns:
         turned: torch.Tensor = _Rotary.apply(x, no_heads, cos, sin, form)[0]
         return turned
@@ -222,12 +237,35 @@ def _tokens(x: torch.Tensor, form: Form) -> tuple[int, ...]:
 
 
 def _tables(cos: torch.Tensor, sin: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = cos.unsqueeze(form.unsqueeze_dim), sin.unsqueeze(form.unsqueeze_dim)
-    if form.half_table and form.interleaved:
-        return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-    if form.half_table:
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    return cos, sin
+    return cos.unsqueeze(form.unsqueeze_dim), sin.unsqueeze(form.unsqueeze_dim)
+
+
+def _of_columns(table: torch.Tensor, x: torch.Tensor, form: Form) -> torch.Tensor:
+    """Return a table with a column for each column that is turned; a single one is broadcast."""
+    if not form.half_table or not isinstance(table, torch.Tensor) or table.dim() == 0:
+        return table
+    if table.shape[-1] == 1 and x.shape[-1] % 2 == 0:
+        return table
+    return table.repeat_interleave(2, dim=-1) if form.interleaved else torch.cat((table, table), dim=-1)
+
+
+def _placed(
+    cos: torch.Tensor, sin: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+    """Return the axis of the heads and tables without it, of tables that are broadcast as they come.
+
+    None where they are not `[B or 1, 1, S, D]`, `[B or 1, S, 1, D]` or these with fewer dimensions in front, and where
+    an argument is no tensor.
+    """
+    if not isinstance(cos, torch.Tensor) or not isinstance(sin, torch.Tensor) or cos.shape != sin.shape:
+        return None
+    if not 2 <= cos.dim() <= 4 or any(x.dim() != 4 for x in tensors):
+        return None
+    whole = (1,) * (4 - cos.dim()) + cos.shape
+    axis = 1 if whole[1] == 1 else 2
+    if whole[axis] != 1:
+        return None
+    return axis, cos[(None,) * (4 - cos.dim())].squeeze(axis), sin[(None,) * (4 - sin.dim())].squeeze(axis)
 
 
 def _rotated(
@@ -239,6 +277,7 @@ def _rotated(
     *,
     chunked: bool = False,
 ) -> torch.Tensor:
+    cos, sin = _of_columns(cos, x, form), _of_columns(sin, x, form)
     rotary_dim = cos.shape[-1] if form.partial else x.shape[-1]
     turning, passing = x[..., :rotary_dim], x[..., rotary_dim:]
     if form.in_fp32:

@@ -284,3 +284,20 @@ def test_an_original_that_cannot_be_verified_is_no_transforms_fault(
     assert "at fault" not in done.out + done.err
     assert [path.name for path in here.iterdir() if path.name.startswith(("out", ".out"))] == []
     assert rewrite("modeling_plain.py", "--out", "out", "--no-verify").code == 0
+
+
+@pytest.mark.slow
+def test_a_neighbour_imported_as_if_it_were_installed_is_named(here: Path, rewrite: CommandLine) -> None:
+    (here / "sizes_of_plain.py").write_text("WIDTH = 4\n")
+    (here / "modeling_plain.py").write_text(f"from sizes_of_plain import WIDTH\n{PLAIN}")
+    done = rewrite("modeling_plain.py", "--out", "out", "--quick")
+    assert done.code == 2, done
+    assert "sizes_of_plain.py lies beside it: `from .sizes_of_plain import …` takes it along" in done.err
+
+
+def test_a_folder_of_modeling_files_is_told_to_name_one(here: Path, rewrite: CommandLine) -> None:
+    (here / "own").mkdir()
+    (here / "own" / "modeling_plain.py").write_text(PLAIN)
+    done = rewrite("own", "--out", "out", "--no-verify")
+    assert done.code == 2, done
+    assert "for a modeling file, name it: own/modeling_plain.py" in done.err

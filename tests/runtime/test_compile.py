@@ -60,6 +60,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         x, y[:, :1], x[:, 0, :, :8].float(), y[:, 0, :, :8].float(), 1, partial=True
     ),
     "rotary heads last": lambda x, y: rotary(x, y, x[:, :, 0], y[:, :, 0], 2, interleaved=True, in_fp32=True),
+    "rotary by tables as they come": lambda x, y: rotary(x, y, x[:, :1], y[:, :1], None),
+    "rotary_single by rows": lambda x, y: rotary_single(x, x[0, 0], -y[0, 0], None, interleaved=True),
     "rotary_single": lambda x, y: rotary_single(x, y[:1, 0, :, :4], y[:1, 0, :, :4], half_table=True, partial=True),
 }
 operators = pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS.keys())

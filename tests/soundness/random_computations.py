@@ -182,14 +182,18 @@ def rotations(draw: Draw) -> Case:
         _ROTATIONS[draw(st.integers(0, 2))] if draw(st.integers(0, 3)) else draw(st.sampled_from(_ROTATIONS))
     )
     q, k = _pick(draw, "q", "q", "q * 1", "k"), _pick(draw, "k", "k", "k * 1")
-    product = "{0} * {1} + rotate_half({0}) * {2}"
+    product = _pick(draw, "{0} * {1} + rotate_half({0}) * {2}", "{0} * {1} - rotate_half({0}) * {2}")
     turned = (
         product.format(q, "cos", _pick(draw, "sin", "cos")),
         product.format(k, "cos", _pick(draw, "sin", "sin", "cos")),
     )
-    lines = [
+    widened = (
         f"cos = cos.unsqueeze({_pick(draw, 'unsqueeze_dim', '1', '-3')})",
         f"sin = sin.unsqueeze({_pick(draw, 'unsqueeze_dim', '1', '-3')})",
+    )
+    bare = draw(st.integers(0, 3)) == 0
+    lines = [
+        *(() if bare else widened),
         _pick(draw, "", "cos = cos.float()", "q = q.float()", "cos.mul_(2)", "bump(sin)"),
         _pick(
             draw, "return {}, {}", "return [{}, {}]", "q, k = {}, {}\nreturn q, k", "return ({}).to(k.dtype), {}"
@@ -201,7 +205,17 @@ def rotations(draw: Draw) -> Case:
         body = ["a, c, xs, d, n, z, flag = q * 1, q, [q], {'k': q}, None, None, True", *body]
     b, h, s = "b", _pick(draw, "2", "1", "3"), _pick(draw, "3", "1")
     tables = draw(
-        st.sampled_from((*[f"b, {s}, 4"] * 4, f"1, {s}, 4", f"b, {s}, 1", f"b, {s}, 2", "b, 1, 4", "3, 4", "b, 3, 8"))
+        st.sampled_from(
+            (
+                *[f"b, 1, {s}, 4" if bare else f"b, {s}, 4"] * 4,
+                f"1, {s}, 4",
+                f"b, {s}, 1",
+                f"b, {s}, 2",
+                "b, 1, 4",
+                "3, 4",
+                "b, 3, 8",
+            )
+        )
     )
     queries = _pick(draw, f"{b}, {h}, {s}, 4", f"1, {h}, {s}, 4", f"{s}, 4", f"2, b, {h}, {s}, 4", f"b, {h}, {s}, 2")
     keys = _pick(draw, f"{b}, 1, {s}, 4", f"1, 1, {s}, 4", "b, 2, 1, 4", f"{s}, 4", "b, 1, 3, 1")

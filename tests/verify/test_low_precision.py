@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 
 from rewrite.verify.breadth import OPTIONS
+from rewrite.verify.calls import precision
 from rewrite.verify.calls.forward import ENOUGH, low_precision_alone
+from rewrite.verify.calls.precision import modules_alone
 from rewrite.verify.judging.compare import Mismatch
 from rewrite.verify.judging.yardstick import compare
 from rewrite.verify.models import sides
@@ -60,3 +63,34 @@ def test_routed_tokens_that_a_rounding_flips_are_left_out_whatever_tensor_they_s
     errors(0.1, tokens=1)
     with pytest.raises(Mismatch, match="largest error"):
         errors(0.2, tokens=1)
+
+
+ROOT = "hidden_states * torch.rsqrt(variance + self.variance_epsilon)"
+DIVIDED = "hidden_states / torch.sqrt(variance + self.variance_epsilon)"
+SHORT = "hidden_states * torch.rsqrt(variance + self.variance_epsilon).half().float()"
+
+
+def divided_bench(root: str, folder: Path) -> Workbench:
+    """Both sides scale by 1 + weight in fp32; the original divides by the root, the other one does what is given."""
+    text = planted(source_of("llama"), NORMED, "return (hidden_states * (1.0 + self.weight.float())).to(input_dtype)")
+    packages = [
+        write_package(folder / f"llama_{i}", "llama", planted(text, ROOT, by)) for i, by in enumerate((DIVIDED, root))
+    ]
+    subject = next(one for one in paired(*(sides.load(sides.locate(p)) for p in packages)) if one.name == "LlamaModel")
+    return Workbench(subject, small_variants(subject.original, subject.causal, {})[:1], OPTIONS)
+
+
+def test_another_order_inside_a_module_that_casts_to_fp32_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = divided_bench(ROOT, tmp_path)
+    assert float(modules_alone(bench, bench.base, "float32")["modules"]) > 1
+    monkeypatch.setattr(precision, "unrounded", contextlib.nullcontext)
+    with pytest.raises(Mismatch, match="the original's own is 0"):
+        modules_alone(bench, bench.base, "float32")
+
+
+def test_too_few_bits_inside_a_module_that_casts_to_fp32_are_found(tmp_path: Path) -> None:
+    bench = divided_bench(SHORT, tmp_path)
+    with pytest.raises(Mismatch, match="largest error"):
+        modules_alone(bench, bench.base, "float32")

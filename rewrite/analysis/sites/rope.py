@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 from rewrite.analysis.terms.computation import Bindings, Pattern
 from rewrite.analysis.terms.spelling import Term
@@ -34,23 +35,50 @@ def rotate(x):
     return torch.stack((-second, first), dim=-1).flatten(-2)
 """,
 }
+_BACK = {
+    "half": """
+def rotate(x):
+    first = x[..., : x.shape[-1] // 2]
+    second = x[..., x.shape[-1] // 2 :]
+    return torch.cat((second, -first), dim=-1)
+""",
+    "chunks": """
+def rotate(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, -first), dim=-1)
+""",
+    "interleaved": """
+def rotate(x):
+    first = x[..., 0::2]
+    second = x[..., 1::2]
+    return torch.stack((second, -first), dim=-1).flatten(-2)
+""",
+}
+"""The quarter turns the other way: the rotation by the negative angle, of which the sine alone is another."""
+
 _TABLE = {
     "full": "table.unsqueeze(DIM)",
+    "bare": "table",
     "fp32": "table.unsqueeze(DIM).float()",
     "sliced": "first_half(table.unsqueeze(DIM)).repeat_interleave(2, dim=-1)",
     "half_of_four": "table.unsqueeze(DIM).repeat_interleave(2, dim=3)",
 }
-"""How a table becomes the factor; `half_of_four` counts the last of four dimensions from the front, as GPT-J does."""
+"""How a table becomes the factor; `bare` ones are broadcast as they come, `half_of_four` counts the last of four
+dimensions from the front, as GPT-J does."""
 
 _TURNED = {
     "plain": "part * cos + rotate(part) * sin",
     "keep": "(part * cos + rotate(part) * sin).to(x.dtype)",
     "fp32": "(part.float() * cos + rotate(part.float()) * sin).to(x.dtype)",
+    "plain_less": "part * cos - rotate(part) * sin",
+    "keep_less": "(part * cos - rotate(part) * sin).to(x.dtype)",
+    "fp32_less": "(part.float() * cos - rotate(part.float()) * sin).to(x.dtype)",
     "fp32_other": "(part.float() * cos + rotate(part.float()) * sin).to(other.dtype)",
     "fp32_after": "(part.float() * cos + rotate(part).float() * sin).to(x.dtype)",
     "fp32_after_other": "(part.float() * cos + rotate(part).float() * sin).to(other.dtype)",
 }
-"""Where the result is rounded; `other` is the other tensor, where both are rounded to the dtype of one."""
+"""Where the result is rounded; `less` turns by the negative angle; `other` is the other tensor, where both are rounded
+to the dtype of one."""
 
 _MET = (
     ("half", "plain", "full", False),
@@ -77,6 +105,13 @@ _MET = (
 There halves are slices; files from elsewhere often have `chunk`, which parts an odd number of columns elsewhere.
 """
 
+_ELSEWHERE = tuple(
+    (rotate, turned, "bare", partial)
+    for rotate in ("half", "interleaved")
+    for turned, partial in (("plain", False), ("plain", True), ("keep", False), ("fp32", False))
+)
+"""Computations of other files: their tables have a dimension for the heads already, or none for the batch."""
+
 _WITH_ROTATION = """
 {rotate}
 def first_half(table):
@@ -93,7 +128,7 @@ def apply(x, other, cos, sin, DIM):
 """
 _BY_HALVES = """
 def apply(x, cos, sin, DIM):
-    cos, sin = {table}
+    {table}
     first, second = {halves}
     return {result}
 """
@@ -107,17 +142,21 @@ class Rotation:
     cos: str
     sin: str
     unsqueeze_dim: str
+    """`None` where the tables are broadcast as they come."""
     other: str
     """The tensor whose dtype the result has, if that is not its own."""
     keywords: Mapping[str, bool]
     sliced: bool
     """Whether only the first half of each table is read."""
+    back: bool
+    """Whether it turns by the negative angle."""
 
     @property
     def tables(self) -> list[str]:
         """The source of the two tables."""
         suffix = "[..., : {0}.shape[-1] // 2]" if self.sliced else ""
-        return [f"{name}{suffix.format(name)}" for name in (self.cos, self.sin)]
+        cos, sin = (f"{name}{suffix.format(name)}" for name in (self.cos, self.sin))
+        return [cos, f"-{sin}" if self.back else sin]
 
     @property
     def options(self) -> list[str]:
@@ -150,7 +189,8 @@ def same_rotation(first: Rotation, second: Rotation) -> bool:
     if first.other or second.other not in ("", first.tensor):
         return False
     return first.tensor != second.tensor and all(
-        getattr(first, name) == getattr(second, name) for name in ("cos", "sin", "unsqueeze_dim", "keywords", "sliced")
+        getattr(first, name) == getattr(second, name)
+        for name in ("cos", "sin", "unsqueeze_dim", "keywords", "sliced", "back")
     )
 
 
@@ -166,10 +206,11 @@ def _read(bound: Bindings, marks: Mapping[str, object]) -> Rotation:
         tensor=bound["x"].value,
         cos=bound["cos"].value,
         sin=bound["sin"].value,
-        unsqueeze_dim=bound["DIM"].value,
+        unsqueeze_dim=bound["DIM"].value if "DIM" in bound else "None",
         other=bound["other"].value if "other" in bound else "",
-        keywords={name: True for name, given in marks.items() if given and name != "sliced"},
+        keywords={name: True for name, given in marks.items() if given and name not in ("sliced", "back")},
         sliced=bool(marks["sliced"]),
+        back=bool(marks["back"]),
     )
 
 
@@ -180,11 +221,16 @@ def patterns() -> tuple[Pattern, ...]:
 
 
 def _with_rotation() -> Iterator[Pattern]:
-    by_chunks = (("chunks", turned, table, partial) for rotate, turned, table, partial in _MET if rotate == "half")
-    for rotate, turned, table, partial in (*_MET, *by_chunks):
+    forms = [(_ROTATE, *form) for form in (*_MET, *_by_chunks(_MET))]
+    forms += [(_ROTATE, *form) for form in (*_ELSEWHERE, *_by_chunks(_ELSEWHERE))]
+    plain = [form for form in (*_MET, *_ELSEWHERE) if form[2] in ("full", "bare") and form[1] in _ROUNDINGS]
+    plain += _by_chunks(plain)
+    forms += [(_BACK, *form) for form in plain]
+    forms += [(_ROTATE, rotate, f"{turned}_less", table, partial) for rotate, turned, table, partial in plain]
+    for quarter, rotate, turned, table, partial in forms:
         interleaved, in_fp32 = rotate.startswith("interleaved"), turned.startswith("fp32")
         source = _WITH_ROTATION.format(
-            rotate=_ROTATE[rotate],
+            rotate=quarter[rotate],
             table=_TABLE[table],
             part="part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]" if partial else "part = x",
             turned=_TURNED[turned],
@@ -198,19 +244,43 @@ def _with_rotation() -> Iterator[Pattern]:
             "partial": partial,
             "chunked": rotate == "chunks",
             "sliced": table == "sliced",
+            "back": quarter is _BACK or turned.endswith("less"),
         }
         yield Pattern(source, marks)
 
 
+_Form = tuple[str, str, str, bool]
+_ROUNDINGS = ("plain", "keep", "fp32")
+
+
+def _by_chunks(forms: Iterable[_Form]) -> list[_Form]:
+    """Return the forms of halves with `chunk` in the place of slices."""
+    return [("chunks", turned, table, partial) for rotate, turned, table, partial in forms if rotate == "half"]
+
+
+_WHOLE = "cos, sin = cos.unsqueeze(DIM), sin.unsqueeze(DIM)"
+_SLICED = "cos, sin = cos[..., : cos.shape[-1] // 2].unsqueeze(DIM), sin[..., : sin.shape[-1] // 2].unsqueeze(DIM)"
+_BARE = "cos, sin = cos, sin"
+_CHUNKS = "{0}.chunk(2, dim=-1)"
+_SLICES = "{0}[..., : {0}.shape[-1] // 2], {0}[..., {0}.shape[-1] // 2 :]"
+_NEIGHBOURS = "{0}[..., 0::2], {0}[..., 1::2]"
+_ROUNDED: dict[tuple[str, str], dict[str, bool]] = {
+    ("x", "{0}"): {},
+    ("x", "{0}.to(x.dtype)"): {"keep_dtype": True},
+    ("x.float()", "{0}.to(x.dtype)"): {"in_fp32": True},
+}
+_FORWARD = "(first * cos - second * sin, second * cos + first * sin)"
+_BACKWARD = "(first * cos + second * sin, second * cos - first * sin)"
+
+
 def _by_halves() -> Iterator[Pattern]:
-    whole = "cos.unsqueeze(DIM), sin.unsqueeze(DIM)"
-    sliced = "cos[..., : cos.shape[-1] // 2].unsqueeze(DIM), sin[..., : sin.shape[-1] // 2].unsqueeze(DIM)"
-    neighbours = "x[..., 0::2], x[..., 1::2]"
-    turned = "(first * cos - second * sin, second * cos + first * sin)"
-    beside, woven = f"torch.cat({turned}, dim=-1)", f"torch.stack({turned}, dim=-1).flatten(-2)"
-    form = {"interleaved": True, "half_table": True, "deinterleave": False, "sliced": False}
-    halves = _BY_HALVES.format(table=whole, halves="x.chunk(2, dim=-1)", result=beside)
-    yield Pattern(halves, form | {"interleaved": False})
-    yield Pattern(_BY_HALVES.format(table=whole, halves=neighbours, result=woven), form)
-    apart = _BY_HALVES.format(table=sliced, halves=neighbours, result=beside)
+    form = {"interleaved": True, "half_table": True, "deinterleave": False, "sliced": False, "back": False}
+    beside, woven = "torch.cat({0}, dim=-1)", "torch.stack({0}, dim=-1).flatten(-2)"
+    for table, (turned, back) in product((_WHOLE, _BARE), ((_FORWARD, False), (_BACKWARD, True))):
+        for halves, joined in ((_CHUNKS, beside), (_SLICES, beside), (_NEIGHBOURS, woven)):
+            for (of, result), rounded in _ROUNDED.items():
+                whole = result.format(joined.format(turned))
+                source = _BY_HALVES.format(table=table, halves=halves.format(of), result=whole)
+                yield Pattern(source, form | {"interleaved": joined == woven, "back": back} | rounded)
+    apart = _BY_HALVES.format(table=_SLICED, halves=_NEIGHBOURS.format("x"), result=beside.format(_FORWARD))
     yield Pattern(apart, form | {"deinterleave": True, "sliced": True})

@@ -79,13 +79,25 @@ class Segments:
 
 
 def loops_over_pieces(function: cst.FunctionDef, scope: Scope) -> Iterator[Loop]:
-    """Yield every loop that runs over pieces of tensors and calls something in its turns."""
+    """Yield every loop over pieces of tensors that calls something in its turns, other than a piece's own methods."""
     for node in walk(function.body):
         if not isinstance(node, (cst.For, cst.ListComp, cst.GeneratorExp)):
             continue
         iterated, turn = (node.iter, node.body) if isinstance(node, cst.For) else (node.for_in.iter, node.elt)
-        if any(_called(call) in _SPLITS for call in _made_of(iterated, scope)) and next(calls_in(turn), None):
+        if not any(_called(call) in _SPLITS for call in _made_of(iterated, scope)):
+            continue
+        target = node.target if isinstance(node, cst.For) else node.for_in.target
+        pieces = {name.value for name in walk(target) if isinstance(name, cst.Name)}
+        if any(_object_of(call) not in pieces for call in calls_in(turn)):
             yield node
+
+
+def _object_of(call: cst.Call) -> str:
+    """Return the name of what a method is called of, through the methods before it: `z` of `z.view(n).mT.clone()`."""
+    value: cst.BaseExpression = call.func
+    while isinstance(value, (cst.Attribute, cst.Call)):
+        value = value.value if isinstance(value, cst.Attribute) else value.func
+    return value.value if isinstance(value, cst.Name) and value is not call.func else ""
 
 
 def _made_of(iterated: cst.BaseExpression, scope: Scope) -> Iterator[cst.Call]:

@@ -61,6 +61,8 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
         tensor = _whole(tensor, partial)
     plain = [argument for argument in call.args[count + 2 :] if argument.op != "keyword"]
     unsqueeze_dim = plain[0] if plain else keyword(call, "unsqueeze_dim") or constant(1)
+    if unsqueeze_dim == NONE:
+        raise NoStep("other_rotation", "nothing says which dimension of the tables is that of the heads")
     if unsqueeze_dim != constant(1):
         raise NoStep("other_rotation", "heads are not the second dimension")
     halves = [is_half(table, number) for number, table in enumerate((cos, sin))]

@@ -20,7 +20,7 @@ from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.device import kernels_per_token, memory_bandwidth, peak_memory, stopwatch
 from ..models.inputs import positions_of, tokens
-from ..models.model_inputs import TEXT, make
+from ..models.model_inputs import TEXT, make, vocabulary
 from ..models.shapes import shaped_variant
 from ..models.workbench import Pair, Workbench, on_original
 
@@ -149,11 +149,11 @@ class _Stage:
         length = min(self.plan.prompt, positions_of(model, self.plan.prompt + LONGEST) - LONGEST)
         if length < 1:
             raise NotRun("the model has too few positions")
-        vocab = int(model.config.get_text_config().vocab_size)
-        return tokens(self.bench.seed_for("latency", number), vocab, 1, length, self.device)
+        return tokens(self.bench.seed_for("latency", number), vocabulary(model.config), 1, length, self.device)
 
     def prefill(self) -> Mapping[str, Figure]:
-        samples = self._interleaved(lambda model, ids: model(input_ids=ids, use_cache=False), self._ids)
+        given = {"use_cache": False} if self.bench.subject.accepts("use_cache") else {}
+        samples = self._interleaved(lambda model, ids: model(input_ids=ids, **given), self._ids)
         return self._judged("prefill", samples)
 
     def forward(self) -> Mapping[str, Figure]:
@@ -197,7 +197,8 @@ class _Stage:
         for repeat in range(-self.plan.warmup, self.plan.repeats):
             given = made(repeat)
             sides = [(0, pair.original), (1, pair.rewritten)]
-            for side, model in sides if repeat % 2 else reversed(sides):
+            # the original first until both are warm: what it cannot do is no fault of the rewritten file
+            for side, model in sides if repeat < 0 or repeat % 2 else reversed(sides):
                 timed = on_original if side == 0 else _directly
                 wall, event = timed(stopwatch, self.device, call, model, given)
                 if repeat >= 0:
