@@ -45,16 +45,17 @@ class StaticCache(Transform):
         `prepare_inputs_for_generation` that only forgets the cache where the rotary frequencies change (Phi-3) is
         marked: the loop runs where they do not. So is a class whose layers have a sliding window that no mask of the
         file has: a growing cache forgets what is outside, a buffer keeps all, and the loop runs where a text is not
-        longer than the window.
+        longer than the window. States without a cache are marked, too: attributes that modules compute from what they
+        were (`keeps_states`), and an argument that `forward` gives back and the loop hands on (`hands_on_states`).
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
         concatenation copies the cache.
 
     What it needs:
-        A class that decodes with a cache of transformers' for state; ranges and slices whose length does not depend
-        on the cache. An indexer (DeepSeek-V3.2's sparse attention) masks its scores before it chooses among them, and
-        chooses among a number of candidates that the host knows.
+        A class that decodes with a cache of transformers' for state, or with states of a form that stays; ranges and
+        slices whose length does not depend on the cache. An indexer (DeepSeek-V3.2's sparse attention) masks its
+        scores before it chooses among them, and chooses among a number of candidates that the host knows.
 
     Numerics:
         Exact: the same integers, and where the loop cannot run, transformers' own does.
@@ -84,7 +85,7 @@ class StaticCache(Transform):
         "other_subscript": "something beside whole dimensions stands in front of the slice",
         "host_test": "a branch depends on the number of cached tokens",
         "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
-        "name_taken": "the file has a name `GraphGeneration`, `key_length` or `within_window` of its own",
+        "name_taken": "the file has a name of its own that the loop's mixin, `key_length` or a mark of the class has",
     }
     needs: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "a cache among what `forward` takes",

@@ -1,8 +1,8 @@
 """States that a model carries from call to call without a cache: kept by its modules, or handed on with the outputs.
 
 A module may keep a state on itself: an attribute that each call makes anew from what it was (RecurrentGemma). Or
-`forward` takes states by a name, and gives them back by the same one (RWKV). In a step both lie at fixed addresses: the
-model is given buffers, and what it made of them is copied into them. Neither can go back to an earlier token.
+`forward` takes states by a name, and gives them back by the same one (RWKV). In a step both lie at fixed addresses:
+the model is given buffers, and what it made of them is copied into them. Neither can go back to an earlier token.
 
 The classes are marked by `keeps_states` and `hands_on_states`.
 """

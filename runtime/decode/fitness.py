@@ -199,7 +199,14 @@ def assists(assistant: Any, model: Any, without_graph: bool) -> bool:
     vocabularies = {_text_config(one).vocab_size for one in (model, assistant)}
     own = any(_overrides(type(assistant), name) for name in _OWN_INPUTS)
     split = getattr(assistant, "_tp_size", None)
-    return same and not own and not split and not carries(assistant) and len(vocabularies) == 1 and _unfit_model(assistant, without_graph) is None
+    return (
+        same
+        and not own
+        and not split
+        and not carries(assistant)
+        and len(vocabularies) == 1
+        and _unfit_model(assistant, without_graph) is None
+    )
 
 
 def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:

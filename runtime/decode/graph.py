@@ -190,9 +190,7 @@ class DecodeGraph:
         self._policy = policy_of(model)
         self.prompts = PromptGraphs(model, self._accepted, self.captures)
 
-    def _cache_like(
-        self, like: DynamicCache | None, model: Any, batch_size: int, capacity: int
-    ) -> PreallocatedCache:
+    def _cache_like(self, like: DynamicCache | None, model: Any, batch_size: int, capacity: int) -> PreallocatedCache:
         if self.carried.argument:  # which counts the tokens, and holds none
             return PreallocatedCache(0, batch_size, capacity, self.device)
         if like is None or not like.layers:

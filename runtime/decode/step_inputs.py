@@ -65,7 +65,9 @@ class StepInputs:
         self._advanced: list[Tensor] = []
         self.fixed: dict[str, Any] = {}
         """Everything but tokens and mask."""
-        for name in sorted(first.keys() - {self.tokens, self.cache, states}):  # in the same order in every call: `load`
+        for name in sorted(
+            first.keys() - {self.tokens, self.cache, states}
+        ):  # in the same order in every call: `load`
             if _is_grown_mask(first[name], second[name], cache.length):
                 if self.mask:
                     raise Unfit("inputs")

@@ -1,4 +1,4 @@
-"""States that a model carries from call to call without a cache: kept by its modules, or handed on with the outputs."""
+"""States that a model carries from call to call without a cache: kept by modules, or handed on with the outputs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_a_cache_is_continued_beside_what_the_modules_keep() -> None:
     outputs = both(models, asked(padded=False))
     for turn in range(2):
         ids = torch.cat([outputs[0].sequences, asked(seed=turn)["input_ids"][:, -2:]], 1)
-        more = [{"input_ids": ids, asked_with(model): given_back(out)} for model, out in zip(models, outputs, strict=True)]
+        more = [
+            {"input_ids": ids, asked_with(model): given_back(out)} for model, out in zip(models, outputs, strict=True)
+        ]
         outputs = [run(*one) for one in zip(models, more, strict=True)]
         assert reasons() == []
         alike(models, outputs)
@@ -210,8 +212,7 @@ def test_beams_take_the_original_loop_and_the_next_call_does_not() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_drafts_for_states_that_cannot_go_back(name: str) -> None:
-    model, original = pair(name)
-    other = pair(name)[0]
+    model, other = pair(name)[0], pair(name)[0]
     assert not assists(other, model, True)
     call = Call(asked(1)["input_ids"], [], [], copy.deepcopy(model.generation_config), None, False, {})
     call.config.prompt_lookup_num_tokens = 3
@@ -262,11 +263,16 @@ def test_states_are_put_back_where_a_block_raises() -> None:
     block = model.model.layers[0].temporal_block
     kept, given = block.conv1d_state, [torch.ones(2)]
     before = kept.clone()
-    with pytest.raises(KeyError), put_back(model, given):
-        kept.add_(1)
-        given[0].zero_()
-        block.conv1d_state = None
-        raise KeyError("any")
+
+    def fails() -> None:
+        with put_back(model, given):
+            kept.add_(1)
+            given[0].zero_()
+            block.conv1d_state = None
+            raise KeyError("any")
+
+    with pytest.raises(KeyError):
+        fails()
     assert block.conv1d_state is kept
     assert torch.equal(kept, before)
     assert given[0].tolist() == [1, 1]

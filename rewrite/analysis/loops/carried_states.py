@@ -1,7 +1,7 @@
 """States that a model carries from call to call without a cache (`runtime/decode/carried.py`).
 
-A module may keep one on itself: an attribute that `forward` makes from what it was. Or `forward` takes states by a name,
-gives them back by the same one, and the generation loop hands them on.
+A module may keep one on itself: an attribute that `forward` makes from what it was. Or `forward` takes states by a
+name, gives them back by the same one, and the generation loop hands them on.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def _is_handed_on(name: str, info: ClassInfo, module: Module) -> bool:
     own = module.method(info, _UPDATES)
     if own is None:
         return name in _HANDED_ON
-    key = m.Subscript(slice=[m.SubscriptElement(m.Index(m.SimpleString(value=m.MatchIfTrue(lambda v: v[1:-1] == name))))])
+    key = m.Subscript(
+        slice=[m.SubscriptElement(m.Index(m.SimpleString(value=m.MatchIfTrue(lambda v: v[1:-1] == name))))]
+    )
     lines = (line for line in of_kind(own.body, cst.Assign) if _gives_back(line.value, name))
     return any(m.matches(target.target, key) for line in lines for target in line.targets)
 
