@@ -85,7 +85,6 @@ HANDED = (
         new="self._form(b.clone() for b in self.buffers[len(self._kept) :])}",
         also=(("runtime/decode.py", TAKEN, "self._give(self.buffers)"),),
     ),
-    bug("rwkv", "states in another order", ONE, "loop", old=GIVEN, new=GIVEN.replace(" :]", " :][::-1]")),
     bug(
         "rwkv",
         "states of the prompt handed back",
