@@ -10,6 +10,7 @@ The classes are marked by `keeps_states` and `hands_on_states`.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -90,10 +91,10 @@ def put_back(model: nn.Module, given: object = None) -> Iterator[None]:
 
 
 class CarriedStates:
-    """The states of one batch size, in buffers; falsy for a model that carries none."""
+    """The states of one batch size, in buffers; falsy for a model that carries none. It holds no module alive."""
 
     def __init__(self, model: nn.Module):
-        self._kept = _places(model)
+        self._kept = [(weakref.ref(module), name) for module, name in _places(model)]
         self.argument = argument_of_states(model)
         self.buffers: list[Tensor] = []
         self._form: type = list
@@ -118,7 +119,7 @@ class CarriedStates:
     def forget(self) -> None:
         """Let the next prompt be the first."""
         for module, name in self._kept:
-            setattr(module, name, None)
+            setattr(_alive(module), name, None)
 
     def load(self, outputs: Any) -> None:
         """Take over what a prompt left.
@@ -150,7 +151,7 @@ class CarriedStates:
         self._take([*self._values(), *handed])
 
     def _values(self) -> list[Any]:
-        return [getattr(module, name) for module, name in self._kept]
+        return [getattr(_alive(module), name) for module, name in self._kept]
 
     def _take(self, values: list[Any]) -> None:
         """Copy values into the buffers, and let the modules keep these."""
@@ -173,7 +174,7 @@ class CarriedStates:
 
     def _give(self, values: list[Tensor]) -> None:
         for (module, name), value in zip(self._kept, values, strict=False):
-            setattr(module, name, value)
+            setattr(_alive(module), name, value)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -210,6 +211,13 @@ class CarriedStates:
     def free(self) -> None:
         """Give the memory back."""
         self.buffers, self._given = [], []
+
+
+def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
+    found = module()
+    if found is None:
+        raise ReferenceError("a module of this graph's model is gone")
+    return found
 
 
 def _is_same(one: Tensor, other: Any) -> bool:

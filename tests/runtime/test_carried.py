@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -287,6 +288,7 @@ def test_a_state_that_is_a_part_of_what_it_was_is_read_before_it_is_written() ->
     model = keeps_states("state")(type("Model", (nn.Module,), {}))()
     model.one, model.two = one, two
     own = CarriedStates(model)
+    assert carried.carries(model)
     own.load({})
     first, second = own.buffers
     one.state, two.state = second, first  # type: ignore[assignment]
@@ -303,7 +305,11 @@ def test_a_state_that_is_a_part_of_what_it_was_is_read_before_it_is_written() ->
     with pytest.raises(UnknownState, match=r"\(5,\)"):
         own.advance({})
     assert not CarriedStates(nn.Linear(1, 1))
-    assert carried.carries(model)
+    gone = weakref.ref(one)
+    del model, one
+    assert gone() is None
+    with pytest.raises(ReferenceError):
+        own.advance({})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
