@@ -10,6 +10,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_argument, sliced, uses
+from rewrite.analysis.loops.carried_states import handed_states, kept_states
 from rewrite.analysis.loops.indexers import hindrance
 from rewrite.analysis.loops.loop_inputs import only_recomputes
 from rewrite.analysis.loops.own_loop import cut_by_length, own_part
@@ -21,8 +22,8 @@ from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
 _CACHES = (*PASSED, "cache_params")
-_OTHER_STATES = ("key_cache", "recurrent_states")
-"""Attributes of states that no cache of transformers' holds in a layer of its own, or that no buffer here can hold."""
+_OTHER_STATES = ("key_cache",)
+"""Attributes of states that no cache of transformers' holds in a layer of its own."""
 
 
 _PLAIN = m.Name() | m.Attribute(value=m.Name())
@@ -44,16 +45,17 @@ class StaticCache(Transform):
         `prepare_inputs_for_generation` that only forgets the cache where the rotary frequencies change (Phi-3) is
         marked: the loop runs where they do not. So is a class whose layers have a sliding window that no mask of the
         file has: a growing cache forgets what is outside, a buffer keeps all, and the loop runs where a text is not
-        longer than the window.
+        longer than the window. States without a cache are marked, too: attributes that modules compute from what they
+        were (`keeps_states`), and an argument that `forward` gives back and the loop hands on (`hands_on_states`).
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
         concatenation copies the cache.
 
     What it needs:
-        A class that decodes with a cache of transformers' for state; ranges and slices whose length does not depend
-        on the cache. An indexer (DeepSeek-V3.2's sparse attention) masks its scores before it chooses among them, and
-        chooses among a number of candidates that the host knows.
+        A class that decodes with a cache of transformers' for state, or with states of a form that stays; ranges and
+        slices whose length does not depend on the cache. An indexer (DeepSeek-V3.2's sparse attention) masks its
+        scores before it chooses among them, and chooses among a number of candidates that the host knows.
 
     Numerics:
         Exact: the same integers, and where the loop cannot run, transformers' own does.
@@ -83,7 +85,7 @@ class StaticCache(Transform):
         "other_subscript": "something beside whole dimensions stands in front of the slice",
         "host_test": "a branch depends on the number of cached tokens",
         "no_cache": "the size depends on a number of cached tokens whose cache is not at hand",
-        "name_taken": "the file has a name `GraphGeneration`, `key_length` or `within_window` of its own",
+        "name_taken": "the file has a name of its own that the loop's mixin, `key_length` or a mark of the class has",
     }
     needs: ClassVar[Mapping[str, str]] = {
         "no_kv_cache": "a cache among what `forward` takes",
@@ -135,11 +137,11 @@ class StaticCache(Transform):
         if base is None:
             raise TypeError(f"{info.name} has no GenerationMixin")
         windowed = keeps_unmasked_window(info, module)
-        if windowed and not name_is_free("within_window", module):
+        marks = _marks(info, module, windowed)
+        if not all(name_is_free(name.partition("(")[0], module) for name in marks):
             return Skip("name_taken")
-        edits, found_uses = [_in_bases(info, base, module, windowed)], ["decode.GraphGeneration"]
-        if windowed:
-            found_uses.append("decode.within_window")
+        edits, found_uses = [_in_bases(info, base, module, marks)], ["decode.GraphGeneration"]
+        found_uses += [f"decode.{name.partition('(')[0]}" for name in marks]
         method = info.methods.get("prepare_inputs_for_generation")
         if method is not None and only_recomputes(method) and name_is_free("recomputes_at_switch", module):
             decorator = cst.Decorator(cst.Name("recomputes_at_switch"))
@@ -157,11 +159,22 @@ def _mixin(info: ClassInfo, module: Module) -> cst.BaseExpression | None:
     return next((base for base in brings if module.qualified(base) not in module.classes), None)
 
 
-def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module, windowed: bool) -> Edit:
+def _marks(info: ClassInfo, module: Module, windowed: bool) -> list[str]:
+    """Return the decorators that tell the loop what else to know of a class."""
+    marks = ["within_window"] if windowed else []
+    if not _takes_cache(_inputs(info, module)) and (handed := handed_states(info, module)) is not None:
+        marks.append(f'hands_on_states("{handed}")')
+    if kept := kept_states(module)[0]:
+        names = ", ".join(f'"{name}"' for name in kept)
+        marks.append(f"keeps_states({names})")
+    return marks
+
+
+def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module, marks: list[str]) -> Edit:
     """Put our mixin in the place of `GenerationMixin`, or behind one of another file, which builds on that."""
     own = cst.Name("GraphGeneration")
     replaced = module.qualified(base).endswith(".GenerationMixin")
-    if replaced and not windowed:
+    if replaced and not marks:
         return Edit(base, (own,))
     bases = []
     for argument in info.node.bases:
@@ -169,8 +182,8 @@ def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module, windowe
         if argument.value is base and not replaced:
             bases[-1] = argument.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
             bases.append(cst.Arg(own, comma=argument.comma))
-    marks = [cst.Decorator(cst.Name("within_window"))] if windowed else []
-    return Edit(info.node, (info.node.with_changes(bases=bases, decorators=[*info.node.decorators, *marks]),))
+    decorators = [*info.node.decorators, *(cst.Decorator(expression(mark)) for mark in marks)]
+    return Edit(info.node, (info.node.with_changes(bases=bases, decorators=decorators),))
 
 
 def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> list[str]:
@@ -216,7 +229,7 @@ def _hands_on(argument: cst.Arg, keywords: str) -> bool:
 
 
 def _skip(info: ClassInfo, module: Module) -> Skip | None:
-    if not _takes_cache(_inputs(info, module)):
+    if not _takes_cache(_inputs(info, module)) and handed_states(info, module) is None:
         return Skip("no_kv_cache")
     if (own := own_part(info, module)) is not None:
         return Skip("own_loop", own)
@@ -224,6 +237,8 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("own_cache", cache)
     attributes = [node.attr.value for node in of_kind(module.tree, cst.Attribute)]
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
+        return Skip("other_state", state)
+    if (state := kept_states(module)[1]) is not None:
         return Skip("other_state", state)
     if (hindered := hindrance(module)) is not None:
         return Skip(*hindered)

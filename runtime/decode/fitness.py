@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import (
 from ..cache import names, states
 from ..core import backend
 from ..core.local import is_local
+from .carried import argument_of_states, carries
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
 
@@ -79,6 +80,7 @@ REASONS = {
     "stop_strings": "rows of a batch end at strings, and what follows them would show in the other outputs",
     "one_token": "a single token is wanted",
     "reentrant": "the call comes from inside generate() of the same model",
+    "carried_state": "a state that the model carries from call to call without a cache has no fixed form",
     "cache_unused": "the model did not write its keys and values to the cache",
     "step_not_capturable": "the step asks the host, or cannot be part of a graph for another reason",
     "step_fails": "the model's code for a single token cannot run where the host does not know the length",
@@ -196,7 +198,14 @@ def assists(assistant: Any, model: Any, without_graph: bool) -> bool:
     vocabularies = {_text_config(one).vocab_size for one in (model, assistant)}
     own = any(_overrides(type(assistant), name) for name in _OWN_INPUTS)
     split = getattr(assistant, "_tp_size", None)
-    return same and not own and not split and len(vocabularies) == 1 and _unfit_model(assistant, without_graph) is None
+    return (
+        same
+        and not own
+        and not split
+        and not carries(assistant)
+        and len(vocabularies) == 1
+        and _unfit_model(assistant, without_graph) is None
+    )
 
 
 def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
@@ -216,7 +225,7 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
         return "drafted"
     if call.input_ids.shape[0] != 1:
         return "drafts_for_rows"
-    if any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
+    if carries(model) or any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
         return "drafts_for_states"
     if has_own_inputs(model, call):
         return "drafts_for_inputs"
@@ -323,8 +332,12 @@ def _unfit_inputs(model: Any, call: Call) -> str | None:
 
 def _unfit_cache(model: Any, call: Call) -> str | None:
     cache, batch = call.cache, call.input_ids.shape[0]
+    if argument_of_states(model) and (cache is None or (type(cache) is DynamicCache and not length_of(cache))):
+        return None  # nothing is in it
     if type(cache) is not DynamicCache or cache.offloading:
         return "cache_kind"
+    if not cache.layers and carries(model):
+        return "cache_kind"  # its first layer would be one that the model does not write
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
     held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
@@ -343,8 +356,10 @@ def unmasked_window(model: Any, cache: DynamicCache) -> float:
     return min(windows, default=math.inf)
 
 
-def length_of(cache: DynamicCache) -> int:
-    """Return how many tokens a cache holds, as far as its layers tell."""
+def length_of(cache: DynamicCache | None) -> int:
+    """Return how many tokens a cache holds, as far as its layers tell; 0 where there is none."""
+    if cache is None:
+        return 0
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     return max((layer.get_seq_length() for layer in layers), default=0)
 

@@ -33,6 +33,7 @@ from ..core.target import RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
+from .carried import UnknownState, argument_of_states, put_back
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
@@ -147,11 +148,12 @@ class GraphGeneration(GenerationMixin):
                 if not ours:
                     return None, "reentrant"
                 try:
-                    generation = _Generation(self, call, store_of(self), plan, lookup)
-                    if assistant is None:
-                        return generation.run(), None
-                    with store_of(assistant).claimed(assistant) as theirs:
-                        return (generation.run(assistant), None) if theirs else (None, "reentrant")
+                    with put_back(self, call.inputs.get(argument_of_states(self))):
+                        generation = _Generation(self, call, store_of(self), plan, lookup)
+                        if assistant is None:
+                            return generation.run(), None
+                        with store_of(assistant).claimed(assistant) as theirs:
+                            return (generation.run(assistant), None) if theirs else (None, "reentrant")
                 except Unfit as unfitting:
                     return None, unfitting.reason
 
@@ -170,7 +172,7 @@ class _Generation:
         self.batch_size, self.prompt_length = call.input_ids.shape
         self.device = call.input_ids.device
         self.captures = model.device.type == "cuda" and not model._step_without_graph
-        self.dynamic = call.cache
+        self.dynamic = DynamicCache() if call.cache is None else call.cache
         self.watches = has_own_inputs(model, call)
         self.assistant: Assistant | None = None
         self.sampling = self._sampling()
@@ -250,13 +252,21 @@ class _Generation:
     def _prefill(self, graph: DecodeGraph) -> Tensor:
         """Read the prompt and return the logits `[B, V]` of the first token in fp32."""
         name, cache = self.call.cache_name, self._cache_for_the_prompt(graph)
-        inputs, ids, past = {**self.call.inputs, name: cache}, self.call.input_ids, graph.cache.length
+        inputs, ids, past = dict(self.call.inputs), self.call.input_ids, graph.cache.length
+        if not graph.carried.argument:
+            inputs[name] = cache
 
         def ordinary() -> Tensor:
             outputs = self.model._prefill(ids, self.call.config, dict(inputs))
             if not graph.cache.attention_layers and graph.cache.is_written:
                 graph.cache.rewind(past + self.prompt_length)
-            used = given_back(outputs)
+            try:
+                graph.carried.load(outputs)
+            except UnknownState as error:
+                raise self._refuse(graph, "carried_state", error=error) from error
+            used = None if graph.carried.argument else given_back(outputs)
+            if used is None:  # the model's own loop goes on with the one that it gave
+                used = cache
             if used is not cache and isinstance(used, EncoderDecoderCache) and not self.watches:
                 used = used.self_attention_cache  # a model with cross-attention may put it into a cache of both
             if used is not cache or graph.cache.length == 0:
@@ -281,7 +291,7 @@ class _Generation:
 
     def _cache_for_the_prompt(self, graph: DecodeGraph) -> Cache:
         """Return what the model is given: the graph's cache, beside one of an encoder's output where it wants that."""
-        given = self.call.inputs[self.call.cache_name]
+        given = self.call.inputs.get(self.call.cache_name)
         if not isinstance(given, EncoderDecoderCache):
             return graph.cache
         cross = DynamicCache()
@@ -400,7 +410,8 @@ class _Generation:
         waiting = deque([Arrival(graph, start, 1, self.plan)])
         made, stopped = 1, False
         chunk, ahead = STREAMED_CHUNK if self.plan.streams else CHUNK, 2
-        if graph.cache.stateful_layers and self.plan.keeps_cache:
+        outlives = self.plan.keeps_cache or graph.carried.argument in self.call.inputs
+        if graph.carried.always_outlive or (outlives and (graph.cache.stateful_layers or graph.carried)):
             chunk, ahead = 1, 1  # states cannot go back to the end
         while not stopped and (made < steps or waiting):
             if made == steps or len(waiting) == ahead:
@@ -444,10 +455,11 @@ class _Generation:
             )
         else:
             sequences = torch.cat([call.input_ids, graph.state.sequence[:, start : start + count]], dim=-1)
+        carried = graph.carried.leave() if graph.carried else None
         if keeps_cache(call):
             graph.cache.store(self.dynamic, length)
             if graph.watched is not None:
-                graph.watched.store(call.inputs[call.cache_name])
+                graph.watched.store(call.inputs.get(call.cache_name))
         if call.streamer is not None:
             call.streamer.end()
         if not call.config.return_dict_in_generate:
@@ -460,7 +472,8 @@ class _Generation:
         encodes = self.model.config.is_encoder_decoder
         output = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
         cached = NAMES[0] if NAMES[0] in output.__dataclass_fields__ else NAMES[1]
-        return output(**kept, **{cached: self._returned_cache()})
+        states_alone = graph.carried.argument and call.cache is None
+        return output(**kept, **{cached: carried if states_alone else self._returned_cache()})
 
     def _returned_cache(self) -> Any:
         """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""

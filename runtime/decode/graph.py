@@ -35,6 +35,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
 from ..products.step_products import StepProducts
+from .carried import CarriedStates
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
 from .fitness import unmasked_window
@@ -75,7 +76,7 @@ class StepFails(RuntimeError):
 
 
 class UnknownCache(TypeError):
-    """The model keeps something else than keys and values of every token, or its configuration does not say what."""
+    """The model keeps something that no buffer can stand for, or its configuration does not say what."""
 
     def __init__(self, model: nn.Module):
         name = type(model).__name__
@@ -163,14 +164,9 @@ class DecodeGraph:
         self._model = weakref.ref(model)
         self.device: torch.device = model.device
         self.captures = self.device.type == "cuda" if captures is None else captures
-        if like is None or not like.layers:
-            like = self._configured_cache(model)
-            if capacity > unmasked_window(model, like):
-                raise UnknownCache(model)
-        cache = preallocated_like(like, batch_size, capacity, self.device)
-        if cache is None:
-            raise UnknownCache(model)
-        self.cache: PreallocatedCache = cache
+        self.carried = CarriedStates(model)
+        self.cache = self._cache_like(like, model, batch_size, capacity)
+        cache = self.cache
         self.state = StepState(batch_size, capacity, cache.position)
         with torch.inference_mode(False):
             self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
@@ -186,11 +182,25 @@ class DecodeGraph:
         self.watched: StepInputs | None = None
         """What the model's own loop gives the running call's steps, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
-        self._cached: dict[str, Any] = {argument_of(model): self.cache, "use_cache": True}
+        self._cached: dict[str, Any] = {"use_cache": True}
+        if not self.carried.argument:
+            self._cached[argument_of(model)] = self.cache
         self._accepted = set(accepted)
         self._inputs = self._static_inputs()
         self._policy = policy_of(model)
         self.prompts = PromptGraphs(model, self._accepted, self.captures)
+
+    def _cache_like(self, like: DynamicCache | None, model: Any, batch_size: int, capacity: int) -> PreallocatedCache:
+        if self.carried.argument:  # which counts the tokens, and holds none
+            return PreallocatedCache(0, batch_size, capacity, self.device)
+        if like is None or not like.layers:
+            like = self._configured_cache(model)
+            if capacity > unmasked_window(model, like):
+                raise UnknownCache(model)
+        cache = preallocated_like(like, batch_size, capacity, self.device)
+        if cache is None:
+            raise UnknownCache(model)
+        return cache
 
     @staticmethod
     def _configured_cache(model: Any) -> DynamicCache:
@@ -211,7 +221,7 @@ class DecodeGraph:
         Returns:
             `[B, V]` logits of the next token, in the model's dtype.
         """
-        self.cache.clear()
+        self.reset()
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
@@ -223,6 +233,7 @@ class DecodeGraph:
             outputs = self.model(**given, **self._cached, return_dict=True)
             if not self.cache.attention_layers and self.cache.is_written:
                 self.cache.rewind(input_ids.shape[1])
+            self.carried.load(outputs)
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
@@ -249,7 +260,8 @@ class DecodeGraph:
             self._policy.before_replay(self.model)
         rows, tokens = input_ids.shape
         length = self.prompts.length_for(rows, tokens, self.cache.capacity)
-        if length is None or self.cache.length or self.cache.stateful_layers:  # filling up would go into the states
+        states = self.cache.stateful_layers or self.carried  # filling up would go into them
+        if length is None or self.cache.length or states:
             return ordinary()
         self._find_pool()
 
@@ -302,6 +314,7 @@ class DecodeGraph:
     def reset(self) -> None:
         """Forget every token; graphs and buffers stay."""
         self.cache.clear()
+        self.carried.forget()
 
     def release(self) -> None:
         """Give the graphs and the cache back."""
@@ -311,6 +324,7 @@ class DecodeGraph:
         self.watched = None
         self._constants.clear()
         self.cache.free()
+        self.carried.free()
         self._proved.clear()
         self._hiding.clear()
 
@@ -324,8 +338,8 @@ class DecodeGraph:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache."""
-        return self.cache.nbytes
+        """Bytes of the cache, and of states beside it."""
+        return self.cache.nbytes + sum(buffer.nbytes for buffer in self.carried.buffers)
 
     def watch(self, inputs: StepInputs | None) -> None:
         """Take over what the steps of a call are given besides tokens and mask; None for nothing but positions."""
@@ -352,7 +366,8 @@ class DecodeGraph:
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
         """Leave states and positions as they are, whatever steps are run inside."""
-        with self.cache.states_held(), contextlib.nullcontext() if self.watched is None else self.watched.held():
+        watched = contextlib.nullcontext() if self.watched is None else self.watched.held()
+        with self.cache.states_held(), self.carried.held(), watched:
             yield
 
     def begin(self, position_ids: Tensor, attention_mask: Tensor | None) -> None:
@@ -496,6 +511,7 @@ class DecodeGraph:
     def take_over(self, other: DecodeGraph) -> None:
         """Continue where a graph with less capacity ended."""
         self.cache.copy_from(other.cache)
+        self.carried.copy_from(other.carried)
         self.cache.fused = other.cache.fused
         self.watch(other.watched)
         self._proved |= {(self._kind, 1)} | {key for key in other._proved if key[0] == self._kind}
@@ -508,6 +524,7 @@ class DecodeGraph:
         """Return the logits `[B, V]` of one step at the cache's position."""
         with self._stepping():
             outputs = self.model(**self._step_arguments(), return_dict=True)
+            self.carried.advance(outputs)
         if self.watched is not None:
             self.watched.advance()
         logits: Tensor = outputs.logits[:, -1]
@@ -548,9 +565,11 @@ class DecodeGraph:
 
     def _arguments(self, mask: Tensor) -> dict[str, Any]:
         """Return what a step's forward is called with, the mask `[B, n]` as given."""
+        states = self.carried.arguments
         if self.watched is not None:
-            return self.watched.arguments(self.state.input_ids, mask, self.cache)
-        return {**self._inputs, "attention_mask": mask} if "attention_mask" in self._inputs else self._inputs
+            return self.watched.arguments(self.state.input_ids, mask, self.cache) | states
+        masked = {"attention_mask": mask} if "attention_mask" in self._inputs else {}
+        return {**self._inputs, **masked, **states}
 
     def _step_arguments(self) -> dict[str, Any]:
         """Return what a step's forward is called with, and a mask that hides what nothing has written if it has to.

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from ..core import backend
+from .carried import argument_of_states
 from .graph import DecodeGraph
 
 GRAPHS_KEPT = 4
@@ -134,6 +135,8 @@ def release_graphs(model: nn.Module) -> None:
 
 
 def _layers(model: Any, like: DynamicCache) -> list[Any]:
+    if argument_of_states(model):
+        return []
     return like.layers or DynamicCache(config=model.config.get_text_config(decoder=True)).layers
 
 

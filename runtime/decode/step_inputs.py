@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
+from .carried import argument_of_states
 from .fitness import Unfit
 
 OFFERS: dict[str, dict[str, str]] = {}
@@ -54,7 +55,8 @@ class StepInputs:
         if isinstance(given, EncoderDecoderCache):
             self._cross = _own(given.cross_attention_cache)
             given = given.self_attention_cache
-        if given is not cache:
+        states = argument_of_states(model)
+        if given is not cache and not states:
             raise Unfit("cache_unused")
         self.mask = ""
         """The name of a 2D mask over every column; empty if there is none."""
@@ -63,7 +65,9 @@ class StepInputs:
         self._advanced: list[Tensor] = []
         self.fixed: dict[str, Any] = {}
         """Everything but tokens and mask."""
-        for name in sorted(first.keys() - {self.tokens, self.cache}):  # in the same order in every call: `load`
+        for name in sorted(
+            first.keys() - {self.tokens, self.cache, states}
+        ):  # in the same order in every call: `load`
             if _is_grown_mask(first[name], second[name], cache.length):
                 if self.mask:
                     raise Unfit("inputs")
@@ -87,7 +91,7 @@ class StepInputs:
         """Return what a step's forward is called with: the last tokens `[B, 1]`, a mask over all slots, the text."""
         given = {self.tokens: tokens} | ({self.mask: mask} if self.mask else {})
         held = cache if self._cross is None else EncoderDecoderCache(cache, self._cross)
-        return {**self.fixed, **given, self.cache: held}
+        return {**self.fixed, **given} | ({self.cache: held} if self.cache else {})
 
     def _seen(self) -> list[Tensor]:
         layers = [] if self._cross is None else self._cross.layers

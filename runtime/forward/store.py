@@ -23,7 +23,8 @@ KINDS_KNOWN = 256
 MOST_FAILURES = 3
 """Kinds of calls that were captured in vain before no other is tried, until the model changes."""
 LOOKS_AGAIN = 64
-"""Calls without a graph after which it is seen whether the reason is still there."""
+"""Calls without a graph after which it is seen whether the reason is still there; after a look in vain, twice as many:
+a look that finds another model tries to capture it, which reads every weight."""
 SHARE_OF_MEMORY = 8
 """Graphs of a model take at most one part in so many of the device's memory."""
 
@@ -52,6 +53,8 @@ class ForwardStore:
         self.without_graph = False
         """Whether forwards are run again in place of replays."""
         self.snapshot: Snapshot | None = None
+        self.tried: Snapshot | None = None
+        """The model when a call of it was found to be none for a graph, where nothing was captured of it."""
         self.collector: Any = None
         self.graphs: OrderedDict[Hashable, Kept] = OrderedDict()
         """By the kind of call, last used last."""
@@ -65,7 +68,7 @@ class ForwardStore:
         self._needed: dict[Hashable, int] = {}
         self._changed: set[Hashable] = set()
         self._failures = 0
-        self._since_look = 0
+        self._since_look, self._look_after = 0, LOOKS_AGAIN
         self._stream: Any = None
         self._idle: Any = None
 
@@ -104,6 +107,7 @@ class ForwardStore:
         while len(self.graphs) >= GRAPHS_KEPT:
             self._evict(next(iter(self.graphs)))
         self.graphs[kind] = kept
+        self._look_after = LOOKS_AGAIN
 
     def _evict(self, kind: Hashable) -> None:
         """Drop a graph; it takes twice as many calls as before to be captured again, lest kinds take turns."""
@@ -130,10 +134,12 @@ class ForwardStore:
         refusal = self.whole or self.refused.get(kind)
         if refusal is not None:
             self._since_look += 1
-            if self._since_look >= LOOKS_AGAIN:
+            if self._since_look >= self._look_after:
                 self._since_look = 0
                 with self.lock:
-                    if self.snapshot is None or not (self.snapshot.is_mapped() and self.snapshot.is_current()):
+                    known = self.snapshot or self.tried
+                    if known is None or not (known.is_mapped() and known.is_current()):
+                        self._look_after *= 2
                         self.release()
                         return None
         return refusal
@@ -145,7 +151,7 @@ class ForwardStore:
         self._uses.clear()
         self._needed.clear()
         self._changed.clear()
-        self.snapshot = self.whole = None
+        self.snapshot = self.tried = self.whole = None
         self._failures = 0
 
     @property

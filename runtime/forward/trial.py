@@ -57,6 +57,7 @@ def attempt(
         return run(call)
     expected = run(call)
     try:
+        store.tried = effects.snapshot_to_keep
         if not effects.are_none(store, kind):  # more runs would have them too
             return expected
         with rehearsing():  # what is packed or made at the first use in a graph is there before the model is looked at
@@ -105,6 +106,12 @@ class Effects:
         uncounted = [tensor for tensor in self._snapshot.tensors if tensor.is_inference()]
         self._too_many = sum(tensor.nbytes for tensor in uncounted) > MOST_COPIED
         self._copies = [] if self._too_many else [(tensor, tensor.clone()) for tensor in uncounted]
+
+    @property
+    def snapshot_to_keep(self) -> Snapshot | None:
+        """The model before the call; None where keeping that would keep the model alive, or tells too little."""
+        known = self._snapshot
+        return known if known.is_complete and not known.refers_to_itself else None
 
     def are_none(self, store: ForwardStore, kind: Hashable) -> bool:
         """Return whether nothing else changed since; what a model does at its first call alone is forgiven once.

@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 
 from rewrite.runtime.core import derived, layout
 from rewrite.runtime.core.explain import explain
-from rewrite.runtime.forward import fitness, store, switch
+from rewrite.runtime.forward import captured, fitness, store, switch
 from rewrite.runtime.forward.captured import CapturedForward
 from rewrite.runtime.forward.snapshot import Snapshot
 
@@ -409,6 +409,30 @@ def test_what_asks_the_host_is_refused(device: str, act: Callable[..., Any]) -> 
     for _ in range(store.LOOKS_AGAIN + 3):
         model(inputs(device))
     assert graphs(model) == 1  # the change was seen, later
+
+
+@pytest.mark.parametrize(("act", "times"), [(_writes_input, 1), (_counts, 8)])
+def test_what_is_tried_in_vain_is_seldom_tried_again(
+    device: str, act: Callable[..., Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try reads every weight. A first change of the model is forgiven once, so that there are two at a time."""
+    tried: list[int] = []
+    inner = captured.attempt
+
+    def attempt(*arguments: Any) -> Any:
+        tried.append(model.runs[0])
+        return inner(*arguments)
+
+    monkeypatch.setattr(captured, "attempt", attempt)
+    model = made(device, act)
+    for _ in range(10 * store.LOOKS_AGAIN):
+        model(inputs(device))
+    assert len(tried) == times
+    assert tried[0] < 3
+    model.act = None
+    for _ in range(9 * store.LOOKS_AGAIN):
+        model(inputs(device))
+    assert graphs(model) == 1, "the change was seen, later"
 
 
 def test_what_cannot_be_looked_at_is_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

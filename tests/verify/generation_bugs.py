@@ -45,6 +45,8 @@ CLASSES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "recurrent_gemma": "RecurrentGemmaForCausalLM",
+    "rwkv": "RwkvForCausalLM",
 }
 FILES = {
     "states": "runtime/cache.py",

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from . import generation_bugs
+from .carried_bugs import HANDED, KEPT
 from .generation_bugs import STATES, LoopBug, result_of
 from .indexer_bugs import INDEXERS
 from .input_bugs import INPUTS, KEYS
 from .latent_bugs import LATENTS
 
-BUGS = (*STATES, *KEYS, *INPUTS, *LATENTS, *INDEXERS)
+BUGS = (*STATES, *KEYS, *INPUTS, *LATENTS, *INDEXERS, *KEPT, *HANDED)
 HERE = {
     "lfm2": (
         "states not reset between calls",
@@ -36,6 +37,13 @@ HERE = {
         "keys not reset between calls",
         "keys not taken over",
     ),
+    "recurrent_gemma": (
+        "a state of the prompt before",
+        "a state shared by rows",
+        "a state one step late",
+        "states after the overshoot",
+    ),
+    "rwkv": ("a state of the prompt before", "a state shared by rows", "a state one step late"),
 }
 """Those that are planted in every run of the tests; of encoders and images, tests/runtime has models."""
 CASES = [bug for bug in BUGS if bug.name in HERE.get(bug.model, ())]

@@ -63,6 +63,10 @@ def observed(bench: Workbench, model: Any, batch: Batch) -> Tensor:
     return torch.cat([logits, steps.to(logits)], 1).flatten(0, 1).double().log_softmax(-1)
 
 
+HANDED = "_hands_on_states"
+"""Set on a class, the name by which its `forward` takes states and gives them back."""
+
+
 def step_by_step(bench: Workbench, model: Any, ids: Tensor, mask: Tensor | None, start: int) -> Tensor:
     """Logits after the first `start` tokens of a text, and after each of the others, which are fed one at a time."""
     import torch
@@ -83,6 +87,8 @@ def step_by_step(bench: Workbench, model: Any, ids: Tensor, mask: Tensor | None,
             if bench.subject.accepts("position_ids"):
                 arguments["position_ids"] = (mask[:, :last].cumsum(1) - 1).clamp(min=0)[:, first:]
             out = model(input_ids=ids[:, first:last], use_cache=True, **cache, **arguments)
+            if handed := getattr(bench.subject.rewritten, HANDED, ""):
+                cache = {handed: out[handed]}
             if (came := given_back(out)) is not None:  # some models write one, and do not give it back
                 cache = {name: came}
             found.append(out.logits[:, -1])

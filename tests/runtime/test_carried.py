@@ -1,0 +1,372 @@
+"""States that a model carries from call to call without a cache: kept by modules, or handed on with the outputs."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from rewrite.runtime.cache.names import asked_with, given_back
+from rewrite.runtime.core import backend
+from rewrite.runtime.decode import carried, fitness, generation, graph_store
+from rewrite.runtime.decode.carried import CarriedStates, UnknownState, hands_on_states, keeps_states, put_back
+from rewrite.runtime.decode.fitness import Call, assists
+from rewrite.runtime.decode.generation import GraphGeneration
+from rewrite.runtime.decode.graph import DecodeGraph, Program
+from rewrite.runtime.decode.graph_store import store_of
+
+if not fitness.can_watch():
+    pytest.skip("this transformers has a loop that cannot be watched", allow_module_level=True)
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+V = 64
+ENDS = {"vocab_size": V, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "RecurrentGemmaForCausalLM": lambda: transformers.RecurrentGemmaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, lru_width=32, head_dim=16,
+        attention_window_size=6, **ENDS,
+    ),
+    "RwkvForCausalLM": lambda: transformers.RwkvConfig(
+        hidden_size=32, attention_hidden_size=32, intermediate_size=48, num_hidden_layers=3, rescale_every=2, **ENDS
+    ),
+}  # fmt: skip
+MARKS: dict[str, Any] = {
+    "RecurrentGemmaForCausalLM": keeps_states("conv1d_state", "recurrent_states"),
+    "RwkvForCausalLM": hands_on_states("state"),
+}
+KEEPS, HANDS = CONFIGS
+DRAWN = {"do_sample": True, "top_k": 0, "temperature": 2.0}
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with the loop and the original, with the same weights."""
+    original = getattr(transformers, name)
+    ours = MARKS[name](type(name, (GraphGeneration, original), {"_step_without_graph": not GPU}))
+    torch.manual_seed(0)
+    models = [kind(copy.deepcopy(CONFIGS[name]())).eval().to(DEVICE, dtype) for kind in (ours, original)]
+    for parameter in models[0].parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    models[1].load_state_dict(models[0].state_dict())
+    backend.reset_fallbacks()
+    return models
+
+
+def asked(rows: int = 2, length: int = 7, seed: int = 0, padded: bool = True) -> dict[str, torch.Tensor]:
+    ids = torch.randint(4, V, (rows, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    if padded and rows > 1:
+        mask[0, :2] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0).to(DEVICE), "attention_mask": mask.to(DEVICE)}
+
+
+def run(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
+    torch.manual_seed(5)
+    given = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**inputs, **given | settings)
+
+
+def reasons() -> list[str]:
+    found = [reason for operator, reason in backend.fallbacks() if operator == "generate"]
+    backend.reset_fallbacks()
+    return found
+
+
+def states_of(model: Any, output: Any) -> list[torch.Tensor]:
+    """What a call left: on the modules, or in what it returned."""
+    own = [(one, name) for one in model.modules() for name in ("conv1d_state", "recurrent_states")]
+    kept = [getattr(one, name) for one, name in own if name in vars(one)]
+    handed = given_back(output) if isinstance(given_back(output), list) else []
+    return [*kept, *handed]
+
+
+def alike(models: Any, outputs: Any, tolerance: float = 1e-3) -> None:
+    mine, wanted = outputs
+    assert torch.equal(mine.sequences, wanted.sequences)
+    for one, other in zip(mine.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    left = [states_of(*both) for both in zip(models, outputs, strict=True)]
+    assert left[1], "nothing was compared"
+    for one, other in zip(*left, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def both(models: Any, inputs: dict[str, Any], taken: bool = True, **settings: Any) -> Any:
+    outputs = [run(model, {k: v.clone() for k, v in inputs.items()}, **settings) for model in models]
+    assert reasons() == [] or not taken
+    alike(models, outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_texts_one_after_another_of_any_number_of_rows(name: str) -> None:
+    models = pair(name)
+    for inputs in (asked(), asked(3, 5, 1), asked(1, 9, 2), asked(seed=3, padded=False), asked(), asked(1, 1, 4)):
+        both(models, inputs)
+    both(models, asked(3, 6, 5), **DRAWN)
+    assert len(store_of(models[0]).graphs) == 3
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("wanted", [True, False], ids=["returned", "not returned"])
+def test_states_are_those_of_the_last_token_where_a_text_ends_inside_of_a_chunk(name: str, wanted: bool) -> None:
+    models = pair(name)
+    free = run(models[1], asked(1), **DRAWN).sequences[0].tolist()
+    ends = {"eos_token_id": free[-4], "pad_token_id": 0, "return_dict_in_generate": wanted, **DRAWN}
+    outputs = [run(model, asked(1), **ends) for model in models]
+    assert reasons() == []
+    if wanted:
+        alike(models, outputs)
+        assert outputs[0].sequences.shape[1] < len(free)
+    else:
+        assert torch.equal(*outputs)
+        for one, other in zip(*(states_of(model, None) for model in models), strict=True):
+            torch.testing.assert_close(one, other)
+    both(models, asked(1, 1, 7))  # of a single token RecurrentGemma takes the window of the text before
+
+
+def test_a_cache_is_continued_beside_what_the_modules_keep() -> None:
+    models = pair(KEEPS)
+    outputs = both(models, asked(padded=False))
+    for turn in range(2):
+        ids = torch.cat([outputs[0].sequences, asked(seed=turn)["input_ids"][:, -2:]], 1)
+        more = [
+            {"input_ids": ids, asked_with(model): given_back(out)} for model, out in zip(models, outputs, strict=True)
+        ]
+        outputs = [run(*one) for one in zip(models, more, strict=True)]
+        assert reasons() == []
+        alike(models, outputs)
+
+
+def test_states_that_a_caller_gives_are_continued_and_written_as_in_the_original() -> None:
+    models = pair(HANDS)
+    outputs = both(models, asked())
+    for length in (1, 4):
+        given = [[tensor.clone() for tensor in given_back(out)] for out in outputs]
+        before = [tensor.clone() for tensor in given[0]]
+        inputs = [{"input_ids": asked(2, length, 3, padded=False)["input_ids"], "state": state} for state in given]
+        outputs = [run(*one) for one in zip(models, inputs, strict=True)]
+        assert reasons() == []
+        alike(models, outputs)
+        assert (given_back(outputs[0]) is given[0]) == (given_back(outputs[1]) is given[1])
+        assert any(not torch.equal(*one) for one in zip(given[0], before, strict=True))
+        for one, other in zip(*given, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_left_is_memory_that_no_later_call_writes(name: str) -> None:
+    model = pair(name)[0]
+    left = states_of(model, run(model, asked()))
+    before = [tensor.clone() for tensor in left]
+    run(model, asked(seed=1))
+    assert all(torch.equal(*one) for one in zip(left, before, strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_in_fp32_of_a_model_in_bf16(name: str) -> None:
+    models = pair(name, torch.bfloat16)
+    outputs = [run(model, asked(), max_new_tokens=4) for model in models]
+    assert reasons() == []
+    dtypes = [[tensor.dtype for tensor in states_of(*one)] for one in zip(models, outputs, strict=True)]
+    assert dtypes[0] == dtypes[1]
+    assert {*dtypes[0]} == {torch.bfloat16, torch.float32}
+    (graph,) = store_of(models[0]).graphs.values()
+    assert [buffer.dtype for buffer in graph.carried.buffers] == dtypes[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_store, "ROUNDING", 4)
+    monkeypatch.setattr(generation, "FIRST_ROOM", 3)
+    models = pair(name)
+    both(models, asked(), max_new_tokens=20)
+    both(models, asked(seed=1), max_new_tokens=20)
+
+
+def test_a_cache_of_the_callers_without_layers_takes_the_original_loop() -> None:
+    models = pair(KEEPS)
+    made = [{**asked(), asked_with(model): transformers.DynamicCache()} for model in models]
+    outputs = [run(*one) for one in zip(models, made, strict=True)]
+    assert reasons() == ["cache_kind"]
+    alike(models, outputs)
+    made = [{**asked(), asked_with(model): transformers.DynamicCache(config=model.config)} for model in models]
+    alike(models, [run(*one) for one in zip(models, made, strict=True)])
+    assert reasons() == []
+
+
+def test_beams_take_the_original_loop_and_the_next_call_does_not() -> None:
+    models = pair(KEEPS)
+    outputs = [run(model, asked(), num_beams=2).sequences for model in models]
+    assert reasons() == ["beams"]
+    assert torch.equal(*outputs)
+    both(models, asked(seed=1))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_drafts_for_states_that_cannot_go_back(name: str) -> None:
+    model, other = pair(name)[0], pair(name)[0]
+    assert not assists(other, model, True)
+    call = Call(asked(1)["input_ids"], [], [], copy.deepcopy(model.generation_config), None, False, {})
+    call.config.prompt_lookup_num_tokens = 3
+    assert fitness.lookup_of(model, call) == "drafts_for_states"
+
+
+class Grows(nn.Module):
+    """A mixer whose state has another shape, or another dtype, after each call."""
+
+    def __init__(self, inner: nn.Module, how: str):
+        super().__init__()
+        self.inner, self.how = inner, how
+        self.recurrent_states: Any = None
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        found = self.inner(*arguments, **keywords)
+        state = torch.zeros(len(found), 1) if self.recurrent_states is None else self.recurrent_states
+        self.recurrent_states = {
+            "longer": lambda: torch.cat([state, state], 1),
+            "wider": lambda: state.double() if state.dtype == torch.float32 else state.float(),
+            "none": lambda: None,
+            "number": lambda: 3,
+        }[self.how]()
+        return found
+
+
+@pytest.mark.parametrize(("how", "reason"), [
+    ("longer", "step_fails"), ("wider", "step_fails"), ("none", "carried_state"), ("number", "carried_state"),
+])  # fmt: skip
+def test_a_state_without_a_fixed_form_takes_the_original_loop_from_where_the_call_began(how: str, reason: str) -> None:
+    models = pair(KEEPS)
+    for model in models:
+        model.model.final_norm = Grows(model.model.final_norm, how)
+    both(models, asked(), taken=False)
+    for model in models:
+        model.model.layers[0].temporal_block.conv1d_state.fill_(3)
+    outputs = [run(model, asked(1, 1)) for model in models]
+    assert reasons() == [reason]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    held = [model.model.final_norm.recurrent_states for model in models]
+    assert type(held[0]) is type(held[1])
+    assert not isinstance(held[0], torch.Tensor) or (held[0].shape, held[0].dtype) == (held[1].shape, held[1].dtype)
+
+
+def test_states_are_put_back_where_a_block_raises() -> None:
+    model = pair(KEEPS)[0]
+    run(model, asked())
+    block = model.model.layers[0].temporal_block
+    kept, given = block.conv1d_state, [torch.ones(2)]
+    before = kept.clone()
+
+    def fails() -> None:
+        with put_back(model, given):
+            kept.add_(1)
+            given[0].zero_()
+            block.conv1d_state = None
+            raise KeyError("any")
+
+    with pytest.raises(KeyError):
+        fails()
+    assert block.conv1d_state is kept
+    assert torch.equal(kept, before)
+    assert given[0].tolist() == [1, 1]
+    with put_back(model, given):
+        block.conv1d_state = None
+    assert block.conv1d_state is None
+
+
+def test_a_state_that_is_a_part_of_what_it_was_is_read_before_it_is_written() -> None:
+    one, two = nn.Module(), nn.Module()
+    one.state, two.state = torch.arange(4.0), torch.zeros(4)  # type: ignore[assignment]
+    model = keeps_states("state")(type("Model", (nn.Module,), {}))()
+    model.one, model.two = one, two
+    own = CarriedStates(model)
+    assert carried.carries(model)
+    own.load({})
+    first, second = own.buffers
+    one.state, two.state = second, first  # type: ignore[assignment]
+    own.advance({})
+    assert (first.tolist(), second.tolist()) == ([0, 0, 0, 0], [0, 1, 2, 3])
+    two.state = second.flip(0)  # type: ignore[assignment]
+    with own.held():
+        one.state = torch.ones(4)  # type: ignore[assignment]
+        own.advance({})
+    assert (first.tolist(), second.tolist()) == ([0, 0, 0, 0], [0, 1, 2, 3])
+    assert one.state is first
+    assert two.state is second
+    two.state = torch.ones(5)  # type: ignore[assignment]
+    with pytest.raises(UnknownState, match=r"\(5,\)"):
+        own.advance({})
+    assert not CarriedStates(nn.Linear(1, 1))
+    gone = weakref.ref(one)
+    del model, one
+    assert gone() is None
+    with pytest.raises(ReferenceError):
+        own.advance({})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_graph_by_hand_equals_the_model(name: str) -> None:
+    model, original = pair(name)
+    graph = DecodeGraph(model, 2, 16)
+    for seed in range(3):
+        inputs = asked(seed=seed, padded=False)["input_ids"]
+        wanted = run(original, {"input_ids": inputs}, max_new_tokens=6)
+        found = [graph.prefill(inputs), *(graph.step(token) for token in wanted.sequences[:, 7:-1].T)]
+        torch.testing.assert_close(torch.stack(found), torch.stack(wanted.logits), rtol=1e-3, atol=1e-3)
+
+
+class Recorded(TorchDispatchMode):
+    """Keeps what the device is told, and can tell it again: what a graph does, without a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.told.append((function, args, kwargs or {}, found))
+        return found
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for function, args, kwargs, found in self.told:
+            inputs = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if _is_tensor(t)}
+            again = function(*args, **kwargs)
+            for kept, new in zip(tree_flatten(found)[0], tree_flatten(again)[0], strict=True):
+                if _is_tensor(kept) and kept.untyped_storage().data_ptr() not in inputs:
+                    kept.copy_(new)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_told_to_the_device_once_can_be_told_again_without_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: dict[int, Recorded] = {}
+
+    def replay(program: Program) -> None:
+        if id(program) not in recorded:
+            recorded[id(program)] = Recorded()
+            with recorded[id(program)]:
+                program._run()
+        else:
+            recorded[id(program)].replay()
+
+    monkeypatch.setattr(Program, "replay", replay)
+    models = pair(name)
+    for seed in range(3):
+        outputs = [run(model, asked(seed=seed), output_logits=True) for model in models]
+        assert reasons() == []
+        alike(models, outputs)
+    assert len(recorded) == 1
