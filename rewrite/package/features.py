@@ -19,11 +19,11 @@ FEATURES = {
 """What `--without` may name: the name in `core/target`, and what the package then does not have."""
 
 FORMS = {
-    "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$"), "norms/add_layer_norm"),
-    "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed"), "cache/layers"),
+    "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
+    "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
 }
-"""By what is listed beside the uses of a modeling file: the name in `core/target`, the names of a file whose modules
-may be of that form, and the file of the runtime that this is of."""
+"""By what is listed beside the uses of a modeling file, which calls none of it: the name in `core/target`, and the
+names of a file whose modules may be of that form."""
 
 _ELSEWHERE = re.compile(
     r"Auto(Model|Backbone)|^transformers\.models\.(?!.*\.configuration_)|^\.(?!runtime|configuration_)"
@@ -35,7 +35,7 @@ def forms_of(text: str) -> list[str]:
     """Return which of `FORMS` the modules of a modeling file may have."""
     names = sorted(set(_names(ast.parse(text))))
     anything = any(map(_ELSEWHERE.search, names))
-    return [use for use, (_, said, _) in FORMS.items() if anything or any(map(said.search, names))]
+    return [use for use, (_, said) in FORMS.items() if anything or any(map(said.search, names))]
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -63,5 +63,5 @@ def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> froz
         without: keys of `FEATURES`.
     """
     there = set(uses)
-    forms = {name for use, (name, *_) in FORMS.items() if use not in there}
+    forms = {name for use, (name, _) in FORMS.items() if use not in there}
     return targets.left_out(target) | forms | {FEATURES[feature][0] for feature in without}

@@ -86,7 +86,7 @@ def closure_of(uses: Collection[str], target: str, without: Collection[str] = ()
     Raises:
         UnknownOperator: if the runtime offers no such thing.
     """
-    roots = [own_of(use) for use in uses]
+    roots = [own_of(use) for use in uses if use not in FORMS]
     roots += [Own(file, name) for file, names in _ALWAYS.items() for name in names]
     if target == ROCM:
         roots += [Own("rocm/settings", name) for name in ("configure", "tunable_op")]
@@ -106,8 +106,6 @@ def own_of(use: str) -> Own:
     Raises:
         UnknownOperator: if the runtime offers no such thing: a rule of the user's own asked for it.
     """
-    if use in FORMS:
-        return Own(FORMS[use][2], use.partition(".")[2])
     room, _, function = use.partition(".")
     try:
         return Own(f"{room}/{offered(room)[function]}", function)

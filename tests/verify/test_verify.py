@@ -51,6 +51,8 @@ def test_a_copy_passes_every_gate(full: Verdict) -> None:
         "nothing is kept of a model that is gone",
         "operators give what their fakes say",
         "operators are called directly",
+        "methods that were added run",
+        "keys and values are not repeated",
     ]
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -109,8 +111,10 @@ def _not_repeated(bench: Workbench) -> Mapping[str, Figure]:
 
     Raises:
         Mismatch: it gets as many of them as in the original.
-        NotRun: the original repeats none.
+        NotRun: the original repeats none, or the package leaves it so.
     """
+    if not _rewritten(bench, "native_gqa"):
+        raise NotRun("the package does not say that `native_gqa` rewrote it")
     if "sdpa" not in bench.implementations():
         raise NotRun("the original does not call torch's attention")
     pair = bench.fresh(bench.base, "sdpa", "float32")
@@ -122,6 +126,13 @@ def _not_repeated(bench: Workbench) -> Mapping[str, Figure]:
     if repeated:
         raise Mismatch(f"attention is given {repeated[0]} heads of keys in memory, of which {kept} differ")
     return {"calls": len(own), "heads": kept}
+
+
+def _rewritten(bench: Workbench, transform: str) -> bool:
+    """Whether a transform rewrote something of the package, by its lock; False for a file without one."""
+    lock = Path(inspect.getfile(bench.subject.rewritten)).with_name("rewrite.lock")
+    found = json.loads(lock.read_text("utf-8")) if lock.is_file() else {}
+    return bool(found.get("transforms", {}).get(transform, {}).get("rewritten"))
 
 
 def _heads(config: Any) -> int:
