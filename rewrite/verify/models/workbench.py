@@ -126,8 +126,14 @@ def comparable(bench: Workbench) -> bool:
 
     if bench.rounding is not None:
         return False
+    lock = lock_of(bench)
+    return bool(lock) and lock["tool"]["version"] == __version__
+
+
+def lock_of(bench: Workbench) -> dict[str, Any]:
+    """The lock of the package that the rewritten side is in; empty for a file without one."""
     lock = Path(inspect.getfile(bench.subject.rewritten)).with_name("rewrite.lock")
-    return lock.is_file() and json.loads(lock.read_text("utf-8"))["tool"]["version"] == __version__
+    return json.loads(lock.read_text("utf-8")) if lock.is_file() else {}
 
 
 @contextlib.contextmanager

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,7 +19,7 @@ from ..judging.compare import Mismatch, NotRun
 from ..judging.verdict import Figure
 from ..models.inputs import prompt
 from ..models.model_inputs import TEXT
-from ..models.workbench import Pair, Workbench, on_original
+from ..models.workbench import Pair, Workbench, lock_of, on_original
 from .runtime import STEP, called
 
 NEW = 3
@@ -130,9 +128,7 @@ def _not_repeated(bench: Workbench) -> Mapping[str, Figure]:
 
 def _rewritten(bench: Workbench, transform: str) -> bool:
     """Whether a transform rewrote something of the package, by its lock; False for a file without one."""
-    lock = Path(inspect.getfile(bench.subject.rewritten)).with_name("rewrite.lock")
-    found = json.loads(lock.read_text("utf-8")) if lock.is_file() else {}
-    return bool(found.get("transforms", {}).get(transform, {}).get("rewritten"))
+    return bool(lock_of(bench).get("transforms", {}).get(transform, {}).get("rewritten"))
 
 
 def _heads(config: Any) -> int:
