@@ -67,7 +67,8 @@ def carries(model: Any) -> bool:
 def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the modules that keep states, each with the name of an attribute."""
     names: tuple[str, ...] = getattr(model, "_keeps_states", ())
-    return [(module, name) for module in model.modules() for name in names if name in vars(module)]
+    modules = model.modules() if names else ()  # asked in every call: most models keep none
+    return [(module, name) for module in modules for name in names if name in vars(module)]
 
 
 @contextlib.contextmanager
