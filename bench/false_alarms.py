@@ -1,6 +1,6 @@
 """Packages that are right, verified with many seeds: every check that fails is a false alarm.
 
-    python bench/false_alarms.py [MODEL ...] [--seeds 20] [--quick] [--checks CHECK ...] [--device cpu]
+    python bench/false_alarms.py [MODEL ...] [--seeds 20] [--first-seed 0] [--quick] [--checks CHECK ...] [--device cpu]
                                  [--jobs 2] [--limit-seconds S] [--rows DIR]
 
 Each verification is whole (all its gates but latency, whatever fails before), but for what no seed changes: the
@@ -43,7 +43,7 @@ def trials(options: argparse.Namespace, folder: Path) -> list[Trial]:
     """Every model with one seed, then with the next."""
     made = packages(options.models, folder / "packages", options.jobs)
     found = []
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.seeds):
         how = Options(
             device=options.device, seed=seed, quick=options.quick, keep_going=True, clean_process=False, reach=False,
             gates=("structure", "parity", "generation"), checks=tuple(options.checks),
@@ -74,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--checks", nargs="+", metavar="CHECK", default=[], help="no others: those that are new, say")
     options = arguments_of(parser)
