@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import backend, rows
-from ..core.launch import WAVE, grid
+from ..core.launch import WAVE, grid, overlaps
 
 OFFERS: dict[str, dict[str, str]] = {
     "rotary": {
@@ -367,6 +367,7 @@ def _launch(
     head_dim = q.shape[-1]
     rotary_dim = cos.shape[-1] * (2 if form.half_table else 1)
     q_heads, k_heads = q.shape[axis], k.shape[axis]
+    overlap = overlaps(q)
     with backend.device_guard(q):
         rotary_kernel.launch(
             grid(-(-q_heads // BLOCK_HEADS) - (-k_heads // BLOCK_HEADS), batch * tokens),
@@ -394,7 +395,9 @@ def _launch(
                 BLOCK_HEADS,
                 1 << (rotary_dim // 2 - 1).bit_length(),
                 1 << (max(head_dim - rotary_dim, 1) - 1).bit_length(),
+                overlap,
             ),
+            overlap=overlap,
         )
     return q_out, k_out
 

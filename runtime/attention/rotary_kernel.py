@@ -9,6 +9,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.follow import follow
+
     @triton.jit
     def _pairs(ptr, mask, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         """Load columns a and b of every pair, each [BLOCK_ROWS, BLOCK], from rows at `ptr`."""
@@ -110,8 +112,10 @@ if backend.triton_installed():
         BLOCK_HEADS: tl.constexpr,
         BLOCK_PAIRS: tl.constexpr,
         BLOCK_PASS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Rotate some heads of a token; with INVERSE by the transposed matrix, for gradients."""
+        follow(OVERLAP)
         q_blocks = tl.cdiv(q_heads, BLOCK_HEADS)
         block = tl.program_id(0)
         token = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)

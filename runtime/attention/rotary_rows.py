@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
-from ..core.launch import WAVE, Kernel, grid
+from ..core.launch import WAVE, Kernel, grid, overlaps
 
 OFFERS: dict[str, dict[str, str]] = {
     "rotary_rows": {
@@ -33,6 +33,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.follow import follow
+
     @triton.jit(do_not_specialize=["row_count", "table_rows"])
     def _rotary_rows_kernel(  # type: ignore[no-untyped-def]
         position_ptr,
@@ -44,8 +46,10 @@ if backend.triton_installed():
         table_rows,
         R: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Copy one row of each table a program; a position outside of the tables gives NaN."""
+        follow(OVERLAP)
         row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
         if row >= row_count:
             return
@@ -205,6 +209,7 @@ def _forward(position_ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     columns = cos.shape[1]
     if position_ids.numel() == 0:
         return outputs
+    overlap = overlaps(cos)
     with backend.device_guard(cos):
         rotary_rows_kernel.launch(
             grid(1, position_ids.numel()),
@@ -213,7 +218,8 @@ def _forward(position_ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
             (position_ids.numel(), cos.shape[0]),
             (),
             (),
-            (columns, triton.next_power_of_2(columns)),
+            (columns, triton.next_power_of_2(columns), overlap),
+            overlap=overlap,
         )
     return outputs
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel
+from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..products.gated_activation import activation_kind
 
@@ -34,6 +34,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.follow import follow
     from ..products.gated_activation import _activate
 
     @triton.jit(do_not_specialize=["channels"])
@@ -50,8 +51,10 @@ if backend.triton_installed():
         BIAS: tl.constexpr,
         ACTIVATION: tl.constexpr,
         BLOCK: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Convolve BLOCK channels of one row a program; a thread moves the whole window of its own channels."""
+        follow(OVERLAP)
         row = tl.program_id(1).to(tl.int64)
         channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         live = channel < channels
@@ -139,6 +142,7 @@ def _fits(hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tenso
 def _launch(hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     rows, channels, _ = hidden_states.shape
     out = hidden_states.new_empty((rows, channels, 1))
+    overlap = overlaps(out)
     with backend.device_guard(out):
         conv_step_kernel.launch(
             (-(-channels // BLOCK), rows, 1),
@@ -147,6 +151,7 @@ def _launch(hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Ten
             (channels,),
             (hidden_states.stride(0), hidden_states.stride(1)),
             (),
-            (weight.shape[1], bias is not None, kind, BLOCK),
+            (weight.shape[1], bias is not None, kind, BLOCK, overlap),
+            overlap=overlap,
         )
     return out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel
+from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -37,6 +37,8 @@ _WIDEST = 256
 if backend.triton_installed():
     import triton
     import triton.language as tl
+
+    from ..core.follow import follow
 
     @triton.jit
     def _delta_rule_step_kernel(  # type: ignore[no-untyped-def]
@@ -65,8 +67,10 @@ if backend.triton_installed():
         NORM: tl.constexpr,
         BLOCK_D: tl.constexpr,
         COLUMNS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Step COLUMNS columns of the state of one value head of one row a program."""
+        follow(OVERLAP)
         head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
         group = head // (HEADS // GROUPS)
         d = tl.arange(0, BLOCK_D)
@@ -191,6 +195,7 @@ def _launch(
     rows, _, heads, columns = value.shape
     groups, width = query.shape[2:]
     out, after = query.new_empty(value.shape), torch.empty_like(state)
+    overlap = overlaps(out)
     with backend.device_guard(out):
         delta_rule_step_kernel.launch(
             (-(-columns // COLUMNS), heads, rows),
@@ -202,6 +207,7 @@ def _launch(
                 g.stride(0), beta.stride(0),
             ),
             (width**-0.5, 1e-6),
-            (heads, groups, width, columns, norm, 1 << (width - 1).bit_length(), COLUMNS),
+            (heads, groups, width, columns, norm, 1 << (width - 1).bit_length(), COLUMNS, overlap),
+            overlap=overlap,
         )  # fmt: skip
     return out, after

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel
+from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES, collapse, tile
 from ..products.gated_activation import activation_kind
 
@@ -47,6 +47,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.follow import follow
     from ..products.gated_activation import _activate
 
     @triton.jit
@@ -77,8 +78,10 @@ if backend.triton_installed():
         WEIGHT_IN_FP32: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Normalise one group of BLOCK_ROWS rows a program."""
+        follow(OVERLAP)
         row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]).to(tl.int64)
         place = tl.arange(0, BLOCK_COLS)[None, :]
         col = tl.program_id(1) * G + place
@@ -201,6 +204,7 @@ def _launch(
     block_rows, block_cols, num_warps = tile(size, row_count)
     while block_rows * block_cols < FEWEST and block_rows < row_count:  # a thread takes 16 bytes
         block_rows *= 2
+    overlap = overlaps(out)
     with backend.device_guard(out):
         gated_norm_kernel.launch(
             (-(-row_count // block_rows), columns // size, 1),
@@ -209,6 +213,7 @@ def _launch(
             (row_count,),
             (columns, inner, outer_stride, inner_stride),
             (eps,),
-            (size, gate is not None, kind, gate_first, weight_in_fp32, block_rows, block_cols),
+            (size, gate is not None, kind, gate_first, weight_in_fp32, block_rows, block_cols, overlap),
+            overlap=overlap,
         )
     return out

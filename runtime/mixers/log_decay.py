@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel
+from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES, collapse
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -27,6 +27,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.follow import follow
+
     @triton.jit
     def _log_decay_kernel(  # type: ignore[no-untyped-def]
         x_ptr,
@@ -38,8 +40,10 @@ if backend.triton_installed():
         inner_stride,
         H: tl.constexpr,
         BLOCK: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Compute one row a program."""
+        follow(OVERLAP)
         row = tl.program_id(0).to(tl.int64)
         col = tl.arange(0, BLOCK)
         place = (row // inner) * outer_stride + (row % inner) * inner_stride + col
@@ -69,6 +73,7 @@ def log_decay(x: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
     x, inner, outer_stride, inner_stride = collapse(x)
     heads = x.shape[-1]
     block = max(32, 1 << (heads - 1).bit_length())
+    overlap = overlaps(out)
     with backend.device_guard(out):
         log_decay_kernel.launch(
             (x.numel() // heads, 1, 1),
@@ -77,7 +82,8 @@ def log_decay(x: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
             (),
             (inner, outer_stride, inner_stride),
             (),
-            (heads, block),
+            (heads, block, overlap),
+            overlap=overlap,
         )
     return out
 

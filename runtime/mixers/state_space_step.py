@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel
+from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -41,6 +41,8 @@ _LARGEST = 256
 if backend.triton_installed():
     import triton
     import triton.language as tl
+
+    from ..core.follow import follow
 
     @triton.jit
     def _state_space_step_kernel(  # type: ignore[no-untyped-def]
@@ -83,8 +85,10 @@ if backend.triton_installed():
         ONE_RATE: tl.constexpr,
         BLOCK_N: tl.constexpr,
         CHANNELS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Step CHANNELS channels of one head of one row a program."""
+        follow(OVERLAP)
         head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
         group = head // (HEADS // GROUPS)
         p = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -235,6 +239,7 @@ def launch(tensors: Inputs, softplus: bool) -> Tensor:
     state, x, dt, a, b, c, d, bias, z = tensors
     rows, heads, channels, size = state.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    overlap = overlaps(out)
     skip, shift, gate = (x[0] if d is None else d, x[0] if bias is None else bias, x if z is None else z)
     with backend.device_guard(out):
         state_space_step_kernel.launch(
@@ -249,7 +254,8 @@ def launch(tensors: Inputs, softplus: bool) -> Tensor:
             (),
             (
                 heads, b.shape[1], channels, size, d is not None, bias is not None, softplus, z is not None,
-                a.stride()[1:] == (0, 0), 1 << (size - 1).bit_length(), CHANNELS,
+                a.stride()[1:] == (0, 0), 1 << (size - 1).bit_length(), CHANNELS, overlap,
             ),
+            overlap=overlap,
         )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from ..core import backend, deferring, layout, rows
+from ..core.launch import overlaps
 from .add_rms_norm import empty_sum, sum_refusal
 from .layer_norm import layer_norm
 from .layer_norm import refusal as norm_refusal
@@ -121,6 +122,7 @@ def _launch(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    overlap = overlaps(summed)
     with backend.device_guard(summed):
         layer_norm_kernel.launch(
             (-(-row_count // block_rows), 1, 1),
@@ -129,7 +131,8 @@ def _launch(
             (row_count,),
             (1, stride, 0, residual_stride),
             (eps,),
-            (hidden_size, 1, True, weight is not None, bias is not None, block_rows, block_cols),
+            (hidden_size, 1, True, weight is not None, bias is not None, block_rows, block_cols, overlap),
+            overlap=overlap,
         )
     return normed, summed
 

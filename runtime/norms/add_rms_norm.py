@@ -14,6 +14,7 @@ import torch
 
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
+from ..core.launch import overlaps
 from ..core.target import ROCM
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
@@ -201,6 +202,7 @@ def _launch(
     residual, residual_stride = rows.flatten(residual)
     weight = None if weight is None else weight.contiguous()
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    overlap = overlaps(summed)
     with backend.device_guard(summed):
         rms_norm_kernel.launch(
             (-(-row_count // block_rows), 1, 1),
@@ -209,7 +211,8 @@ def _launch(
             (row_count,),
             (1, stride, 0, residual_stride),
             (eps, offset),
-            (hidden_size, True, weight is not None, weight_in_fp32, block_rows, block_cols),
+            (hidden_size, True, False, weight is not None, weight_in_fp32, block_rows, block_cols, overlap),
+            overlap=overlap,
         )
     return normed, summed
 

@@ -13,7 +13,7 @@ import torch
 
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
-from ..core.launch import Kernel
+from ..core.launch import Kernel, overlaps
 from ..core.target import ROCM
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -29,6 +29,8 @@ case("4096 columns", layer_norm, tensor(1, 4096), tensor(4096), None, EPS)
 if backend.triton_installed():
     import triton
     import triton.language as tl
+
+    from ..core.follow import follow
 
     @triton.jit
     def _load(x_row, residual_row, sum_row, col, mask, ADD: tl.constexpr, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -69,8 +71,10 @@ if backend.triton_installed():
         BIASED: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
         """Normalise BLOCK_ROWS rows a program; with ADD, of the rounded sum of x and residual, which it stores."""
+        follow(OVERLAP)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         live = row < row_count
         x_row = x_ptr + (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
@@ -209,6 +213,7 @@ def launch_layer_norm(
     parameter = weight if weight is not None else bias
     groups = 1 if parameter is None else parameter.numel() // hidden_size
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    overlap = overlaps(out)
     with backend.device_guard(out):
         layer_norm_kernel.launch(
             (-(-row_count // block_rows), 1, 1),
@@ -217,7 +222,8 @@ def launch_layer_norm(
             (row_count,),
             (inner, outer_stride, inner_stride, 0),
             (eps,),
-            (hidden_size, groups, False, weight is not None, bias is not None, block_rows, block_cols),
+            (hidden_size, groups, False, weight is not None, bias is not None, block_rows, block_cols, overlap),
+            overlap=overlap,
         )
     return out
 

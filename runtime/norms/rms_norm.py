@@ -18,7 +18,7 @@ import torch
 
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
-from ..core.launch import Kernel
+from ..core.launch import Kernel, overlaps
 from ..core.target import ROCM
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
@@ -45,6 +45,8 @@ case("Qwen3, heads of a prompt", of_heads, QWEN3_30B)
 if backend.triton_installed():
     import triton
     import triton.language as tl
+
+    from ..core.follow import follow
 
     @triton.jit
     def _load(x_row, residual_row, sum_row, col, mask, ADD: tl.constexpr, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -80,12 +82,18 @@ if backend.triton_installed():
         offset,
         H: tl.constexpr,
         ADD: tl.constexpr,
+        AFTER: tl.constexpr,
         WEIGHTED: tl.constexpr,
         WEIGHT_IN_FP32: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
-        """Normalise BLOCK_ROWS rows a program; with ADD, of the rounded sum of x and residual, which it stores."""
+        """Normalise BLOCK_ROWS rows a program; with ADD, of the rounded sum of x and residual, which it stores.
+
+        With AFTER the residual is added to the norm.
+        """
+        follow(OVERLAP)
         row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         live = row < row_count
         x_row = x_ptr + (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
@@ -103,6 +111,8 @@ if backend.triton_installed():
             normed = x * rstd
             if WEIGHTED:
                 normed = _scale(normed, weight, offset, X_DTYPE, WEIGHT_IN_FP32)
+            if AFTER:
+                normed += tl.load(residual_row + col, mask=mask, other=0.0).to(tl.float32)
             tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             squares = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
@@ -119,6 +129,8 @@ if backend.triton_installed():
                 if WEIGHTED:
                     weight = tl.load(weight_ptr + col, mask=col < H, other=0.0)
                     normed = _scale(normed, weight, offset, X_DTYPE, WEIGHT_IN_FP32)
+                if AFTER:
+                    normed += tl.load(residual_row + col, mask=mask, other=0.0).to(tl.float32)
                 tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
     rms_norm_kernel = Kernel(_rms_norm_kernel)
@@ -266,8 +278,12 @@ def launch_rms_norm(
     offset: float,
     weight_in_fp32: bool,
     out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the kernel; the result is `out`, contiguous and of the result's shape and dtype, where that is given."""
+    """Run the kernel; the result is `out`, contiguous and of the result's shape, where that is given.
+
+    To one row a contiguous `residual` of its shape is added, before anything is rounded.
+    """
     if out is None:
         out = _empty(hidden_states, weight, weight_in_fp32)
     if out.numel() == 0:
@@ -277,16 +293,21 @@ def launch_rms_norm(
     x, inner, outer_stride, inner_stride = rows.collapse(hidden_states)
     weight = None if weight is None else weight.contiguous()
     block_rows, block_cols, num_warps = rows.tile(hidden_size, row_count)
+    overlap = overlaps(out)
     with backend.device_guard(out):
         rms_norm_kernel.launch(
             (-(-row_count // block_rows), 1, 1),
             num_warps,
-            (x, x, x if weight is None else weight, out, out),
+            (x, x if residual is None else residual, x if weight is None else weight, out, out),
             (row_count,),
             (inner, outer_stride, inner_stride, 0),
             (eps, offset),
-            (hidden_size, False, weight is not None, weight_in_fp32, block_rows, block_cols),
-        )
+            (
+                hidden_size, False, residual is not None, weight is not None, weight_in_fp32, block_rows, block_cols,
+                overlap,
+            ),
+            overlap=overlap,
+        )  # fmt: skip
     return out
 
 

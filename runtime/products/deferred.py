@@ -1,7 +1,7 @@
 """What a decode step has asked for and nobody has computed yet: norms, products, activations of products.
 
-    Normed     norm(x)
-    Product    activation(x' Wᵀ + b) + residual                 x' = norm(x), or x
+    Normed     norm(x) + residual
+    Product    activation(x' Wᵀ + b) * factor + residual        x' = norm(x), or x
     Pointwise  f(product), f made of torch's functions of one number
 
 Each stands for a tensor that the model already holds, its `place`, and can write it (`settle`). A product takes in
@@ -53,6 +53,12 @@ def activation_of(values: Tensor) -> str | None:
     return next(close, None)
 
 
+def factor_of(values: Tensor) -> float | None:
+    """Return the number that a function with `values` at `POINTS` multiplies by."""
+    factor = float(values[-1] / POINTS[-1])
+    return factor if torch.allclose(values, POINTS * factor, rtol=1e-12, atol=0.0) else None
+
+
 @dataclass(eq=False)
 class Deferred:
     """Something that stands for a tensor and can compute it."""
@@ -78,23 +84,30 @@ class Deferred:
 
 @dataclass(eq=False)
 class Normed(Deferred):
-    """A norm of one row."""
+    """A norm of one row, and what is added to it."""
 
     input: Tensor
     prologue: Norm
+    residual: Tensor | None = None
+    """Of an RMSNorm alone."""
 
     @property
     def reads(self) -> Sequence[Tensor]:
         """Its input and weights."""
         parameters = (self.prologue.weight, shift_of(self.prologue))
-        return [self.input, *(p for p in parameters if p is not None)]
+        return [self.input, *(p for p in (*parameters, self.residual) if p is not None)]
 
     def compute(self, out: Tensor) -> None:
         """Run the norm's own kernel."""
         if LAYER_NORM and isinstance(self.prologue, LayerNormPrologue):
             launch_layer_norm(self.input, self.prologue.weight, self.prologue.bias, self.prologue.eps, out)
         elif isinstance(self.prologue, Prologue):
-            launch_rms_norm(self.input, *self.prologue, out)
+            launch_rms_norm(self.input, *self.prologue, out, self.residual)
+
+    def plus(self, other: Tensor) -> Normed | None:
+        """Return the sum with something of the same shape; None where it would be two kernels anyway."""
+        takes = self.residual is None and isinstance(self.prologue, Prologue)
+        return replace(self, residual=other) if takes else None
 
 
 @dataclass(eq=False)
@@ -106,6 +119,7 @@ class Product(Deferred):
     bias: Tensor | None
     prologue: Norm | None = None
     activation: str = ""
+    factor: float = 1.0
     residual: Tensor | Product | None = None
     transposed: bool = False
     """Whether the weight lies `[I, O]`."""
@@ -123,7 +137,7 @@ class Product(Deferred):
         if isinstance(residual, Product):
             inner, residual = residual, torch.empty_like(out)
             inner.compute(residual)
-        given = (residual, out, self.activation)
+        given = (residual, out, self.activation, self.factor)
         if self.transposed:
             assert not isinstance(self.prologue, Prologue)
             launch_transposed(self.input, self.weight, self.bias, self.prologue, *given)
@@ -158,14 +172,16 @@ class Pointwise(Deferred):
         return [*self.of.reads, *(operand for operand in self.operands if isinstance(operand, Tensor))]
 
     @property
-    def activated(self) -> Product | None:
-        """The product with this as its activation, where the kernels have it."""
-        kind = activation_of(self.values)
-        return None if kind is None else replace(self.of, activation=kind)
+    def taken_in(self) -> Product | None:
+        """The product with this as its activation or factor, where the kernels have it."""
+        if (kind := activation_of(self.values)) is not None:
+            return replace(self.of, activation=kind)
+        factor = factor_of(self.values)
+        return None if factor is None else replace(self.of, factor=factor)
 
     def compute(self, out: Tensor) -> None:
         """Run the product with its activation, or the function itself after the product."""
-        if (product := self.activated) is not None:
+        if (product := self.taken_in) is not None:
             product.compute(out)
             return
         for operand in self.operands:

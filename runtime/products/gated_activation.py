@@ -27,7 +27,7 @@ from transformers.activations import ACT2CLS
 
 from ..aiter import activation as aiter_activation
 from ..core import backend, rows
-from ..core.launch import HIP, WAVE, Kernel, grid
+from ..core.launch import HIP, WAVE, Kernel, grid, overlaps
 from ..core.launch_bound import is_launch_bound
 from ..core.target import ROCM
 
@@ -63,6 +63,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.follow import follow
+
     @triton.jit
     def _activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
         if ACTIVATION == "silu":
@@ -92,7 +94,9 @@ if backend.triton_installed():
         FLAT: tl.constexpr,
         ACTIVATION: tl.constexpr,
         BLOCK: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):
+        follow(OVERLAP)
         if FLAT:
             row = tl.zeros((), tl.int64)
             col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -318,6 +322,7 @@ def launch_gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: st
     gate, gate_stride, up, up_stride, size, flat = _rows(gate, up)
     block, threads = (1024, 256) if count >= 1 << 20 else (512, 128)
     num_warps = threads // (2 * WAVE if HIP else WAVE)  # AMD's memory units want 16 bytes a thread
+    overlap = overlaps(out)
     with backend.device_guard(out):
         gated_activation_kernel.launch(
             grid(-(-size // block), count // size),
@@ -326,7 +331,8 @@ def launch_gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: st
             (count // size,),
             (size, gate_stride, up_stride),
             (),
-            (flat, activation, block),
+            (flat, activation, block, overlap),
+            overlap=overlap,
         )
     return out
 

@@ -2,7 +2,7 @@
 
 I in_features, O out_features, N rows (the product of the leading shape):
 
-    linear         y = activation(x' Wᵀ + b) (+ residual)              x' = norm(x), or x
+    linear         y = activation(x' Wᵀ + b) (* factor) (+ residual)   x' = norm(x), or x
     gated_linear   y = activation(x' W_gᵀ + b_g) * (x' W_uᵀ + b_u)
 
 For one row the time is that of reading the weight, and every launch beside it costs more than the work it does. So one
@@ -139,6 +139,7 @@ if backend.triton_installed():
         out_ptr,
         eps,
         offset,
+        factor,
         I: tl.constexpr,  # noqa: E741
         O: tl.constexpr,  # noqa: E741
         SCALED: tl.constexpr,
@@ -190,6 +191,7 @@ if backend.triton_installed():
             y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
+        y *= factor
         if RESIDUAL:
             y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
@@ -423,6 +425,7 @@ def launch_product(
     residual: Tensor | None,
     out: Tensor,
     activation: str = "",
+    factor: float = 1.0,
 ) -> bool:
     """Write the product by a kernel; return False where torch's own operators are to run instead."""
     rows, cols = weight.shape
@@ -432,11 +435,11 @@ def launch_product(
     if shape is None:
         return False
     if one_row:
-        launch_linear(input, Weight(weight), bias, prologue, residual, out, shape, activation)
+        launch_linear(input, Weight(weight), bias, prologue, residual, out, shape, activation, factor)
     else:
         if isinstance(prologue, LayerNormPrologue):
             raise TypeError("a LayerNorm of several rows is a kernel of its own")
-        launch_skinny_linear(input, weight, bias, prologue, residual, out, shape, activation)
+        launch_skinny_linear(input, weight, bias, prologue, residual, out, shape, activation, factor)
     return True
 
 
@@ -462,6 +465,7 @@ def launch_linear(
     out: Tensor,
     shape: Tile,
     activation: str = "",
+    factor: float = 1.0,
 ) -> None:
     """Run the kernel of `linear` with a tile."""
     block_rows, block_cols, num_warps = shape
@@ -480,7 +484,7 @@ def launch_linear(
             ),
             (),
             (),
-            (eps, offset),
+            (eps, offset, factor),
             (
                 cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
                 isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, activation,

@@ -98,6 +98,7 @@ if backend.triton_installed():
         count,
         eps,
         offset,
+        factor,
         I: tl.constexpr,  # noqa: E741
         O: tl.constexpr,  # noqa: E741
         NORM: tl.constexpr,
@@ -168,6 +169,7 @@ if backend.triton_installed():
             y += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)[:, None]
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
+        y *= factor
         at = rows[None, :] * O + column[:, None]
         if RESIDUAL:
             y += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
@@ -214,6 +216,7 @@ def launch_skinny_linear(
     out: Tensor,
     form: tuple[int, ...],
     activation: str = "",
+    factor: float = 1.0,
 ) -> None:
     """Run the kernel of `linear` for up to `MOST_ROWS` rows with a `Form`, or the first fields of one."""
     block_rows, block_cols, num_warps, splits, stages = Form(*form)
@@ -241,7 +244,7 @@ def launch_skinny_linear(
             ),
             (count,),
             (),
-            (eps, offset),
+            (eps, offset, factor),
             (
                 cols, rows, prologue is not None, has_weight, bias is not None, activation, residual is not None,
                 overlap, wait_for_stores(input) if splits > 1 else "", height, block_rows, block_cols, splits, stages,

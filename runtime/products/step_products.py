@@ -24,8 +24,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core import deferring
+from ..core.rows import KERNEL_DTYPES
 from ..core.target import LAYER_NORM
-from .deferred import POINTS, Deferred, Normed, Pointwise, Product
+from .deferred import POINTS, Deferred, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
 from .transposed import takes_transposed
@@ -188,7 +189,8 @@ class StepProducts(TorchFunctionMode):
         """Return what a norm that was put off is computed from."""
         with torch._C.DisableTorchFunction():
             found = self.of(tensor)
-            return (found.input, found.prologue) if isinstance(found, Normed) else None
+            bare = isinstance(found, Normed) and found.residual is None
+            return (found.input, found.prologue) if bare else None  # type: ignore[union-attr]
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Norm | None) -> Tensor | None:
         """Put off a product that knows its norm."""
@@ -225,7 +227,7 @@ class StepProducts(TorchFunctionMode):
     ) -> tuple[Tensor, Tensor, Tensor | None, Norm | None]:
         """Return the first fields of a product: it computes the norm before it, if that is one of `norms`."""
         before = self.of(input)
-        if isinstance(before, Normed) and isinstance(before.prologue, norms):
+        if isinstance(before, Normed) and before.residual is None and isinstance(before.prologue, norms):
             if before.input.shape[-1] == input.shape[-1]:
                 return before.input, weight, bias, before.prologue
         self.settle(input)
@@ -249,28 +251,29 @@ class StepProducts(TorchFunctionMode):
             return None
         at = [_values(self.of(a)) if isinstance(a, Tensor) else a for a in args]
         result = Pointwise(of, func(*at, **given), _POINTWISE.get(func, func), tuple(args), self.settle)
-        if func in _ACTIVATIONS and result.activated is None:
+        if func in _ACTIVATIONS and activation_of(result.values) is None:
             return None
         return self.put_off(result, tensors[0].shape, tensors[0])
 
     def _sum(self, first: Any, second: Any) -> Tensor | None:
         if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
             return None
-        if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
+        if first.shape != second.shape or first.device != second.device:
             return None
         if not (first.is_contiguous() and second.is_contiguous()):
             return None
         for one, other in ((first, second), (second, first)):
-            product = _whole(self.of(one))
-            if product is None:
+            found = _whole(self.of(one))
+            if found is None or not _writes(one.dtype, other.dtype):
                 continue
             beside = self.of(other)
-            inner = beside if isinstance(beside, Product) and beside.residual is None else None
-            total = product.plus(other if inner is None else inner)
+            nested = isinstance(found, Product) and isinstance(beside, Product) and beside.residual is None
+            inner = beside if nested and one.dtype == other.dtype else None
+            total = found.plus(other if inner is None else inner)  # type: ignore[arg-type]
             if total is not None:
                 if inner is None:
                     self.settle(other)
-                return self.put_off(total, one.shape, one)
+                return self.put_off(total, other.shape, other)
         return None
 
     def put_off(
@@ -300,7 +303,7 @@ class StepProducts(TorchFunctionMode):
 
     @staticmethod
     def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        if func in ASKS or func in _VIEWS:
+        if func in ASKS or func in _VIEWS or (func is torch.Tensor.__getitem__ and _is_slice(args[1])):
             return True
         return func in _SAME_ORDER and bool(args[0].is_contiguous())
 
@@ -335,6 +338,17 @@ class StepProducts(TorchFunctionMode):
         deferred.compute(out.view(deferred.shape))
 
 
+def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:
+    """Return whether something of `dtype` and of `of_sum` have a sum of `of_sum`, which a kernel writes."""
+    return of_sum in KERNEL_DTYPES and torch.promote_types(dtype, of_sum) == of_sum
+
+
+def _is_slice(index: Any) -> bool:
+    """Return whether an index gives a view, and reads nothing."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
+
+
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -347,11 +361,11 @@ def _bare(deferred: Deferred | None) -> Product | None:
     return deferred if bare else None  # type: ignore[return-value]
 
 
-def _whole(deferred: Deferred | None) -> Product | None:
-    """Return the product to which something may be added."""
+def _whole(deferred: Deferred | None) -> Product | Normed | None:
+    """Return the product or norm to which something may be added."""
     if isinstance(deferred, Pointwise):
-        return deferred.activated
-    return deferred if isinstance(deferred, Product) else None
+        return deferred.taken_in
+    return deferred if isinstance(deferred, (Product, Normed)) else None
 
 
 def _values(deferred: Deferred | None) -> Tensor:

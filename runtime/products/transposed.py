@@ -2,7 +2,7 @@
 
 I in_features, O out_features:
 
-    y = activation(x' W + b) (+ residual)                      x' = norm(x), or x
+    y = activation(x' W + b) (* factor) (+ residual)           x' = norm(x), or x
 
 Neighbouring numbers of such a weight belong to neighbouring outputs, so a program takes some columns and, in one block
 of them, a part of the rows (split-K): the last to arrive adds up what all of them have written, in one order. The norm
@@ -73,6 +73,7 @@ if backend.triton_installed():
         out_ptr,
         eps,
         offset,
+        factor,
         I: tl.constexpr,  # noqa: E741
         O: tl.constexpr,  # noqa: E741
         NORM: tl.constexpr,
@@ -126,6 +127,7 @@ if backend.triton_installed():
             y += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
+        y *= factor
         if RESIDUAL:
             y += tl.load(residual_ptr + column, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + column, y.to(out_ptr.dtype.element_ty), mask=live)
@@ -150,6 +152,7 @@ def launch_transposed(
     residual: Tensor | None,
     out: Tensor,
     activation: str = "",
+    factor: float = 1.0,
 ) -> None:
     """Run the kernel."""
     cols, rows = weight.shape
@@ -175,7 +178,7 @@ def launch_transposed(
             ),
             (),
             (),
-            (eps, offset),
+            (eps, offset, factor),
             (
                 cols, rows, prologue is not None, has_weight, shift is not None, bias is not None, activation,
                 residual is not None, overlap, wait_for_stores(input) if splits > 1 else "", block_rows, BLOCK_COLS,

@@ -168,6 +168,59 @@ def test_a_norm_with_a_root_mean_square(device: torch.device, kernels: list[str]
     assert_close(ours, product(rms_norm(x, weight, 1e-5)).double())
 
 
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "behind": lambda y: y * 0.22,
+    "before": lambda y: -3 * y,
+    "quotient": lambda y: y / 7.0,
+    "twice": lambda y: 0.5 * (y * 12.0),
+    "none": lambda y: y * 1.0,
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("layout", [nn.Linear, Transposed])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_number_is_a_stage_of_its_product(
+    factor: str, layout: Callable[[int, int], nn.Module], rows: int, device: torch.device, kernels: list[str]
+) -> None:
+    """What scaled residuals are (Granite, MiniCPM)."""
+    if rows > 1 and layout is Transposed:
+        pytest.skip("a weight that lies transposed has a kernel of one row")
+    dtype = torch.float32 if rows == 1 else torch.float16
+    product, function = layout(SIZE, SIZE).to(device, dtype), FACTORS[factor]
+    x, residual = torch.randn(2, rows, 1, SIZE, device=device).to(dtype)
+    ours = stepped(lambda: residual + function(product(x)))
+    assert len(kernels) == 1
+    assert_close(ours, residual.double() + function(product.double()(x.double())), CLOSE if rows == 1 else 5e-3)
+
+
+@pytest.mark.parametrize("size", [SIZE, 9000])
+@pytest.mark.parametrize("first", [True, False], ids=["residual first", "norm first"])
+def test_a_residual_is_a_stage_of_its_norm(first: bool, size: int, device: torch.device, kernels: list[str]) -> None:
+    """What stands behind the norms of Gemma and OLMo 2; the larger size is read in several blocks."""
+    weight = torch.rand(size, device=device)
+    x, residual = torch.randn(2, 1, 1, size, device=device)
+
+    def layer() -> Tensor:
+        normed = rms_norm(x, weight, 1e-5, offset=1.0, weight_in_fp32=True)
+        return residual + normed if first else normed + residual
+
+    ours = stepped(layer)
+    assert kernels == ["rms_norm"]
+    kernels.clear()
+    assert_close(ours, layer().double())
+
+
+def test_a_sum_in_the_residual_s_dtype(device: torch.device, kernels: list[str]) -> None:
+    """What Mamba's residuals in fp32 are."""
+    product = nn.Linear(SIZE, SIZE, device=device).half()
+    x, residual = torch.randn(1, 1, SIZE, device=device).half(), torch.randn(1, 1, SIZE, device=device)
+    ours = stepped(lambda: residual + product(x)[:, None, ...].squeeze(1))
+    assert kernels == ["linear"]
+    assert ours.dtype == torch.float32
+    assert_close(ours, residual.double() + product.double()(x.double()))
+
+
 def test_a_parameter_s_other_side_is_a_weight(device: torch.device, kernels: list[str]) -> None:
     """What the step computes itself is none: kernels begin to load weights before the one before them has ended."""
     product, x = nn.Linear(SIZE, 8, device=device), torch.randn(1, 1, SIZE, device=device)
@@ -227,6 +280,36 @@ def with_other_shapes(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
     return *sums, F.layer_norm(x.view(2, -1, 8), (8,)), product(x.expand(2, 3, SIZE)), x @ product.weight.T
 
 
+def scaled(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    y = product(x)
+    half = y * 0.5
+    per_column = y * x
+    return half + x, half, x + y * 3 + x, x + (y * 0.5 + 1.0), per_column + x, x + y * torch.tensor(0.5), (x + y) * 2
+
+
+def normed_and_added(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    weight, residual = torch.linspace(0.5, 2.0, SIZE, device=x.device), x.clone()
+    normed = rms_norm(x, weight, 1e-5)
+    total = residual + normed
+    again = normed + product(total)
+    residual.zero_()
+    return total, product(total), again, normed, normed + x + x, norm(x) + x, normed + normed, residual
+
+
+def looked_into(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    y = product(x)
+    parts = y[:, None], y[..., 2:5], y[0], y[:, 0, None, -1], y[None, 0]
+    z = product(x)
+    z[:, None][..., :3] = 7.0
+    return *parts, y[y > 0], y[..., [1, 2]], z, product(x)[0, 0, 3] * 2
+
+
+def in_another_dtype(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
+    y, ids = product(x), torch.arange(SIZE, device=x.device)[None, None]
+    whole = y + ids, y + (ids > 3), ids + y, y + x.double(), x.to(torch.complex64) + y, y + x.half()
+    return *whole, rms_norm(x, None, 1e-5) + x.double()
+
+
 def dropped(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
     return F.dropout(product(x), 0.5, training=False), F.dropout(x, 1.0, training=True)
 
@@ -235,7 +318,7 @@ def dropped(x: Tensor, norm: nn.Module, product: nn.Module) -> Any:
     "function",
     [
         read_twice, written_after, written_itself, residual_written, seen_in_part, half_an_activation,
-        of_two_products, with_other_shapes, dropped,
+        of_two_products, with_other_shapes, scaled, normed_and_added, looked_into, in_another_dtype, dropped,
     ],
 )  # fmt: skip
 def test_whoever_else_reads_or_writes_sees_no_difference(function: Callable[..., Any], device: torch.device) -> None:
