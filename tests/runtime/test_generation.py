@@ -41,6 +41,7 @@ from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import fitness, generation, graph_store, plan
+from rewrite.runtime.decode import graph as graph_module
 from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
@@ -586,25 +587,56 @@ def test_the_cpu_is_a_reason(monkeypatch):
     assert loops(model) == ["cpu"]
 
 
+def blind_beyond(seen):
+    """Return what makes a class whose steps see so many slots that nothing has written."""
+
+    def made(inner):
+        class Blind(inner):
+            def forward(self, *args, attention_mask=None, **kwargs):
+                past = kwargs[passed_on()]
+                if getattr(past, "stepping", False):
+                    attention_mask = torch.zeros(3, 1, 1, past.capacity, device=DEVICE)
+                    unseen = torch.arange(past.capacity, device=DEVICE) > past.position + seen
+                    attention_mask.masked_fill_(unseen, -torch.inf)
+                return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+        return Blind
+
+    return made
+
+
 def test_a_step_that_sees_unwritten_slots_is_noticed():
     model, original = pair()
-    forward = type(model.model).forward
-
-    class Blind(type(model.model)):
-        def forward(self, *args, attention_mask=None, **kwargs):
-            past = kwargs[passed_on()]
-            if getattr(past, "stepping", False):
-                attention_mask = torch.zeros(3, 1, 1, past.capacity, device=DEVICE)
-                unseen = torch.arange(past.capacity, device=DEVICE) > past.position + 1  # one slot too many is seen
-                attention_mask.masked_fill_(unseen, -torch.inf)
-            return forward(self, *args, attention_mask=attention_mask, **kwargs)
-
-    model.model.__class__ = Blind
+    model.model.__class__ = blind_beyond(1)(type(model.model))
     for _ in range(2):
         inputs = prompt(padded=False)
         same(run(model, inputs, do_sample=False), run(original, inputs, do_sample=False))
         assert loops(model) == ["step_differs"]
     assert "differ" in str(explain(model))
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+def test_logits_that_one_rounding_moves_are_not_asked(seen, monkeypatch):
+    """As of Gemma 3n with random weights: what must not be seen is looked for bit by bit."""
+    model, _ = pair()
+    head = type(model.lm_head)
+
+    class Wild(head):
+        def forward(self, hidden):
+            return torch.sin(1e7 * super().forward(hidden))
+
+    model.lm_head.__class__ = Wild
+    model.model.__class__ = blind_beyond(seen)(type(model.model))
+    distance, seen_distances = graph_module._distance, []
+
+    def measured(logits, of):
+        seen_distances.append(distance(logits, of))
+        return seen_distances[-1]
+
+    monkeypatch.setattr(graph_module, "_distance", measured)
+    run(model, prompt(padded=False), do_sample=False)
+    assert loops(model) == (["step_differs"] if seen else [])
+    assert min(seen_distances) > graph_module.TOLERANCE
 
 
 @pytest.mark.parametrize("error", [TypeError, AssertionError], ids=lambda error: error.__name__)

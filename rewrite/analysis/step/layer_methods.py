@@ -24,7 +24,7 @@ from rewrite.analysis.step.layer_step import (
     cache_of,
     layer_step,
 )
-from rewrite.analysis.step.layer_text import LayerText
+from rewrite.analysis.step.layer_text import LayerText, chosen
 from rewrite.analysis.step.mixer_step import MixerStep, keeps_states, mixer_step
 from rewrite.analysis.step.mixer_text import Renamed
 from rewrite.analysis.step.mlp_step import NAME, mlp_method
@@ -83,7 +83,7 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
         blocks[attribute] = ()
     if unless and layer.output.op == "select":
         raise NoStep("other_layer", "what an attention is asked that only some layers have")
-    layer = replace(layer, unless=tuple(dict.fromkeys(unless)))
+    layer = replace(layer, output=_unpacked(layer.output, blocks), unless=tuple(dict.fromkeys(unless)))
     _check_order(layer, blocks)
     norms += [n for attribute in info.assigned for n in _norms(info, attribute, module)]
     methods += _prologues(norms, module)
@@ -154,6 +154,16 @@ def _windowed(step: TokenStep, layer: LayerStep, info: ClassInfo, module: Module
     if told or agreed_window(NONE, *place) != NONE:
         raise NoStep("window_differs", step.info.name)
     return replace(step, window=NONE, unless=(*step.unless, make("isnot", step.window, NONE)))
+
+
+def _unpacked(output: Term, blocks: Mapping[str, tuple[str, ...]]) -> Term:
+    """Return a layer's output without the way it would go if a block, which returns a tensor, returned a tuple."""
+    for choice in [term for term in subterms(output) if term.op == "select" and term.args[0].op == "isinstance"]:
+        of, kind = choice.args[0].args
+        returns_tensor = of.op == "call" and of.args[0].op == "attribute" and blocks.get(of.args[0].value) == ()
+        if returns_tensor and kind == Term("name", (), "tuple"):
+            output = chosen(output, choice, choice.args[2])
+    return output
 
 
 def _check_order(layer: LayerStep, blocks: Mapping[str, tuple[str, ...]]) -> None:

@@ -44,7 +44,7 @@ class LayerText:
         if output.op == "select":
             return (self._choice(output),)
         if (choice := next(self._choices(output), None)) is not None:
-            ways = (_chosen(output, choice, way) for way in choice.args[1:])
+            ways = (chosen(output, choice, way) for way in choice.args[1:])
             return (self._choice(Term("select", (choice.args[0], *ways))),)
         output = self._ordered(output)
         steps = self._steps(output)
@@ -268,11 +268,11 @@ def _renamed(term: Term, names: Mapping[Term, Term]) -> Term:
     return Term(term.op, tuple(_renamed(a, names) for a in term.args), term.value) if term.args else term
 
 
-def _chosen(term: Term, choice: Term, way: Term) -> Term:
+def chosen(term: Term, choice: Term, way: Term) -> Term:
     """Return a term with one way in the place of a choice."""
     if term == choice or not term.args:
         return way if term == choice else term
-    args = tuple(_chosen(argument, choice, way) for argument in term.args)
+    args = tuple(chosen(argument, choice, way) for argument in term.args)
     return make(term.op, *args) if term.commutes else Term(term.op, args, term.value)
 
 
