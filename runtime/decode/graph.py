@@ -55,7 +55,7 @@ TOLERANCE = 0.5
 must not be seen are filled with `POISON`, from another order of rounding; a wrong mask gives 1 and more."""
 POISON = 64.0
 UNSTEADY = TOLERANCE / 4
-"""Relative distance by which one rounding of the embeddings moves the logits of a model of which those tell nothing. In
+"""Relative distance by which one rounding of the embeddings moves the logits of a model of which they tell nothing. In
 bf16 a model with sensible weights moves by 0.01, Gemma 3n with random ones by 0.4."""
 
 _INSTEAD = {functional.scaled_dot_product_attention: masked_attention}
