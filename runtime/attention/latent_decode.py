@@ -45,6 +45,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.follow import lead
+
     @triton.jit
     def _share(count, SPLITS: tl.constexpr, BLOCK_SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return how many slots a part has, and how many parts there are."""
@@ -162,8 +164,6 @@ if backend.triton_installed():
         BLOCKS: tl.constexpr,
     ):
         """Add up the parts of one head of a row, and multiply with BLOCKS times BLOCK_V rows of the weight."""
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
         head = tl.program_id(0)
         row = tl.program_id(2)
         first = tl.program_id(1) * BLOCK_V * BLOCKS
@@ -189,6 +189,7 @@ if backend.triton_installed():
             parts = tl.load(part_ptr + (at * SPLITS + some)[:, None] * L + column, mask=keep, other=0.0)
             mixed += tl.sum(parts.to(tl.float32) * scale[:, None], 0)
         mixed /= whole
+        lead(OVERLAP)
         for block in tl.static_range(BLOCKS):
             if block > 0:
                 number = first + block * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -1,10 +1,11 @@
 """How a short kernel of a captured step follows the one before it, and lets the next begin.
 
 Inside a graph a kernel may be launched as a dependent of the one before it (`launch.overlaps`): it starts early, and
-waits. A kernel that loads much first, weights that were there before the step, waits in its own middle
-(`products.linear`). One that is short whatever it loads first waits at once; that it says so early lets the kernel
-after it have its weights on their way meanwhile. Every kernel that is launched so has to wait, since the one after it
-takes its end for that of all before it.
+waits. A product waits in its own middle, with weights on their way that were there before the step, and lets the next
+kernel start at once (`products.linear`). A kernel that is short whatever it loads first waits before that (`follow`),
+and lets the next start when it has read (`lead`): a product behind it brings as many weights as the card has room for,
+and what is read meanwhile would have to queue behind them. Every kernel that is launched so has to wait, since the one
+after it takes its end for that of all before it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ if backend.triton_installed():
 
     @triton.jit
     def follow(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Let the next kernel start, and wait for the one before; before anything is loaded or stored."""
+        """Wait for the kernel before; ahead of everything that is loaded or stored."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+
+    @triton.jit
+    def lead(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Let the next kernel start; behind what is read."""
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()

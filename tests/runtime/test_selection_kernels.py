@@ -125,3 +125,22 @@ def test_what_is_no_number_is_chosen_first(fields: dict[str, Any], device: torch
     if "scores" in fields:  # a softmax has no number in the whole row
         assert index[1, 0] == 7
     assert all(len(set(row)) == K and min(row) >= 0 and max(row) < E for row in index.tolist())
+
+
+@pytest.mark.parametrize("experts", [256, 300, 512])
+@pytest.mark.parametrize("top_k", [1, 10])
+def test_of_many_experts(device: torch.device, experts: int, top_k: int) -> None:
+    """More than 256 are chosen one after the other: of equal ones the lower number first, then what is no number."""
+    torch.manual_seed(5)
+    logits = torch.randn(4, experts, device=device)
+    logits[1] = torch.randint(0, 3, (experts,), device=device).float()
+    logits[2, 7:] = -torch.inf
+    rule = RoutingRule(torch.empty(experts, 1), top_k, weights_in_fp32=True)
+    weights = torch.full((4, top_k), torch.nan, device=device)
+    index = torch.full((4, top_k), -1, device=device)
+    launch_selection(logits, rule, weights, index)
+    wanted, numbers = select_experts(logits[:1], rule, torch.float32)
+    assert torch.equal(index[:1], numbers)
+    torch.testing.assert_close(weights[:1], wanted)
+    for row, chosen in zip(logits.tolist(), index.tolist(), strict=True):
+        assert chosen == sorted(range(experts), key=lambda expert: (-row[expert], expert))[:top_k]
