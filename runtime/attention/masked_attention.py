@@ -314,6 +314,8 @@ def choose(batch: int, kv_heads: int, group: int, slots: int, head_dim: int, val
     programs = batch * kv_heads * -(-group // heads)
     tile = max(16, min(32, 8192 // widest))
     splits = _power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
+    if widest <= 64 and 32 < -(-slots // splits) <= 64:
+        tile = 64  # which is then a program's only one
     return Form(heads, tile, splits, 4, True)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..core.overwriting import overwriting
 from . import states
 from .layers import PreallocatedLayer, layer_like
 
@@ -126,7 +127,8 @@ class PreallocatedCache(Cache):
             self.width, self.slots = width, self.position + torch.arange(width, device=self.position.device)
         self.stepping = True
         try:
-            yield
+            with overwriting(states.tensors(self.layers)):
+                yield
         finally:
             self.stepping, self.width, self.slots = False, 1, self.position
 

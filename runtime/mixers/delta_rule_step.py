@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
+from ..core.overwriting import overwrites
 from ..core.rows import KERNEL_DTYPES
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -125,7 +126,8 @@ def delta_rule_step(
         use_qk_l2norm_in_kernel: whether queries and keys are normalised to length 1.
 
     Returns:
-        `[B, 1, Hv, Dv]` in the dtype of `query`, and the new state in fp32; None where torch is to run.
+        `[B, 1, Hv, Dv]` in the dtype of `query`, and the new state in fp32, in a step of the decode loop in the old
+        one's memory; None where torch is to run.
     """
     if output_final_state and _fits(query, key, value, g, beta, initial_state):
         assert initial_state is not None
@@ -195,7 +197,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     rows, _, heads, columns = value.shape
     groups, width = query.shape[2:]
-    out, after = query.new_empty(value.shape), torch.empty_like(state)
+    out, after = query.new_empty(value.shape), state if overwrites(state) else torch.empty_like(state)
     overlap = overlaps(out)
     with backend.device_guard(out):
         delta_rule_step_kernel.launch(

@@ -10,6 +10,7 @@ import torch
 from conftest import KERNEL_DTYPES
 from torch import Tensor
 
+from rewrite.runtime.core.overwriting import overwriting
 from rewrite.runtime.mixers import (
     conv_step,
     delta_rule_step,
@@ -95,6 +96,22 @@ def test_delta_rule_step(
 ) -> None:
     arguments = [*delta(*sizes, dtype), norm]
     check(delta_rule_step.delta_rule_step, delta_rule_step, arguments, device, written=5)
+
+
+def test_a_step_overwrites_the_states_that_its_cache_keeps(device: torch.device) -> None:
+    """What comes after them is then nothing to copy; any other state stays as it is."""
+    arguments = copied(delta(2, 2, 4, 16, 16, torch.float32), device)
+    state, before = arguments[5], arguments[5].clone()
+    out, after = delta_rule_step.delta_rule_step(*arguments)
+    assert torch.equal(state, before)
+    with overwriting([torch.zeros_like(state)]):
+        assert delta_rule_step.delta_rule_step(*arguments)[1] is not state
+    assert torch.equal(state, before)
+    with overwriting([state]):
+        same, there = delta_rule_step.delta_rule_step(*arguments)
+    assert there is state
+    assert torch.equal(state, after)
+    assert torch.equal(same, out)
 
 
 @dtypes
