@@ -45,8 +45,6 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import lead
-
     @triton.jit
     def _share(count, SPLITS: tl.constexpr, BLOCK_SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return how many slots a part has, and how many parts there are."""
@@ -189,7 +187,8 @@ if backend.triton_installed():
             parts = tl.load(part_ptr + (at * SPLITS + some)[:, None] * L + column, mask=keep, other=0.0)
             mixed += tl.sum(parts.to(tl.float32) * scale[:, None], 0)
         mixed /= whole
-        lead(OVERLAP)
+        if OVERLAP:  # not before: what follows brings its weights, and the parts would queue behind them
+            tl.extra.cuda.gdc_launch_dependents()
         for block in tl.static_range(BLOCKS):
             if block > 0:
                 number = first + block * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -314,8 +314,11 @@ def choose(batch: int, kv_heads: int, group: int, slots: int, head_dim: int, val
     programs = batch * kv_heads * -(-group // heads)
     tile = max(16, min(32, 8192 // widest))
     splits = _power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
-    if widest <= 64 and 32 < -(-slots // splits) <= 64:
-        tile = 64  # which is then a program's only one
+    if tile < -(-slots // splits) <= 2 * tile:  # one tile of a program is loaded together with its mask, two are not
+        if widest <= 64 and (heads > 1 or 8 * programs * splits > 5 * wanted):
+            tile *= 2
+        elif 8 * programs * splits <= 5 * wanted and splits < 32:
+            splits *= 2
     return Form(heads, tile, splits, 4, True)
 
 

@@ -33,7 +33,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit(do_not_specialize=["row_count", "table_rows"])
     def _rotary_rows_kernel(  # type: ignore[no-untyped-def]
@@ -60,7 +60,6 @@ if backend.triton_installed():
         source, target = position * R + col, row * R + col
         cos = tl.load(cos_ptr + source, mask=col < end, other=float("nan"))
         sin = tl.load(sin_ptr + source, mask=col < end, other=float("nan"))
-        lead(OVERLAP)
         tl.store(cos_out_ptr + target, cos, mask=col < R)
         tl.store(sin_out_ptr + target, sin, mask=col < R)
 

@@ -1,11 +1,13 @@
 """How a short kernel of a captured step follows the one before it, and lets the next begin.
 
 Inside a graph a kernel may be launched as a dependent of the one before it (`launch.overlaps`): it starts early, and
-waits. A product waits in its own middle, with weights on their way that were there before the step, and lets the next
-kernel start at once (`products.linear`). A kernel that is short whatever it loads first waits before that (`follow`),
-and lets the next start when it has read (`lead`): a product behind it brings as many weights as the card has room for,
-and what is read meanwhile would have to queue behind them. Every kernel that is launched so has to wait, since the one
-after it takes its end for that of all before it.
+waits. A product waits in its own middle, with weights on their way that were there before the step
+(`products.linear`). A kernel that is short whatever it loads first waits at once; that it lets the next one start even
+so is what brings that one's weights on their way. Every kernel that is launched so has to wait, since the one after it
+takes its end for that of all before it.
+
+Steps of one token, H100, 2026-11-25, ms: letting the next one start at once, or when everything is read, Gemma 3 1B
+1.09 and 1.13, Falcon-H1 1.5B 1.71 and 1.77, Mamba2 1.3B 1.45 and 1.51, Granite 4.0 tiny 1.80 and 2.08.
 """
 
 from __future__ import annotations
@@ -18,12 +20,7 @@ if backend.triton_installed():
 
     @triton.jit
     def follow(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Wait for the kernel before; ahead of everything that is loaded or stored."""
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-
-    @triton.jit
-    def lead(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Let the next kernel start; behind what is read."""
+        """Let the next kernel start, and wait for the one before; ahead of everything that is loaded or stored."""
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()

@@ -34,7 +34,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
     from ..products.gated_activation import _activate
 
     @triton.jit(do_not_specialize=["channels"])
@@ -74,7 +74,6 @@ if backend.triton_installed():
             total += tl.load(bias_ptr + channel, mask=live, other=0.0).to(tl.float32)
         if ACTIVATION != "none":
             total = _activate(total, ACTIVATION)
-        lead(OVERLAP)
         tl.store(out_ptr + row * channels + channel, total.to(out_ptr.dtype.element_ty), mask=live)
 
     conv_step_kernel = Kernel(_conv_step_kernel)

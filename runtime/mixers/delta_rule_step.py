@@ -39,7 +39,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit
     def _delta_rule_step_kernel(  # type: ignore[no-untyped-def]
@@ -96,7 +96,6 @@ if backend.triton_installed():
         delta = (value - tl.sum(state * key[:, None], axis=0)) * beta
         state += key[:, None] * delta[None, :]
         out = tl.sum(state * (query * scaling)[:, None], axis=0)
-        lead(OVERLAP)
         tl.store(next_ptr + place, state, mask=live)
         tl.store(out_ptr + (row * HEADS + head) * DV + col, out.to(out_ptr.dtype.element_ty), mask=col < DV)
 

@@ -47,7 +47,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
     from ..products.gated_activation import _activate
 
     @triton.jit
@@ -102,7 +102,6 @@ if backend.triton_installed():
             if not WEIGHT_IN_FP32 and weight_in.dtype == x_in.dtype:
                 y = y.to(x_in.dtype).to(tl.float32)
             y = _opened(y, gate, ACTIVATION)
-        lead(OVERLAP)
         tl.store(out_ptr + row * row_stride + col, y.to(out_ptr.dtype.element_ty), mask=mask)
 
     gated_norm_kernel = Kernel(_gated_norm_kernel)

@@ -27,7 +27,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit
     def _log_decay_kernel(  # type: ignore[no-untyped-def]
@@ -51,7 +51,6 @@ if backend.triton_installed():
         x += tl.load(bias_ptr + col, mask=col < H, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(rates_ptr + col, mask=col < H, other=0.0).to(tl.float32))
         positive = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        lead(OVERLAP)
         tl.store(out_ptr + row * H + col, -rate * positive, mask=col < H)
 
     log_decay_kernel = Kernel(_log_decay_kernel)

@@ -42,7 +42,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit
     def _state_space_step_kernel(  # type: ignore[no-untyped-def]
@@ -123,7 +123,6 @@ if backend.triton_installed():
         if GATED:
             z = tl.load(z_ptr + row * z_row_stride + head * z_head_stride + p, mask=p < P, other=0.0).to(tl.float32)
             out *= z / (1.0 + tl.exp(-z))
-        lead(OVERLAP)
         tl.store(out_ptr + (row * HEADS + head) * P + p, out.to(out_ptr.dtype.element_ty), mask=p < P)
 
     state_space_step_kernel = Kernel(_state_space_step_kernel)

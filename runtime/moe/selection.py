@@ -19,7 +19,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit
     def _keys(  # type: ignore[no-untyped-def]
@@ -154,7 +154,6 @@ if backend.triton_installed():
             divisor = divisor + eps * by
             scores = scores / tl.where(divisor < least_limit * by, least_limit * by, divisor)
         weights = (scores * scaling).to(weights_ptr.dtype.element_ty)
-        lead(OVERLAP)
         tl.store(weights_ptr + token * K + rank, weights, mask=chosen)
         tl.store(index_ptr + token * K + rank, expert.to(tl.int64), mask=chosen)
 

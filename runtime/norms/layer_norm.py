@@ -30,7 +30,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit
     def _load(x_row, residual_row, sum_row, col, mask, ADD: tl.constexpr, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -90,7 +90,6 @@ if backend.triton_installed():
             centred = tl.where(col < H, x - tl.sum(x, axis=1, keep_dims=True) / H, 0.0)
             normed = centred * tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / H + eps)
             normed = _scale(normed, weight_row, bias_row, col, mask, WEIGHTED, BIASED)
-            lead(OVERLAP)
             tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)

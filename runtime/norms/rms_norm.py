@@ -46,7 +46,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit
     def _load(x_row, residual_row, sum_row, col, mask, ADD: tl.constexpr, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -115,7 +115,6 @@ if backend.triton_installed():
                 normed = _scale(normed, weight, offset, X_DTYPE, WEIGHT_IN_FP32)
             if AFTER:
                 normed += residual
-            lead(OVERLAP)
             tl.store(out_row + col, normed.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             squares = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
@@ -124,7 +123,6 @@ if backend.triton_installed():
                 x = _load(x_row, residual_row, sum_row, col, live & (col < H), ADD, True).to(tl.float32)
                 squares += x * x
             rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / H + eps)
-            lead(OVERLAP)
             for start in range(0, H, BLOCK_COLS):
                 col = start + tl.arange(0, BLOCK_COLS)[None, :]
                 mask = live & (col < H)

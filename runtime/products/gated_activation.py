@@ -63,7 +63,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow, lead
+    from ..core.follow import follow
 
     @triton.jit
     def _activate(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -110,7 +110,6 @@ if backend.triton_installed():
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0)
         activated = _activate(gate.to(tl.float32), ACTIVATION).to(gate.dtype)
         product = activated.to(tl.float32) * up.to(tl.float32)
-        lead(OVERLAP)
         tl.store(out_ptr + row * intermediate_size + col, product.to(out_ptr.dtype.element_ty), mask=mask)
 
     gated_activation_kernel = Kernel(_gated_activation_kernel)
