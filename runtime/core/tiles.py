@@ -195,7 +195,7 @@ def _halves_rule(rows: int, cols: int, processors: int) -> Tile:
     elif cols <= 4096:
         block = 1, 1024, 4 if cols <= 2048 else 8
     else:
-        block = 2, 1024, 4
+        block = (1, 2048, 8) if cols % 2048 == 0 else (2, 1024, 4)
     return _dividing(rows, block[0]), *block[1:]
 
 
