@@ -1,7 +1,7 @@
 """Packages that are right, verified with many seeds: every check that fails is a false alarm.
 
-    python bench/false_alarms.py [MODEL ...] [--seeds 20] [--first-seed 0] [--quick] [--checks CHECK ...] [--device cpu]
-                                 [--jobs 2] [--limit-seconds S] [--rows DIR]
+    python bench/false_alarms.py [MODEL ...] [--seeds 20] [--first-seed 0] [--quick] [--checks CHECK ...]
+                                 [--device cpu] [--jobs 2] [--limit-seconds S] [--rows DIR]
 
 Each verification is whole (all its gates but latency, whatever fails before), but for what no seed changes: the
 process of its own that imports the package, and the count of the lines that run. With `--rows` a later call goes on

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import statistics
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,33 @@ def test_products_are_divided_as_measured(card: str) -> None:
         assert tile == tiles.rule(kind, rows, cols, size)
         if kind.startswith("skinny"):
             assert tile[3] == max(1, min(128 * tile[0] // rows, cols // (4 * tile[1])))
+
+
+TILES = Path(__file__).parents[2] / "bench/results/tiles-h100.json"
+"""Microseconds of about 40 tiles of each of 74 products of one row, by `bench/tiles.py`."""
+
+
+@pytest.mark.parametrize(("kind", "mean", "most"), [("linear", 1.05, 1.25), ("gated", 1.01, 1.06)])
+def test_the_rule_of_one_row_is_near_the_best_that_was_measured(kind: str, mean: float, most: float) -> None:
+    lost = []
+    for row in json.loads(TILES.read_text("utf-8")):
+        if row["kind"] == kind:
+            rows, cols = map(int, row["size"].split("x"))
+            tile = ",".join(map(str, tiles.rule(kind, rows, cols, 2, 132)))
+            lost.append(row["us"][tile] / min(row["us"].values()))
+    assert statistics.geometric_mean(lost) < mean
+    assert max(lost) < most
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 1), (7, 4545, 132), (250, 9001, 80)])
+def test_the_rule_of_one_row_takes_any_size(shape: tuple[int, int, int]) -> None:
+    for kind in ("linear", "gated", "qkv"):
+        rows, cols, processors = shape
+        block_rows, block_cols, warps = tiles.rule(kind, rows, cols, 2, processors)
+        assert rows % block_rows == 0
+        assert block_cols & (block_cols - 1) == 0
+        assert block_cols < 2 * cols
+        assert warps in (1, 2, 4, 8)
 
 
 @pytest.mark.parametrize("card", ["H100", "H200"])
