@@ -111,7 +111,7 @@ def _asked(node: cst.For, loop: ListLoop, module: Module) -> Edit:
     """Put the loop behind the question, laid out as the file's formatter lays out a long test."""
     given = [loop.output, loop.hidden_states, f"self.{loop.experts}", loop.index, loop.weights]
     given += [loop.count] if loop.count is not None else []
-    given += ["strays=True"] if loop.strays else []
+    given += [f"{word}=True" for word in ("strays", "dense") if getattr(loop, word)]
     head = f"if not {_CALL}({', '.join(given)}):"
     if module.indentation(node) + len(head) > LINE_LENGTH:
         head = f"if not {_CALL}(\n    {', '.join(given)}\n):"

@@ -21,7 +21,7 @@ from .form import ExpertsForm, Gating, gating
 OFFERS: dict[str, dict[str, str]] = {
     "ExpertParts": {},
     "add_experts": {
-        "shapes": "[N, H], [N, H] -> bool",
+        "shapes": "[…, H], […, H] -> bool",
     },
 }
 
@@ -31,9 +31,10 @@ REASONS = {
     "biased": "a projection of an expert has a bias",
     "unknown_activation": "the activation is none that the kernel computes, or the experts differ in it",
     "different_sizes": "the experts differ in size, or their number is not that of the choice",
-    "shapes": "the tokens are no `[N, H]`, or each has not as many weights as experts",
+    "shapes": "each token has not as many weights as experts, there is none, or the output is strided",
     "gradient": "gradients are wanted",
     "dtype": "the tensors differ in dtype, or have one that the kernel does not take",
+    "device": "the tensors are on different devices",
     "many_tokens": "reading an expert once for all of its tokens is faster",
 }
 """Beside those of `packing`."""
@@ -58,17 +59,19 @@ def add_experts(
     count: int | None = None,
     *,
     strays: bool = False,
+    dense: bool = False,
 ) -> bool:
     """Add to `output`, in place, the weighted sum of each token's experts; False where the caller's loop has to do it.
 
     Args:
-        output: `[N, H]`, in memory of its own.
-        hidden_states: `[N, H]`.
+        output: `[…, H]`, N tokens, in memory of its own.
+        hidden_states: `[…, H]`, N tokens.
         experts: E modules whose class has a method `expert_parts`.
-        top_k_index: `[N, K]` experts of each token.
-        top_k_weights: `[N, K]`, in the hidden states' dtype or fp32.
+        top_k_index: `[…, K]` experts of each token.
+        top_k_weights: `[…, K]`, in the hidden states' dtype or fp32.
         count: what the caller takes for E; None where that is the length of the list.
         strays: whether an index may be none of 0 to E - 1, and is nobody's then.
+        dense: whether `top_k_weights` is `[…, E]`, with a weight for every expert.
 
     Raises:
         RuntimeError: in a stream capture, for more tokens than the kernels are for.
@@ -76,22 +79,25 @@ def add_experts(
     if torch.compiler.is_compiling() or not _has_kernels(hidden_states):
         return False
     capturing = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
-    found = _unfit(output, hidden_states, top_k_index, top_k_weights) or _packed(hidden_states, experts, count)
+    wide = len(experts) if dense else top_k_index.shape[-1]
+    found = _unfit(output, hidden_states, top_k_index, top_k_weights, wide) or _packed(hidden_states, experts, count)
+    index = top_k_index.reshape(-1, top_k_index.shape[-1])
     if not isinstance(found, str) and not capturing:
-        gate_up, down, _ = found
-        tokens, top_k = top_k_index.shape
-        found = "many_tokens" if _sorting_pays(tokens, top_k, len(experts), gate_up.nbytes + down.nbytes) else found
+        nbytes = found[0].nbytes + found[1].nbytes
+        found = "many_tokens" if _sorting_pays(index.shape[0], index.shape[1], len(experts), nbytes) else found
     if isinstance(found, str):
         backend.count_fallback("add_experts", found, experts)
         return False
-    if capturing and top_k_index.shape[0] > MAX_TOKENS:
-        raise RuntimeError(f"{top_k_index.shape[0]} tokens are too many for a graph of experts that are a list")
+    if capturing and index.shape[0] > MAX_TOKENS:
+        raise RuntimeError(f"{index.shape[0]} tokens are too many for a graph of experts that are a list")
     gate_up, down, how = found
-    if strays:
-        known = (top_k_index >= 0) & (top_k_index < len(experts))
-        top_k_weights = torch.where(known, top_k_weights, 0.0)
-        top_k_index = top_k_index.clamp(0, len(experts) - 1)
-    output.add_(_op(hidden_states, top_k_index, top_k_weights, gate_up, down, None, *how))
+    weights = top_k_weights.reshape(-1, wide)
+    known = (index >= 0) & (index < len(experts)) if strays else None
+    index = index if known is None else index.clamp(0, len(experts) - 1)
+    weights = weights.gather(-1, index) if dense else weights
+    weights = weights if known is None else torch.where(known, weights, 0.0)
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    output.view(tokens.shape).add_(_op(tokens, index, weights, gate_up, down, None, *how))
     return True
 
 
@@ -100,19 +106,20 @@ def _has_kernels(tokens: Tensor) -> bool:
     return backend.uses_triton(tokens) and tokens.dtype in rows.KERNEL_DTYPES
 
 
-def _unfit(output: Tensor, tokens: Tensor, index: Tensor, weights: Tensor) -> str:
-    """Return why the kernels may not read the tensors, empty where they may."""
+def _unfit(output: Tensor, tokens: Tensor, index: Tensor, weights: Tensor, wide: int) -> str:
+    """Return why the kernels may not read the tensors, empty where they may; each token has `wide` weights."""
     given = (output, tokens, index, weights)
-    if any(tensor.dim() != 2 for tensor in given) or output.shape != tokens.shape or index.shape != weights.shape:
+    if any(tensor.dim() < 2 or not tensor.numel() for tensor in given) or not output.is_contiguous():
         return "shapes"
-    if index.shape[0] != tokens.shape[0] or not index.numel() or len({tensor.device for tensor in given}) > 1:
+    width, top_k = tokens.shape[-1], index.shape[-1]
+    rows_of_each = {t.numel() // n for t, n in ((output, width), (tokens, width), (index, top_k), (weights, wide))}
+    if output.shape[-1] != width or weights.shape[-1] != wide or len(rows_of_each) > 1:
         return "shapes"
-    if (
-        output.dtype != tokens.dtype
-        or weights.dtype not in (tokens.dtype, torch.float32)
-        or index.dtype != torch.int64
-    ):
+    takes = (tokens.dtype, torch.float32)
+    if output.dtype != tokens.dtype or weights.dtype not in takes or index.dtype != torch.int64:
         return "dtype"
+    if len({tensor.device for tensor in given}) > 1:
+        return "device"
     return "gradient" if backend.wants_gradient(output, tokens, weights) else ""
 
 
@@ -141,7 +148,7 @@ def _packed(tokens: Tensor, experts: nn.ModuleList, count: int | None) -> tuple[
     wanted = torch.Size((hidden_size, size))
     if any(w.shape != (size, hidden_size) for w in entered) or any(w.shape != wanted for w in downs):
         return "different_sizes"
-    if hidden_size != tokens.shape[1]:
+    if hidden_size != tokens.shape[-1]:
         return "shapes"
     if any(w.dtype != tokens.dtype or w.device != tokens.device for w in (*entered, *downs)):
         return "dtype"

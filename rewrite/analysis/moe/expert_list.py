@@ -21,8 +21,8 @@ from rewrite.analysis.moe.expert_loop import (
 )
 from rewrite.analysis.step.source import source
 from rewrite.analysis.step.terms import LINEAR, MAX_DEPTH, Step, computed_in_step, is_built_from, values_of
-from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import calls_in, parameters, single_argument
+from rewrite.analysis.syntax.module import ClassInfo, Module, names_in, self_attribute, walk
+from rewrite.analysis.syntax.nodes import bound_names, calls_in, parameters, single_argument
 from rewrite.analysis.terms.computation import Bindings, NotComputable, subterms
 from rewrite.analysis.terms.spelling import FLOAT32, NONE, Term, constant
 
@@ -30,6 +30,8 @@ _ZERO, _ONE, _REST = constant(0), constant(1), constant(-1)
 _LISTS = ("torch.nn.ModuleList", "torch.nn.modules.container.ModuleList")
 _DROPOUT = ("torch.nn.Dropout",)
 _SHAPED = ("view", "reshape")
+_LAST_DIM = (Term("keyword", (_REST,), "dim"),)
+_AS_TUPLE = Term("keyword", (Term("name", (), "True"),), "as_tuple")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class ListLoop:
     """What the loop, or the mask that it reads, takes for the number of experts; None for the length of the list."""
     strays: bool
     """Whether an index of no expert is passed over."""
+    dense: bool
+    """Whether the weights have one for every expert."""
 
 
 def expert_lists(info: ClassInfo, module: Module) -> list[str]:
@@ -54,19 +58,29 @@ def expert_lists(info: ClassInfo, module: Module) -> list[str]:
 
 
 def over_list(node: cst.For, info: ClassInfo, module: Module) -> bool:
-    """Whether a loop calls the modules of a list one after the other, and writes rows of a tensor."""
+    """Whether a loop calls the modules of a list one after the other, and writes rows that each turn looks for."""
     lists = expert_lists(info, module)
     read = {self_attribute(inner) for part in (node.iter, node.body) for inner in walk(part)}
-    return bool(read & {*lists}) and any(_writes_rows(inner) for inner in walk(node.body))
+    if not read & {*lists}:
+        return False
+    lines = [line for line in walk(node.body) if isinstance(line, cst.Assign) and _looks(line.value)]
+    found = {name for line in lines for name in bound_names(line)}
+    rows = [row for inner in walk(node.body) for row in _written_rows(inner)]
+    return any(isinstance(part, cst.Comparison) or names_in([part]) & found for part in rows)
 
 
-def _writes_rows(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.AugAssign):
-        return isinstance(node.target, cst.Subscript)
-    if isinstance(node, cst.AssignTarget):
-        return isinstance(node.target, cst.Subscript)
+def _looks(value: cst.BaseExpression) -> bool:
+    """Whether a value may be rows that were looked for."""
+    return any(isinstance(part, (cst.Call, cst.Comparison, cst.Subscript)) for part in walk(value))
+
+
+def _written_rows(node: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Return what names the rows that a node writes."""
+    if isinstance(node, (cst.AugAssign, cst.AssignTarget)) and isinstance(node.target, cst.Subscript):
+        return [e.slice.value for e in node.target.slice if isinstance(e.slice, cst.Index)]
     called = node.func.attr.value if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) else ""
-    return called.startswith(("index_add", "scatter_", "index_put", "index_copy"))
+    writes = called.startswith(("index_add", "scatter_", "index_put", "index_copy"))
+    return [argument.value for argument in node.args[:2]] if writes and isinstance(node, cst.Call) else []
 
 
 def list_loop(node: cst.For, method: cst.FunctionDef, owner: ClassInfo, module: Module) -> ListLoop:
@@ -82,6 +96,29 @@ def list_loop(node: cst.For, method: cst.FunctionDef, owner: ClassInfo, module: 
         return _Reader(node, scope, owner, module).read()
     except NotComputable as error:
         raise NotALoop(error.what) from error
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The tokens that chose the expert of a turn."""
+
+    token: Term
+    """Their rows: numbers, or where a condition holds."""
+    index: str
+    """The local that is the choice, `[…, K]`."""
+    place: Term | None
+    """Which of a token's experts it is; None where rows are a condition."""
+    test: Term
+    """The condition on the choice."""
+    count: Term | None
+    """The number of experts that the choice is among; None where it may be none of them."""
+    searches: tuple[Term, ...]
+    """What is empty where no token chose the expert."""
+
+    @property
+    def places(self) -> tuple[Term, ...]:
+        """What chooses the weights of the tokens from all."""
+        return (self.test,) if self.place is None else (self.token, self.place)
 
 
 @dataclass
@@ -103,29 +140,28 @@ class _Reader:
         environment: Bindings = {name: Term("parameter", (), name) for name in self.scope.locals if name != "self"}
         counts = self._header(environment, run)
         mask = self._masks(environment, run)
-        output, token, value, distinct = self._body(list(self.node.body.body), environment, run)
-        experts, states, weights = self._value(value, token, environment)
-        found = next((t for t in subterms(token) if t.op in ("where", "nonzero")), None)
-        if token.op != "index" or found is None or token.args[0] != found:
-            raise NotALoop(f"the tokens of an expert are `{token}`")
-        if any(guard not in (found, found.args[0]) for guard in self.guards):
-            raise NotALoop("a turn is left out where others than its own tokens are missing")
-        index, place, strays = self._chosen(found, mask)
-        if token.args[1:] != (constant(1 - place),):
-            raise NotALoop("the tokens are not those whose choice is the expert")
-        share = Term("index", (found, constant(place)))
-        if weights.op != "index" or weights.args[1:] != (token, share) or weights.args[0].op != "parameter":
-            raise NotALoop(f"the weights are `{weights}`")
-        if [call.term for call in run.calls if call.term.op == "call" or not call.is_quiet] != [self._call(value)]:
+        output, token, value, adds = self._body(list(self.node.body.body), environment, run)
+        chosen = self._chosen(_flat(token), mask)
+        call = self._call(value)
+        factors = _uncast(value).args
+        weights, dense, sums = self._weights(
+            _uncast(factors[factors[0] is call or _uncast(factors[0]) == call]), chosen
+        )
+        if [done.term for done in run.calls if done.term.op == "call" or not done.is_quiet] != [call]:
             raise NotALoop("something else is called in a turn")
+        if any(_flat(guard) not in chosen.searches for guard in self.guards):
+            raise NotALoop("a turn is left out where others than its own tokens are missing")
         self._check(output, value)
-        if not distinct and not self._is_distinct(index.value):
+        once = sums if chosen.place is None else adds
+        if not once and not self._is_distinct(chosen.index):
             raise NotALoop("a token may choose an expert twice, of which one is added")
-        counts += [] if mask is None or strays else [mask.args[0].args[1]]
+        counts += [] if chosen.count is None else [chosen.count]
         if len(set(counts)) > 1:
             raise NotALoop("the loop has another number of turns than the mask has experts")
         count = source(counts[0], self.module) if counts else None
-        return ListLoop(output, states, experts, index.value, weights.args[0].value, count, strays)
+        states = self._states(call.args[1], chosen)
+        experts = self._list(call.args[0].args[0])
+        return ListLoop(output, states, experts, chosen.index, weights, count, chosen.count is None, dense)
 
     def _header(self, environment: Bindings, run: Step) -> list[Term]:
         """Bind what the loop binds; return the number of its turns where that is not the length of the list."""
@@ -223,33 +259,45 @@ class _Reader:
                     return call.func.value.value, token, value, True
         return None
 
-    def _value(self, value: Term, token: Term, environment: Bindings) -> tuple[str, str, Term]:
-        """Return the list, the tokens' local and the weights of `expert(tokens[token]) * weights[…, None]`."""
-        product = _uncast(value)
-        if product.op != "mul" or len(product.args) != 2:
-            raise NotALoop(f"what is added is `{product.op}`")
-        call = self._call(value)
-        weights = _uncast(next(side for side in product.args if _uncast(side) != call))
-        held, states = call.args[0].args[0], call.args[1]
-        if states.op in (*_SHAPED, "squeeze") and states.args[0].op == "index":
-            inner, *shape = states.args
-            if inner.args[1:] == (NONE, token) and (shape[0] == _REST if states.op in _SHAPED else shape == [_ZERO]):
-                states = Term("index", (inner.args[0], token))
-        if states.op == "index_select" and states.args[1:] == (_ZERO, token):
-            states = Term("index", (states.args[0], token))
-        if states.op != "index" or states.args[1:] != (token,) or states.args[0].op != "parameter":
-            raise NotALoop(f"the experts are given `{states}`")
+    def _states(self, given: Term, chosen: _Chosen) -> str:
+        """Return the local whose rows an expert is given."""
+        if given.op in (*_SHAPED, "squeeze") and given.args[0].op == "index":
+            inner, *shape = given.args
+            if inner.args[1:] == (NONE, chosen.token):
+                if shape == [_ZERO] if given.op == "squeeze" else len(shape) == 2 and shape[0] == _REST:
+                    given = Term("index", (inner.args[0], chosen.token))
+        if given.op == "index_select" and given.args[1:] == (_ZERO, chosen.token):
+            given = Term("index", (given.args[0], chosen.token))
+        if given.op != "index" or [*map(_flat, given.args[1:])] != [chosen.token] or given.args[0].op != "parameter":
+            raise NotALoop(f"the experts are given `{given}`")
+        return given.args[0].value
+
+    def _list(self, held: Term) -> str:
         if held.op != "attribute" or held.value not in expert_lists(self.owner, self.module):
             raise NotALoop("what is called is no module of the list")
         if self.over not in ("", held.value):
             raise NotALoop("the modules of one list are called as often as another one has some")
-        column = weights.op == "unsqueeze" and weights.args[1] in (_ONE, _REST)
-        column = column or (weights.op in _SHAPED and weights.args[1:] == (_REST, _ONE))
-        if weights.op == "index" and weights.args[-1] == NONE and len(weights.args) == 4:
-            return held.value, states.args[0].value, Term("index", weights.args[:3])
-        if not column:
-            raise NotALoop("the weights are no column")
-        return held.value, states.args[0].value, weights.args[0]
+        return held.value
+
+    def _weights(self, column: Term, chosen: _Chosen) -> tuple[str, bool, bool]:
+        """Return the local of the weights, whether it has one for every expert, and whether a token's are added up.
+
+        As it is read: `weights[token, place]`, `weights[index == expert]`, `weights[token, expert]`, or the sum of
+        `weights * (index == expert)` at the tokens; each as a column.
+        """
+        held, *places = _of_column(column)
+        places = [_flat(place) for place in places]
+        if held.op == "parameter" and places == [chosen.token, EXPERT]:
+            return held.value, True, False
+        if held.op == "parameter" and places == [*chosen.places]:
+            return held.value, False, False
+        added = held.op == "sum" and held.args[1:] in ((_REST,), _LAST_DIM) and chosen.place is None
+        if added and places == [chosen.token]:
+            factors = held.args[0].args if held.args[0].op == "mul" else ()
+            others = [side for side in factors if side != chosen.test]
+            if len(factors) == 2 and len(others) == 1 and others[0].op == "parameter":
+                return others[0].value, False, True
+        raise NotALoop(f"the weights are `{column}`")
 
     def _call(self, value: Term) -> Term:
         """Return the call of an expert among the factors of what is added."""
@@ -259,16 +307,22 @@ class _Reader:
                 return side
         raise NotALoop("what is added is no expert's output times a weight")
 
-    def _chosen(self, found: Term, mask: Term | None) -> tuple[Term, int, bool]:
-        """Return the choice `[N, K]`, which of what is found is the place in it, and whether it may name nobody."""
-        if mask is not None and finds(found, mask):
-            return _local(mask.args[0].args[0]), 0, False
-        as_tuple = found.args[1:] in ((), (Term("keyword", (Term("name", (), "True"),), "as_tuple"),))
-        test = found.args[0]
-        if as_tuple and (found.op == "nonzero") == (len(found.args) == 2) and test.op == "eq":
-            others = [side for side in test.args if not is_number(side)]
-            if len(others) == 1:
-                return _local(others[0]), 1, True
+    def _chosen(self, token: Term, mask: Term | None) -> _Chosen:
+        """Say what the rows of a turn are: what a search finds, or a condition."""
+        found = token.args[0]
+        if token.op == "any" and token.args[1:] in ((_REST,), _LAST_DIM):
+            if (index := _compared(found)) is not None:
+                return _Chosen(token, index, None, found, None, (token, found))
+        if token.op == "index" and mask is not None and finds(found, mask) and token.args[1:] == (_ONE,):
+            local, count = mask.args[0].args
+            if local.op == "parameter":
+                place = Term("index", (found, _ZERO))
+                return _Chosen(token, local.value, place, found.args[0], count, (found, found.args[0]))
+        if token.op == "index" and token.args[1:] == (_ZERO,) and found.op in ("where", "nonzero"):
+            plain = found.args[1:] == (() if found.op == "where" else (_AS_TUPLE,))
+            if plain and (index := _compared(found.args[0])) is not None:
+                place = Term("index", (found, _ONE))
+                return _Chosen(token, index, place, found.args[0], None, (found, found.args[0]))
         raise NotALoop("the tokens of an expert are found in another way")
 
     def _check(self, output: str, value: Term) -> None:
@@ -300,17 +354,44 @@ class _Reader:
             return False
         for target, value in ((t.target, line.value) for line in lines for t in line.targets):
             if isinstance(target, cst.Tuple) and len(target.elements) == 2 and isinstance(value, cst.Call):
-                second, func = target.elements[1].value, value.func
-                method = isinstance(func, cst.Attribute) and func.attr.value == "topk"
+                second = target.elements[1].value
                 if isinstance(second, cst.Name) and second.value == index:
-                    return method or scope.names.resolved(func) == "torch.topk"
+                    return self._takes_largest(value)
         return False
 
+    def _takes_largest(self, call: cst.Call) -> bool:
+        """Whether a call is `topk` along the last dimension."""
+        method = isinstance(call.func, cst.Attribute) and call.func.attr.value == "topk"
+        function = self.scope.names.resolved(call.func) == "torch.topk"
+        words = {a.keyword.value: self.module.code(a.value) for a in call.args if a.keyword}
+        plain = [self.module.code(a.value) for a in call.args if not a.keyword][1 if function else 0 :]
+        last = words.get("dim", plain[1] if len(plain) > 1 else "-1") == "-1"
+        return (method or function) and last and not any(a.star for a in call.args)
 
-def _local(term: Term) -> Term:
-    if term.op != "parameter":
-        raise NotALoop(f"the choice is `{term}`")
-    return term
+
+def _of_column(column: Term) -> tuple[Term, ...]:
+    """Return what a column is an index of, and the items; or what it is a column of."""
+    if (column.op == "unsqueeze" and column.args[1] in (_ONE, _REST)) or (
+        column.op in _SHAPED and column.args[1:] == (_REST, _ONE)
+    ):
+        column = column.args[0]
+    elif column.op == "index" and len(column.args) > 2 and column.args[-1] == NONE:
+        column = Term("index", column.args[:-1])
+    else:
+        raise NotALoop("the weights are no column")
+    return column.args if column.op == "index" else (column,)
+
+
+def _compared(test: Term) -> str | None:
+    """Return the local `[…, K]` that a test compares with the number of the turn."""
+    others = [side for side in test.args if not is_number(side)] if test.op == "eq" else []
+    return others[0].value if len(others) == 1 and others[0].op == "parameter" else None
+
+
+def _flat(term: Term) -> Term:
+    """Return a condition of rows without what makes one dimension of several."""
+    shaped = term.op in _SHAPED and term.args[1:] == (_REST,)
+    return _flat(term.args[0]) if shaped or (term.op == "flatten" and len(term.args) == 1) else term
 
 
 def _is_empty(test: Term) -> Term | None:
@@ -339,6 +420,8 @@ def _some_of(test: Term) -> Term | None:
 def _rows_of(term: Term) -> Term | None:
     """Return the search of which a term counts what was found."""
     rows = None
+    if term.op == "sum" and len(term.args) == 1:
+        return term.args[0]
     if term.op in ("numel", "len") and len(term.args) == 1:
         rows = term.args[0]
     elif term.op == "index" and term.args[0].op == "shape" and term.args[1:] == (_ZERO,):
