@@ -52,16 +52,21 @@ class ListLoop:
     """Whether the weights have one for every expert."""
 
 
-def expert_lists(info: ClassInfo, module: Module) -> list[str]:
-    """Return the attributes that hold lists of modules."""
-    return [attribute for attribute in info.assigned if is_built_from(attribute, _LISTS, info, module)]
+def _lists(info: ClassInfo, module: Module) -> set[str]:
+    """Return the attributes that may hold lists of modules."""
+    built = (
+        (attribute, value.func)
+        for attribute, values in info.assigned.items()
+        for value in values
+        if isinstance(value, cst.Call)
+    )
+    return {attribute for attribute, func in built if module.qualified(func) in _LISTS}
 
 
 def over_list(node: cst.For, info: ClassInfo, module: Module) -> bool:
     """Whether a loop calls the modules of a list one after the other, and writes rows that each turn looks for."""
-    lists = expert_lists(info, module)
     read = {self_attribute(inner) for part in (node.iter, node.body) for inner in walk(part)}
-    if not read & {*lists}:
+    if not read & _lists(info, module):
         return False
     lines = [line for line in walk(node.body) if isinstance(line, cst.Assign) and _looks(line.value)]
     found = {name for line in lines for name in bound_names(line)}
@@ -175,12 +180,11 @@ class _Reader:
         if name == "enumerate" and isinstance(target, cst.Tuple) and len(target.elements) == 2:
             number, expert = (element.value for element in target.elements)
             held = self_attribute(given)
-            if held in expert_lists(self.owner, self.module) and isinstance(number, cst.Name):
-                if isinstance(expert, cst.Name):
-                    environment[number.value] = EXPERT
-                    environment[expert.value] = Term("index", (Term("attribute", (), str(held)), EXPERT))
-                    self.over = str(held)
-                    return []
+            if held is not None and isinstance(number, cst.Name) and isinstance(expert, cst.Name):
+                environment[number.value] = EXPERT
+                environment[expert.value] = Term("index", (Term("attribute", (), held), EXPERT))
+                self.over = held
+                return []
         if name == "range" and isinstance(target, cst.Name):
             environment[target.value] = EXPERT
             count = run.expression(given, environment)
@@ -273,8 +277,8 @@ class _Reader:
         return given.args[0].value
 
     def _list(self, held: Term) -> str:
-        if held.op != "attribute" or held.value not in expert_lists(self.owner, self.module):
-            raise NotALoop("what is called is no module of the list")
+        if held.op != "attribute" or not is_built_from(held.value, _LISTS, self.owner, self.module):
+            raise NotALoop(f"{held} may be something else than a list of modules")
         if self.over not in ("", held.value):
             raise NotALoop("the modules of one list are called as often as another one has some")
         return held.value
