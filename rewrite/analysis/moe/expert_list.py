@@ -16,7 +16,6 @@ from rewrite.analysis.moe.expert_loop import (
     is_mask,
     is_number,
     is_own,
-    is_torchs_one_hot,
     read_after,
 )
 from rewrite.analysis.step.source import source
@@ -200,8 +199,7 @@ class _Reader:
         read = {n.value for n in walk(self.node.body) if isinstance(n, cst.Name)}
         for name in sorted(read & {*self.scope.single}):
             value = self.scope.single[name]
-            hot = [call for call in calls_in(value) if self.module.code(call.func).endswith("one_hot")]
-            if not hot or not all(is_torchs_one_hot(call.func, self.scope) for call in hot):
+            if not any(self.module.code(call.func).endswith("one_hot") for call in calls_in(value)):
                 continue
             mask = run.expression(value, environment)
             if is_mask(mask) and self._is_same_here(value):
@@ -469,7 +467,7 @@ def expert_parts(info: ClassInfo, module: Module) -> tuple[str, ...]:
     if forward is None or len(parameters(forward)) != 2:
         raise NotComputable(f"{info.name} takes more than the hidden states")
     for node in walk(forward.body):
-        if (isinstance(node, cst.Name) and "dropout" in node.value) or self_attribute(node) == "training":
+        if self_attribute(node) == "training":
             raise NotComputable(f"{info.name} computes something else in training")
     called = [self_attribute(call.func) for call in calls_in(forward.body)]
     if any(name is not None and is_built_from(name, _DROPOUT, info, module) for name in called):
@@ -481,7 +479,7 @@ def expert_parts(info: ClassInfo, module: Module) -> tuple[str, ...]:
     for gate, up, activation in _gates(term.args[1]):
         products = [(term.args[0], *term.args[1:]), *(side.args for side in (gate, up) if side.op == "call")]
         linear = [args[0] for args in products if is_built_from(args[0].value, LINEAR, info, module)]
-        if len(linear) == 3 and gate.args[1:] == up.args[1:] == (hidden,) and activation not in linear:
+        if len(linear) == 3 and gate.args[1:] == up.args[1:] == (hidden,):
             return tuple(source(part, module) for part in (gate.args[0], up.args[0], term.args[0], activation))
     raise NotComputable(f"{info.name} computes something else than down(act(gate(x)) * up(x))")
 

@@ -104,7 +104,7 @@ def expert_loop(node: cst.For, method: cst.FunctionDef, owner: ClassInfo | None,
         if (
             isinstance(call, cst.Call)
             and module.code(call.func).endswith("one_hot")
-            and not is_torchs_one_hot(call.func, scope)
+            and not _is_torchs_one_hot(call.func, scope)
         ):
             raise NotALoop(f"`{module.code(call.func)}` may be bound to something else")
     own = frozenset({node.target.value, *bound_names(search)})
@@ -163,8 +163,7 @@ def read_after(node: cst.For, method: cst.FunctionDef, module: Module) -> set[st
     return {n.value for top in _after(node, method, module) for n in walk(top) if isinstance(n, cst.Name)}
 
 
-def is_torchs_one_hot(func: cst.BaseExpression, scope: Scope) -> bool:
-    """Whether what is called is torch's own `one_hot`."""
+def _is_torchs_one_hot(func: cst.BaseExpression, scope: Scope) -> bool:
     root = func
     while isinstance(root, cst.Attribute):
         root = root.value
