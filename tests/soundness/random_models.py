@@ -179,15 +179,37 @@ _PARTS = ("feed", "rotary", "attention", "layer", "model", "head")
 _READS = {"feed": "x", "rotary": "x"}
 
 
+_CUT = "attention_mask[:, :, :, : key.shape[-2]]"
+_MASKS = ("attention_mask", "attention_mask", _CUT, "attention_mask * 0.5", "None")
+_OF_SEVERAL = ", is_causal=attention_mask is None and query.shape[2] > 1"
+_CAUSAL = ("", "", ", is_causal=False", _OF_SEVERAL, ", is_causal=True")
+_SCALES = ("", ", scale=self.scaling", ", scale=self.scaling / 2", ", scale=1 / math.sqrt(self.head_dim)")
+_ENDS = ("output.transpose(1, 2)", "output.transpose(1, 2).contiguous()", "output.mT", "output")
+
+
+def _by_torch(draw: Draw, attention: str) -> str:
+    """Return attention with torch's own function in the place of one that is looked up."""
+    start, _ = attention.split("interface = ")
+    given = [draw(st.sampled_from(choice)) for choice in (_MASKS, _CAUSAL, _SCALES)]
+    called = f"output = F.scaled_dot_product_attention(query, key, value, {''.join(given)})"
+    end = f"return self.o_proj({draw(st.sampled_from(_ENDS))}.reshape(*input_shape, -1)), None"
+    return f"{start}{called}\n{end}"
+
+
 def _decoder(draw: Draw, parts: tuple[str, ...], kind: str = "decoder") -> Case:
     """Return a decoder with statements in some of its parts."""
     given = dict(scaffold(kind)[1])
     holes: dict[str, str] = {}
+    direct = kind == "decoder" and "attention" in parts and draw(st.integers(0, 2)) == 0
+    if direct:
+        given["attention"] = _by_torch(draw, given["attention"])
     for part in parts:
         source = _READS.get(part, "inputs_embeds" if part == "model" else "hidden_states")
         text = _changed(draw, given[part], Names((source, "a"), ("a", "c"), layout=part == "head"), 1)
         if text != given[part]:
             holes[part] = (_LOCALS if kind == "decoder" else _needed(text)).format(source) + text
+        elif direct and part == "attention":
+            holes[part] = text
     inits = {"feed": "layer_init", "rotary": "rotary_init", "attention": "attention_init", "layer": "layer_init"}
     supports = supported(dict(holes))
     holes |= {key: supports[key] for key in ("imports", "before") if key in supports}
