@@ -74,8 +74,10 @@ def over_list(node: cst.For, info: ClassInfo, module: Module) -> bool:
 
 
 def _looks(value: cst.BaseExpression) -> bool:
-    """Whether a value may be rows that were looked for."""
-    return any(isinstance(part, (cst.Call, cst.Comparison, cst.Subscript)) for part in walk(value))
+    """Whether a value may be rows that were looked for: made of tensors, and no key that a text is made into."""
+    parts = list(walk(value))
+    made = any(isinstance(part, (cst.Call, cst.Comparison, cst.Subscript)) for part in parts)
+    return made and not any(isinstance(part, (cst.SimpleString, cst.FormattedString)) for part in parts)
 
 
 def _written_rows(node: cst.CSTNode) -> list[cst.BaseExpression]:
