@@ -77,7 +77,7 @@ def _lines(
 ) -> tuple[cst.SimpleStatementLine, ...]:
     """Return a statement for each element; one for all where an element reads what is bound."""
     target = cst.ensure_type(small.targets[0].target, cst.Tuple)
-    names = [element.value for element in target.elements]
+    names = [cst.ensure_type(element.value, cst.Name) for element in target.elements]
     if names_in(elements) & names_in(names):
         value = cst.Tuple([cst.Element(element) for element in elements], lpar=[], rpar=[])
         return (line.with_changes(body=[small.with_changes(value=value)]),)
