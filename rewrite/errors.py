@@ -84,6 +84,10 @@ class UnknownModel(UsageError):
             "folder with a config.json and no ORG/NAME of the Hub."
         )
         said = f"did you mean {', '.join(near)}?" if near else kinds
+        if "://" in model:
+            said = (
+                "a model on the Hub is named ORG/NAME, without the address; other files have to be downloaded first."
+            )
         super().__init__(f"no model '{model}': {said}")
 
 
@@ -253,6 +257,16 @@ class SourceNotReadable(UsageError):
 
     def __init__(self, path: object, why: str):
         super().__init__(f"cannot read {path}: {why}")
+
+
+class NotAPythonFile(UsageError):
+    """A file was named that is no Python file: a notebook is JSON, which parses as Python and holds no classes."""
+
+    def __init__(self, path: Path):
+        meant = "what is rewritten is a Python file, modeling_*.py"
+        if path.suffix == ".ipynb":
+            meant = "put the classes of the model into a Python file, modeling_*.py, and import it in the notebook"
+        super().__init__(f"{path} is {'a notebook' if path.suffix == '.ipynb' else 'no Python file'}: {meant}.")
 
 
 class SourceDoesNotParse(UsageError):

@@ -38,10 +38,11 @@ class DecodeLayers(Transform):
         Attention of the usual form: projections, norms and rotation of queries and keys, cache, attention function,
         output projection; or the same with keys that join a part of one product of a latent with one rotated key of
         all heads, and values that are the rest of that product. Its mask is causal or has the window that the
-        attention function is told. What the file computes for `eager` attention is the softmax of scaled products,
-        with soft cap and sinks as passed to it. A gate that is projected beside each
-        query, and heads that are scaled by a number, are computed in between. Of a mixer, that its `forward` asks the
-        cache for its states, masks nothing but padding, and ends in a product.
+        attention function is told. torch's `scaled_dot_product_attention` may be called in its place, with the mask
+        as it comes or cut to the number of keys. What the file computes for `eager` attention is the softmax of scaled
+        products, with soft cap and sinks as passed to it. A gate that is projected beside each query, and heads that
+        are scaled by a number, are computed in between. Of a mixer, that its `forward` asks the cache for its states,
+        masks nothing but padding, and ends in a product.
         Blocks of another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
 
     Numerics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from rewrite.analysis.sites.comprehended import comprehended, merge_comprehended
 from rewrite.analysis.sites.projections import REASONS, is_gated_product, merge, projection_groups
 from rewrite.analysis.syntax.module import Module
 from rewrite.transform import Candidate, Found, Numerics, Skip, Transform
@@ -16,7 +17,8 @@ class FuseQKV(Transform):
     What it does:
         `self.q_proj(x)`, `self.k_proj(x)` and `self.v_proj(x)` become
         `packed_linear(x, self.q_proj, self.k_proj, self.v_proj)`. Any two or more `nn.Linear` of a class that are
-        called once each with the same argument are merged, whatever their names, sizes and biases.
+        called once each with the same argument are merged, whatever their names, sizes and biases; so are those that
+        a comprehension calls, `(p(x) for p in (self.q_proj, self.k_proj, self.v_proj))`, where it is unpacked.
 
     Why:
         One large product reads the input once and fills the chip; at batch 1 it is also one kernel launch instead of
@@ -43,11 +45,15 @@ class FuseQKV(Transform):
     reasons = REASONS
 
     def candidates(self, module: Module) -> Iterator[Candidate]:
-        """Yield every group of projections of one argument that is no gate and up pair."""
+        """Yield every group of projections of one argument that is no gate and up pair, and comprehensions of them."""
         groups = (group for group in projection_groups(module) if not is_gated_product(group, module))
-        return (group.candidate() for group in groups)
+        yield from (group.candidate() for group in groups)
+        yield from (found.candidate() for found in comprehended(module))
 
     def match(self, candidate: Candidate, module: Module) -> Found | Skip:
-        """Merge the group that starts at the candidate's call."""
+        """Merge the group that starts at the candidate's call, or that the candidate's comprehension calls."""
+        for found in comprehended(module):
+            if found.line is candidate.node:
+                return merge_comprehended(found, module)
         group = next(g for g in projection_groups(module) if g.calls[0].node is candidate.node)
         return merge(group, module)

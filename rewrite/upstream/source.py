@@ -22,6 +22,7 @@ from rewrite.errors import (
     MissingTransformers,
     NoCode,
     NoModelingFile,
+    NotAPythonFile,
     SourceNotReadable,
     UnknownModel,
 )
@@ -83,6 +84,7 @@ def resolve(
         CheckpointNotUsable: if a checkpoint folder does not say which model it holds.
         CodeNotTrusted: if a model on the Hub has code of its own, which is not trusted.
         NotOnTheHub: if a model cannot be taken from the Hub.
+        NotAPythonFile: if it is a file of another kind.
         SourceNotReadable: if the file cannot be read as UTF-8 text.
         AlreadyRewritten: if a folder is given that this tool wrote.
         MissingTransformers: if a model type is given and there is no transformers.
@@ -97,7 +99,9 @@ def resolve(
         return _of_folder(target, path, installed, trust_remote_code)
     if path.name == CONFIG_NAME and path.is_file():
         return _of_folder(target, path.parent, installed, trust_remote_code)
-    if path.is_file() or target.endswith(".py"):
+    if path.is_file() and path.suffix != ".py":
+        raise NotAPythonFile(path)
+    if path.is_file() or target.endswith((".py", ".ipynb")):
         return _read(target, path, installed)
     if (found := _module_file(target, installed)) is not None:
         return _read(target, found, installed)

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.errors import CheckpointNotUsable, MissingLibrary, NoCode, NoModelingFile, SourceNotReadable, UnknownModel
+from rewrite.errors import (
+    CheckpointNotUsable,
+    MissingLibrary,
+    NoCode,
+    NoModelingFile,
+    NotAPythonFile,
+    SourceNotReadable,
+    UnknownModel,
+)
 from rewrite.upstream.installed import copy_at, find_transformers
 from rewrite.upstream.source import resolve, weights_fit
 
@@ -107,6 +115,19 @@ def test_a_dotted_module_is_found_without_importing_it(here: Path) -> None:
     (here / "parent" / "__init__.py").write_text("raise RuntimeError('imported')")
     (here / "parent" / "modeling_x.py").write_text("raise RuntimeError('imported')")
     assert resolve("parent.modeling_x").path == here / "parent" / "modeling_x.py"
+
+
+def test_other_files_are_named_as_what_they_are(here: Path) -> None:
+    (here / "work.ipynb").write_text('{"cells": []}')  # which is Python, too
+    (here / "notes.txt").write_text("hello")
+    with pytest.raises(NotAPythonFile, match=r"is a notebook: put the classes of the model into a Python file"):
+        resolve("work.ipynb")
+    with pytest.raises(NotAPythonFile, match="is no Python file"):
+        resolve("notes.txt")
+    with pytest.raises(SourceNotReadable, match="there is no such file"):
+        resolve("nowhere.ipynb")
+    with pytest.raises(UnknownModel, match="is named ORG/NAME, without the address"):
+        resolve("https://huggingface.co/org/name")
 
 
 def test_unknown_names_get_the_nearest(here: Path) -> None:

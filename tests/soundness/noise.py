@@ -16,6 +16,7 @@ Draw = Callable[[st.SearchStrategy[str]], str]
 
 SUPPORT = (
     ("imports", "functools", "import functools"),
+    ("imports", "math.", "import math"),
     ("imports", "random", "import random"),
     ("before", "bump", "def bump(t):\n    t.mul_(1.5)\n    return t"),
     ("before", "same", "def same(t):\n    return t"),

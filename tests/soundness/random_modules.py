@@ -57,6 +57,8 @@ def projections(draw: Draw) -> Case:
         ["e = self.{0}({s})", "g = self.{1}({s})", "a = e + g"],
         ["e = self.{0}({s})", "g = self.{1}({s})", "c = self.{2}({s})", "a = g * c"],
         ["a = self.{0}({s}) + self.{1}({s})"],
+        ["e, g = (p({s}) for p in (self.{0}, self.{1}))", "{n}", "a = e - g"],
+        ["x, a = [p({s}).tanh() * x for p in (self.{0}, self.{1})]"],
         ["e, g = self.{0}({s}), self.{1}({s})", "c = e - g"],
         ["e = self.{0}({s}).view({s}.shape)", "a = self.{1}({s}) + e"],
         ["for _ in range(2):\n    a = self.{0}({s})\n    {n}\n    c = self.{1}({s})"],

@@ -18,6 +18,7 @@ from rewrite.analysis.step.attention_heads import (
     split_heads,
     turned_heads,
 )
+from rewrite.analysis.step.direct_attention import as_attention, is_direct, mask_of
 from rewrite.analysis.step.eager_attention import check_eager_attention
 from rewrite.analysis.step.latent_rotation import complex_tables
 from rewrite.analysis.step.latent_step import LatentStep, is_latent, latent_step
@@ -227,6 +228,8 @@ def _roles(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
         elif inner.op == "call" and _implementation(inner.args[0]) is not None:
             mask = _arguments(inner).get(MASK)
             found[MASK] |= _parameter(mask) if mask is not None else set()
+        elif is_direct(inner):
+            found[MASK] |= _parameter(mask_of(inner))
     return {role: names.pop() for role, names in found.items() if len(names) == 1}
 
 
@@ -294,6 +297,8 @@ def _attention_call(term: Term) -> Term:
     """Return the call of the attention function whose heads `term` merges."""
     while term.op in ("contiguous", "reshape", "view", "flatten"):
         term = term.args[0]
+    if (direct := as_attention(term)) is not None:
+        return direct
     call = term.args[0] if term.op == "index" and term.args[1:] == (constant(0),) else term
     if call.op != "call" or _implementation(call.args[0]) is None:
         raise NoStep("other_attention", "what is projected is not the result of an attention function")

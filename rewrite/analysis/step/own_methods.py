@@ -11,7 +11,7 @@ from rewrite.analysis.step.terms import canonical
 from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.syntax.nodes import parameters
 
-_LAST = ("linear", "fused_experts", "fp8_linear", "Prologue", "RoutingRule", "ExpertsForm")
+_LAST = ("linear", "fused_experts", "fp8_linear", "Prologue", "RoutingRule", "ExpertsForm", "ExpertParts")
 """What the methods of blocks, norms, routers and experts return the result of."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ def _short(error: Exception) -> str:
 
 
 def _prefill(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:
-    return _measure(bench, variant, backend, partial(_read, _prompts(bench, variant)))
+    return _measure(bench, variant, backend, _prompts_read(bench, variant))
 
 
 def _in_16_bits(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
@@ -60,7 +60,7 @@ def _in_16_bits(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     import torch
 
     variant, dtype = variant.without_choice, bench.options.dtype
-    implementation, run = bench.implementations()[0], partial(_read, _prompts(bench, variant))
+    implementation, run = bench.implementations()[0], _prompts_read(bench, variant)
     pair, exact = bench.pair(variant, implementation, dtype), bench.pair(variant, implementation, "float64")
     truth, own = on_original(run, exact.original), on_original(run, pair.original)
     run(pair.rewritten)  # as the original was: what a model does once, at its first call, is another graph
@@ -77,12 +77,17 @@ def _prompts(bench: Workbench, variant: Variant) -> list[Tensor]:
     return [tokens(bench.seed_for("compile", i), variant.vocab_size, 2, 12, device) for i in range(3)]
 
 
-def _read(prompts: Sequence[Tensor], model: Any) -> dict[str, Any]:
-    """The logits of prompts."""
+def _prompts_read(bench: Workbench, variant: Variant) -> Callable[[Any], dict[str, Any]]:
+    """Return what computes the logits of prompts, without a cache where the original can be told so."""
+    without = {"use_cache": False} if bench.subject.may_be_given("use_cache") else {}
+    return partial(_read, _prompts(bench, variant), without)
+
+
+def _read(prompts: Sequence[Tensor], without: Mapping[str, bool], model: Any) -> dict[str, Any]:
     import torch
 
     with torch.no_grad():
-        return {f"logits#{i}": model(input_ids=ids, use_cache=False)[0].clone() for i, ids in enumerate(prompts)}
+        return {f"logits#{i}": model(input_ids=ids, **without)[0].clone() for i, ids in enumerate(prompts)}
 
 
 def _decode(bench: Workbench, variant: Variant, backend: str) -> Mapping[str, Figure]:

@@ -40,6 +40,11 @@ class Subject:
         """Whether the original's `forward` names this argument."""
         return argument in inspect.signature(self.original.forward).parameters
 
+    def may_be_given(self, argument: str) -> bool:
+        """Whether the original's `forward` names this argument, or takes any."""
+        takes = inspect.signature(self.original.forward).parameters
+        return argument in takes or any(taken.kind is taken.VAR_KEYWORD for taken in takes.values())
+
     @property
     def takes_cache(self) -> bool:
         """Whether the original's `forward` names a cache that holds keys and values."""
