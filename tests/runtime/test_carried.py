@@ -22,6 +22,8 @@ from rewrite.runtime.decode.fitness import Call, assists
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, Program
 from rewrite.runtime.decode.graph_store import store_of
+from rewrite.runtime.forward import captured, switch, trial
+from rewrite.runtime.forward.captured import CapturedForward
 
 if not fitness.can_watch():
     pytest.skip("this transformers has a loop that cannot be watched", allow_module_level=True)
@@ -321,6 +323,35 @@ def test_the_graph_by_hand_equals_the_model(name: str) -> None:
         wanted = run(original, {"input_ids": inputs}, max_new_tokens=6)
         found = [graph.prefill(inputs), *(graph.step(token) for token in wanted.sequences[:, 7:-1].T)]
         torch.testing.assert_close(torch.stack(found), torch.stack(wanted.logits), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_forward_of_a_text_tries_to_be_captured_by_itself(
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try runs a prompt many times, and a graph of it would hold every token's kernels."""
+    monkeypatch.setattr(CapturedForward, "_forward_without_graph", not GPU)
+    tried: list[str] = []
+
+    def attempt(model: Any, *others: Any) -> Any:
+        tried.append(type(model).__name__)
+        return trial.attempt(model, *others)
+
+    monkeypatch.setattr(captured, "attempt", attempt)
+    models = pair(name)
+    for part in (models[0], models[0].base_model):
+        part.__class__ = type(type(part).__name__, (CapturedForward, type(part)), {})
+    with switch.use_forward_graphs(mode):
+        for seed in range(4):
+            both(models, asked(seed=seed))
+        if name == KEEPS:
+            run(models[0], asked(), num_beams=2)
+    assert tried == []
+    with switch.use_forward_graphs(mode), torch.no_grad():
+        for _ in range(2):
+            models[0](**asked(), use_cache=False)
+    assert tried, "no call is tried at all"
 
 
 class Recorded(TorchDispatchMode):
