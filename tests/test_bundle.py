@@ -14,7 +14,7 @@ import pytest
 from rewrite.operators import offers
 from rewrite.package import bundle, parts, runtime_files
 from rewrite.package.closure import Closure, closure
-from rewrite.package.features import FEATURES, FORMS, forms_of, left_out
+from rewrite.package.features import FEATURES, FORMS, MARKS, forms_of, left_out
 from rewrite.package.parts import NotFollowed, Own
 from rewrite.package.targets import TARGETS
 from rewrite.sync.edits import problems_of
@@ -34,7 +34,8 @@ def some_uses() -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_whole_runtime_becomes_one_file_a_room(target: str) -> None:
     """A name that would mean something else in its room is `NotFollowed`."""
-    taken = closure(parts.final_names(), left_out(target, FORMS, ()))
+    marks = (mark for marks in MARKS.values() for mark in marks)
+    taken = closure(parts.final_names(), left_out(target, [*FORMS, *marks], ()))
     assert undefined(taken) == {}
     assert ("aiter" in runtime_files.closure_of(["norms.rms_norm"], target).rooms) == (target == "rocm")
 
@@ -62,6 +63,14 @@ def test_what_no_module_can_be_is_not_there() -> None:
     assert not of_llama()[1] & kernels
     assert of_llama(tuple(FORMS))[1] >= kernels
     assert of_llama(("norms.add_layer_norm",))[1] & kernels == {"layer_norm_kernel", "add_layer_norm"}
+
+
+@pytest.mark.parametrize("marks", [(), *((mark,) for mark in MARKS["CARRIED"])])
+def test_what_no_class_is_marked_for_is_not_there(marks: tuple[str, ...]) -> None:
+    names = of_llama(marks)[1]
+    carried = {"CarriedStates", "put_back", "_places"}
+    assert names & carried == (carried if marks else set())
+    assert {"NoStates", "carried_by", "restoring"} <= names
 
 
 def test_what_is_left_out_leaves_nothing_behind() -> None:
@@ -97,7 +106,7 @@ def test_forms_are_told_by_what_a_file_names(text: str, found: list[str]) -> Non
 
 
 def test_every_switch_of_the_runtime_is_decided() -> None:
-    decided = {"ROCM"} | {name for name, *_ in (*FEATURES.values(), *FORMS.values())}
+    decided = {"ROCM"} | {name for name, *_ in (*FEATURES.values(), *FORMS.values())} | {*MARKS}
     assert set(parts.SWITCHES) == decided
     assert {name for part in parts.file(parts.SWITCHES_FILE).parts for name in part.names} == decided
 

@@ -1,7 +1,7 @@
 """What a package may have or not, by the names of `runtime/core/target.py` under which it stands in the runtime.
 
-Two things decide. The modeling file: what no module of it can be is not there (`FORMS`). The user: of `FEATURES` a
-package has all that `--without` does not name.
+Two things decide. The modeling file: what no module of it can be is not there (`FORMS`), nor what its classes would
+have to be marked for (`MARKS`). The user: of `FEATURES` a package has all that `--without` does not name.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ FORMS = {
 }
 """By what is listed beside the uses of a modeling file, which calls none of it: the name in `core/target`, and the
 names of a file whose modules may be of that form."""
+
+MARKS = {
+    "CARRIED": ("decode.keeps_states", "decode.hands_on_states"),
+}
+"""By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind."""
 
 _ELSEWHERE = re.compile(
     r"Auto(Model|Backbone)|^transformers\.models\.(?!.*\.configuration_)|^\.(?!runtime|configuration_)"
@@ -64,4 +69,5 @@ def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> froz
     """
     there = set(uses)
     forms = {name for use, (name, _) in FORMS.items() if use not in there}
+    forms |= {name for name, marks in MARKS.items() if there.isdisjoint(marks)}
     return targets.left_out(target) | forms | {FEATURES[feature][0] for feature in without}

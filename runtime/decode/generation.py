@@ -33,7 +33,7 @@ from ..core.target import RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
-from .carried import UnknownState, argument_of_states, put_back
+from .carried import UnknownState, restoring
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
 from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
@@ -148,7 +148,7 @@ class GraphGeneration(GenerationMixin):
                 if not ours:
                     return None, "reentrant"
                 try:
-                    with put_back(self, call.inputs.get(argument_of_states(self))):
+                    with restoring(self, call.inputs):
                         generation = _Generation(self, call, store_of(self), plan, lookup)
                         if assistant is None:
                             return generation.run(), None

@@ -35,7 +35,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
 from ..products.step_products import StepProducts
-from .carried import CarriedStates
+from .carried import carried_by
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
 from .fitness import unmasked_window
@@ -164,7 +164,7 @@ class DecodeGraph:
         self._model = weakref.ref(model)
         self.device: torch.device = model.device
         self.captures = self.device.type == "cuda" if captures is None else captures
-        self.carried = CarriedStates(model)
+        self.carried = carried_by(model)
         self.cache = self._cache_like(like, model, batch_size, capacity)
         cache = self.cache
         self.state = StepState(batch_size, capacity, cache.position)
