@@ -84,6 +84,8 @@ REASONS = {
     "cache_unused": "the model did not write its keys and values to the cache",
     "step_not_capturable": "the step asks the host, or cannot be part of a graph for another reason",
     "step_fails": "the model's code for a single token cannot run where the host does not know the length",
+    "step_changes": "a step changes the model in a way that a replay would not: it counts, or keeps a state there",
+    "step_reads": "a step reads what each prompt leaves on the model anew, and a replay would read that of another",
     "step_differs": "a step against fixed-size buffers computes something else",
     "out_of_memory": "the memory does not suffice for cache and graph",
 }

@@ -34,9 +34,10 @@ from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
 from .carried import UnknownState, restoring
+from .changes import Before
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
-from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
+from .graph import DecodeGraph, Program, StepChanges, StepDiffers, StepFails, StepReads, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
 from .lookup import look_up
 from .plan import Plan, planned
@@ -189,6 +190,7 @@ class _Generation:
             self.plan.share_randomness()
         graph = self._graph()
         is_new = not graph.is_proved
+        before = Before(self.model, [], keeps=True) if is_new else None
         try:
             logits = self._prefill(graph)
             graph.prove(logits.argmax(-1), self.sampling)
@@ -201,6 +203,12 @@ class _Generation:
             raise self._refuse(graph, "step_differs", error=error) from error
         except StepFails as error:
             raise self._refuse(graph, "step_fails", error=error) from error
+        except StepReads as error:
+            raise self._refuse(graph, "step_reads", error=error) from error
+        except StepChanges as error:
+            if before is not None:
+                before.put_back(error.changes)
+            raise self._refuse(graph, "step_changes", error=error) from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
         if is_new:

@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from told_again import replays
 
 from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.core import backend
@@ -354,50 +353,15 @@ def test_no_forward_of_a_text_tries_to_be_captured_by_itself(
     assert tried, "no call is tried at all"
 
 
-class Recorded(TorchDispatchMode):
-    """Keeps what the device is told, and can tell it again: what a graph does, without a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self.told.append((function, args, kwargs or {}, found))
-        return found
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for function, args, kwargs, found in self.told:
-            inputs = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if _is_tensor(t)}
-            again = function(*args, **kwargs)
-            for kept, new in zip(tree_flatten(found)[0], tree_flatten(again)[0], strict=True):
-                if _is_tensor(kept) and kept.untyped_storage().data_ptr() not in inputs:
-                    kept.copy_(new)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_told_to_the_device_once_can_be_told_again_without_the_model(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded: dict[int, Recorded] = {}
-
-    def replay(program: Program) -> None:
-        if id(program) not in recorded:
-            recorded[id(program)] = Recorded()
-            with recorded[id(program)]:
-                program._run()
-        else:
-            recorded[id(program)].replay()
-
-    monkeypatch.setattr(Program, "replay", replay)
+    monkeypatch.setattr(Program, "replay", replays)
     models = pair(name)
     for seed in range(3):
         outputs = [run(model, asked(seed=seed), output_logits=True) for model in models]
         assert reasons() == []
         alike(models, outputs)
-    assert len(recorded) == 1
+    (graph,) = store_of(models[0]).graphs.values()
+    assert len(graph._programs) == 1
