@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from ..core.target import CARRIED
 
@@ -65,6 +66,19 @@ def argument_of_states(model: Any) -> str:
 def carries(model: Any) -> bool:
     """Return whether a model carries states without a cache."""
     return bool(argument_of_states(model) or getattr(model, "_keeps_states", ()))
+
+
+def are_handed_on(model: Any) -> bool:
+    """Return whether the generation loop gives `forward` the states that it gave back, by the same name.
+
+    transformers' own did so by `state` before release 5.24; a class may do it by itself.
+    """
+    name, states = argument_of_states(model), [torch.zeros(())]
+    outputs = ModelOutput()
+    outputs[name] = states
+    given = {"use_cache": True, "cache_position": torch.zeros(1, dtype=torch.int64)}  # which release 5.0 counts
+    next_given = model._update_model_kwargs_for_generation(outputs, given, is_encoder_decoder=False)
+    return next_given.get(name) is states
 
 
 class NoStates:
@@ -199,7 +213,9 @@ class CarriedStates(NoStates):
         Raises:
             UnknownState: if it is of another form than before.
         """
-        handed = list(outputs[self.argument]) if self.argument else []
+        handed: Any = outputs.get(self.argument) if self.argument else []
+        if type(handed) not in (list, tuple):
+            raise UnknownState(handed)
         own = self.buffers[len(self._kept) :]
         self._in_place = all(map(_is_same, own, handed))
         self._take([*self._values(), *handed])

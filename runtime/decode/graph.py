@@ -490,8 +490,8 @@ class DecodeGraph:
                 distance = self._distance(ordinary, length, several)
                 if not distance < TOLERANCE:
                     self._hiding.discard(self._kind)
-            if distance < TOLERANCE and several is None:
-                self._look_for_changes()
+            if several is None:
+                self._look_for_changes()  # by which it may differ
         if not distance < TOLERANCE:
             raise StepDiffers(distance)
         self._proved.add((self._kind, width))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 from told_again import replays
+from torch import nn
 
 from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.core import backend
