@@ -126,7 +126,12 @@ class Kept:
                 if (new := now.get(name, _NOTHING)) is not value and _is_other(new, value):
                     yield module, name
             if now.keys() != names:
-                yield from ((module, name) for name in _held(now) if name not in names)
+                new_names = ((name, value) for name, value in _held(now).items() if name not in names)
+                yield from ((module, name) for name, value in new_names if _is_other(value, _of_class(module, name)))
+
+
+def _of_class(module: nn.Module, name: str) -> Any:
+    return getattr(type(module), name, _NOTHING)
 
 
 def _held(state: dict[str, Any]) -> dict[str, Any]:

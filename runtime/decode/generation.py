@@ -204,7 +204,11 @@ class _Generation:
         except StepFails as error:
             raise self._refuse(graph, "step_fails", error=error) from error
         except StepReads as error:
-            raise self._refuse(graph, "step_reads", error=error) from error
+            if self.store.has_reread:
+                raise self._refuse(graph, "step_reads", error=error) from error
+            self.store.has_reread = True  # which may have been the user's doing: the next call captures anew
+            self.store.drop(graph)
+            raise Unfit("step_reads") from error
         except StepChanges as error:
             if before is not None:
                 before.put_back(error.changes)

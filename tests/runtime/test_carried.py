@@ -313,6 +313,23 @@ def test_a_state_that_is_a_part_of_what_it_was_is_read_before_it_is_written() ->
         own.advance({})
 
 
+def test_an_attribute_that_the_user_sets_is_read_by_the_steps_of_the_call_after_the_next() -> None:
+    models = pair(HANDS)
+    both(models, asked())
+    for model in models:
+        model.rwkv.ln_out.eps = 0.5
+    outputs = [run(model, asked()) for model in models]
+    assert reasons() == ["step_reads"]
+    alike(models, outputs)
+    both(models, asked())
+    both(models, asked(seed=1))
+    for model in models:
+        model.rwkv.ln_out.eps = 0.1
+    outputs = [run(model, asked()) for model in models for _ in range(2)]
+    assert {*reasons()} == {"step_reads"}
+    assert len(store_of(models[0]).graphs) == 0
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_graph_by_hand_equals_the_model(name: str) -> None:
     model, original = pair(name)

@@ -99,6 +99,8 @@ def test_what_a_prompt_leaves_matters_where_a_step_reads_it() -> None:
     kept = Kept(own)
     own[0].later = 1
     assert kept.is_read(lambda: own[0].later)
+    own[1].dump_patches = nn.Module.dump_patches  # as before, from its class
+    assert not kept.is_read(lambda: own[1].dump_patches)
 
 
 def test_a_model_is_not_kept_alive() -> None:
