@@ -105,6 +105,33 @@ def test_forms_are_told_by_what_a_file_names(text: str, found: list[str]) -> Non
     assert forms_of(text) == found
 
 
+@pytest.mark.parametrize("line", [
+    "self.calls = 1", "self.calls += 1", "self.a, b = x, x", "del self.memory", "layer.memory = x",
+    "self.states['a'] = x", "self.states['a'].mul_(x)", "self.tokens.append(x)", "x.mul_(2)", "y = self.memory\n        y += x", "x[0] = 1",
+    "y = []\n        y = x\n        y.append(1)", "setattr(self, 'a', x)", "torch.add(x, x, out=self.memory)",
+    "F.relu(x, inplace=True)", "self.weight.data", "vars(self)", "for self.a in x: pass", "with x as self.a: pass",
+    "self.__dict__", "global SEEN\n        SEEN = x", "SEEN.append(x)", "(self.a or self.b)(x)",
+    "def inner(): self.a = x", "lambda: self.tokens.append(x)", "import mamba_ssm", "from fla import layers",
+    "self.set_rows(x)", "self.memory.copy_(x)", "self.a[0].b = x", "self.register_buffer('a', x)",
+])  # fmt: skip
+def test_code_that_may_change_a_module_brings_what_looks_for_that(line: str) -> None:
+    text = f"import torch\nclass Part:\n    def forward(self, x):\n        {line}\n"
+    assert "decode.Before" in forms_of(text)
+
+
+@pytest.mark.parametrize("line", [
+    "return self.a + x", "cache.update(x, x, 0)", "past_key_values.update(x, x, self.layer_idx)",
+    "y = []\n        for z in x: y.append(z)", "y = {}\n        y['a'] = x", "y = x.to(x.dtype).transpose(1, 2)",
+    "return torch.nn.functional.relu(x)", "import math",
+])  # fmt: skip
+def test_code_that_changes_no_module_does_not(line: str) -> None:
+    inits = "    def __init__(self):\n        self.a = 1\n        self.register_buffer('b', None)\n"
+    text = f"import torch\nclass Part:\n{inits}    def forward(self, x):\n        {line}\n"
+    assert forms_of(text) == []
+    assert {"Before", "Kept"} <= of_llama(("decode.Before",))[1]
+    assert not of_llama()[1] & {"Before", "Kept"}
+
+
 def test_every_switch_of_the_runtime_is_decided() -> None:
     decided = {"ROCM"} | {name for name, *_ in (*FEATURES.values(), *FORMS.values())} | {*MARKS}
     assert set(parts.SWITCHES) == decided

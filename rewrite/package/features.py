@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from rewrite.package import targets
+from rewrite.package.module_writes import may_change_modules
 
 FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
@@ -21,9 +22,10 @@ FEATURES = {
 FORMS = {
     "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
+    "decode.Before": ("CHANGES", None),
 }
 """By what is listed beside the uses of a modeling file, which calls none of it: the name in `core/target`, and the
-names of a file whose modules may be of that form."""
+names of a file whose modules may be of that form; None where `may_change_modules` tells."""
 
 MARKS = {
     "CARRIED": ("decode.keeps_states", "decode.hands_on_states"),
@@ -38,9 +40,14 @@ _ELSEWHERE = re.compile(
 
 def forms_of(text: str) -> list[str]:
     """Return which of `FORMS` the modules of a modeling file may have."""
-    names = sorted(set(_names(ast.parse(text))))
+    tree = ast.parse(text)
+    names = sorted(set(_names(tree)))
     anything = any(map(_ELSEWHERE.search, names))
-    return [use for use, (_, said) in FORMS.items() if anything or any(map(said.search, names))]
+    return [
+        use
+        for use, (_, said) in FORMS.items()
+        if anything or (may_change_modules(tree) if said is None else any(map(said.search, names)))
+    ]
 
 
 def _names(tree: ast.AST) -> Iterator[str]:

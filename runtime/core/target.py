@@ -17,3 +17,5 @@ INDEXER: bool = True
 """Whether its layers may keep an indexer's keys."""
 CARRIED: bool = True
 """Whether its models may carry states from call to call without a cache."""
+CHANGES: bool = True
+"""Whether its code may leave something on a module."""

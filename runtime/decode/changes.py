@@ -32,6 +32,11 @@ class Changes(NamedTuple):
     tensors: list[Tensor]
     """What was written in place."""
 
+    def named(self, model: nn.Module) -> str:
+        """Return the attributes by their places in a model."""
+        places = {id(vars(module)): f"{path}." if path else "" for path, module in model.named_modules()}
+        return ", ".join(f"{places.get(id(now), '')}{name}" for now, name in self.names)
+
 
 class Before:
     """A model before a step, or before a call that begins with one.

@@ -29,7 +29,7 @@ from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..core.local import is_local
-from ..core.target import RANKS
+from ..core.target import CHANGES, RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
@@ -190,7 +190,9 @@ class _Generation:
             self.plan.share_randomness()
         graph = self._graph()
         is_new = not graph.is_proved
-        before = Before(self.model, [], keeps=True) if is_new else None
+        before: Any = None
+        if CHANGES and is_new:
+            before = Before(self.model, [], keeps=True)
         try:
             logits = self._prefill(graph)
             graph.prove(logits.argmax(-1), self.sampling)

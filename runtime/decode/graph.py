@@ -34,9 +34,10 @@ from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
+from ..core.target import CHANGES
 from ..products.step_products import StepProducts
 from .carried import carried_by
-from .changes import Before, Changes, Kept
+from .changes import Before, Kept
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
 from .fitness import unmasked_window
@@ -79,10 +80,8 @@ class StepFails(RuntimeError):
 class StepChanges(RuntimeError):
     """The step changes the model in a way that a replay would not."""
 
-    def __init__(self, model: nn.Module, changes: Changes):
-        places = {id(vars(module)): f"{path}." if path else "" for path, module in model.named_modules()}
-        named = [f"{places.get(id(now), '')}{name}" for now, name in changes.names]
-        super().__init__(f"a step changes the model: {', '.join(named) or 'a weight'}")
+    def __init__(self, changes: Any, named: str):
+        super().__init__(f"a step changes the model: {named}")
         self.changes = changes
 
 
@@ -191,7 +190,7 @@ class DecodeGraph:
             self._slots = torch.arange(capacity, device=self.device)
         self.pool: Any = None
         self._programs: OrderedDict[tuple[Hashable, Hashable], Program] = OrderedDict()
-        self._kept: dict[Hashable, Kept] = {}
+        self._kept: dict[Hashable, Any] = {}
         """What was on the model when a kind of step was proved."""
         self._proved: set[tuple[Hashable, int]] = set()
         """Kinds of steps, and how many tokens they read."""
@@ -474,7 +473,7 @@ class DecodeGraph:
         several = tokens if width > 1 else None
         if (self._kind, width) in self._proved:
             kept = self._kept.get(self._kind) if several is None else None
-            if kept is not None and kept.is_read(self._once_more):
+            if CHANGES and kept is not None and kept.is_read(self._once_more):
                 raise StepReads(self.model)
             return
         state.input_ids.copy_(tokens[:, :1])
@@ -490,7 +489,7 @@ class DecodeGraph:
                 distance = self._distance(ordinary, length, several)
                 if not distance < TOLERANCE:
                     self._hiding.discard(self._kind)
-            if several is None:
+            if CHANGES and several is None:
                 self._look_for_changes()  # by which it may differ
         if not distance < TOLERANCE:
             raise StepDiffers(distance)
@@ -517,11 +516,12 @@ class DecodeGraph:
 
     def _look_for_changes(self) -> None:
         """Run a step once more: what it makes at its first run is there."""
-        before = Before(self.model, self.carried.buffers)
-        self._once_more()
-        if (changes := before.changes()) is not None:
-            raise StepChanges(self.model, changes)
-        self._kept[self._kind] = Kept(self.model)
+        if CHANGES:
+            before = Before(self.model, self.carried.buffers)
+            self._once_more()
+            if (changes := before.changes()) is not None:
+                raise StepChanges(changes, changes.named(self.model))
+            self._kept[self._kind] = Kept(self.model)
 
     def _once_more(self) -> None:
         """Run a step and leave everything as it is."""

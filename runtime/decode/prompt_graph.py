@@ -23,6 +23,7 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.capture import capture
 from ..core.launch import rehearsing
+from ..core.target import CHANGES
 from .changes import Before
 from .policy import policy_of
 
@@ -175,7 +176,9 @@ class PromptGraphs:
         with rehearsing():
             expected = ordinary().float()
         cache.rewind(0)
-        before = Before(model, [])
+        before: Any = None
+        if CHANGES:
+            before = Before(model, [])
         try:
             if self._captures:
                 graph.capture(pool)
@@ -186,7 +189,7 @@ class PromptGraphs:
             self._refuse("fails", f"{type(error).__name__}: {error}")
         else:
             distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-            if before.changes() is not None:
+            if before is not None and before.changes() is not None:
                 self._refuse("changes", "a prompt leaves something on the model")
             elif distance < self._policy.tolerance:
                 self.clear_if_moved()
