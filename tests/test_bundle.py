@@ -106,13 +106,14 @@ def test_forms_are_told_by_what_a_file_names(text: str, found: list[str]) -> Non
 
 
 @pytest.mark.parametrize("line", [
-    "self.calls = 1", "self.calls += 1", "self.a, b = x, x", "del self.memory", "layer.memory = x",
-    "self.states['a'] = x", "self.states['a'].mul_(x)", "self.tokens.append(x)", "x.mul_(2)", "y = self.memory\n        y += x", "x[0] = 1",
-    "y = []\n        y = x\n        y.append(1)", "setattr(self, 'a', x)", "torch.add(x, x, out=self.memory)",
-    "F.relu(x, inplace=True)", "self.weight.data", "vars(self)", "for self.a in x: pass", "with x as self.a: pass",
-    "self.__dict__", "global SEEN\n        SEEN = x", "SEEN.append(x)", "(self.a or self.b)(x)",
-    "def inner(): self.a = x", "lambda: self.tokens.append(x)", "import mamba_ssm", "from fla import layers",
-    "self.set_rows(x)", "self.memory.copy_(x)", "self.a[0].b = x", "self.register_buffer('a', x)",
+    "self.calls = 1", "self.calls += 1", "self.a, b = x, x", "del self.memory", "layer.memory = x", "x[0] = 1",
+    "self.states['a'] = x", "self.states['a'].mul_(x)", "self.tokens.append(x)", "x.mul_(2)", "self.weight.data",
+    "y = self.memory\n        y += x", "y = []\n        y = x\n        y.append(1)", "setattr(self, 'a', x)",
+    "torch.add(x, x, out=self.memory)", "F.relu(x, inplace=True)", "vars(self)", "for self.a in x: pass",
+    "with x as self.a: pass", "self.__dict__", "global SEEN\n        SEEN = x", "SEEN.append(x)",
+    "(self.a or self.b)(x)", "def inner(): self.a = x", "lambda: self.tokens.append(x)", "import mamba_ssm",
+    "from fla import layers", "self.set_rows(x)", "self.memory.copy_(x)", "self.a[0].b = x",
+    "self.register_buffer('a', x)",
 ])  # fmt: skip
 def test_code_that_may_change_a_module_brings_what_looks_for_that(line: str) -> None:
     text = f"import torch\nclass Part:\n    def forward(self, x):\n        {line}\n"
