@@ -46,7 +46,9 @@ Made by `python bench/size.py --write docs/size.md` with transformers {version},
 
 A package of Llama has {files} files; beyond its modeling file ({modeling} lines) {lines} lines of Python, nearly all
 of them the runtime: the definitions that the modeling file leads to, and nothing else. Kernels for what no module of
-the file can be (a LayerNorm, an indexer's keys) are not there. In a pull request `.gitattributes` folds all of it.
+the file can be (a LayerNorm, an indexer's keys) are not there, nor is what no class of it is marked for (states that
+are carried from call to call without a cache), nor what looks for states that nobody marked, where no code of the file
+writes to a module. In a pull request `.gitattributes` folds all of it.
 
 | file | lines | code | docstrings | comments | blank | what it is |
 |---|---|---|---|---|---|---|

@@ -14,7 +14,7 @@ import pytest
 from rewrite.operators import offers
 from rewrite.package import bundle, parts, runtime_files
 from rewrite.package.closure import Closure, closure
-from rewrite.package.features import FEATURES, FORMS, forms_of, left_out
+from rewrite.package.features import FEATURES, FORMS, MARKS, forms_of, left_out
 from rewrite.package.parts import NotFollowed, Own
 from rewrite.package.targets import TARGETS
 from rewrite.sync.edits import problems_of
@@ -34,7 +34,8 @@ def some_uses() -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_whole_runtime_becomes_one_file_a_room(target: str) -> None:
     """A name that would mean something else in its room is `NotFollowed`."""
-    taken = closure(parts.final_names(), left_out(target, FORMS, ()))
+    marks = (mark for marks in MARKS.values() for mark in marks)
+    taken = closure(parts.final_names(), left_out(target, [*FORMS, *marks], ()))
     assert undefined(taken) == {}
     assert ("aiter" in runtime_files.closure_of(["norms.rms_norm"], target).rooms) == (target == "rocm")
 
@@ -62,6 +63,14 @@ def test_what_no_module_can_be_is_not_there() -> None:
     assert not of_llama()[1] & kernels
     assert of_llama(tuple(FORMS))[1] >= kernels
     assert of_llama(("norms.add_layer_norm",))[1] & kernels == {"layer_norm_kernel", "add_layer_norm"}
+
+
+@pytest.mark.parametrize("marks", [(), *((mark,) for mark in MARKS["CARRIED"])])
+def test_what_no_class_is_marked_for_is_not_there(marks: tuple[str, ...]) -> None:
+    names = of_llama(marks)[1]
+    carried = {"CarriedStates", "put_back", "_places"}
+    assert names & carried == (carried if marks else set())
+    assert {"NoStates", "carried_by", "restoring"} <= names
 
 
 def test_what_is_left_out_leaves_nothing_behind() -> None:
@@ -96,8 +105,36 @@ def test_forms_are_told_by_what_a_file_names(text: str, found: list[str]) -> Non
     assert forms_of(text) == found
 
 
+@pytest.mark.parametrize("line", [
+    "self.calls = 1", "self.calls += 1", "self.a, b = x, x", "del self.memory", "layer.memory = x", "x[0] = 1",
+    "self.states['a'] = x", "self.states['a'].mul_(x)", "self.tokens.append(x)", "x.mul_(2)", "self.weight.data",
+    "y = self.memory\n        y += x", "y = []\n        y = x\n        y.append(1)", "setattr(self, 'a', x)",
+    "torch.add(x, x, out=self.memory)", "F.relu(x, inplace=True)", "vars(self)", "for self.a in x: pass",
+    "with x as self.a: pass", "self.__dict__", "global SEEN\n        SEEN = x", "SEEN.append(x)",
+    "(self.a or self.b)(x)", "def inner(): self.a = x", "lambda: self.tokens.append(x)", "import mamba_ssm",
+    "from fla import layers", "self.set_rows(x)", "self.memory.copy_(x)", "self.a[0].b = x",
+    "self.register_buffer('a', x)",
+])  # fmt: skip
+def test_code_that_may_change_a_module_brings_what_looks_for_that(line: str) -> None:
+    text = f"import torch\nclass Part:\n    def forward(self, x):\n        {line}\n"
+    assert "decode.Before" in forms_of(text)
+
+
+@pytest.mark.parametrize("line", [
+    "return self.a + x", "cache.update(x, x, 0)", "past_key_values.update(x, x, self.layer_idx)",
+    "y = []\n        for z in x: y.append(z)", "y = {}\n        y['a'] = x", "y = x.to(x.dtype).transpose(1, 2)",
+    "return torch.nn.functional.relu(x)", "import math",
+])  # fmt: skip
+def test_code_that_changes_no_module_does_not(line: str) -> None:
+    inits = "    def __init__(self):\n        self.a = 1\n        self.register_buffer('b', None)\n"
+    text = f"import torch\nclass Part:\n{inits}    def forward(self, x):\n        {line}\n"
+    assert forms_of(text) == []
+    assert {"Before", "Kept"} <= of_llama(("decode.Before",))[1]
+    assert not of_llama()[1] & {"Before", "Kept"}
+
+
 def test_every_switch_of_the_runtime_is_decided() -> None:
-    decided = {"ROCM"} | {name for name, *_ in (*FEATURES.values(), *FORMS.values())}
+    decided = {"ROCM"} | {name for name, *_ in (*FEATURES.values(), *FORMS.values())} | {*MARKS}
     assert set(parts.SWITCHES) == decided
     assert {name for part in parts.file(parts.SWITCHES_FILE).parts for name in part.names} == decided
 

@@ -38,8 +38,8 @@ class CaptureForward(Transform):
 
     Known limits:
         What a forward does besides, to something outside of the model, a replay does not do. Each shape has a graph
-        of its own, eight a model. Calls with a cache, under autocast, torch.compile or hooks
-        run as they did. `REWRITE_FORWARD_GRAPHS=never` switches it off.
+        of its own, eight a model. Calls that are given a cache or asked for one (`use_cache=True`), under autocast,
+        torch.compile or hooks run as they did. `REWRITE_FORWARD_GRAPHS=never` switches it off.
     """
 
     name = "capture_forward"

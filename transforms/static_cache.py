@@ -65,6 +65,8 @@ class StaticCache(Transform):
         loop of their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. Nor do classes
         get the loop that act where they prepare a step (`prepare_inputs_for_generation`): it is asked for steps that
         are not run.
+        A class is marked for states that its file's modules keep as attributes of their own, None before the first
+        call. One that keeps them elsewhere has the loop, which finds that out at its first step and goes back.
     """
 
     name = "static_cache"

@@ -1,7 +1,7 @@
 """What a package may have or not, by the names of `runtime/core/target.py` under which it stands in the runtime.
 
-Two things decide. The modeling file: what no module of it can be is not there (`FORMS`). The user: of `FEATURES` a
-package has all that `--without` does not name.
+Two things decide. The modeling file: what no module of it can be is not there (`FORMS`), nor what its classes would
+have to be marked for (`MARKS`). The user: of `FEATURES` a package has all that `--without` does not name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from rewrite.package import targets
+from rewrite.package.module_writes import may_change_modules
 
 FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
@@ -21,9 +22,15 @@ FEATURES = {
 FORMS = {
     "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
+    "decode.Before": ("CHANGES", None),
 }
 """By what is listed beside the uses of a modeling file, which calls none of it: the name in `core/target`, and the
-names of a file whose modules may be of that form."""
+names of a file whose modules may be of that form; None where `may_change_modules` tells."""
+
+MARKS = {
+    "CARRIED": ("decode.keeps_states", "decode.hands_on_states"),
+}
+"""By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind."""
 
 _ELSEWHERE = re.compile(
     r"Auto(Model|Backbone)|^transformers\.models\.(?!.*\.configuration_)|^\.(?!runtime|configuration_)"
@@ -33,9 +40,14 @@ _ELSEWHERE = re.compile(
 
 def forms_of(text: str) -> list[str]:
     """Return which of `FORMS` the modules of a modeling file may have."""
-    names = sorted(set(_names(ast.parse(text))))
+    tree = ast.parse(text)
+    names = sorted(set(_names(tree)))
     anything = any(map(_ELSEWHERE.search, names))
-    return [use for use, (_, said) in FORMS.items() if anything or any(map(said.search, names))]
+    return [
+        use
+        for use, (_, said) in FORMS.items()
+        if anything or (may_change_modules(tree) if said is None else any(map(said.search, names)))
+    ]
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -64,4 +76,5 @@ def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> froz
     """
     there = set(uses)
     forms = {name for use, (name, _) in FORMS.items() if use not in there}
+    forms |= {name for name, marks in MARKS.items() if there.isdisjoint(marks)}
     return targets.left_out(target) | forms | {FEATURES[feature][0] for feature in without}

@@ -15,3 +15,7 @@ LAYER_NORM: bool = True
 """Whether the modeling file may have LayerNorms."""
 INDEXER: bool = True
 """Whether its layers may keep an indexer's keys."""
+CARRIED: bool = True
+"""Whether its models may carry states from call to call without a cache."""
+CHANGES: bool = True
+"""Whether its code may leave something on a module."""

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..core.capture import CaptureFailed
 from .fitness import Unfit
-from .graph import DecodeGraph, StepDiffers, StepFails, UnknownCache
+from .graph import DecodeGraph, StepChanges, StepDiffers, StepFails, StepReads, UnknownCache
 from .graph_store import GraphStore
 from .sampling import Sampling
 
@@ -64,7 +64,7 @@ class Assistant:
             self._program = self._graph.program(self._sampling)
             if is_new:
                 store.settle(model, self._graph)
-        except (UnknownCache, StepDiffers, StepFails, CaptureFailed) as error:
+        except (UnknownCache, StepChanges, StepDiffers, StepFails, StepReads, CaptureFailed) as error:
             raise Unfit("drafted") from error
 
     def draft(self, graph: DecodeGraph) -> None:

@@ -12,10 +12,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from ..core.target import CARRIED
 
 OFFERS: dict[str, dict[str, str]] = {
     "keeps_states": {},
@@ -64,11 +68,78 @@ def carries(model: Any) -> bool:
     return bool(argument_of_states(model) or getattr(model, "_keeps_states", ()))
 
 
+def are_handed_on(model: Any) -> bool:
+    """Return whether the generation loop gives `forward` the states that it gave back, by the same name.
+
+    transformers' own did so by `state` before release 5.24; a class may do it by itself.
+    """
+    name, states = argument_of_states(model), [torch.zeros(())]
+    outputs = ModelOutput()
+    outputs[name] = states
+    given = {"use_cache": True, "cache_position": torch.zeros(1, dtype=torch.int64)}  # which release 5.0 counts
+    next_given = model._update_model_kwargs_for_generation(outputs, given, is_encoder_decoder=False)
+    return next_given.get(name) is states
+
+
+class NoStates:
+    """What most models carry: nothing."""
+
+    def __init__(self) -> None:
+        self.argument = ""
+        """The name by which `forward` takes states; empty if it takes none."""
+        self.always_outlive = False
+        """Whether states are there after a call, whatever it returns."""
+        self.buffers: list[Tensor] = []
+
+    def __bool__(self) -> bool:
+        return False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a step's forward is given."""
+        return {}
+
+    def forget(self) -> None:
+        """Let the next prompt be the first."""
+
+    def load(self, outputs: Any) -> None:
+        """Take over what a prompt left."""
+
+    def advance(self, outputs: Any) -> None:
+        """Take over what a step made of the buffers."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Leave the states as they are, whatever is run inside."""
+        return contextlib.nullcontext()
+
+    def copy_from(self, other: Any) -> None:
+        """Go on where another graph of the same model ended."""
+
+    def leave(self) -> Any:
+        """Leave modules with states of their own; return those that are handed on."""
+
+    def free(self) -> None:
+        """Give the memory back."""
+
+
+def carried_by(model: nn.Module) -> NoStates:
+    """Return where the states of a model lie that it carries from call to call, of one batch size."""
+    if CARRIED and carries(model):
+        return CarriedStates(model)
+    return NoStates()
+
+
+def restoring(model: nn.Module, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+    """Put what a model carries back where the block raises; `inputs` are those of a call."""
+    if CARRIED and carries(model):
+        return put_back(model, inputs.get(argument_of_states(model)))
+    return contextlib.nullcontext()
+
+
 def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the modules that keep states, each with the name of an attribute."""
     names: tuple[str, ...] = getattr(model, "_keeps_states", ())
-    modules = model.modules() if names else ()  # asked in every call: most models keep none
-    return [(module, name) for module in modules for name in names if name in vars(module)]
+    return [(module, name) for module in model.modules() for name in names if name in vars(module)]
 
 
 @contextlib.contextmanager
@@ -91,13 +162,14 @@ def put_back(model: nn.Module, given: object = None) -> Iterator[None]:
         raise
 
 
-class CarriedStates:
-    """The states of one batch size, in buffers; falsy for a model that carries none. It holds no module alive."""
+class CarriedStates(NoStates):
+    """The states of one batch size, in buffers; falsy where no module has them. It holds no module alive."""
 
     def __init__(self, model: nn.Module):
+        super().__init__()
         self._kept = [(weakref.ref(module), name) for module, name in _places(model)]
         self.argument = argument_of_states(model)
-        self.buffers: list[Tensor] = []
+        self.always_outlive = bool(self._kept)
         self._form: type = list
         self._given: Any = []
         """The list in which a prompt's states were handed on."""
@@ -106,11 +178,6 @@ class CarriedStates:
 
     def __bool__(self) -> bool:
         return bool(self._kept or self.argument)
-
-    @property
-    def always_outlive(self) -> bool:
-        """Whether states are there after a call, whatever it returns."""
-        return bool(self._kept)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -146,7 +213,9 @@ class CarriedStates:
         Raises:
             UnknownState: if it is of another form than before.
         """
-        handed = list(outputs[self.argument]) if self.argument else []
+        handed: Any = outputs.get(self.argument) if self.argument else []
+        if type(handed) not in (list, tuple):
+            raise UnknownState(handed)
         own = self.buffers[len(self._kept) :]
         self._in_place = all(map(_is_same, own, handed))
         self._take([*self._values(), *handed])

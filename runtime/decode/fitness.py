@@ -22,7 +22,8 @@ from transformers.generation.stopping_criteria import (
 from ..cache import names, states
 from ..core import backend
 from ..core.local import is_local
-from .carried import argument_of_states, carries
+from ..core.target import CARRIED
+from .carried import are_handed_on, argument_of_states, carries
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
 
@@ -80,10 +81,13 @@ REASONS = {
     "stop_strings": "rows of a batch end at strings, and what follows them would show in the other outputs",
     "one_token": "a single token is wanted",
     "reentrant": "the call comes from inside generate() of the same model",
+    "states_stay": "the generation loop does not hand on what `forward` takes and gives back by one name",
     "carried_state": "a state that the model carries from call to call without a cache has no fixed form",
     "cache_unused": "the model did not write its keys and values to the cache",
     "step_not_capturable": "the step asks the host, or cannot be part of a graph for another reason",
     "step_fails": "the model's code for a single token cannot run where the host does not know the length",
+    "step_changes": "a step changes the model in a way that a replay would not: it counts, or keeps a state there",
+    "step_reads": "a step reads what each prompt leaves on the model anew, and a replay would read that of another",
     "step_differs": "a step against fixed-size buffers computes something else",
     "out_of_memory": "the memory does not suffice for cache and graph",
 }
@@ -281,6 +285,8 @@ def _unfit_model(model: Any, without_graph: bool) -> str | None:
         return "own_loop"
     if _makes_cache(type(model)):
         return "own_loop"
+    if CARRIED and argument_of_states(model) and not are_handed_on(model):
+        return "states_stay"
     if _text_config(model)._attn_implementation not in ("eager", "sdpa"):
         return "attention_implementation"
     if any(_depends_on_length(module) for module in model.modules()):

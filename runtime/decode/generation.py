@@ -29,14 +29,15 @@ from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..core.local import is_local
-from ..core.target import RANKS
+from ..core.target import CHANGES, RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
-from .carried import UnknownState, argument_of_states, put_back
+from .carried import UnknownState, restoring
+from .changes import Before
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
-from .graph import DecodeGraph, Program, StepDiffers, StepFails, UnknownCache
+from .graph import DecodeGraph, Program, StepChanges, StepDiffers, StepFails, StepReads, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
 from .lookup import look_up
 from .plan import Plan, planned
@@ -148,7 +149,7 @@ class GraphGeneration(GenerationMixin):
                 if not ours:
                     return None, "reentrant"
                 try:
-                    with put_back(self, call.inputs.get(argument_of_states(self))):
+                    with restoring(self, call.inputs):
                         generation = _Generation(self, call, store_of(self), plan, lookup)
                         if assistant is None:
                             return generation.run(), None
@@ -189,6 +190,9 @@ class _Generation:
             self.plan.share_randomness()
         graph = self._graph()
         is_new = not graph.is_proved
+        before: Any = None
+        if CHANGES and is_new:
+            before = Before(self.model, [], keeps=True)
         try:
             logits = self._prefill(graph)
             graph.prove(logits.argmax(-1), self.sampling)
@@ -201,6 +205,16 @@ class _Generation:
             raise self._refuse(graph, "step_differs", error=error) from error
         except StepFails as error:
             raise self._refuse(graph, "step_fails", error=error) from error
+        except StepReads as error:
+            if self.store.has_reread:
+                raise self._refuse(graph, "step_reads", error=error) from error
+            self.store.has_reread = True  # which may have been the user's doing: the next call captures anew
+            self.store.drop(graph)
+            raise Unfit("step_reads") from error
+        except StepChanges as error:
+            if before is not None:
+                before.put_back(error.changes)
+            raise self._refuse(graph, "step_changes", error=error) from error
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(error) from error
         if is_new:

@@ -34,8 +34,10 @@ from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
+from ..core.target import CHANGES
 from ..products.step_products import StepProducts
-from .carried import CarriedStates
+from .carried import carried_by
+from .changes import Before, Kept
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
 from .fitness import unmasked_window
@@ -77,6 +79,21 @@ class StepFails(RuntimeError):
 
     def __init__(self, cause: Exception):
         super().__init__(f"the step cannot run against fixed-size buffers: {cause}")
+
+
+class StepChanges(RuntimeError):
+    """The step changes the model in a way that a replay would not."""
+
+    def __init__(self, changes: Any, named: str):
+        super().__init__(f"a step changes the model: {named}")
+        self.changes = changes
+
+
+class StepReads(RuntimeError):
+    """The step reads something that each prompt leaves on the model anew."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(f"a step of {type(model).__name__} reads what a prompt left on the model")
 
 
 class UnknownCache(TypeError):
@@ -168,7 +185,7 @@ class DecodeGraph:
         self._model = weakref.ref(model)
         self.device: torch.device = model.device
         self.captures = self.device.type == "cuda" if captures is None else captures
-        self.carried = CarriedStates(model)
+        self.carried = carried_by(model)
         self.cache = self._cache_like(like, model, batch_size, capacity)
         cache = self.cache
         self.state = StepState(batch_size, capacity, cache.position)
@@ -177,6 +194,8 @@ class DecodeGraph:
             self._slots = torch.arange(capacity, device=self.device)
         self.pool: Any = None
         self._programs: OrderedDict[tuple[Hashable, Hashable], Program] = OrderedDict()
+        self._kept: dict[Hashable, Any] = {}
+        """What was on the model when a kind of step was proved."""
         self._proved: set[tuple[Hashable, int]] = set()
         """Kinds of steps, and how many tokens they read."""
         self._hiding: set[Hashable] = set()
@@ -330,6 +349,7 @@ class DecodeGraph:
         self.cache.free()
         self.carried.free()
         self._proved.clear()
+        self._kept.clear()
         self._hiding.clear()
 
     @property
@@ -447,12 +467,19 @@ class DecodeGraph:
         Raises:
             StepDiffers: if they differ by more than another order of summation explains.
             StepFails: if the model's code needs the length as a Python int, say.
+            StepChanges: if it leaves something on the model besides the states that its class is marked for.
+            StepReads: if it was captured behind another prompt, and reads what that one left on the model.
         """
         tokens = tokens.view(self.cache.batch_size, -1)
         length, state, width = self.cache.length, self.state, tokens.shape[1]
-        if (self._kind, width) in self._proved or length + width > self.cache.capacity:
+        if length + width > self.cache.capacity:
             return
         several = tokens if width > 1 else None
+        if (self._kind, width) in self._proved:
+            kept = self._kept.get(self._kind) if several is None else None
+            if CHANGES and kept is not None and kept.is_read(self._once_more):
+                raise StepReads(self.model)
+            return
         state.input_ids.copy_(tokens[:, :1])
         with self._as_for_decoding():
             with backend.plainly(), self._held():
@@ -466,6 +493,8 @@ class DecodeGraph:
                 distance, holds = self._compared(ordinary, length, several)
                 if not holds:
                     self._hiding.discard(self._kind)
+            if CHANGES and several is None:
+                self._look_for_changes()  # by which it may differ
         if not holds:
             raise StepDiffers(distance)
         self._proved.add((self._kind, width))
@@ -505,6 +534,20 @@ class DecodeGraph:
                 layer.spoil(written, 0)
         return ours
 
+    def _look_for_changes(self) -> None:
+        """Run a step once more: what it makes at its first run is there."""
+        if CHANGES:
+            before = Before(self.model, self.carried.buffers)
+            self._once_more()
+            if (changes := before.changes()) is not None:
+                raise StepChanges(changes, changes.named(self.model))
+            self._kept[self._kind] = Kept(self.model)
+
+    def _once_more(self) -> None:
+        """Run a step and leave everything as it is."""
+        with rehearsing(), self._held(), self._as_for_decoding():
+            self.forward()
+
     def _step_with(self, sampling: Sampling | None, several: Tensor | None = None) -> Callable[[], None]:
         """Return a step with what follows it."""
 
@@ -536,6 +579,7 @@ class DecodeGraph:
         self.watch(other.watched)
         self._proved |= {(self._kind, 1)} | {key for key in other._proved if key[0] == self._kind}
         self._hiding |= other._hiding & {self._kind}
+        self._kept |= other._kept
         self._attention_mask.fill_(1)
         self._attention_mask[:, : other.cache.capacity] = other._attention_mask
         self.state.restore(other.state.copy())

@@ -47,6 +47,8 @@ class GraphStore:
         """By batch size and capacity, last used last."""
         self.refused: dict[Hashable, Refusal] = {}
         """What was tried in vain, by the key of the sampling; by None if it concerns them all."""
+        self.has_reread = False
+        """Whether a step was found to read something on the model that is another one than when it was proved."""
         self.gives_back_plain = False
         """Whether the model was seen to give a growing cache back as it was given one."""
 
@@ -85,7 +87,7 @@ class GraphStore:
         """Give back every graph and cache."""
         self.graphs.clear()
         self.refused.clear()
-        self.gives_back_plain = False
+        self.has_reread = self.gives_back_plain = False
 
     def drop(self, graph: DecodeGraph) -> None:
         """Forget a graph."""

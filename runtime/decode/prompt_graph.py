@@ -23,6 +23,8 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.capture import capture
 from ..core.launch import rehearsing
+from ..core.target import CHANGES
+from .changes import Before
 from .policy import policy_of
 
 ROUNDING = 128
@@ -166,12 +168,17 @@ class PromptGraphs:
         graph = self._graphs.get(length)
         if graph is not None:
             return graph.read(input_ids)
-        graph = PromptGraph(self._model(), cache, self._inputs, length)
+        model = self._model()
+        assert model is not None
+        graph = PromptGraph(model, cache, self._inputs, length)
         if self._captures:
             warm_up(graph.run)
         with rehearsing():
             expected = ordinary().float()
         cache.rewind(0)
+        before: Any = None
+        if CHANGES:
+            before = Before(model, [])
         try:
             if self._captures:
                 graph.capture(pool)
@@ -182,11 +189,14 @@ class PromptGraphs:
             self._refuse("fails", f"{type(error).__name__}: {error}")
         else:
             distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-            if distance < self._policy.tolerance:
+            if before is not None and before.changes() is not None:
+                self._refuse("changes", "a prompt leaves something on the model")
+            elif distance < self._policy.tolerance:
                 self.clear_if_moved()
                 self._graphs[length], self._addresses = graph, _addresses_of(self._model())
                 return logits
-            self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
+            else:
+                self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
         cache.rewind(0)
         return ordinary()
 

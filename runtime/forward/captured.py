@@ -59,6 +59,7 @@ class CapturedForward:
             or self.training
             or _THREAD.captures
             or any(keywords.get(name) is not None for name in NAMES)
+            or keywords.get("use_cache")  # what comes next is given a cache or states: this one has to leave them
         ):
             return nn.Module.__call__(self, *arguments, **keywords)
         return _called(self, arguments, keywords)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.snapshot import Snapshot
 from .fitness import REASONS, device_of
 from .graph import ForwardGraph
-from .snapshot import Snapshot
 
 GRAPHS_KEPT = 8
 """Graphs that a model keeps; the one used longest ago goes first."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..core import derived
 from ..core.capture import CaptureFailed
 from ..core.launch import rehearsing
+from ..core.snapshot import Snapshot, unfit_weights
 from .fitness import Randomness, collector_of, unfit_model
 from .graph import ForwardGraph, Run, Unsuitable
-from .snapshot import Snapshot, unfit_weights
 from .store import ForwardStore, Kept
 from .structure import NotUnderstood, form_of
 

@@ -24,9 +24,9 @@ from transformers.utils import ModelOutput
 
 from rewrite.runtime.core import derived, layout
 from rewrite.runtime.core.explain import explain
+from rewrite.runtime.core.snapshot import Snapshot
 from rewrite.runtime.forward import captured, fitness, store, switch
 from rewrite.runtime.forward.captured import CapturedForward
-from rewrite.runtime.forward.snapshot import Snapshot
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

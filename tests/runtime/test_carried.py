@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from told_again import replays
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.core import backend
@@ -22,6 +21,8 @@ from rewrite.runtime.decode.fitness import Call, assists
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, Program
 from rewrite.runtime.decode.graph_store import store_of
+from rewrite.runtime.forward import captured, switch, trial
+from rewrite.runtime.forward.captured import CapturedForward
 
 if not fitness.can_watch():
     pytest.skip("this transformers has a loop that cannot be watched", allow_module_level=True)
@@ -312,6 +313,23 @@ def test_a_state_that_is_a_part_of_what_it_was_is_read_before_it_is_written() ->
         own.advance({})
 
 
+def test_an_attribute_that_the_user_sets_is_read_by_the_steps_of_the_call_after_the_next() -> None:
+    models = pair(HANDS)
+    both(models, asked())
+    for model in models:
+        model.rwkv.ln_out.eps = 0.5
+    outputs = [run(model, asked()) for model in models]
+    assert reasons() == ["step_reads"]
+    alike(models, outputs)
+    both(models, asked())
+    both(models, asked(seed=1))
+    for model in models:
+        model.rwkv.ln_out.eps = 0.1
+    outputs = [run(model, asked()) for model in models for _ in range(2)]
+    assert {*reasons()} == {"step_reads"}
+    assert len(store_of(models[0]).graphs) == 0
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_graph_by_hand_equals_the_model(name: str) -> None:
     model, original = pair(name)
@@ -323,50 +341,44 @@ def test_the_graph_by_hand_equals_the_model(name: str) -> None:
         torch.testing.assert_close(torch.stack(found), torch.stack(wanted.logits), rtol=1e-3, atol=1e-3)
 
 
-class Recorded(TorchDispatchMode):
-    """Keeps what the device is told, and can tell it again: what a graph does, without a GPU."""
+@pytest.mark.parametrize("mode", ["auto", "always"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_forward_of_a_text_tries_to_be_captured_by_itself(
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try runs a prompt many times, and a graph of it would hold every token's kernels."""
+    monkeypatch.setattr(CapturedForward, "_forward_without_graph", not GPU)
+    tried: list[str] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[tuple[Any, Any, Any, Any]] = []
+    def attempt(model: Any, *others: Any) -> Any:
+        tried.append(type(model).__name__)
+        return trial.attempt(model, *others)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        self.told.append((function, args, kwargs or {}, found))
-        return found
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for function, args, kwargs, found in self.told:
-            inputs = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if _is_tensor(t)}
-            again = function(*args, **kwargs)
-            for kept, new in zip(tree_flatten(found)[0], tree_flatten(again)[0], strict=True):
-                if _is_tensor(kept) and kept.untyped_storage().data_ptr() not in inputs:
-                    kept.copy_(new)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    monkeypatch.setattr(captured, "attempt", attempt)
+    models = pair(name)
+    for part in (models[0], models[0].base_model):
+        part.__class__ = type(type(part).__name__, (CapturedForward, type(part)), {})
+    with switch.use_forward_graphs(mode):
+        for seed in range(4):
+            both(models, asked(seed=seed))
+        if name == KEEPS:
+            run(models[0], asked(), num_beams=2)
+    assert tried == []
+    with switch.use_forward_graphs(mode), torch.no_grad():
+        for _ in range(2):
+            models[0](**asked(), use_cache=False)
+    assert tried, "no call is tried at all"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_told_to_the_device_once_can_be_told_again_without_the_model(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded: dict[int, Recorded] = {}
-
-    def replay(program: Program) -> None:
-        if id(program) not in recorded:
-            recorded[id(program)] = Recorded()
-            with recorded[id(program)]:
-                program._run()
-        else:
-            recorded[id(program)].replay()
-
-    monkeypatch.setattr(Program, "replay", replay)
+    monkeypatch.setattr(Program, "replay", replays)
     models = pair(name)
     for seed in range(3):
         outputs = [run(model, asked(seed=seed), output_logits=True) for model in models]
         assert reasons() == []
         alike(models, outputs)
-    assert len(recorded) == 1
+    (graph,) = store_of(models[0]).graphs.values()
+    assert len(graph._programs) == 1

@@ -29,7 +29,7 @@ class Case:
     inputs: str
     """Expression of the arguments, over `b` (batch), `randn`, `integers` and `torch`."""
     run: str = "model(*inputs)"
-    """Expression of what is done with them, over `model`, `inputs`, `module`, `torch` and `decode`."""
+    """Expression of what is done with them, over `model`, `inputs`, `module`, `torch`, `decode` and `talk`."""
     must_rewrite: str = ""
     """For harmless twins: the transform that has to find a site, so that refusing everything is a failure."""
     layout: bool = False

@@ -1,13 +1,20 @@
-"""Reads a prompt and decodes tokens one by one: a rewritten model by its steps, an original as it stands."""
+"""Reads a prompt and decodes tokens one by one: a rewritten model by its steps, an original as it stands.
+
+Or has a model generate texts: a rewritten one by its loop, where a step is run once and told again (`told_again`).
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from told_again import replays
 
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.verify.generation.poison import always_steps
 
 PROMPT = 2
@@ -41,3 +48,42 @@ def decode(module: ModuleType, model: Any, embeds: torch.Tensor, positions: torc
         else:
             results.append(model(embeds[:, token], positions[:, token], past_key_values=cache))
     return results
+
+
+class NotTaken(RuntimeError):
+    """The loop did not run where it should."""
+
+
+def talk(
+    module: ModuleType,
+    model: Any,
+    ids: torch.Tensor,
+    rewritten: bool,
+    reasons: Sequence[str] = (),
+    any_reason: bool = False,
+) -> Any:
+    """Return tokens and logits of two texts that a model writes, one after the other; its logits alone in training.
+
+    Raises:
+        NotTaken: if the rewritten model's loop refuses for another reason than one of these, or for none.
+    """
+    if model.training:
+        return model(ids).logits
+    if not rewritten:
+        return _texts(model, ids)
+    backend = runtime_part(str(module.__package__), "core/backend")
+    loop = runtime_part(str(module.__package__), "decode/generation").GraphGeneration
+    program = runtime_part(str(module.__package__), "decode/graph").Program
+    backend.reset_fallbacks()
+    with patch.object(loop, "_step_without_graph", True), patch.object(program, "replay", replays):
+        found = _texts(model, ids)
+    refused = {reason for operator, reason in backend.fallbacks() if operator == "generate"}
+    if isinstance(model, loop) and refused != {*reasons} and not any_reason:
+        raise NotTaken(f"{refused or 'nothing'} instead of {reasons or 'nothing'}")
+    return found
+
+
+def _texts(model: Any, ids: torch.Tensor) -> list[Any]:
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    outputs = [model.generate(prompt, **settings) for prompt in (ids, ids[:, 1:])]
+    return [(output.sequences, output.logits) for output in outputs]

@@ -19,7 +19,7 @@ from torch import nn
 from whole_runtime import whole_runtime
 
 from soundness.case import Case
-from soundness.decoding import decode
+from soundness.decoding import decode, talk
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = "soundness_package"
@@ -148,7 +148,7 @@ def _observe(
     leaves, arguments = _arguments(case, batch, training)
     _seed(batch)
     names = {"model": model, "inputs": arguments, "module": module, "rewritten": rewritten}
-    names |= {"torch": torch, "decode": decode}
+    names |= {"torch": torch, "decode": decode, "talk": talk}
     with torch.set_grad_enabled(training):
         try:
             result = _read(eval(case.run, names))

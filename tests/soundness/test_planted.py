@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 import libcst as cst
@@ -11,8 +13,9 @@ import pytest
 from rewrite.analysis.syntax.module import Module, walk
 from rewrite.analysis.syntax.nodes import expression
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Transform
-from soundness.case import read_case
-from soundness.compare import examine
+from soundness.case import cases, read_case
+from soundness.compare import all_transforms, examine
+from soundness.observe import PACKAGE, package
 
 
 class Planted(Transform):
@@ -80,3 +83,32 @@ def test_a_right_rewriting_is_none() -> None:
     verdict = examine(case, [Planted("y.add(1)", "1 + y")])
     assert verdict.sites
     assert not verdict.difference
+
+
+UNGUARDED = {
+    "carried/carried.in_a_dictionary": ("DecodeGraph", "_look_for_changes"),
+    "carried/carried.in_an_object": ("DecodeGraph", "_look_for_changes"),
+    "carried/carried.counts_its_calls": ("DecodeGraph", "_look_for_changes"),
+    "carried/carried.written_by_the_model": ("DecodeGraph", "_look_for_changes"),
+    "carried/carried.never_forgotten_in_a_dictionary": ("Before", "put_back"),
+    "carried/carried.never_forgotten_in_place_of_a_buffer": ("Before", "put_back"),
+    "carried/carried.read_of_the_prompt": ("Kept", "is_read"),
+    "carried/carried.read_of_the_length_of_the_prompt": ("Kept", "is_read"),
+    "carried/carried.harmless": ("CarriedStates", "advance"),
+    "carried/handed.harmless": ("CarriedStates", "advance"),
+    "carried/handed.by_the_class_in_another_form": ("", "are_handed_on"),
+}
+"""What stands between a text and a wrong answer, and is taken away here."""
+
+
+@pytest.mark.parametrize("name", UNGUARDED)
+def test_a_state_that_nobody_looks_after_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is told again without the model's Python (`told_again`): else it would do what it did."""
+    package()
+    decode = importlib.import_module(f"{PACKAGE}.runtime.decode")
+    owner, guard = UNGUARDED[name]
+    answers = {"is_read": False, "are_handed_on": True}
+    monkeypatch.setattr(getattr(decode, owner) if owner else decode, guard, lambda *given: answers.get(guard))
+    case = next(case for case in cases() if case.name == name)
+    case = replace(case, run="talk(module, model, *inputs, rewritten, any_reason=True)")
+    assert "result" in examine(case, all_transforms(case.transforms)).difference

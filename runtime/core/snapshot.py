@@ -1,4 +1,4 @@
-"""What a captured forward depends on besides its arguments, and whether any of it has changed since.
+"""What a captured call depends on besides its arguments, and whether any of it has changed since.
 
 A graph keeps the addresses of weights and whatever Python decided while it was captured. A snapshot holds both: where
 every parameter and buffer lies, and every attribute of every module, of its configuration and of other objects that
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 """The dictionaries of a module whose entries matter."""
-_OTHER_REGISTRIES = frozenset(
+REGISTRIES = frozenset(
     {
         *_REGISTRIES,
         "_backward_pre_hooks",
@@ -52,6 +52,7 @@ class Snapshot:
         self._states: list[dict[str, Any]] = []
         self._own: list[tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = []
         self._values: list[Any] = []
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
         held: dict[int, Tensor] = {}
         seen: set[int] = set()
         for module in model.modules():
@@ -84,6 +85,12 @@ class Snapshot:
         except (KeyError, RuntimeError, ValueError, TypeError):  # replaced tensors and arrays have no single truth
             return False
 
+    @property
+    def attributes(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Every dictionary of attributes, parameters, buffers, parts and hooks, each with what it held."""
+        registries = [*zip(self._filled, self._entries, strict=True), *((registry, {}) for registry in self._empty)]
+        return [*self._held, *registries]
+
     def versions(self) -> list[int]:
         """Return how often each tensor was written in place; those of inference mode do not count."""
         return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
@@ -105,16 +112,18 @@ class Snapshot:
         state = vars(owner)
         own = state
         if isinstance(owner, nn.Module):
-            own = {name: value for name, value in state.items() if name not in _OTHER_REGISTRIES}
+            own = {name: value for name, value in state.items() if name not in REGISTRIES}
             for registry in [state[name] for name in _REGISTRIES if name in state]:
                 self._register(registry, held)
         self._states.append(state)
+        copies = {name: copied(value) for name, value in own.items()}
+        self._held.append((state, copies))
         if own:
             get = itemgetter(*own)
             self._own.append((get, state))
-            self._values.append(get({name: _copied(value) for name, value in own.items()}))
+            self._values.append(get(copies))
         for name, value in own.items():
-            for part in _parts([value]):
+            for part in parts([value]):
                 self._add_part(part, held, seen, depth)
             if isinstance(value, Tensor) and value.numel() == 1:
                 self._single.append((state, name, value))
@@ -139,12 +148,12 @@ class Snapshot:
             self._add(part, held, seen, depth + 1)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return a container of the same contents, anything else as it is."""
     return value.copy() if type(value) in (dict, list, set) else value
 
 
-def _parts(values: Any) -> Iterator[Any]:
+def parts(values: Any) -> Iterator[Any]:
     """Yield values, and the contents of those that are containers."""
     for value in values:
         if isinstance(value, dict):
