@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicCache
 
 from ..core.capture import CaptureFailed
 from .fitness import Unfit
-from .graph import DecodeGraph, StepChanges, StepDiffers, StepFails, StepReads, UnknownCache
+from .graph import DecodeGraph, UnknownCache
 from .graph_store import GraphStore
+from .proof import StepChanges, StepDiffers, StepFails, StepReads
 from .sampling import Sampling
 
 TRIED = 8

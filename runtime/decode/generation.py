@@ -37,11 +37,12 @@ from .carried import UnknownState, restoring
 from .changes import Before
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
-from .graph import DecodeGraph, Program, StepChanges, StepDiffers, StepFails, StepReads, UnknownCache
+from .graph import DecodeGraph, Program, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
 from .lookup import look_up
 from .plan import Plan, planned
 from .policy import GraphPolicy
+from .proof import StepChanges, StepDiffers, StepFails, StepReads
 from .sampling import Lookup, Sampling, graph_forms
 from .step_inputs import StepInputs
 from .stopping import Reader

@@ -45,6 +45,7 @@ from .greedy import choose
 from .nudge import Nudged
 from .policy import policy_of
 from .prompt_graph import PromptGraphs
+from .proof import StepChanges, StepDiffers, StepReads, compared
 from .sampling import Sampling, StepState
 from .step_inputs import StepInputs
 from .step_length import StepLength
@@ -52,48 +53,11 @@ from .step_length import StepLength
 PROGRAMS_KEPT = 8
 """Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
 
-TOLERANCE = 0.5
-"""Largest relative distance of a row's logits in both forms of a step. It tells a wrong mask, for which the slots that
-must not be seen are filled with `POISON`, from another order of rounding; a wrong mask gives 1 and more."""
-POISON = 64.0
-UNSTEADY = TOLERANCE / 4
-"""Relative distance by which one rounding of the embeddings moves the logits of a model of which they tell nothing. In
-bf16 a model with sensible weights moves by 0.01, Gemma 3n with random ones by 0.4."""
-
 _INSTEAD = {functional.scaled_dot_product_attention: masked_attention}
 """What a step runs in place of functions of torch, where it can."""
 
 _WARM: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose kernels were compiled side by side with their first prompt."""
-
-
-class StepDiffers(RuntimeError):
-    """The step against the preallocated buffers computes something else than the model's ordinary step."""
-
-    def __init__(self, distance: float):
-        super().__init__(f"the logits of a step differ by {distance:.3g} from those of an ordinary one")
-
-
-class StepFails(RuntimeError):
-    """The step cannot run where the host does not know the length."""
-
-    def __init__(self, cause: Exception):
-        super().__init__(f"the step cannot run against fixed-size buffers: {cause}")
-
-
-class StepChanges(RuntimeError):
-    """The step changes the model in a way that a replay would not."""
-
-    def __init__(self, changes: Any, named: str):
-        super().__init__(f"a step changes the model: {named}")
-        self.changes = changes
-
-
-class StepReads(RuntimeError):
-    """The step reads something that each prompt leaves on the model anew."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__(f"a step of {type(model).__name__} reads what a prompt left on the model")
 
 
 class UnknownCache(TypeError):
@@ -501,38 +465,21 @@ class DecodeGraph:
         self.prompts.clear_if_moved()
 
     def _compared(self, ordinary: Tensor, length: int, several: Tensor | None) -> tuple[float, bool]:
-        """Return how far a step is from the ordinary one, and whether it is the same.
+        """Return how far a step is from the ordinary one, and whether it is the same."""
 
-        Where logits tell nothing, since one rounding moves them as far, it is the same if no slot that it must not see
-        moves one bit.
-        """
-        ours = self._poisoned(POISON, length, several)
-        distance = _distance(ours, ordinary)
-        if distance < TOLERANCE:
-            return distance, True
-        with backend.plainly(), self._held(), Nudged():
-            nudged = self._ordinary_step(length, several)
-        self.cache.rewind(length)
-        unsteady = bool(ours.isfinite().all()) and _distance(nudged, ordinary) > UNSTEADY
-        return distance, unsteady and torch.equal(ours, self._poisoned(-POISON, length, several))
-
-    def _poisoned(self, poison: float, length: int, several: Tensor | None) -> Tensor:
-        """Return the logits of a step where the slots that it must not see hold `poison`."""
-        written = length + (1 if several is None else several.shape[1])
-        for layer in self.cache.attention_layers:
-            layer.spoil(written, poison)
-        self.state.position.fill_(length)
-        try:
+        def step() -> Tensor:
+            self.state.position.fill_(length)
             with rehearsing(), self._held():
-                ours = (self.forward() if several is None else self.forward_several(several)).float()
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-            raise StepFails(error) from error
-        finally:
-            for layer in self.cache.attention_layers:
-                layer.spoil(written, 0)
-        return ours
+                return (self.forward() if several is None else self.forward_several(several)).float()
+
+        def nudged() -> Tensor:
+            with backend.plainly(), self._held(), Nudged():
+                logits = self._ordinary_step(length, several)
+            self.cache.rewind(length)
+            return logits
+
+        written = length + (1 if several is None else several.shape[1])
+        return compared(self.cache, written, ordinary, step, nudged)
 
     def _look_for_changes(self) -> None:
         """Run a step once more: what it makes at its first run is there."""
@@ -670,8 +617,3 @@ class DecodeGraph:
             del inputs["attention_mask"]
         given = {name: value for name, value in inputs.items() if name in self._accepted}
         return {"input_ids": self.state.input_ids, **self._cached, **given}
-
-
-def _distance(logits: Tensor, of: Tensor) -> float:
-    """Return how far logits are from others, relative to those, in the row where it is farthest."""
-    return ((logits - of).norm(dim=-1) / of.norm(dim=-1)).max().item()

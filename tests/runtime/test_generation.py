@@ -40,8 +40,7 @@ from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import fitness, generation, graph_store, plan
-from rewrite.runtime.decode import graph as graph_module
+from rewrite.runtime.decode import fitness, generation, graph_store, plan, proof
 from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
@@ -627,16 +626,16 @@ def test_logits_that_one_rounding_moves_are_not_asked(seen, monkeypatch):
 
     model.lm_head.__class__ = Wild
     model.model.__class__ = blind_beyond(seen)(type(model.model))
-    distance, seen_distances = graph_module._distance, []
+    distance, seen_distances = proof.distance, []
 
     def measured(logits, of):
         seen_distances.append(distance(logits, of))
         return seen_distances[-1]
 
-    monkeypatch.setattr(graph_module, "_distance", measured)
+    monkeypatch.setattr(proof, "distance", measured)
     run(model, prompt(padded=False), do_sample=False)
     assert loops(model) == (["step_differs"] if seen else [])
-    assert min(seen_distances) > graph_module.TOLERANCE
+    assert min(seen_distances) > proof.TOLERANCE
 
 
 @pytest.mark.parametrize("error", [TypeError, AssertionError], ids=lambda error: error.__name__)

@@ -42,7 +42,10 @@ PARTS = ("core/backend", "decode/graph", "decode/graph_store", "core/capture")
 NEW, LONGER = 16, 40
 generate = partial(texts.generate, use_cache=True)
 """Asked for a cache, since a configuration may say none (MPT's does): there is no loop without."""
-TRIED = {"step_fails", "step_differs", "step_not_capturable", "cache_kind", "cache_unused", "inputs"}
+TRIED = {
+    "step_fails", "step_differs", "step_changes", "step_reads", "step_not_capturable", "cache_kind", "cache_unused",
+    "inputs",
+}  # fmt: skip
 """Why a package's loop leaves a plain call to the original's: what it finds out of the model where it tries a step."""
 
 
@@ -94,6 +97,12 @@ class Package:
             return cls(*(runtime_part(package, name) for name in PARTS))
         except ModuleNotFoundError as error:
             raise NotRun(f"the package's loop is not one that can be asked what ran: {error}") from error
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """What a step raises that is not to be captured; older packages lack some."""
+        names = ("StepDiffers", "StepFails", "StepChanges", "StepReads")
+        return tuple(getattr(self.graph, name) for name in names if hasattr(self.graph, name))
 
     @contextlib.contextmanager
     def taken(self, model: Any) -> Iterator[None]:
@@ -272,7 +281,7 @@ def _steps(bench: Workbench, model: Any, batch: Batch, feed: Tensor, padding: bo
         raise NotRun(str(error)) from error
     except package.graph.CacheFull as error:
         raise NotRun(str(error)) from error
-    except (package.graph.StepDiffers, package.graph.StepFails, package.capture.CaptureFailed) as error:
+    except (*package.refusals, package.capture.CaptureFailed) as error:
         if fused(model):
             raise Mismatch(str(error)) from error
         raise NotRun(str(error)) from error

@@ -135,7 +135,7 @@ def _keys_of_a_step(package: Package, model: Any, ids: Tensor) -> Tensor:
     """
     import torch
 
-    refused = package.graph.UnknownCache, package.graph.StepDiffers, package.graph.StepFails
+    refused = (package.graph.UnknownCache, *package.refusals)
     try:
         with torch.no_grad():
             graph = package.graph.DecodeGraph(model, *ids.shape)
