@@ -17,7 +17,7 @@ from rewrite.runtime.core.launch import Kernel, LauncherNotBuilt
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-FLOATS = ("eps", "offset", "scaling", "softcap", "limit", "lift", "outer")
+FLOATS = ("eps", "offset", "factor", "scaling", "softcap", "limit", "lift", "outer")
 KEYED = {"inner", "intermediate_size", "vocabulary"}
 """Counts that are handed over as strides, so a variant is remembered with what they are divisible by."""
 FOLDER = Path(next(iter(runtime.__path__)))
