@@ -315,9 +315,10 @@ def choose(batch: int, kv_heads: int, group: int, slots: int, head_dim: int, val
     tile = max(16, min(32, 8192 // widest))
     splits = _power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
     if tile < -(-slots // splits) <= 2 * tile:  # one tile of a program is loaded together with its mask, two are not
-        if widest <= 64 and (heads > 1 or 8 * programs * splits > 5 * wanted):
+        can_split = 2 * programs * splits <= 1.25 * wanted and splits < 32
+        if widest <= 64 and (heads > 1 or not can_split):
             tile *= 2
-        elif 8 * programs * splits <= 5 * wanted and splits < 32:
+        elif can_split:
             splits *= 2
     return Form(heads, tile, splits, 4, True)
 

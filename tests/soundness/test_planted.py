@@ -111,5 +111,6 @@ def test_a_state_that_nobody_looks_after_is_seen(name: str, monkeypatch: pytest.
     monkeypatch.setattr(getattr(decode, owner) if owner else decode, guard, lambda *given: answers.get(guard))
     case = next(case for case in cases() if case.name == name)
     case = replace(case, run="talk(module, model, *inputs, rewritten, any_reason=True)")
-    difference = examine(case, all_transforms(case.transforms)).difference
-    assert "result" in difference or "state" in difference
+    # What counts its calls also counts those by which a step is proved.
+    seen = "state" if name.endswith("counts_its_calls") else "result"
+    assert seen in examine(case, all_transforms(case.transforms)).difference
