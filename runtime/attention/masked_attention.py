@@ -15,11 +15,13 @@ head to finish adds up the parts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.arrivals import arrivals
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
@@ -51,12 +53,42 @@ if backend.triton_installed():
     from ..core.arrivals import publish
     from .decode_attention import _products, _sum_of_parts, _weighted
 
+    @triton.jit
+    def _mask(  # type: ignore[no-untyped-def]
+        mask_ptr, head, slot, live, query_stride, slot_stride, MASK: tl.constexpr
+    ):
+        """Return which slots count, of those that are `live`, and what is added to their scores."""
+        added = tl.zeros(live.shape, tl.float32)
+        if MASK != "":
+            at = mask_ptr + head[:, None] * query_stride + slot.to(tl.int64)[None, :] * slot_stride
+            mask = tl.load(at, mask=live, other=0)
+            if MASK == "bool":
+                live = live & (mask != 0)
+            else:
+                added = mask.to(tl.float32)
+                live = live & (added > -1e30)
+        return live, added
+
+    @triton.jit
+    def _taken_in(  # type: ignore[no-untyped-def]
+        query, keys, values, live, added, scaling, top, total, mixed, DOT: tl.constexpr
+    ):
+        """Return `top`, `total` and `mixed` with some more slots."""
+        seen = tl.max(live.to(tl.int32), 0) > 0  # what nothing has written may be NaN, and 0 * NaN is NaN
+        values = tl.where(seen[:, None], values, 0.0)
+        scores = tl.where(live, _products(query, keys, DOT) * scaling + added, -1e30)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.where(live, tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(top - higher)
+        return higher, total * shrink + tl.sum(weights, 1), mixed * shrink[:, None] + _weighted(weights, values, DOT)
+
     @triton.jit(do_not_specialize=["slots"])
     def _masked_attention_kernel(  # type: ignore[no-untyped-def]
         query_ptr,
         keys_ptr,
         values_ptr,
         mask_ptr,
+        newest_ptr,
         part_ptr,
         top_ptr,
         sum_ptr,
@@ -80,6 +112,7 @@ if backend.triton_installed():
         D: tl.constexpr,
         DV: tl.constexpr,
         MASK: tl.constexpr,
+        BEFORE: tl.constexpr,
         OVERLAP: tl.constexpr,
         WAIT: tl.constexpr,
         HEADS: tl.constexpr,
@@ -94,7 +127,6 @@ if backend.triton_installed():
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         row = tl.program_id(0).to(tl.int64)
         kv_head = tl.program_id(1) // SHARES
         part = tl.program_id(2)
@@ -109,40 +141,52 @@ if backend.triton_installed():
         ours = (index < HEADS) & (head < G)
         column = tl.arange(0, BLOCK_D)
         value_column = tl.arange(0, BLOCK_DV)
+        slot = begin + tl.arange(0, BLOCK_SLOTS)
+        key_at = keys_ptr + slot.to(tl.int64)[:, None] * key_slot_stride + column[None, :]
+        value_at = values_ptr + slot.to(tl.int64)[:, None] * value_slot_stride + value_column[None, :]
+        held = slot < end
+        if BEFORE != "":  # the only tile, but for what this step writes, lies there since before the step
+            if BEFORE == "but one":
+                newest = tl.load(newest_ptr)
+                held = held & (slot != newest)
+            keys = tl.load(key_at, mask=held[:, None] & (column < D)[None, :], other=0.0)
+            values = tl.load(value_at, mask=held[:, None] & (value_column < DV)[None, :], other=0.0)
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         out_row = (row * HK + kv_head) * G + head
         query_at = query_ptr + out_row[:, None] * D + column[None, :]
         query = tl.load(query_at, mask=ours[:, None] & (column < D)[None, :], other=0.0)
         top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
         total = tl.zeros([BLOCK_HEADS], tl.float32)
         mixed = tl.zeros([BLOCK_HEADS, BLOCK_DV], tl.float32)
-        for at in range(begin, end, BLOCK_SLOTS):
-            slot = at + tl.arange(0, BLOCK_SLOTS)
+        if ONE_TILE:
             live = ours[:, None] & (slot < end)[None, :]
-            added = tl.zeros([BLOCK_HEADS, BLOCK_SLOTS], tl.float32)
-            if MASK != "":
-                mask_at = mask_ptr + head[:, None] * mask_query_stride + slot.to(tl.int64)[None, :] * mask_slot_stride
-                mask = tl.load(mask_at, mask=live, other=0)
-                if MASK == "bool":
-                    live = live & (mask != 0)
-                else:
-                    added = mask.to(tl.float32)
-                    live = live & (added > -1e30)
-            # The only tile of a program is loaded together with its mask; of several, only what a mask lets through.
-            if ONE_TILE or tl.max(tl.max(live.to(tl.int32), 1), 0) > 0:
-                held = (slot < end)[:, None]
-                key_at = keys_ptr + slot.to(tl.int64)[:, None] * key_slot_stride + column[None, :]
-                keys = tl.load(key_at, mask=held & (column < D)[None, :], other=0.0)
-                value_at = values_ptr + slot.to(tl.int64)[:, None] * value_slot_stride + value_column[None, :]
-                values = tl.load(value_at, mask=held & (value_column < DV)[None, :], other=0.0)
-                seen = tl.max(live.to(tl.int32), 0) > 0  # what nothing has written may be NaN, and 0 * NaN is NaN
-                values = tl.where(seen[:, None], values, 0.0)
-                scores = tl.where(live, _products(query, keys, DOT) * scaling + added, -1e30)
-                higher = tl.maximum(top, tl.max(scores, 1))
-                weights = tl.where(live, tl.exp(scores - higher[:, None]), 0.0)
-                shrink = tl.exp(top - higher)
-                total = total * shrink + tl.sum(weights, 1)
-                mixed = mixed * shrink[:, None] + _weighted(weights, values, DOT)
-                top = higher
+            live, added = _mask(mask_ptr, head, slot, live, mask_query_stride, mask_slot_stride, MASK)
+            if BEFORE == "":
+                keys = tl.load(key_at, mask=held[:, None] & (column < D)[None, :], other=0.0)
+                values = tl.load(value_at, mask=held[:, None] & (value_column < DV)[None, :], other=0.0)
+            elif BEFORE == "but one":
+                # Not `here & (column < D)`: to Triton 3.9's interpreter a mask made from a scalar is no mask.
+                here = (newest >= begin) & (newest < end)
+                key_end, value_end = tl.where(here, D, 0), tl.where(here, DV, 0)
+                key = tl.load(keys_ptr + newest * key_slot_stride + column, mask=column < key_end, other=0.0)
+                value_at = values_ptr + newest * value_slot_stride + value_column
+                value = tl.load(value_at, mask=value_column < value_end, other=0.0)
+                keys = tl.where((slot == newest)[:, None], key[None, :], keys)
+                values = tl.where((slot == newest)[:, None], value[None, :], values)
+            top, total, mixed = _taken_in(query, keys, values, live, added, scaling, top, total, mixed, DOT)
+        else:
+            for at in range(begin, end, BLOCK_SLOTS):
+                slot = at + tl.arange(0, BLOCK_SLOTS)
+                live = ours[:, None] & (slot < end)[None, :]
+                live, added = _mask(mask_ptr, head, slot, live, mask_query_stride, mask_slot_stride, MASK)
+                if tl.max(tl.max(live.to(tl.int32), 1), 0) > 0:  # only what a mask lets through is loaded
+                    held = (slot < end)[:, None]
+                    key_at = keys_ptr + slot.to(tl.int64)[:, None] * key_slot_stride + column[None, :]
+                    keys = tl.load(key_at, mask=held & (column < D)[None, :], other=0.0)
+                    value_at = values_ptr + slot.to(tl.int64)[:, None] * value_slot_stride + value_column[None, :]
+                    values = tl.load(value_at, mask=held & (value_column < DV)[None, :], other=0.0)
+                    top, total, mixed = _taken_in(query, keys, values, live, added, scaling, top, total, mixed, DOT)
         there = ours[:, None] & (value_column < DV)[None, :]
         if SPLITS == 1:
             out_at = out_ptr + out_row[:, None] * DV + value_column[None, :]
@@ -192,6 +236,8 @@ def masked_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    earlier: Earlier | None = None,
 ) -> Tensor | None:
     """Attend as torch's `scaled_dot_product_attention` does; None where these are not few queries.
 
@@ -204,6 +250,7 @@ def masked_attention(
         dropout_p, is_causal: taken only where they are 0 and False.
         scale: of the scores; None for `D ** -0.5`.
         enable_gqa: whether H may be more than Hk, also where that is not 1.
+        earlier: which of the keys and values were there before the step; by default that is not known.
 
     Returns:
         As `query`, with Dv for D.
@@ -215,8 +262,51 @@ def masked_attention(
     out = query.new_empty(batch, *query.shape[2:0:-1], value.shape[3]).transpose(1, 2)
     if query.shape[2] > 1:
         out = query.new_empty(*query.shape[:3], value.shape[3])
-    _launch(query, key, value, attn_mask, query.shape[3] ** -0.5 if scale is None else scale, group, out)
+    scaling = query.shape[3] ** -0.5 if scale is None else scale
+    _launch(query, key, value, attn_mask, scaling, group, out, None if earlier is None else earlier.newest(key, value))
     return out
+
+
+class Earlier:
+    """Which keys and values lie in memory since before the step, so that kernels may load them ahead of their turn.
+
+    Args:
+        cache: of the step, which writes one slot of each of its layers.
+        others: keys and values that the step does not write, two by two.
+    """
+
+    def __init__(self, cache: PreallocatedCache, others: Iterable[tuple[Tensor | None, Tensor | None]] = ()):
+        self._position = cache.position
+        written = [(layer.keys, layer.values) for layer in cache.attention_layers] if cache.width == 1 else []
+        self._written = {keys.data_ptr(): _Held(keys, values) for keys, values in written if keys is not None}
+        self._others = {keys.data_ptr(): _Held(keys, values) for keys, values in others if keys is not None}
+
+    def newest(self, key: Tensor, value: Tensor) -> Tensor | str | None:
+        """Return the slot that this step writes, `"none"` where it writes none, None where that is not known."""
+        at = key.data_ptr()
+        if at in self._written and self._written[at].are(key, value):
+            return self._position
+        return "none" if at in self._others and self._others[at].are(key, value) else None
+
+
+class _Held:
+    """Keys and values as they lay when the step began."""
+
+    def __init__(self, keys: Tensor, values: Tensor | None):
+        self._tensors = (keys, keys if values is None else values)
+        self._versions = [_version(tensor) for tensor in self._tensors]
+
+    def are(self, key: Tensor, value: Tensor) -> bool:
+        """Whether these are slots of them, and no function of torch has written there since."""
+        same = all(
+            held.data_ptr() == given.data_ptr() and held.stride() == given.stride() and held.dtype == given.dtype
+            for held, given in zip(self._tensors, (key, value), strict=True)
+        )
+        return same and self._versions == [_version(tensor) for tensor in self._tensors]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
@@ -257,7 +347,14 @@ def takes_rows(query: Tensor) -> bool:
 
 
 def _launch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, group: int, out: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    group: int,
+    out: Tensor,
+    newest: Tensor | str | None,
 ) -> None:
     batch, kv_heads, slots, head_dim = key.shape
     value_dim = value.shape[3]
@@ -270,23 +367,25 @@ def _launch(
     strides = (0, 0, 0, 0) if mask is None else _mask_strides(mask, query, kv_heads)
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "number"
     overlap = overlaps(query)
+    one_tile = -(-slots // form.splits) <= form.slots
+    before = "" if newest is None or not one_tile else "all" if isinstance(newest, str) else "but one"
     with backend.device_guard(query):
         masked_attention_kernel.launch(
             (batch, kv_heads * shares, form.splits),
             form.warps,
             (
-                query.contiguous(), key, value, query if mask is None else mask, parts, top, total,
-                arrivals(query, batch * kv_heads * shares), out,
+                query.contiguous(), key, value, query if mask is None else mask,
+                newest if isinstance(newest, Tensor) else query, parts, top, total, arrivals(query, batch * kv_heads * shares), out,
             ),
             (slots,),
             (*key.stride()[:3], *value.stride()[:3], *strides),
             (scaling,),
             (
-                kv_heads, group, shares, head_dim, value_dim, kind, overlap,
+                kv_heads, group, shares, head_dim, value_dim, kind, before, overlap,
                 wait_for_stores(query) if form.splits > 1 else "", form.heads, max(16, form.heads) if form.dot else
                 form.heads, block_d, block_dv, form.slots, form.splits,
                 max(1, min(form.splits, 4096 * form.warps // (form.heads * block_dv))),
-                -(-slots // form.splits) <= form.slots, form.dot,
+                one_tile, form.dot,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -13,6 +13,7 @@ B batch, S capacity, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ..attention.eager_step import HANDLERS
-from ..attention.masked_attention import masked_attention
+from ..attention.masked_attention import Earlier, masked_attention
 from ..cache.layers import CacheFull
 from ..cache.names import argument_of
 from ..cache.preallocated import PreallocatedCache, preallocated_like
@@ -52,9 +53,6 @@ from .step_length import StepLength
 
 PROGRAMS_KEPT = 8
 """Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
-
-_INSTEAD = {functional.scaled_dot_product_attention: masked_attention}
-"""What a step runs in place of functions of torch, where it can."""
 
 _WARM: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose kernels were compiled side by side with their first prompt."""
@@ -554,10 +552,13 @@ class DecodeGraph:
     @contextlib.contextmanager
     def _stepping(self, width: int = 1) -> Iterator[None]:
         """Let a forward write `width` tokens a row at the cache's position."""
-        products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
         cache = self.cache
-        with cache.step(width), products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
-            yield
+        with cache.step(width):
+            earlier = Earlier(cache, [] if self.watched is None else self.watched.heard)
+            instead = {functional.scaled_dot_product_attention: functools.partial(masked_attention, earlier=earlier)}
+            products = StepProducts(instead, HANDLERS, poisons=rehearses())
+            with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
+                yield
 
     def _as_for_decoding(self) -> AbstractContextManager[object]:
         """Choose the implementation of the experts as transformers' loop does for single tokens."""

@@ -93,9 +93,14 @@ class StepInputs:
         held = cache if self._cross is None else EncoderDecoderCache(cache, self._cross)
         return {**self.fixed, **given} | ({self.cache: held} if self.cache else {})
 
-    def _seen(self) -> list[Tensor]:
+    @property
+    def heard(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of what an encoder made, which no step writes."""
         layers = [] if self._cross is None else self._cross.layers
-        return [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
+        return [(layer.keys, layer.values) for layer in layers if layer.is_initialized]
+
+    def _seen(self) -> list[Tensor]:
+        return [tensor for both in self.heard for tensor in both]
 
     def _kept(self, first: Any, second: Any) -> Any:
         """Return an argument in memory of its own."""

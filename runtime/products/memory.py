@@ -4,6 +4,9 @@ A part is imported by DLPack from a slice of the whole, so its storage has the s
 and keeps the whole alive. What groups tensors by their storage (safetensors, accelerate, `torch.save`) therefore sees
 separate tensors. The whole is kept by the addresses of its parts until the storage of one of them dies: a weight that
 was replaced or moved to another device leaves no memory behind.
+
+A weight that is written `[I, O]`, as GPT-2's `Conv1D`, may also lie column by column: the kernels of a step read it in
+one go then, where the other way parts of sums have to meet (`transposed`).
 """
 
 from __future__ import annotations
@@ -88,6 +91,22 @@ def join(tensors: Sequence[Tensor]) -> Tensor | str:
         if any(_is_held(tensor) for tensor in tensors):
             return "shared_storage"
         return _joined_anew(tensors)
+
+
+def turn(weight: Tensor) -> bool:
+    """Lay a weight `[I, O]` out column by column, as `nn.Linear` has it; return whether it lies so.
+
+    Its shape and values stay. What uses the same memory would not follow, so a weight that is held stays as it is.
+    """
+    if weight.t().is_contiguous():
+        return True
+    if _immovable([weight]) is not None:
+        return False
+    with _lock, torch.inference_mode(False), torch.no_grad():
+        if _belong_elsewhere([weight]) or _is_held(weight):
+            return False
+        weight.data = weight.detach().t().contiguous().t()
+    return True
 
 
 def _joined_anew(tensors: Sequence[Tensor]) -> Tensor:

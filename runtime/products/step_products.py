@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..core import deferring
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import LAYER_NORM
+from . import memory
 from .deferred import POINTS, Deferred, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
@@ -234,7 +235,11 @@ class StepProducts(TorchFunctionMode):
         return input, weight, bias, None
 
     def _transposed(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
-        if not input.is_contiguous() or not takes_transposed(input, weight, bias):
+        if not input.is_contiguous():
+            return None
+        if type(weight) is nn.Parameter and weight.dim() == 2 and takes_few_rows(input) and memory.turn(weight):
+            return self._product(input, weight.t(), bias)
+        if not takes_transposed(input, weight, bias):
             return None
         product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
         return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)

@@ -13,7 +13,8 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 from rewrite.runtime.attention.eager_step import HANDLERS
-from rewrite.runtime.attention.masked_attention import masked_attention
+from rewrite.runtime.attention.masked_attention import Earlier, masked_attention
+from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.cache.token import write_token
 from rewrite.runtime.core import launch
 from rewrite.runtime.norms.add_layer_norm import add_layer_norm
@@ -134,11 +135,36 @@ def test_a_layer_is_four_products(form: type[Layer], device: torch.device, kerne
 
 
 @pytest.mark.parametrize("form", [Sequential, Parallel])
-def test_weights_that_lie_transposed(form: type[Layer], device: torch.device, kernels: list[str]) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_weights_that_lie_transposed(
+    held: bool, form: type[Layer], device: torch.device, kernels: list[str]
+) -> None:
+    """They are laid out as a `Linear`'s, unless somebody else would not see what is written to them then."""
     model, x = form(new_gelu, Transposed).eval().to(device), torch.randn(1, 1, SIZE, device=device)
+    kept = model.state_dict() if held else {}
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     ours = stepped(model, x)
-    assert kernels == ["transposed_linear"] * 4
+    assert kernels == ["transposed_linear" if held else "linear"] * 4
+    assert model.up.weight.is_contiguous() is held
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+        assert weight.shape == before[name].shape
+        assert not held or weight.data_ptr() == kept[name].data_ptr()
+    again = stepped(model, x)
+    assert torch.equal(ours, again)
     assert_close(ours, model.double()(x.double()))
+
+
+def test_a_weight_of_two_modules_is_not_turned(device: torch.device, kernels: list[str]) -> None:
+    one, other = Transposed(SIZE, SIZE).to(device), Transposed(SIZE, SIZE).to(device)
+    other.weight.data = one.weight.data
+    x = torch.randn(1, 1, SIZE, device=device)
+    ours = stepped(lambda: (one(x), other(x)))
+    assert kernels == ["transposed_linear"] * 2
+    with torch.no_grad():
+        one.weight.mul_(2.0)
+        assert torch.equal(one.weight, other.weight)
+        assert_close(ours[0], ((one(x) - one.bias) / 2 + one.bias).double())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -184,8 +210,6 @@ def test_a_number_is_a_stage_of_its_product(
     factor: str, layout: Callable[[int, int], nn.Module], rows: int, device: torch.device, kernels: list[str]
 ) -> None:
     """What scaled residuals are (Granite, MiniCPM)."""
-    if rows > 1 and layout is Transposed:
-        pytest.skip("a weight that lies transposed has a kernel of one row")
     dtype = torch.float32 if rows == 1 else torch.float16
     product, function = layout(SIZE, SIZE).to(device, dtype), FACTORS[factor]
     x, residual = torch.randn(2, rows, 1, SIZE, device=device).to(dtype)
@@ -417,6 +441,40 @@ def test_masked_attention(
     assert kernels == ["masked_attention"]
     assert ours is not None
     assert_close(ours.cpu(), exact)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dims", "slots", "at"),
+    [(1, 3, 3, (16, 16), 100, 99), (2, 4, 2, (12, 20), 70, 31), (1, 11, 1, (8, 8), 60, 0), (1, 2, 2, (16, 16), 2000, 7)],
+)
+@pytest.mark.parametrize("written", [True, False])
+def test_slots_from_before_the_step_are_read_ahead(
+    written: bool, rows: int, heads: int, kv_heads: int, dims: tuple[int, int], slots: int, at: int,
+    device: torch.device, kernels: list[str],
+) -> None:  # fmt: skip
+    cache = PreallocatedCache(1, rows, slots, device)
+    layer = cache.attention_layers[0]
+    layer.allocate(kv_heads, *dims, torch.float32, device)
+    assert layer.keys is not None
+    assert layer.values is not None
+    layer.keys.normal_()
+    layer.values.normal_()
+    cache.position.fill_(at)
+    query, mask = torch.randn(rows, heads, 1, dims[0], device=device), torch.arange(slots, device=device) <= at
+    new = [torch.randn(rows, kv_heads, 1, dim, device=device) for dim in dims]
+    with torch.no_grad(), cache.step():
+        pairs = [(layer.keys, layer.values)]
+        earlier = Earlier(cache) if written else Earlier(PreallocatedCache(1, rows, slots, device), pairs)
+        keys, values = cache.update(*new, 0)
+        ours = masked_attention(query, keys, values, mask[None, None, None], enable_gqa=True, earlier=earlier)
+        exact = F.scaled_dot_product_attention(query, keys, values, mask[None, None, None], enable_gqa=True)
+        assert earlier.newest(keys, values) is (cache.position if written else "none")
+        assert earlier.newest(keys.clone(), values) is earlier.newest(keys, keys.clone()) is None
+        keys.mul_(1.0)  # by something that nobody watches
+        assert earlier.newest(keys, values) is None
+    assert kernels == ["write_token", "masked_attention"]
+    assert ours is not None
+    assert_close(ours, exact.double())
 
 
 def test_attention_of_other_forms_is_torch_s(device: torch.device) -> None:
