@@ -136,9 +136,7 @@ def test_a_layer_is_four_products(form: type[Layer], device: torch.device, kerne
 
 @pytest.mark.parametrize("form", [Sequential, Parallel])
 @pytest.mark.parametrize("held", [False, True])
-def test_weights_that_lie_transposed(
-    held: bool, form: type[Layer], device: torch.device, kernels: list[str]
-) -> None:
+def test_weights_that_lie_transposed(held: bool, form: type[Layer], device: torch.device, kernels: list[str]) -> None:
     """They are laid out as a `Linear`'s, unless somebody else would not see what is written to them then."""
     model, x = form(new_gelu, Transposed).eval().to(device), torch.randn(1, 1, SIZE, device=device)
     kept = model.state_dict() if held else {}
@@ -445,7 +443,12 @@ def test_masked_attention(
 
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dims", "slots", "at"),
-    [(1, 3, 3, (16, 16), 100, 99), (2, 4, 2, (12, 20), 70, 31), (1, 11, 1, (8, 8), 60, 0), (1, 2, 2, (16, 16), 2000, 7)],
+    [
+        (1, 3, 3, (16, 16), 100, 99),
+        (2, 4, 2, (12, 20), 70, 31),
+        (1, 11, 1, (8, 8), 60, 0),
+        (1, 2, 2, (16, 16), 2000, 7),
+    ],
 )
 @pytest.mark.parametrize("written", [True, False])
 def test_slots_from_before_the_step_are_read_ahead(
