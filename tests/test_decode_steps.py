@@ -45,7 +45,12 @@ MODELS = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "opt": "OPTForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "cohere": "CohereForCausalLM",
 }
+MORE = ("qk_layernorm", "use_qk_norm")
+"""Attributes of attentions for which no step has a form: a layer asks before it takes its `decode`."""
 PROMPT, NEW, PADDING, ROWS = 11, 7, 3, 2
 LENGTH = PROMPT + NEW
 
@@ -102,10 +107,16 @@ def prefilled(package, model, ours, ids, mask, positions):
     cache.starts[0] = PADDING
     part = {"attention_mask": mask[:, :PROMPT], "position_ids": positions[:, :PROMPT]}
     ours(ids[:, :PROMPT], past_key_values=cache, use_cache=True, **part)
-    for layer in cache.layers:
+    for layer in cache.layers if asks_for_nothing_more(ours) else ():
         layer.keys[:, :, PROMPT:] = float("nan")
         layer.values[:, :, PROMPT:] = float("nan")
     return cache
+
+
+def asks_for_nothing_more(ours):
+    """Whether the layers take their `decode`; ordinary attention multiplies what it masks by zero."""
+    attentions = [module for module in ours.modules() if hasattr(module, "q_proj")]
+    return not any(getattr(attention, name, False) for attention in attentions for name in MORE)
 
 
 def stepped(package, model, ours, ids, mask, positions):

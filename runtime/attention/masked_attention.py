@@ -444,8 +444,8 @@ def choose(
 def _of_one_tile(heads: int, slots: int, widest: int) -> Form | None:
     """Return a division in which each program has a single tile; None where there are too many slots.
 
-    In chains of a write and an attention on an H100, µs, as below and as `choose` divides what is not known: 8 heads of
-    256 over 768 slots 8.1 and 11.2, 16 of 128 8.4 and 10.1, 32 of 64 9.0 and 10.5.
+    In chains of a write and an attention on an H100, µs, so divided and as what is not known: 8 heads of 256 over 768
+    slots 8.1 and 11.2, 16 of 128 8.4 and 10.1, 32 of 64 9.0 and 10.5.
     """
     if heads > 1:
         tile, warps = 32, 8 if heads * widest >= 2048 else 4

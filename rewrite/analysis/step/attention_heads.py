@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rewrite.analysis.sites.norms import runtime_norm
-from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, keyword
+from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, keyword, of_the_object
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
@@ -26,6 +26,8 @@ class Heads:
     """The attribute that normalises them."""
     normed_if: Term | None = None
     """The test under which it does; None for always."""
+    scale: Term | None = None
+    """What they are multiplied by at last, made of the attributes of the class."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ def split_heads(term: Term, info: ClassInfo, module: Module) -> Heads:
     Raises:
         NoStep: if it is something else.
     """
+    if (scaled := _scaled(term)) is not None:
+        return _with_scale(split_heads(scaled[1], info, module), scaled[0])
     if term.op == "select" and (normed := _normed_if(term, split_heads, info, module)) is not None:
         return normed
     norm = _norm_of(term, info, module)
@@ -162,6 +166,8 @@ def _unpacked(size: Term) -> Sequence[Term]:
 
 def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     """Read `view(projection(x), (…, -1, head_dim))`, normalised before or after."""
+    if (scaled := _scaled(term)) is not None:
+        return _with_scale(_split(scaled[1], info, module), scaled[0])
     norm = _norm_of(term, info, module)
     if norm is not None:
         return _with_norm(_split(term.args[1], info, module), norm)
@@ -173,6 +179,8 @@ def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     dimensions = [2 if size.op == "star" else 1 for size in sizes]
     if sum(dimensions) != 4 or dimensions[-1] != 1 or dimensions[-2] != 1:
         raise NoStep("other_heads", "heads are split another way")
+    if (scaled := _scaled(term.args[0])) is not None:
+        return Heads(scaled[1], sizes[-1], scale=scaled[0])
     norm = _norm_of(term.args[0], info, module)
     if norm is not None:
         if not _has_weight(norm, info, module):
@@ -181,9 +189,25 @@ def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     return Heads(term.args[0], sizes[-1])
 
 
+def _scaled(term: Term) -> tuple[Term, Term] | None:
+    """Return the number that a tensor is multiplied by, made of the object's attributes, and the tensor."""
+    if term.op != "mul" or len(term.args) != 2:
+        return None
+    numbers = [of_the_object(factor) for factor in term.args]
+    return None if numbers[0] == numbers[1] else (term.args[numbers.index(True)], term.args[numbers.index(False)])
+
+
+def _with_scale(heads: Heads, scale: Term) -> Heads:
+    if heads.scale is not None:
+        raise NoStep("other_heads", "two factors")
+    return replace(heads, scale=scale)
+
+
 def _with_norm(heads: Heads, norm: Term) -> Heads:
     if heads.norm is not None:
         raise NoStep("other_heads", "two norms")
+    if heads.scale is not None:
+        raise NoStep("other_heads", "a factor before a norm")
     return Heads(heads.projected, heads.head_dim, norm)
 
 
@@ -234,6 +258,8 @@ def check_alike(query: Turned, key: Turned, values: Heads) -> None:
         raise NoStep("other_heads", "keys and values have two sizes")
     if values.norm is not None:
         raise NoStep("other_heads", "values are normalised")
+    if key.heads.scale is not None or values.scale is not None:
+        raise NoStep("other_heads", "keys or values are multiplied by a number")
 
 
 def projections_of(heads: Sequence[Heads], info: ClassInfo, module: Module) -> tuple[tuple[Term, ...], Term | None]:

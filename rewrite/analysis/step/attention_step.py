@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import eq
@@ -30,16 +31,19 @@ from rewrite.analysis.step.terms import (
     MAX_DEPTH,
     Assuming,
     NoStep,
+    affirmed,
     computed_in_step,
+    decided,
     is_linear,
     keyword,
+    of_the_object,
     run_step,
 )
 from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line
 from rewrite.analysis.terms.computation import NotComputable, subterms
-from rewrite.analysis.terms.spelling import NONE, Term, constant
+from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 PARAMETERS = {**BLOCK_PARAMETERS, "position_embeddings": f"{TABLES} | None", CACHE: "PreallocatedCache"}
 CACHE_PARAMETER = Term("parameter", (), CACHE)
@@ -142,7 +146,7 @@ class AttentionStep:
 
     def _attention(self, window: Term, module: Module) -> list[str]:
         given = [
-            ("scaling", keyword(self.call, "scaling")),
+            ("scaling", self._scaling),
             ("sliding_window", window),
             ("softcap", self._unless_sdpa("softcap", module)),
             ("sinks", self._unless_sdpa("s_aux", module)),
@@ -152,6 +156,14 @@ class AttentionStep:
             for name, value in given
             if value is not None and value != NONE
         ]
+
+    @property
+    def _scaling(self) -> Term | None:
+        """The factor of the scores, that of the queries taken in."""
+        scaling, scale = keyword(self.call, "scaling"), self.query.heads.scale
+        if scaling is None or scale is None:
+            return scaling
+        return scale if scaling in (constant(1), constant(1.0)) else make("mul", scaling, scale)
 
     def _unless_sdpa(self, name: str, module: Module) -> Term | None:
         """Return an argument that torch's attention function leaves out, where a model may use that."""
@@ -186,7 +198,8 @@ def attention_step(info: ClassInfo, module: Module) -> AttentionStep | LatentSte
             term = as_named
         else:
             term = run_step(Assuming(module, info, MAX_DEPTH), forward, names)
-        return replace(_read(term, takes, info, module), unless=tuple(run.assumed))
+        step, assumed = _read_assuming(term, takes, info, module)
+        return replace(step, unless=(*run.assumed, *assumed))
     except NotComputable as error:
         raise NoStep("other_attention", error.what) from error
 
@@ -248,6 +261,22 @@ def _arguments(call: Term) -> dict[str, Term]:
     plain = [argument for argument in call.args[1:] if argument.op != "keyword"]
     named = {argument.value: argument.args[0] for argument in call.args[1:] if argument.op == "keyword"}
     return dict(zip(_SIGNATURE, plain, strict=False)) | named
+
+
+def _read_assuming(
+    term: Term, takes: dict[str, str], info: ClassInfo, module: Module
+) -> tuple[AttentionStep | LatentStep, tuple[Term, ...]]:
+    """Read a term, if need be with one test of the object's attributes taken for granted; return what may not hold."""
+    try:
+        return _read(term, takes, info, module), ()
+    except NoStep as refusal:
+        tests = {affirmed(inner.args[0]) for inner in subterms(term) if inner.op == "select"}
+        for test in sorted(filter(of_the_object, tests), key=str):
+            for holds in (False, True):
+                with contextlib.suppress(NoStep):
+                    step = _read(decided(term, test, holds), takes, info, module)
+                    return step, (make("not", test) if holds else test,)
+        raise refusal
 
 
 def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) -> AttentionStep | LatentStep:

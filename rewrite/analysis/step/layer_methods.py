@@ -63,6 +63,8 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     norms: list[ClassInfo] = []
     taken = dict(PARAMETERS)
     unless: list[Term] = []
+    asked: set[str] = set()
+    """The attentions whose attributes are asked."""
     for call in attention_calls(layer.output):
         attribute = call.args[0].value
         for owner in _classes(info, attribute, module):
@@ -76,12 +78,14 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
             norms += [n for attr in step.norms for n in _norms(owner, attr, module)]
             if not isinstance(step, MixerStep):
                 unless += [held(test, attribute) for test in step.unless]
+                asked |= {attribute} if step.unless else set()
             inputs[call] = attention_input(call, _takes([owner], module))
         blocks[attribute] = ("position_embeddings", CACHE)
     for attribute, found in _blocks(info, module):
         methods += found
         blocks[attribute] = ()
-    if unless and layer.output.op == "select":
+    ways = layer.output.args[1:] if layer.output.op == "select" else ()
+    if any(not asked <= {call.args[0].value for call in attention_calls(way)} for way in ways):
         raise NoStep("other_layer", "what an attention is asked that only some layers have")
     layer = replace(layer, output=_unpacked(layer.output, blocks), unless=tuple(dict.fromkeys(unless)))
     _check_order(layer, blocks)

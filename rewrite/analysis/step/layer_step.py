@@ -11,7 +11,19 @@ import libcst.matchers as m
 from rewrite.analysis.effects.bound import targets
 from rewrite.analysis.sites.residual import choices
 from rewrite.analysis.step.attention_step import KEYWORDS, MASK
-from rewrite.analysis.step.terms import CACHE, MAX_DEPTH, NoStep, Step, cache_parameters, canonical, run_step
+from rewrite.analysis.step.flattened import unflattened
+from rewrite.analysis.step.terms import (
+    CACHE,
+    MAX_DEPTH,
+    NoStep,
+    Step,
+    affirmed,
+    cache_parameters,
+    canonical,
+    decided,
+    of_the_object,
+    run_step,
+)  # fmt: skip
 from rewrite.analysis.syntax.methods import TABLES, TENSOR
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters
@@ -63,6 +75,7 @@ def layer_step(info: ClassInfo, attention: Callable[[Term], Mapping[str, str]], 
         cache = {cache_of(info, module): CACHE}
         roles = _roles(_execute(info, forward, cache, module)[0], attention)
         term, step = _execute(info, forward, cache | {name: role for role, name in roles.items()}, module)
+        term = _chosen_once(unflattened(term))
     except NotComputable as error:
         raise NoStep("other_layer", error.what) from error
     takes = (roles.get("hidden_states", ""), roles.get("position_embeddings", ""), cache_of(info, module))
@@ -74,6 +87,18 @@ def layer_step(info: ClassInfo, attention: Callable[[Term], Mapping[str, str]], 
     if len(term.args) == 2 and _is_weights(term.args[1], term.args[0], forward):
         return LayerStep(forward, term.args[0], "{}, None", takes, mask, step)
     raise NoStep("other_layer", "it returns more than hidden states")
+
+
+def _chosen_once(term: Term) -> Term:
+    """Return a choice whose two ways do not make it again."""
+    if term.op != "select" or not of_the_object(term.args[0]):
+        return term
+    test = affirmed(term.args[0])
+    ways = (
+        decided(way, test, holds is (term.args[0] == test))
+        for way, holds in zip(term.args[1:], (True, False), strict=True)
+    )
+    return Term("select", (term.args[0], *ways))
 
 
 def _is_weights(term: Term, output: Term, forward: cst.FunctionDef) -> bool:

@@ -59,6 +59,8 @@ class LayerText:
                 continue
             text = self._text(step, steps, names)
             if number == len(steps) - 1:
+                if self._is_norm(step) and self._is_plain_sum(step.args[1], names):
+                    text = f"{self._add_norm(step.args[1], step, names)}[0]"
                 self.lines.append(self._line("return ", text))
                 break
             name = self._name(step, {names[t] for t in later if t in names})
@@ -107,6 +109,9 @@ class LayerText:
         if step.op != "add" or step == output or self._fused(step) is not None:
             return None
         return next((t for t in self._order(output)[0] if self._is_norm(t) and t.args[1] == step), None)
+
+    def _is_plain_sum(self, term: Term, names: Mapping[Term, str]) -> bool:
+        return term.op == "add" and term not in names and self._fused(term) is None
 
     def _is_norm(self, term: Term) -> bool:
         """Whether `term` is the call of a norm that is fused with the add before it."""

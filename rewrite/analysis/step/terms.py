@@ -439,6 +439,28 @@ class Assuming(Step):
             self.assumed.append(test)
 
 
+def affirmed(test: Term) -> Term:
+    """Return a test without the `not` before it."""
+    return test.args[0] if test.op == "not" else test
+
+
+def decided(term: Term, test: Term, holds: bool) -> Term:
+    """Return a term in which the choices by a test, which is no `not`, have been made."""
+    known: dict[Term, Term] = {}
+
+    def read(inner: Term) -> Term:
+        if inner.args and inner not in known:
+            known[inner] = _read(inner)
+        return known.get(inner, inner)
+
+    def _read(inner: Term) -> Term:
+        if inner.op == "select" and affirmed(inner.args[0]) == test:
+            return read(inner.args[1 if holds is (inner.args[0] == test) else 2])
+        return Term(inner.op, tuple(map(read, inner.args)), inner.value)
+
+    return read(term)
+
+
 def of_the_object(term: Term) -> bool:
     """Whether a term is made of the object's attributes, and of constants beside them."""
     plain, leaves = (NONE, Term("name", (), "True"), Term("name", (), "False")), list(_leaves(term))
