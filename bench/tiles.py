@@ -1,7 +1,10 @@
-"""Time tiles of products of one row at the sizes of published models, to hold the rule of `runtime/core/tiles.py` to.
+"""Time tiles of products of few rows at the sizes of published models, to hold `runtime/core/tiles.py` to.
 
-    python bench/tiles.py measure RESULTS.json [--devices cuda:0,cuda:1] [--sizes 4544x4544 ...]    # on a GPU
-    python bench/tiles.py compare RESULTS.json                                                      # anywhere
+    python bench/tiles.py measure RESULTS.json [--devices cuda:0,cuda:1] [--kinds …] [--sizes 4544x4544 …]  # on a GPU
+    python bench/tiles.py compare RESULTS.json                                                              # anywhere
+
+`linear` and `gated` are products of one row, `skinny_linear` of 8 and `skinny_linear_32` of 32; of these torch's own
+product is timed beside the tiles.
 
 A product runs in a chain of launches inside a graph, as in a step: each waits for the one before it, with its own
 first weights on their way, and the copies of the weight are together larger than the L2 cache. The tiles of a size are
@@ -44,6 +47,19 @@ SIZES = {
 """,
 }
 """Rows (of each half, where products are gated) and columns."""
+SEVERAL = """
+768x3072 1024x1024 1024x4096 1152x6912 1280x1280 1280x5120 1536x1152 1536x1536 1536x8960 2048x1536 2048x2048 2048x6144
+2048x8192 2304x768 2304x9216 3072x768 3072x1024 3072x2048 3072x3072 3072x8192 3840x1280 4096x1024 4096x2048 4096x2304
+4096x4096 4096x14336 4544x18176 4672x4544 5120x1280 6144x4096 9216x3072 12288x2048 13824x1152 16384x2048 17920x1536
+18432x2304 28672x4096 50304x2048 151936x1536
+"""
+SIZES |= {"skinny_linear": SEVERAL, "skinny_linear_32": SEVERAL}
+COUNTS = {"skinny_linear": 8, "skinny_linear_32": 32}
+"""Rows of the input, by kind; one for the others."""
+TORCHS = "torch"
+"""Its own product among the tiles."""
+SHARED = 220 << 10
+"""Bytes of a processor's memory that the tiles in flight may fill."""
 PROCESSORS = 132
 """Of the H100 that the rule was found on."""
 ROWS, COLUMNS, WARPS = (1, 2, 4, 8), (256, 512, 1024, 2048, 4096), (1, 2, 4, 8)
@@ -68,37 +84,62 @@ def candidates(kind: str, rows: int, cols: int) -> list[Tile]:
     return sorted(found)
 
 
+def several(kind: str, rows: int, cols: int) -> list[Tile]:
+    """The rule's tile of a product of several rows and those that may be better."""
+    found: set[Tile] = {rule(kind, rows, cols, 2, PROCESSORS)}
+    for block_rows, block_cols, warps in itertools.product((32, 64, 128), (128, 256), (4, 8)):
+        blocks = -(-rows // block_rows)
+        wanted = {1, *(round(part * PROCESSORS / blocks) for part in (1, 2))}
+        stages = min(8, SHARED // (2 * block_cols * (block_rows + max(16, COUNTS[kind]))))
+        for splits in sorted(split for split in wanted if 1 <= split <= min(12, cols // (2 * block_cols))):
+            tiles = -(-cols // (block_cols * splits))
+            numbers, depth = block_rows * block_cols // (32 * warps), min(stages, tiles)
+            if depth > 1 and 32 <= numbers <= 128 and blocks * splits >= PROCESSORS // 4:
+                found.add((block_rows, block_cols, warps, splits, depth))
+    return sorted(found)
+
+
 def measured(kind: str, size: str, device: int) -> dict[str, Any]:
     """Time the tiles of one size, in a process of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
     import fcntl
 
     import torch
+    from triton.runtime.errors import OutOfResources
 
     from rewrite.runtime.core.launch import rehearsing
     from rewrite.runtime.products.prologue import Prologue
 
     linear = importlib.import_module("rewrite.runtime.products.linear")
+    skinny = importlib.import_module("rewrite.runtime.products.skinny")
     rows, cols = map(int, size.split("x"))
-    outputs = rows if kind == "linear" else 2 * rows
+    outputs, count = 2 * rows if kind == "gated" else rows, COUNTS.get(kind, 1)
 
     def tensor(*shape: int) -> Any:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    x, out = tensor(1, 1, cols), tensor(1, 1, rows)
+    x, out = tensor(count, 1, cols), tensor(count, 1, rows)
     norm = Prologue(tensor(cols), 1e-5) if kind == "gated" or rows > cols else None
-    residual = tensor(1, 1, rows) if norm is None else None
+    residual = tensor(count, 1, rows) if norm is None else None
 
     def run(weight: Any, tile: Tile) -> None:
-        if kind == "linear":
+        if tile == (0,):
+            torch.nn.functional.linear(x, weight)
+        elif count > 1:
+            skinny.launch_skinny_linear(x, weight, None, norm, residual, out, tile)
+        elif kind == "linear":
             linear.launch_linear(x, linear.Weight(weight), None, norm, residual, out, tile)
         else:
             linear.launch_gated(x, linear.Weight(weight), None, "silu", norm, out, tile)
 
-    tiles, first = candidates(kind, rows, cols), tensor(outputs, cols)
-    for tile in tiles:
-        with rehearsing():
-            run(first, tile)
+    tiles = candidates(kind, rows, cols) if count == 1 else [(0,), *several(kind, rows, cols)]
+    first = tensor(outputs, cols)
+    for tile in [*tiles]:
+        try:
+            with rehearsing():
+                run(first, tile)
+        except OutOfResources:
+            tiles.remove(tile)
     moved = 2 * outputs * cols
     with Path(tempfile.gettempdir(), f"rewrite-tiles-{device}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # one process measures at a time
@@ -133,13 +174,14 @@ def measured(kind: str, size: str, device: int) -> dict[str, Any]:
 
 def named(tile: Tile) -> str:
     """A tile as JSON has it."""
-    return ",".join(map(str, tile))
+    return TORCHS if tile == (0,) else ",".join(map(str, tile))
 
 
 def measure(given: argparse.Namespace) -> None:
     """Time every size, and keep what there is."""
     sizes = [(kind, size) for kind, of_kind in SIZES.items() for size in of_kind.split()]
     sizes = [(kind, size) for kind, size in sizes if not given.sizes or size in given.sizes]
+    sizes = [(kind, size) for kind, size in sizes if kind in given.kinds]
     sizes.sort(key=lambda task: -int(task[1].partition("x")[2]))  # what compiles longest goes first
     devices = [int(device.partition(":")[2] or 0) for device in given.devices.split(",")]
     rows: list[dict[str, Any]] = []
@@ -159,17 +201,20 @@ def lost(row: dict[str, Any]) -> float | None:
     rows, cols = map(int, row["size"].split("x"))
     us: dict[str, float] = row["us"]
     own = us.get(named(rule(row["kind"], rows, cols, 2, PROCESSORS)))
-    return None if own is None else own / min(us.values())
+    ours = [time for tile, time in us.items() if tile != TORCHS]
+    return None if own is None else own / min(ours)
 
 
 def line(row: dict[str, Any]) -> str:
     """One size."""
     rows, cols = map(int, row["size"].split("x"))
-    best = min(row["us"], key=row["us"].__getitem__)
+    ours = {tile: time for tile, time in row["us"].items() if tile != TORCHS}
+    best = min(ours, key=ours.__getitem__)
     factor = lost(row)
     said = "not timed" if factor is None else f"{factor:.2f} times the best"
     tile = named(rule(row["kind"], rows, cols, 2, PROCESSORS))
-    return f"{row['kind']:6} {row['size']:12} rule {tile:10} {said:21} best {best:10} {row['us'][best]:7.2f} us"
+    other = f", torch's {row['us'][TORCHS]:.2f} us" if TORCHS in row["us"] else ""
+    return f"{row['kind']:16} {row['size']:12} rule {tile:14} {said:21} best {best:14} {ours[best]:7.2f} us{other}"
 
 
 def compare(given: argparse.Namespace) -> None:
@@ -177,7 +222,7 @@ def compare(given: argparse.Namespace) -> None:
     rows = json.loads(given.results.read_text("utf-8"))
     for row in sorted(rows, key=lambda row: (row["kind"], -(lost(row) or 0.0))):
         print(line(row))
-    for kind in ("linear", "gated"):
+    for kind in sorted({row["kind"] for row in rows}):
         factors = [factor for row in rows if row["kind"] == kind and (factor := lost(row)) is not None]
         mean = math.exp(statistics.mean(map(math.log, factors)))
         print(f"{kind}: {len(factors)} sizes, geometric mean {mean:.3f}, at most {max(factors):.2f}")
@@ -191,6 +236,7 @@ def main() -> None:
         command.add_argument("results", type=Path)
     measuring.add_argument("--devices", default="cuda:0")
     measuring.add_argument("--sizes", nargs="+", default=())
+    measuring.add_argument("--kinds", nargs="+", choices=SIZES, default=("linear", "gated"))
     given = parser.parse_args()
     (measure if given.command == "measure" else compare)(given)
 
