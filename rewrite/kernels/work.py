@@ -66,7 +66,7 @@ def read(chip: Chip, compiled: Any, cuobjdump: Path) -> Figures:
 
 def pretended(chip: Chip, launch: Any) -> Any:
     """Let Triton and the runtime's `launch` act as on a chip for the rest of the process; return Triton."""
-    launch.pretend(launch.Target(chip.backend, chip.arch, chip.processors))
+    launch.pretend(launch.Target(chip.backend, chip.arch, chip.processors, chip.shared_of_group))
     triton = importlib.import_module("triton")
     triton.runtime.driver.set_active(_Driver(chip))
     return triton

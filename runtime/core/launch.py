@@ -40,6 +40,8 @@ class Target:
     """`sm_90`, `gfx942`."""
     processors: int = 132
     """Multiprocessors, or compute units; an H100's where nobody says."""
+    shared: int = 227 << 10
+    """Bytes of shared memory that a program can have; an H100's where nobody says."""
 
     @property
     def wave(self) -> int:
@@ -80,6 +82,19 @@ def processors(device: int | None) -> int:
     if device is None:
         return Target.processors
     return _processors(device)
+
+
+def shared_memory(device: int | None) -> int:
+    """Return how many bytes of shared memory a program can have; of the interpreter (None) an H100's."""
+    if _pretended is not None:
+        return _pretended.shared
+    return Target.shared if device is None else _shared_memory(device)
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block)
 
 
 @functools.cache

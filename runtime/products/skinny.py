@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.arrivals import arrivals
-from ..core.launch import Kernel, overlaps, wait_for_stores
+from ..core.launch import HIP, Kernel, overlaps, shared_memory, wait_for_stores
 from ..core.tiles import STAGES
 from .prologue import Prologue, norm_arguments
 
@@ -226,6 +226,11 @@ def launch_skinny_linear(
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     overlap = overlaps(input)
     blocks = -(-rows // block_rows)
+    if prologue is None and not HIP:
+        # The input is as often in shared memory as the weight then: once more than there are stages (Triton 3.6).
+        tile = weight.element_size() * block_cols * (block_rows + height)
+        most = shared_memory(input.get_device() if input.is_cuda else None) // tile - 1
+        stages = max(1, min(stages, most))
     # Programs without a column of their own would never arrive.
     splits = -(-cols // (-(-cols // (splits * block_cols)) * block_cols))
     part = square = arrived = out

@@ -158,7 +158,11 @@ def test_rounds_hold_every_candidate() -> None:
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package's folder, on a machine that has a chip named `chip`."""
     monkeypatch.setattr(tiles, "TUNED", tmp_path / results.FILE)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Chip", (), {"name": "chip"}))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: type("Chip", (), {"name": "chip", "shared_memory_per_block_optin": 99 << 10}),
+    )
     monkeypatch.setattr(launch, "_processors", lambda device: 132)
     monkeypatch.setattr(tiles, "MEASURED", {"chip": {LINEAR: (1, 512, 2), GATED: (1, 512, 2)}})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -266,4 +270,4 @@ def test_products_of_few_rows_are_split_over_programs(kind: str) -> None:
     assert any(option and option[3] > 1 for option in candidates.candidates(narrow, None))
     assert tiles.rule(kind, 2048, 8192)[3] == 4
     assert tiles.rule(kind, 57344, 8192)[3] == 1
-    assert tiles.rule(kind, 64, 48) == (64, 64, tiles.rule(kind, 64, 48)[2], 1, tiles.STAGES)
+    assert tiles.rule(kind, 64, 48) == (64, 64, 4, 1, 1)
