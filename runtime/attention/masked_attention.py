@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
+from ..cache.token import Write
 from ..core import backend
 from ..core.arrivals import arrivals
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
+from ..products.step_products import StepProducts
 
 MOST_HEADS = 16
 """Query heads of a program, which are the rows of a product of matrices."""
@@ -43,8 +45,9 @@ def attend(rows, heads, kv_heads, head_dim, mask):
 def ahead(heads, kv_heads, head_dim):
     query, out = (tensor(1, heads, 1, head_dim) for _ in range(2))
     keys, values = (tensor(1, kv_heads, CONTEXT, head_dim) for _ in range(2))
-    mask = tensor(1, 1, 1, CONTEXT, dtype=torch.bool)
-    _launch(query, keys, values, mask, 1.0, heads // kv_heads, out, int64(1))
+    mask, new = tensor(1, 1, 1, CONTEXT, dtype=torch.bool), tensor(1, kv_heads, 1, head_dim)
+    write = Write(keys, values, new, new, int64(1))
+    _launch(query, keys, values, mask, 1.0, heads // kv_heads, out, int64(1), write)
 
 for sizes in ((32, 32, 64), (16, 16, 128), (8, 8, 256), (8, 1, 512)):
     case("{} of {}, {}, ahead".format(*sizes), ahead, *sizes)
@@ -105,6 +108,8 @@ if backend.triton_installed():
         values_ptr,
         mask_ptr,
         newest_ptr,
+        new_key_ptr,
+        new_value_ptr,
         part_ptr,
         top_ptr,
         sum_ptr,
@@ -121,6 +126,10 @@ if backend.triton_installed():
         mask_head_stride,
         mask_query_stride,
         mask_slot_stride,
+        new_key_row_stride,
+        new_key_head_stride,
+        new_value_row_stride,
+        new_value_head_stride,
         scaling,
         HK: tl.constexpr,
         G: tl.constexpr,
@@ -160,7 +169,7 @@ if backend.triton_installed():
         slot = begin + tl.arange(0, BLOCK_SLOTS)
         if BEFORE != "":  # the only tile, but for what this step writes, lies there since before the step
             held = slot < end
-            if BEFORE == "but one":
+            if BEFORE != "all":
                 newest = tl.load(newest_ptr)
                 held = held & (slot != newest)
             keys = _tile(keys_ptr, slot, key_slot_stride, held, column, D)
@@ -176,13 +185,23 @@ if backend.triton_installed():
         if BEFORE != "":
             live = ours[:, None] & (slot < end)[None, :]
             live, added = _mask(mask_ptr, head, slot, live, mask_query_stride, mask_slot_stride, MASK)
-            if BEFORE == "but one":
+            if BEFORE != "all":
                 # Not `here & (column < D)`: to Triton 3.9's interpreter a mask made from a scalar is no mask.
                 here = (newest >= begin) & (newest < end)
                 key_end, value_end = tl.where(here, D, 0), tl.where(here, DV, 0)
-                key = tl.load(keys_ptr + newest * key_slot_stride + column, mask=column < key_end, other=0.0)
+                key_at = keys_ptr + newest * key_slot_stride + column
                 value_at = values_ptr + newest * value_slot_stride + value_column
-                value = tl.load(value_at, mask=value_column < value_end, other=0.0)
+                if BEFORE == "but the new":  # which nobody has written yet: one program does
+                    new_key_at = new_key_ptr + row * new_key_row_stride + kv_head * new_key_head_stride + column
+                    key = tl.load(new_key_at, mask=column < key_end, other=0.0)
+                    new_value_at = new_value_ptr + row * new_value_row_stride + kv_head * new_value_head_stride
+                    value = tl.load(new_value_at + value_column, mask=value_column < value_end, other=0.0)
+                    if tl.program_id(1) % SHARES == 0:
+                        tl.store(key_at, key, mask=column < key_end)
+                        tl.store(value_at, value, mask=value_column < value_end)
+                else:
+                    key = tl.load(key_at, mask=column < key_end, other=0.0)
+                    value = tl.load(value_at, mask=value_column < value_end, other=0.0)
                 keys = tl.where((slot == newest)[:, None], key[None, :], keys)
                 values = tl.where((slot == newest)[:, None], value[None, :], values)
             top, total, mixed = _taken_in(query, keys, values, live, added, scaling, top, total, mixed, DOT)
@@ -247,6 +266,7 @@ def masked_attention(
     enable_gqa: bool = False,
     *,
     earlier: Earlier | None = None,
+    write: Write | None = None,
 ) -> Tensor | None:
     """Attend as torch's `scaled_dot_product_attention` does; None where these are not few queries.
 
@@ -260,6 +280,7 @@ def masked_attention(
         scale: of the scores; None for `D ** -0.5`.
         enable_gqa: whether H may be more than Hk, also where that is not 1.
         earlier: which of the keys and values were there before the step; by default that is not known.
+        write: the write of the step's token to `key` and `value`, which nobody has done yet.
 
     Returns:
         As `query`, with Dv for D.
@@ -272,8 +293,31 @@ def masked_attention(
     if query.shape[2] > 1:
         out = query.new_empty(*query.shape[:3], value.shape[3])
     scaling = query.shape[3] ** -0.5 if scale is None else scale
-    _launch(query, key, value, attn_mask, scaling, group, out, None if earlier is None else earlier.newest(key, value))
+    newest = None if earlier is None else earlier.newest(key, value)
+    _launch(query, key, value, attn_mask, scaling, group, out, newest, write)
     return out
+
+
+class StepAttention:
+    """Torch's attention in a step: it writes the token's key and value itself, where nothing has read them yet."""
+
+    def __init__(self, earlier: Earlier):
+        self._earlier = earlier
+
+    def __call__(
+        self, step: StepProducts, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any
+    ) -> Tensor | None:
+        """Attend as `masked_attention` does; None where it does not, or where the token has been written."""
+        write = step.waiting(key)
+        if not isinstance(write, Write) or step.waiting(value) is not write:
+            return None
+        for tensor in (query, *write.reads, *args, *given.values()):
+            if isinstance(tensor, Tensor):
+                step.settle(tensor)
+        out = masked_attention(query, key, value, *args, **given, earlier=self._earlier, write=write)
+        if out is not None:
+            step.forget(key, value)
+        return out
 
 
 class Earlier:
@@ -364,6 +408,7 @@ def _launch(
     group: int,
     out: Tensor,
     newest: Tensor | str | None,
+    write: Write | None = None,
 ) -> None:
     batch, kv_heads, slots, head_dim = key.shape
     value_dim = value.shape[3]
@@ -379,17 +424,22 @@ def _launch(
     overlap = overlaps(query)
     one_tile = -(-slots // form.splits) <= form.slots
     before = "" if newest is None or not one_tile else "all" if isinstance(newest, str) else "but one"
+    new = (query, query)
+    if write is not None and before == "but one":
+        before, new = "but the new", (write.key, write.value)
+    elif write is not None:
+        write.run()
     with backend.device_guard(query):
         masked_attention_kernel.launch(
             (batch, kv_heads * shares, form.splits),
             form.warps,
             (
                 query.contiguous(), key, value, query if mask is None else mask,
-                newest if isinstance(newest, Tensor) else query, parts, top, total,
+                newest if isinstance(newest, Tensor) else query, *new, parts, top, total,
                 arrivals(query, batch * kv_heads * shares), out,
             ),
             (slots,),
-            (*key.stride()[:3], *value.stride()[:3], *strides),
+            (*key.stride()[:3], *value.stride()[:3], *strides, *new[0].stride()[:2], *new[1].stride()[:2]),
             (scaling,),
             (
                 kv_heads, group, shares, head_dim, value_dim, kind, before, overlap,

@@ -5,11 +5,16 @@ B rows, n tokens, Hk key/value heads, S capacity, D and Dv head_dim of keys and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from ..core import backend
+from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
+from ..products.deferred import Deferred
 
 CASES = """
 kept = [tensor(1, 8, CONTEXT, 128) for _ in range(2)]
@@ -56,12 +61,43 @@ if backend.triton_installed():
     write_token_kernel = Kernel(_write_token_kernel)
 
 
+@dataclass(eq=False)
+class Write(Deferred):
+    """A write that waits for whoever reads the keys and values: attention can do it."""
+
+    keys: Tensor
+    values: Tensor
+    key: Tensor
+    value: Tensor
+    position: Tensor
+    done: bool = False
+
+    @property
+    def reads(self) -> Sequence[Tensor]:
+        """What it copies, and where to."""
+        return self.key, self.value, self.position
+
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Write both, whichever was asked for."""
+        self.run()
+
+    def run(self) -> None:
+        """Write both, once."""
+        if not self.done:
+            _launch(self.keys, self.values, self.key, self.value, self.position)
+        self.done = True
+
+
 def write_token(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, position: Tensor) -> None:
     """Write `key` `[B, Hk, n, D]` and `value` `[B, Hk, n, Dv]` into `[B, Hk, S, …]` at `position` `[n]`."""
     if not _fits(keys, values, key, value):
         keys.index_copy_(2, position, key)
         values.index_copy_(2, position, value)
-        return
+    elif not deferring.write(Write(keys, values, key, value, position), keys, values):
+        _launch(keys, values, key, value, position)
+
+
+def _launch(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, position: Tensor) -> None:
     batch, heads, capacity, head_dim = keys.shape
     overlap = overlaps(key)
     block = 1 << (max(head_dim, values.shape[3]) - 1).bit_length()

@@ -33,6 +33,9 @@ class Puts(Protocol):
     def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
         """Put off a sum with something that is itself put off."""
 
+    def write(self, write: Any, *places: Tensor) -> bool:
+        """Put off a write into tensors that are there already, until something reads one of them."""
+
 
 class _Thread(threading.local):
     puts: Puts | None = None
@@ -69,6 +72,11 @@ def layer_norm(input: Tensor, *prologue: Any) -> Tensor | None:
 def sum(first: Tensor, second: Tensor) -> Tensor | None:
     """Return what stands for a sum that is computed later, None where it has to be computed now."""
     return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.sum(first, second)
+
+
+def write(write: Any, *places: Tensor) -> bool:
+    """Put off a write into tensors until something reads one of them; False where it has to be done now."""
+    return not is_compiling() and _THREAD.puts is not None and _THREAD.puts.write(write, *places)
 
 
 def normed(tensor: Tensor) -> tuple[Tensor, Any] | None:

@@ -45,8 +45,8 @@ Entry = tuple[int, ...] | None
 TUNED = place.FOLDER / "tuned.json"
 
 MEASURED: dict[str, dict[str, Entry]] = {
-    # torch 2.11, triton 3.6. Skinny products with 8-bit weights by bench/gemm.py, the sizes of a Llama of 8B; the others
-    # in whole steps of Llamas of 1B and 8B and of Qwen3-30B-A3B, with 512 tokens before.
+    # torch 2.11, triton 3.6. Skinny products with 8-bit weights by bench/gemm.py, the sizes of a Llama of 8B; the
+    # others in whole steps of Llamas of 1B and 8B and of Qwen3-30B-A3B, with 512 tokens before.
     "NVIDIA H100 80GB HBM3": {
         "attention 1x4x8x128 1024": (8, 16, 32, 1, 4),
         "attention 8x8x4x64 1024": (4, 4, 128, 1, 4),

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ..attention.eager_step import HANDLERS
-from ..attention.masked_attention import Earlier, masked_attention
+from ..attention.masked_attention import Earlier, StepAttention, masked_attention
 from ..cache.layers import CacheFull
 from ..cache.names import argument_of
 from ..cache.preallocated import PreallocatedCache, preallocated_like
@@ -36,7 +36,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
 from ..core.target import CHANGES
-from ..products.step_products import StepProducts
+from ..products.step_products import Handlers, StepProducts
 from .carried import carried_by
 from .changes import Before, Kept
 from .compile_ahead import Variants, compile_all, compiler_loading, variants
@@ -556,7 +556,8 @@ class DecodeGraph:
         with cache.step(width):
             earlier = Earlier(cache, [] if self.watched is None else self.watched.heard)
             instead = {functional.scaled_dot_product_attention: functools.partial(masked_attention, earlier=earlier)}
-            products = StepProducts(instead, HANDLERS, poisons=rehearses())
+            handlers: Handlers = {**HANDLERS, functional.scaled_dot_product_attention: StepAttention(earlier)}
+            products = StepProducts(instead, handlers, poisons=rehearses())
             with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
                 yield
 

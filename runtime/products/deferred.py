@@ -81,6 +81,11 @@ class Deferred:
         """Write the tensor."""
         raise NotImplementedError
 
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Write the memory of the tensor."""
+        out = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage)
+        self.compute(out.view(self.shape))
+
 
 @dataclass(eq=False)
 class Normed(Deferred):

@@ -293,6 +293,26 @@ class StepProducts(TorchFunctionMode):
         self._deferred[_key(place)] = deferred
         return place
 
+    def write(self, write: Deferred, *places: Tensor) -> bool:
+        """Put off a write into tensors that do not share memory, until something reads one of them."""
+        with torch._C.DisableTorchFunction():
+            if len({_key(place) for place in places}) < len(places):
+                return False
+            self._settle(places, write.reads)
+            for place in places:
+                write.stands_for(place)
+                self._deferred[_key(place)] = write
+        return True
+
+    def waiting(self, tensor: Tensor) -> Deferred | None:
+        """Return what is to write the memory of a tensor, whatever part of it that is."""
+        return self._deferred.get(_key(tensor))
+
+    def forget(self, *places: Tensor) -> None:
+        """Leave out what somebody else has written."""
+        for place in places:
+            self._deferred.pop(_key(place), None)
+
     def _forget(self) -> None:
         """Drop what nothing reads any more, last what was for that."""
         for key in [*self._deferred][::-1]:
@@ -337,10 +357,8 @@ class StepProducts(TorchFunctionMode):
 
     def _compute(self, key: int) -> None:
         deferred = self._deferred.pop(key)
-        if (storage := deferred.place()) is None:
-            return
-        out = torch.empty(0, dtype=deferred.dtype, device=storage.device).set_(storage)
-        deferred.compute(out.view(deferred.shape))
+        if (storage := deferred.place()) is not None:
+            deferred.fill(storage)
 
 
 def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,7 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 from rewrite.runtime.attention.eager_step import HANDLERS
-from rewrite.runtime.attention.masked_attention import Earlier, masked_attention
+from rewrite.runtime.attention.masked_attention import Earlier, StepAttention, masked_attention
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.cache.token import write_token
 from rewrite.runtime.core import launch
@@ -478,6 +480,70 @@ def test_slots_from_before_the_step_are_read_ahead(
     assert kernels == ["write_token", "masked_attention"]
     assert ours is not None
     assert_close(ours, exact.double())
+
+
+def attends(cache: PreallocatedCache, heads: int, new: list[Tensor], mask: Tensor | None, layer: int) -> Tensor:
+    """A layer of a step, whose query lies beside its key and value."""
+    query = new[0].repeat(1, heads // new[0].shape[1], 1, 1)
+    keys, values = cache.update(*new, layer)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def reads_keys(cache: PreallocatedCache, heads: int, new: list[Tensor], mask: Tensor | None, layer: int) -> Tensor:
+    keys, values = cache.update(*new, layer)
+    return keys.sum() + values.sum()
+
+
+def writes_its_key(cache: PreallocatedCache, heads: int, new: list[Tensor], mask: Tensor | None, layer: int) -> Tensor:
+    keys, values = cache.update(*new, layer)
+    new[0].zero_()
+    return F.scaled_dot_product_attention(new[1], keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def says_nothing(cache: PreallocatedCache, heads: int, new: list[Tensor], mask: Tensor | None, layer: int) -> Tensor:
+    cache.update(*new, layer)
+    return new[0] + 1.0
+
+
+@pytest.mark.parametrize(
+    ("form", "left"),
+    [
+        (attends, ["masked_attention"]),
+        (reads_keys, ["write_token"]),
+        (writes_its_key, ["write_token", "masked_attention"]),
+        (says_nothing, ["write_token"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "slots", "at"), [(1, 4, 4, 100, 63), (2, 4, 2, 70, 0), (1, 33, 1, 60, 59)]
+)
+def test_attention_writes_the_token(
+    form: Callable[..., Tensor], left: list[str], rows: int, heads: int, kv_heads: int, slots: int, at: int,
+    device: torch.device, kernels: list[str],
+) -> None:  # fmt: skip
+    mask = torch.arange(slots, device=device) <= at
+    results = []
+    new = [[torch.randn(rows, kv_heads, 1, 16, device=device) for _ in range(2)] for _ in range(2)]
+    for defers in (True, False):
+        torch.manual_seed(1)
+        cache = PreallocatedCache(2, rows, slots, device)
+        for layer in cache.attention_layers:
+            layer.allocate(kv_heads, 16, 16, torch.float32, device)
+            for held in layer.buffers:
+                held.normal_()
+        cache.position.fill_(at)
+        given = [[tensor.clone() for tensor in pair] for pair in new]
+        with torch.no_grad(), cache.step():
+            earlier = Earlier(cache)
+            handlers = {**HANDLERS, F.scaled_dot_product_attention: StepAttention(earlier)}
+            instead = {F.scaled_dot_product_attention: functools.partial(masked_attention, earlier=earlier)}
+            with StepProducts(instead, handlers, poisons=True) if defers else contextlib.nullcontext():
+                out = [form(cache, heads, given[at], mask[None, None, None], at) for at in range(2)]
+            if defers:
+                assert kernels == left * 2
+        results.append([*out, *cache.buffers])
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_of_other_forms_is_torch_s(device: torch.device) -> None:
