@@ -42,15 +42,16 @@ class DecodeLayers(Transform):
         as it comes or cut to the number of keys. What the file computes for `eager` attention is the softmax of scaled
         products, with soft cap and sinks as passed to it. A gate that is projected beside each query, and heads that
         are scaled by a number, are computed in between. Of a mixer, that its `forward` asks the cache for its states,
-        masks nothing but padding, and ends in a product.
+        masks nothing but padding, and ends in a product. What a test of attributes adds and no step has a form for
+        (a norm for each head, say) is asked before `decode` is taken. Queries may be multiplied by a number, which
+        becomes part of the scaling, and hidden states may lose their middle dimension on the way, as OPT's.
         Blocks of another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
 
     Numerics:
         Reordered: sums may be taken in another order, and what stays inside a kernel is not rounded.
 
     Known limits:
-        What attention does if the configuration asks for it, and no step has a form for, is not in the step: the layer
-        asks first. Only in evaluation: dropout is left out. What a layer returns besides hidden states is not
+        Only in evaluation: dropout is left out. What a layer returns besides hidden states is not
         computed. Latents that are scaled, indexed or gated keep the original's way.
     """
 

@@ -16,6 +16,11 @@ from torch import Tensor
 
 class _Thread(threading.local):
     kept: frozenset[int] = frozenset()
+    as_before: dict[int, int]
+    """Versions of the states when the step began, of those that no operator has stepped since."""
+
+    def __init__(self) -> None:
+        self.as_before = {}
 
 
 _THREAD = _Thread()
@@ -24,13 +29,25 @@ _THREAD = _Thread()
 @contextlib.contextmanager
 def overwriting(states: Iterable[Tensor]) -> Iterator[None]:
     """Let this thread's operators overwrite `states`."""
-    before, _THREAD.kept = _THREAD.kept, frozenset(state.data_ptr() for state in states)
+    states = list(states)
+    before = _THREAD.kept, _THREAD.as_before
+    versions = {state.data_ptr(): state._version for state in states if not state.is_inference()}
+    _THREAD.kept, _THREAD.as_before = frozenset(state.data_ptr() for state in states), versions
     try:
         yield
     finally:
-        _THREAD.kept = before
+        _THREAD.kept, _THREAD.as_before = before
 
 
 def overwrites(state: Tensor) -> bool:
     """Return whether an operator is to write what comes after `state` over it."""
     return bool(_THREAD.kept) and state.data_ptr() in _THREAD.kept
+
+
+def steps(state: Tensor) -> bool:
+    """Return whether `state` is as it was before the step, which an operator says that it steps now.
+
+    So its kernel may read it before the kernels ahead of it have ended: none of them writes there.
+    """
+    version = _THREAD.as_before.pop(state.data_ptr(), None)
+    return version is not None and not state.is_inference() and state._version == version

@@ -7,12 +7,13 @@ kernel reads each window once and writes it once, moved on by a token.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
+from ..core.overwriting import steps
 from ..core.rows import KERNEL_DTYPES
 from ..products.gated_activation import activation_kind
 
@@ -34,7 +35,6 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.follow import follow
     from ..products.gated_activation import _activate
 
     @triton.jit(do_not_specialize=["channels"])
@@ -50,26 +50,31 @@ if backend.triton_installed():
         W: tl.constexpr,
         BIAS: tl.constexpr,
         ACTIVATION: tl.constexpr,
+        AHEAD: tl.constexpr,
         BLOCK: tl.constexpr,
+        TAPS: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):
-        """Convolve BLOCK channels of one row a program; a thread moves the whole window of its own channels."""
-        follow(OVERLAP)
+        """Convolve BLOCK channels of one row a program."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            if not AHEAD:
+                tl.extra.cuda.gdc_wait()
         row = tl.program_id(1).to(tl.int64)
         channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tap = tl.arange(0, TAPS)[None, :]
         live = channel < channels
-        window = window_ptr + (row * channels + channel) * W
-        total = tl.zeros((BLOCK,), tl.float32)
-        for tap in tl.static_range(W):
-            if tap == W - 1:
-                value = tl.load(x_ptr + row * row_stride + channel * channel_stride, mask=live, other=0.0)
-            else:
-                value = tl.load(window + tap + 1, mask=live, other=0.0)
-            value = value.to(window_ptr.dtype.element_ty)
-            total += value.to(tl.float32) * tl.load(weight_ptr + channel * W + tap, mask=live, other=0.0).to(
-                tl.float32
-            )
-            tl.store(window + tap, value, mask=live)
+        window_at = window_ptr + (row * channels + channel)[:, None] * W + tap
+        moved = tl.load(window_at + 1, mask=live[:, None] & (tap < W - 1), other=0.0)
+        weight_at = weight_ptr + channel[:, None] * W + tap
+        weight = tl.load(weight_at, mask=live[:, None] & (tap < W), other=0.0).to(tl.float32)
+        if OVERLAP and AHEAD:
+            tl.extra.cuda.gdc_wait()
+        x = tl.load(x_ptr + row * row_stride + channel * channel_stride, mask=live, other=0.0)
+        window = tl.where(tap == W - 1, x.to(window_ptr.dtype.element_ty)[:, None], moved)
+        tl.debug_barrier()  # every number has been read by whom it moves to
+        tl.store(window_at, window, mask=live[:, None] & (tap < W))
+        total = tl.sum(window.to(tl.float32) * weight, 1)
         if BIAS:
             total += tl.load(bias_ptr + channel, mask=live, other=0.0).to(tl.float32)
         if ACTIVATION != "none":
@@ -142,7 +147,8 @@ def _fits(hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tenso
 def _launch(hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     rows, channels, _ = hidden_states.shape
     out = hidden_states.new_empty((rows, channels, 1))
-    overlap = overlaps(out)
+    overlap, width = overlaps(out), weight.shape[1]
+    ahead = steps(conv_state) and nn.Parameter in (type(weight), type(weight._base))
     with backend.device_guard(out):
         conv_step_kernel.launch(
             (-(-channels // BLOCK), rows, 1),
@@ -151,7 +157,7 @@ def _launch(hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Ten
             (channels,),
             (hidden_states.stride(0), hidden_states.stride(1)),
             (),
-            (weight.shape[1], bias is not None, kind, BLOCK, overlap),
+            (width, bias is not None, kind, ahead, BLOCK, 1 << (width - 1).bit_length(), overlap),
             overlap=overlap,
         )
     return out

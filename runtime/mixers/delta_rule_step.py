@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
-from ..core.overwriting import overwrites
+from ..core.overwriting import overwrites, steps
 from ..core.rows import KERNEL_DTYPES
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -38,8 +38,6 @@ _WIDEST = 256
 if backend.triton_installed():
     import triton
     import triton.language as tl
-
-    from ..core.follow import follow
 
     @triton.jit
     def _delta_rule_step_kernel(  # type: ignore[no-untyped-def]
@@ -68,14 +66,23 @@ if backend.triton_installed():
         NORM: tl.constexpr,
         BLOCK_D: tl.constexpr,
         COLUMNS: tl.constexpr,
+        AHEAD: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):
         """Step COLUMNS columns of the state of one value head of one row a program."""
-        follow(OVERLAP)
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            if not AHEAD:
+                tl.extra.cuda.gdc_wait()
         head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
         group = head // (HEADS // GROUPS)
         d = tl.arange(0, BLOCK_D)
         col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        place = (row * HEADS + head) * D * DV + d[:, None] * DV + col[None, :]
+        live = (d[:, None] < D) & (col[None, :] < DV)
+        state = tl.load(state_ptr + place, mask=live, other=0.0).to(tl.float32)
+        if OVERLAP and AHEAD:
+            tl.extra.cuda.gdc_wait()
         query = tl.load(query_ptr + row * query_row_stride + group * query_head_stride + d, mask=d < D, other=0.0).to(
             tl.float32
         )
@@ -90,9 +97,7 @@ if backend.triton_installed():
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + eps)
         decay = tl.exp(tl.load(decay_ptr + row * decay_row_stride + head).to(tl.float32))
         beta = tl.load(beta_ptr + row * beta_row_stride + head).to(tl.float32)
-        place = (row * HEADS + head) * D * DV + d[:, None] * DV + col[None, :]
-        live = (d[:, None] < D) & (col[None, :] < DV)
-        state = tl.load(state_ptr + place, mask=live, other=0.0).to(tl.float32) * decay
+        state *= decay
         delta = (value - tl.sum(state * key[:, None], axis=0)) * beta
         state += key[:, None] * delta[None, :]
         out = tl.sum(state * (query * scaling)[:, None], axis=0)
@@ -197,7 +202,7 @@ def _launch(
     rows, _, heads, columns = value.shape
     groups, width = query.shape[2:]
     out, after = query.new_empty(value.shape), state if overwrites(state) else torch.empty_like(state)
-    overlap = overlaps(out)
+    overlap, ahead = overlaps(out), steps(state)
     with backend.device_guard(out):
         delta_rule_step_kernel.launch(
             (-(-columns // COLUMNS), heads, rows),
@@ -209,7 +214,7 @@ def _launch(
                 g.stride(0), beta.stride(0),
             ),
             (width**-0.5, 1e-6),
-            (heads, groups, width, columns, norm, 1 << (width - 1).bit_length(), COLUMNS, overlap),
+            (heads, groups, width, columns, norm, 1 << (width - 1).bit_length(), COLUMNS, ahead, overlap),
             overlap=overlap,
         )  # fmt: skip
     return out, after

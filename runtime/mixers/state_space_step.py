@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
+from ..core.overwriting import steps
 from ..core.rows import KERNEL_DTYPES
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -41,8 +42,6 @@ _LARGEST = 256
 if backend.triton_installed():
     import triton
     import triton.language as tl
-
-    from ..core.follow import follow
 
     @triton.jit
     def _state_space_step_kernel(  # type: ignore[no-untyped-def]
@@ -85,15 +84,23 @@ if backend.triton_installed():
         ONE_RATE: tl.constexpr,
         BLOCK_N: tl.constexpr,
         CHANNELS: tl.constexpr,
+        AHEAD: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):
         """Step CHANNELS channels of one head of one row a program."""
-        follow(OVERLAP)
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            if not AHEAD:
+                tl.extra.cuda.gdc_wait()
         head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
         group = head // (HEADS // GROUPS)
         p = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         n = tl.arange(0, BLOCK_N)
         live = (p[:, None] < P) & (n[None, :] < N)
+        place = ((row * HEADS + head) * P + p[:, None]) * N + n[None, :]
+        state = tl.load(state_ptr + place, mask=live, other=0.0).to(tl.float32)
+        if OVERLAP and AHEAD:
+            tl.extra.cuda.gdc_wait()
         x = tl.load(x_ptr + row * x_row_stride + head * x_head_stride + p, mask=p < P, other=0.0).to(tl.float32)
         dt = tl.load(
             dt_ptr + row * dt_row_stride + head * dt_head_stride + p * dt_channel_stride, mask=p < P, other=0.0
@@ -111,8 +118,6 @@ if backend.triton_installed():
             a = tl.load(a_ptr + a_place, mask=live, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * b_row_stride + group * b_group_stride + n, mask=n < N, other=0.0).to(tl.float32)
         c = tl.load(c_ptr + row * c_row_stride + group * c_group_stride + n, mask=n < N, other=0.0).to(tl.float32)
-        place = ((row * HEADS + head) * P + p[:, None]) * N + n[None, :]
-        state = tl.load(state_ptr + place, mask=live, other=0.0).to(tl.float32)
         state = state * tl.exp(dt[:, None] * a) + (dt * x)[:, None] * b[None, :]
         tl.store(state_ptr + place, state.to(state_ptr.dtype.element_ty), mask=live)
         out = tl.sum(state * c[None, :], axis=1)
@@ -254,7 +259,7 @@ def launch(tensors: Inputs, softplus: bool) -> Tensor:
             (),
             (
                 heads, b.shape[1], channels, size, d is not None, bias is not None, softplus, z is not None,
-                a.stride()[1:] == (0, 0), 1 << (size - 1).bit_length(), CHANNELS, overlap,
+                a.stride()[1:] == (0, 0), 1 << (size - 1).bit_length(), CHANNELS, steps(state), overlap,
             ),
             overlap=overlap,
         )  # fmt: skip

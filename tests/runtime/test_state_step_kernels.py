@@ -10,7 +10,7 @@ import torch
 from conftest import KERNEL_DTYPES
 from torch import Tensor
 
-from rewrite.runtime.core.overwriting import overwriting
+from rewrite.runtime.core.overwriting import overwriting, steps
 from rewrite.runtime.mixers import (
     conv_step,
     delta_rule_step,
@@ -203,3 +203,20 @@ def test_what_the_kernels_do_not_take_is_left_to_torch(device: torch.device) -> 
 
 def test_without_a_gpu_torch_runs() -> None:
     assert conv_step.conv_step(*conv(1, 16, 4, torch.float32)) is None
+
+
+def test_a_state_is_read_ahead_once_a_step(device: torch.device) -> None:
+    """Not where something in the step has written it, and not of a tensor that the step does not know."""
+    state, other = torch.zeros(2, 3, device=device), torch.zeros(2, 3, device=device)
+    assert not steps(state)
+    for _ in range(2):
+        with overwriting([state]):
+            assert not steps(other)
+            assert steps(state.unsqueeze(1))
+            assert not steps(state)
+    with overwriting([state]):
+        state.unsqueeze(1).add_(1.0)
+        assert not steps(state)
+    with overwriting([state]), overwriting([other]):
+        assert not steps(state)
+    assert not steps(state)
