@@ -84,8 +84,7 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     for attribute, found in _blocks(info, module):
         methods += found
         blocks[attribute] = ()
-    ways = layer.output.args[1:] if layer.output.op == "select" else ()
-    if any(not asked <= {call.args[0].value for call in attention_calls(way)} for way in ways):
+    if not asked <= _always_called(layer.output):
         raise NoStep("other_layer", "what an attention is asked that only some layers have")
     layer = replace(layer, output=_unpacked(layer.output, blocks), unless=tuple(dict.fromkeys(unless)))
     _check_order(layer, blocks)
@@ -98,6 +97,23 @@ def layer_methods(info: ClassInfo, module: Module) -> tuple[list[Method], LayerS
     methods.append(Method(layer.forward, "decode", taken, TENSOR, text, body, tuple(sorted(writer.uses)), types))
     own = {(id(method.after), method.name): method for method in methods}
     return [_as_passed(method) for method in own.values()], layer
+
+
+def _always_called(output: Term) -> set[str]:
+    """Return the attributes that are called whatever the tests in a term say."""
+    known: dict[Term, set[str]] = {}
+
+    def read(term: Term) -> set[str]:
+        if term not in known:
+            called = {term.args[0].value} if term.op == "call" and term.args[0].op == "attribute" else set()
+            if term.op == "select":
+                called |= read(term.args[0]) | (read(term.args[1]) & read(term.args[2]))
+            else:
+                called = called.union(*map(read, term.args))
+            known[term] = called
+        return known[term]
+
+    return read(output)
 
 
 def _as_passed(method: Method) -> Method:
