@@ -35,6 +35,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
 from ..core.target import CHANGES
+from ..products.chain import FUNCTIONS
 from ..products.step_products import StepProducts
 from .carried import carried_by
 from .changes import Before, Kept
@@ -554,7 +555,7 @@ class DecodeGraph:
     @contextlib.contextmanager
     def _stepping(self, width: int = 1) -> Iterator[None]:
         """Let a forward write `width` tokens a row at the cache's position."""
-        products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
+        products = StepProducts(_INSTEAD, HANDLERS, FUNCTIONS, poisons=rehearses())
         cache = self.cache
         with cache.step(width), products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
             yield

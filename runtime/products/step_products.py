@@ -45,6 +45,8 @@ ASKS: frozenset[Any] = frozenset({
 _VIEWS = {
     torch.Tensor.view, torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.squeeze,
     torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.Tensor.unflatten,
+    torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.select, torch.Tensor.narrow,
+    torch.Tensor.T.__get__, torch.Tensor.mT.__get__,
     torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split, torch.unflatten,
 }  # fmt: skip
 """What never reads a number."""
@@ -81,15 +83,22 @@ class StepProducts(TorchFunctionMode):
         instead: by functions of torch, what to call first; it returns None where torch's is to run.
         handlers: by functions of torch that are called with tensors and values, what may put off more than products;
             they are given the step before the arguments, and return None for what they do not take.
+        chains: the same of what is asked last, whatever a call is given.
         poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
     """
 
     def __init__(
-        self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
+        self,
+        instead: Instead | None = None,
+        handlers: Handlers | None = None,
+        chains: Handlers | None = None,
+        *,
+        poisons: bool = False,
     ) -> None:
         super().__init__()
         self._instead = instead or {}
         self._handlers = handlers or {}
+        self._chains = chains or {}
         self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
         self._poisons = poisons
         self._deferred: dict[int, Deferred] = {}
@@ -125,6 +134,8 @@ class StepProducts(TorchFunctionMode):
         taken = self._taken(func, args, given)
         if taken is None and func in self._handlers and all(isinstance(a, _VALUES) for a in args):
             taken = self._handlers[func](self, *args, **given)
+        if taken is None and func in self._chains:
+            taken = self._chains[func](self, *args, **given)
         if taken is not None:
             return taken
         if (self._deferred or self._sums) and not self._reads_no_number(func, args):
@@ -282,7 +293,7 @@ class StepProducts(TorchFunctionMode):
         """Return the tensor that it stands for."""
         place = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
         if self._poisons:
-            place.fill_(float("nan"))
+            place.fill_(float("nan") if place.is_floating_point() else 0)
         deferred.stands_for(place)
         self._forget()
         self._deferred[_key(place)] = deferred
@@ -301,9 +312,32 @@ class StepProducts(TorchFunctionMode):
         whole = found.place() is not None and tensor.numel() == found.shape.numel() and tensor.is_contiguous()
         return found if whole and tensor.dtype == found.dtype else None
 
+    def at(self, tensor: Tensor) -> Deferred | None:
+        """Return what will be written where a tensor lies, of which it may be any part."""
+        return self._deferred.get(_key(tensor))
+
+    def is_read(self, tensor: Tensor) -> bool:
+        """Return whether what is put off reads the memory of a tensor."""
+        return any(_key(tensor) in map(_key, deferred.reads) for deferred in self._deferred.values())
+
+    def replace(self, tensor: Tensor, deferred: Deferred) -> None:
+        """Let a tensor stand for something else, which nothing reads yet."""
+        before = self._deferred.pop(_key(tensor))
+        deferred.place, deferred.shape, deferred.dtype = before.place, before.shape, before.dtype
+        self._deferred[_key(tensor)] = deferred
+
+    def take_out(self, wanted: Callable[[Deferred], bool]) -> list[tuple[Deferred, Tensor]]:
+        """Forget what is wanted of all that is put off; returns it with the tensors that are to be written."""
+        found = []
+        for key, deferred in [*self._deferred.items()]:
+            if wanted(deferred) and (storage := deferred.place()) is not None:
+                del self._deferred[key]
+                found.append((deferred, deferred.on(storage)))
+        return found
+
     @staticmethod
     def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        if func in ASKS or func in _VIEWS or (func is torch.Tensor.__getitem__ and _is_slice(args[1])):
+        if func in ASKS or func in _VIEWS or (func is torch.Tensor.__getitem__ and is_slice(args[1])):
             return True
         return func in _SAME_ORDER and bool(args[0].is_contiguous())
 
@@ -325,6 +359,10 @@ class StepProducts(TorchFunctionMode):
             self._sums[at] = (tensors, functools.reduce(torch.add, tensors))
         return self._sums[at][1]
 
+    def settle_readers(self, tensor: Tensor) -> None:
+        """Compute a tensor, and what is computed from it, as before a function that writes it."""
+        self._settle(tensor)
+
     def settle(self, tensor: Tensor) -> None:
         """Compute a tensor that was put off."""
         if _key(tensor) in self._deferred:
@@ -332,10 +370,8 @@ class StepProducts(TorchFunctionMode):
 
     def _compute(self, key: int) -> None:
         deferred = self._deferred.pop(key)
-        if (storage := deferred.place()) is None:
-            return
-        out = torch.empty(0, dtype=deferred.dtype, device=storage.device).set_(storage)
-        deferred.compute(out.view(deferred.shape))
+        if (storage := deferred.place()) is not None:
+            deferred.compute(deferred.on(storage))
 
 
 def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:
@@ -343,7 +379,7 @@ def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:
     return of_sum in KERNEL_DTYPES and torch.promote_types(dtype, of_sum) == of_sum
 
 
-def _is_slice(index: Any) -> bool:
+def is_slice(index: Any) -> bool:
     """Return whether an index gives a view, and reads nothing."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
