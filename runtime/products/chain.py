@@ -26,9 +26,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import backend
+from ..core.launch import pretends
 from .chain_text import TYPES, Node, Read, launch_chain
 from .deferred import Deferred, Pointwise
 from .step_products import StepProducts, is_slice
+
+CASES = """
+def chained(function, *given):
+    with StepProducts(chains=FUNCTIONS):
+        return function(*given)
+
+def correction(activated, predictions, coefs):
+    scaled = (activated - predictions[0]).repeat(4, 1, 1, 1) * (coefs + 1.0).permute(2, 0, 1).unsqueeze(-1)
+    scaled += predictions
+    return scaled
+
+def bucket(position, slots):
+    far = -torch.minimum(torch.arange(slots, device=position.device) - position, torch.zeros_like(position))
+    large = 16 + (torch.log(far.float() / 16) / 2.0794415 * 16).to(torch.long)
+    return torch.where(far < 16, far, torch.minimum(large, torch.full_like(far, 31)))
+
+def modalities(routed):
+    return torch.tanh(routed.float()).type_as(routed)
+
+case("Gemma 3n, correction", chained, correction, tensor(1, 1, 2048), tensor(4, 1, 1, 2048), tensor(1, 1, 4))
+case("Gemma 3n, modalities", chained, modalities, tensor(1, 1, 4))
+case("T5, bucket", chained, bucket, int64(1), 1024)
+case("GELU, product", chained, lambda x, y: nn.functional.gelu(x) * y, tensor(4, 2, 256), tensor(4, 2, 256))
+"""
 
 LARGEST = 1 << 16
 """Numbers of a result; what is larger takes longer than the launch that it would save."""
@@ -313,7 +338,7 @@ def _where_it_runs(args: Sequence[Any], named: Mapping[str, Any]) -> Tensor | No
     tensors = [*_tensors(values)]
     devices = [torch.empty(0, device=one) for one in values if isinstance(one, torch.device)]
     like = next((tensor for tensor in tensors or devices if type(tensor) is Tensor), None)
-    if like is None or not (like.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if like is None or not (like.is_cuda or pretends() or os.environ.get("TRITON_INTERPRET") == "1"):
         return None
     if not backend.nothing_watches(like) or not backend.uses_triton(like):
         return None

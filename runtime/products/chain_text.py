@@ -149,7 +149,9 @@ class _Text:
         if at not in self._pointers:
             self._pointers[at] = f"in{len(self.tensors)}_ptr"
             self.tensors.append(tensor)
-        return self.name(f"tl.load({self._pointers[at]} + {index}{mask if index.strip('0123456789') else ''})")
+        if index.isdecimal():  # a block of one, as all else are blocks
+            index, mask = f"tl.full((1,), {index}, tl.int32)", ""
+        return self.name(f"tl.load({self._pointers[at]} + {index}{mask})")
 
     def value(self, node: Node, index: str) -> str:
         """Return the variable with what a node is at an index into its numbers."""
@@ -259,7 +261,7 @@ def text_of(outs: Sequence[tuple[Node, Tensor]], interpreted: bool) -> tuple[str
         *text.lines,
         *stores,
     ]
-    head = f"@triton.jit\ndef chain_kernel({', '.join(pointers)}, OVERLAP: tl.constexpr):\n"
+    head = f"@triton.jit\ndef _chain_kernel({', '.join(pointers)}, OVERLAP: tl.constexpr):\n"
     return head + "".join(f"    {line}\n" for line in lines), text.tensors, block
 
 
@@ -271,7 +273,8 @@ def kernel_of(text: str) -> Kernel:
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "libdevice": libdevice}
     scope |= {"follow": follow, "tanh_by_exp": tanh_by_exp}
     exec(compile(text, name, "exec"), scope)
-    return Kernel(scope["chain_kernel"], contracts=False)
+    chain_kernel = Kernel(scope["_chain_kernel"], contracts=False)
+    return chain_kernel
 
 
 def launch_chain(outs: Sequence[tuple[Node, Tensor]]) -> None:
@@ -280,4 +283,6 @@ def launch_chain(outs: Sequence[tuple[Node, Tensor]]) -> None:
     text, tensors, block = text_of(outs, not (first.is_cuda or pretends()))
     programs, warps = -(-first.numel() // block), max(1, block // (2 * WAVE))
     given = (*(out for _, out in outs), *tensors)
-    kernel_of(text).launch((programs, 1, 1), warps, given, (), (), (), (overlaps(first),), overlap=overlaps(first))
+    overlap = overlaps(first)
+    with backend.device_guard(first):
+        kernel_of(text).launch((programs, 1, 1), warps, given, (), (), (), (overlap,), overlap=overlap)
