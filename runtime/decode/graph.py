@@ -34,7 +34,7 @@ from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CHANGES
+from ..core.target import CHAINS, CHANGES
 from ..products.chain import FUNCTIONS
 from ..products.step_products import StepProducts
 from .carried import carried_by
@@ -555,7 +555,9 @@ class DecodeGraph:
     @contextlib.contextmanager
     def _stepping(self, width: int = 1) -> Iterator[None]:
         """Let a forward write `width` tokens a row at the cache's position."""
-        products = StepProducts(_INSTEAD, HANDLERS, FUNCTIONS, poisons=rehearses())
+        products = StepProducts(_INSTEAD, HANDLERS, poisons=rehearses())
+        if CHAINS:
+            products.chains = FUNCTIONS
         cache = self.cache
         with cache.step(width), products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
             yield

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from ..core import backend
@@ -33,7 +34,9 @@ from .step_products import StepProducts, is_slice
 
 CASES = """
 def chained(function, *given):
-    with StepProducts(chains=FUNCTIONS):
+    step = StepProducts()
+    step.chains = FUNCTIONS
+    with step:
         return function(*given)
 
 def correction(activated, predictions, coefs):
@@ -217,7 +220,10 @@ def _method_where(make: _Maker, input: Tensor, condition: Tensor, other: Any) ->
     return make("where", condition, input, other)
 
 
-def _masked_fill(make: _Maker, input: Tensor, mask: Tensor, value: Any) -> Node:
+def _masked_fill(make: _Maker, input: Tensor, mask: Tensor, value: Any) -> Node | None:
+    if isinstance(value, float) and math.isfinite(value) and make.dtype.is_floating_point:
+        if abs(value) > torch.finfo(make.dtype).max:  # of which torch says that it has no place there
+            return None
     return make("where", mask, value, input)
 
 
@@ -253,7 +259,9 @@ def _looked_up(make: _Maker, table: Tensor, index: Any) -> Node | None:
     return make("gather", *index, at=torch.int64, table=table)
 
 
-def _embedding(make: _Maker, input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Node:
+def _embedding(make: _Maker, input: Tensor, weight: Tensor, *, max_norm: float | None = None, **_: Any) -> Node | None:
+    if max_norm is not None:  # which writes the table
+        return None
     columns = Node("arange", torch.int64, weight.shape[1:], (0, 1))
     return make("gather", input.unsqueeze(-1), columns, at=torch.int64, table=weight)
 
@@ -276,7 +284,7 @@ def _arange(make: _Maker, *ends: Any, **_: Any) -> Node | None:
 _NAMED: dict[str, _Form] = {
     **{name: _arithmetic(name) for name in ("add", "sub", "mul", "div")},
     "multiply": _arithmetic("mul"), "subtract": _arithmetic("sub"), "true_divide": _arithmetic("div"),
-    "__rsub__": _reversed_sub, "__rdiv__": _reversed_div, "pow": _pow, "square": _square,
+    "__rsub__": _reversed_sub, "__rdiv__": _reversed_div, "pow": _pow, "__pow__": _pow, "square": _square,
     **{name: _unary(name) for name in ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf")},
     **{name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}, "__eq__": _comparison("eq"),
     "isinf": _question("isinf"), "isnan": _question("isnan"),
@@ -311,13 +319,28 @@ def _copied(source: Tensor, *_: Any, out: Tensor, **__: Any) -> None:
     out.copy_(source)
 
 
+def _zeros(*_: Any, out: Tensor, **__: Any) -> None:
+    out.zero_()
+
+
+def _ones(*_: Any, out: Tensor, **__: Any) -> None:
+    out.fill_(1)
+
+
+def _filled(_: Any, fill_value: float, *, out: Tensor, **__: Any) -> None:
+    out.fill_(fill_value)
+
+
+_PLAIN = (
+    "add sub mul div multiply pow square neg abs exp log sqrt rsqrt sigmoid tanh erf eq ne lt le gt ge clamp maximum "
+    "minimum logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not"
+)
 _OUT: dict[Any, Callable[..., object]] = {
-    **{getattr(owner, name): getattr(torch, name) for owner in (torch, Tensor) for name in (
-        "add sub mul div pow square neg abs exp log sqrt rsqrt sigmoid tanh erf eq ne lt le gt ge clamp maximum minimum "
-        "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not"
-    ).split()},
+    **{getattr(owner, name): getattr(torch, name) for owner in (torch, Tensor) for name in _PLAIN.split()},
     Tensor.__and__: torch.bitwise_and, Tensor.__or__: torch.bitwise_or, Tensor.__invert__: torch.bitwise_not,
     Tensor.__eq__: torch.eq, torch.where: torch.where, torch.arange: torch.arange,
+    torch.zeros: _zeros, torch.zeros_like: _zeros, Tensor.new_zeros: _zeros, torch.ones: _ones,
+    torch.ones_like: _ones, Tensor.new_ones: _ones, torch.full: _filled, torch.full_like: _filled,
     F.gelu: torch._C._nn.gelu, F.silu: torch._C._nn.silu,
     torch.clone: _copied, Tensor.clone: _copied, **{getattr(Tensor, name): _copied for name in _CASTS},
 }  # fmt: skip
@@ -403,14 +426,19 @@ def _put_off(func: Callable[..., Any], form: _Form, step: StepProducts, *args: A
     node = _node(make, form, args, named)
     if node is None:
         return None
-    chain = Chain(node, step)
-    if not make.takes_in and func in _OUT:
-        chain.single = functools.partial(_single, _OUT[func], args, named)
-    return step.put_off(chain, result.shape, like, result.dtype)
+    single = None if make.takes_in or func not in _OUT else _single(_OUT[func], args, named, result)
+    return step.put_off(Chain(node, step, single), result.shape, like, result.dtype)
 
 
-def _single(function: Callable[..., object], args: Sequence[Any], named: Mapping[str, Any], out: Tensor) -> None:
-    function(*args, **named, out=out)
+def _single(
+    function: Callable[..., object], args: Sequence[Any], named: Mapping[str, Any], result: Tensor
+) -> Callable[[Tensor], object] | None:
+    """Return what writes the result of a function of torch, None where that has no such form."""
+    try:
+        function(*map(_numberless, args), **{name: _numberless(value) for name, value in named.items()}, out=result)
+    except (RuntimeError, TypeError):
+        return None
+    return lambda out: function(*args, **named, out=out)
 
 
 def _write(
@@ -441,6 +469,8 @@ def _write(
         return None
     node = _rounded(node, target.dtype)
     launch_chain([(node, target), *_on_the_way(step, node)])
+    if not target.is_inference():
+        increment_version(target)
     return target
 
 

@@ -74,7 +74,7 @@ class Deferred:
 
     def on(self, place: torch.UntypedStorage) -> Tensor:
         """Return the tensor itself."""
-        return torch.empty(0, dtype=self.dtype, device=place.device).set_(place).view(self.shape)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=self.dtype, device=place.device).set_(place).view(self.shape)
 
     @property
     def reads(self) -> Sequence[Tensor]:

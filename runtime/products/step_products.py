@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core import deferring
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import LAYER_NORM
+from ..core.target import CHAINS, LAYER_NORM
 from .deferred import POINTS, Deferred, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
@@ -46,7 +46,7 @@ _VIEWS = {
     torch.Tensor.view, torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.squeeze,
     torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.Tensor.unflatten,
     torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.select, torch.Tensor.narrow,
-    torch.Tensor.T.__get__, torch.Tensor.mT.__get__,
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")),
     torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split, torch.unflatten,
 }  # fmt: skip
 """What never reads a number."""
@@ -83,22 +83,17 @@ class StepProducts(TorchFunctionMode):
         instead: by functions of torch, what to call first; it returns None where torch's is to run.
         handlers: by functions of torch that are called with tensors and values, what may put off more than products;
             they are given the step before the arguments, and return None for what they do not take.
-        chains: the same of what is asked last, whatever a call is given.
         poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
     """
 
     def __init__(
-        self,
-        instead: Instead | None = None,
-        handlers: Handlers | None = None,
-        chains: Handlers | None = None,
-        *,
-        poisons: bool = False,
+        self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
     ) -> None:
         super().__init__()
         self._instead = instead or {}
         self._handlers = handlers or {}
-        self._chains = chains or {}
+        self.chains: Handlers = {}
+        """The same, asked last, whatever a call is given."""
         self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
         self._poisons = poisons
         self._deferred: dict[int, Deferred] = {}
@@ -134,8 +129,8 @@ class StepProducts(TorchFunctionMode):
         taken = self._taken(func, args, given)
         if taken is None and func in self._handlers and all(isinstance(a, _VALUES) for a in args):
             taken = self._handlers[func](self, *args, **given)
-        if taken is None and func in self._chains:
-            taken = self._chains[func](self, *args, **given)
+        if CHAINS and taken is None and func in self.chains:
+            taken = self.chains[func](self, *args, **given)
         if taken is not None:
             return taken
         if (self._deferred or self._sums) and not self._reads_no_number(func, args):
@@ -314,10 +309,12 @@ class StepProducts(TorchFunctionMode):
 
     def at(self, tensor: Tensor) -> Deferred | None:
         """Return what will be written where a tensor lies, of which it may be any part."""
-        return self._deferred.get(_key(tensor))
+        found = self._deferred.get(_key(tensor))  # which may be of a tensor that is gone, whose key was given anew
+        return None if found is None or found.place() is None else found
 
     def is_read(self, tensor: Tensor) -> bool:
         """Return whether what is put off reads the memory of a tensor."""
+        self._forget()
         return any(_key(tensor) in map(_key, deferred.reads) for deferred in self._deferred.values())
 
     def replace(self, tensor: Tensor, deferred: Deferred) -> None:
