@@ -103,10 +103,14 @@ class _Maker:
     Args:
         step: which knows what is put off.
         result: of the function, on no device.
+        order: its dimensions from the outermost in memory.
     """
 
-    def __init__(self, step: StepProducts, result: Tensor):
-        self._step, self.dtype, self.shape = step, result.dtype, tuple(result.shape)
+    def __init__(self, step: StepProducts, result: Tensor, order: Sequence[int] | None = None):
+        self._step, self.dtype = step, result.dtype
+        self._broadcast, self._order = result.shape, range(result.dim()) if order is None else order
+        self.shape = tuple(result.shape[place] for place in self._order)
+        self._own: set[Node] = set()
         self.takes_in = False
         """Whether an operand was itself put off."""
 
@@ -114,12 +118,14 @@ class _Maker:
         """Return the node of a function of tensors, numbers and other nodes."""
         if table is not None:
             self._step.settle(table)
-        return Node(kind, self.dtype, self.shape, [self._operand(one) for one in operands], at, table)
+        node = Node(kind, self.dtype, self.shape, [self._operand(one) for one in operands], at, table)
+        self._own.add(node)
+        return node
 
     def _operand(self, operand: Any) -> Read | float:
         if isinstance(operand, Node):
             strides = torch.empty(operand.shape, device="meta").stride()
-            return Read(operand, 0, _broadcast(operand.shape, strides, self.shape))
+            return Read(operand, 0, strides if operand in self._own else self._strides(operand.shape, strides))
         if not isinstance(operand, Tensor):
             return operand  # type: ignore[no-any-return]
         node = self._taken_in(operand)
@@ -128,7 +134,13 @@ class _Maker:
             node = Node("leaf", operand.dtype, operand.shape, tensor=operand)
         else:
             self.takes_in = True
-        return Read(node, 0, _broadcast(operand.shape, operand.stride(), self.shape))
+        return Read(node, 0, self._strides(operand.shape, operand.stride()))
+
+    def _strides(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+        """Return the strides with which an operand is read for each number of the result, in its order."""
+        own = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+        every = [*[0] * (len(self._broadcast) - len(own)), *own]
+        return tuple(every[place] for place in self._order)
 
     def _taken_in(self, operand: Tensor) -> Node | None:
         """Return the node of what is put off, if an operand is all of it, in any order or broadcast."""
@@ -142,12 +154,6 @@ class _Maker:
             result = torch.empty(found.shape, dtype=found.dtype, device="meta")
             return _FORMS[found.function](_Maker(self._step, result), *found.operands)
         return found.node if isinstance(found, Chain) else None
-
-
-def _broadcast(shape: Sequence[int], strides: Sequence[int], to: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides with which something is read for each number of a larger shape."""
-    own = [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
-    return (*[0] * (len(to) - len(own)), *own)
 
 
 _Form = Callable[..., Node | None]
@@ -205,6 +211,11 @@ def _pow(make: _Maker, input: Any, exponent: Any) -> Node | None:
 
 def _square(make: _Maker, input: Tensor) -> Node | None:
     return None if make.dtype == torch.bool else make("mul", input, input)
+
+
+def _of_two(kind: str) -> _Form:
+    """Return the form of what is something else of one tensor."""
+    return lambda make, input, other: make(kind, input, other) if isinstance(other, Tensor) else None
 
 
 def _clamp(make: _Maker, input: Any, min: Any = None, max: Any = None) -> Node | None:
@@ -292,7 +303,7 @@ _NAMED: dict[str, _Form] = {
     **{f"bitwise_{name}": _bits(name) for name in ("and", "or", "xor")}, "bitwise_not": _unary("not"),
     "__and__": _bits("and"), "__or__": _bits("or"), "__xor__": _bits("xor"), "__invert__": _unary("not"),
     "maximum": _arithmetic("maximum"), "minimum": _arithmetic("minimum"), "clamp": _clamp,
-    "masked_fill": _masked_fill, "relu": _relu, "clone": _same, "repeat": _repeat,
+    "max": _of_two("maximum"), "min": _of_two("minimum"), "masked_fill": _masked_fill, "relu": _relu, "clone": _same, "repeat": _repeat,
     "zeros_like": _constant(0), "ones_like": _constant(1), "full_like": _full, "full": _full, "arange": _arange,
     "new_zeros": _constant(0), "new_ones": _constant(1), "zeros": _constant(0), "ones": _constant(1),
 }  # fmt: skip
@@ -415,19 +426,24 @@ def _put_off(func: Callable[..., Any], form: _Form, step: StepProducts, *args: A
     """Return what stands for a function's result, None where torch is to compute it."""
     like = None if not _NEVER.isdisjoint(named) else _where_it_runs(args, named)
     result = None if like is None else _result(func, args, named)
-    if like is None or result is None or not result.is_contiguous():
+    if like is None or result is None:
+        return None
+    order = sorted(range(result.dim()), key=lambda place: -result.stride(place))
+    order = [*range(result.dim())] if result.is_contiguous() else order
+    if not result.permute(order).is_contiguous():
         return None
     if func in _CASTED:
         if any(isinstance(one, bool) for one in args):
             return None
         if result.dtype == args[0].dtype and (func is not Tensor.contiguous or args[0].is_contiguous()):
             return args[0]  # type: ignore[no-any-return]
-    make = _Maker(step, result)
+    make = _Maker(step, result, order)
     node = _node(make, form, args, named)
     if node is None:
         return None
     single = None if make.takes_in or func not in _OUT else _single(_OUT[func], args, named, result)
-    return step.put_off(Chain(node, step, single), result.shape, like, result.dtype)
+    place = step.put_off(Chain(node, step, single), node.shape, like, result.dtype)
+    return place if result.is_contiguous() else place.permute([order.index(number) for number in range(len(order))])
 
 
 def _single(
@@ -438,7 +454,7 @@ def _single(
         function(*map(_numberless, args), **{name: _numberless(value) for name, value in named.items()}, out=result)
     except (RuntimeError, TypeError):
         return None
-    return lambda out: function(*args, **named, out=out)
+    return lambda out: function(*args, **named, out=out.as_strided(result.shape, result.stride()))
 
 
 def _write(
@@ -483,8 +499,7 @@ def _rounded(node: Node, dtype: torch.dtype) -> Node:
     """Return a node in the dtype of what it is written to."""
     if node.dtype == dtype:
         return node
-    strides = torch.empty(node.shape, device="meta").stride()
-    return Node("same", dtype, node.shape, [Read(node, 0, _broadcast(node.shape, strides, node.shape))])
+    return Node("same", dtype, node.shape, [Read(node, 0, torch.empty(node.shape, device="meta").stride())])
 
 
 def _set(step: StepProducts, target: Tensor, index: Any, value: Any) -> Tensor | None:

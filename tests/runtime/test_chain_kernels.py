@@ -88,6 +88,7 @@ EXACT: dict[str, Function] = {
     "clamp by tensors": lambda x, y: torch.clamp(x, min=-abs(y), max=abs(y)),
     "maximum": lambda x, y: torch.maximum(x, y),
     "minimum": lambda x, y: torch.minimum(x, y),
+    "min and max": lambda x, y: torch.min(x, torch.max(y, x * 2.0)),
     "where": lambda x, y: torch.where(x > y, x, y),
     "where a number": lambda x, y: x.where(x > 0.1, -1.5),
     "where numbers": lambda x, y: torch.where(x > y, -1e9, 0.0),
@@ -196,6 +197,10 @@ LAYOUTS: dict[str, Function] = {
     "alone": lambda x: x[3, 5] * 2.0 + 1.0,
     "broadcast chain": lambda x: (x[0] + 1.0)[None, :, None].expand(3, 70, 2) * torch.ones(3, 70, 2, device=x.device),
     "permuted chain": lambda x: torch.ones(3, 10, 8, 7, device=x.device) * (x + 1.0).view(8, 7, 10).permute(2, 0, 1),
+    "permuted result": lambda x: (x + 1.0).view(8, 7, 10).permute(2, 0, 1) * 3.0 - x[0, :10, None, None],
+    "permuted and read": lambda x: ((y := (x.T * 2.0)) + y[:, :1]).exp() + 1.0,
+    "permuted, in order": lambda x: torch.where(x.T > 0.0, x.T, -1.0).contiguous(),
+    "permuted alone": lambda x: x.T * 2.0,
     "two ways": lambda x: (y := x[:, :8] + 1.0) * y.T.contiguous(),
     "reshaped chain": lambda x: (x + 1.0).view(-1, 5).unsqueeze(1) * 2.0,
     "several blocks": lambda x: (x.repeat(40, 1, 1) + 1.0) * x,
@@ -208,8 +213,8 @@ def test_layouts(name: str, device: torch.device, kernels: list[str]) -> None:
     x = wide[1:, 7:77]
     ours, wanted = stepped(LAYOUTS[name], x), LAYOUTS[name](x)
     assert ours.stride() == wanted.stride()
-    assert torch.equal(ours, wanted)
-    assert "chain" in kernels
+    assert torch.allclose(ours, wanted, rtol=0.0 if "read" not in name else 1e-6, atol=0.0)
+    assert "chain" in kernels or "alone" in name
 
 
 def test_a_mask_is_one_kernel(device: torch.device, kernels: list[str]) -> None:
