@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from ..core import backend
@@ -115,26 +114,27 @@ class _Maker:
         """Whether an operand was itself put off."""
 
     def __call__(self, kind: str, *operands: Any, at: torch.dtype | None = None, table: Tensor | None = None) -> Node:
-        """Return the node of a function of tensors, numbers and other nodes."""
+        """Return the node of a function of tensors, numbers and other nodes; of `table` it reads what they say."""
+        of = [self._operand(one) for one in operands]
         if table is not None:
-            self._step.settle(table)
-        node = Node(kind, self.dtype, self.shape, [self._operand(one) for one in operands], at, table)
-        self._own.add(node)
+            of.insert(0, Read(self._node_of(table), table.stride(), table.shape))
+        self._own.add(node := Node(kind, self.dtype, self.shape, of, at))
         return node
 
     def _operand(self, operand: Any) -> Read | float:
         if isinstance(operand, Node):
             strides = torch.empty(operand.shape, device="meta").stride()
-            return Read(operand, 0, strides if operand in self._own else self._strides(operand.shape, strides))
+            return Read(operand, strides if operand in self._own else self._strides(operand.shape, strides))
         if not isinstance(operand, Tensor):
-            return operand  # type: ignore[no-any-return]
-        node = self._taken_in(operand)
-        if node is None:
-            self._step.settle(operand)
-            node = Node("leaf", operand.dtype, operand.shape, tensor=operand)
-        else:
+            return operand
+        return Read(self._node_of(operand), self._strides(operand.shape, operand.stride()))
+
+    def _node_of(self, operand: Tensor) -> Node:
+        if (node := self._taken_in(operand)) is not None:
             self.takes_in = True
-        return Read(node, 0, self._strides(operand.shape, operand.stride()))
+            return node
+        self._step.settle(operand)
+        return Node("leaf", operand.dtype, operand.shape, tensor=operand)
 
     def _strides(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
         """Return the strides with which an operand is read for each number of the result, in its order."""
@@ -220,7 +220,7 @@ def _of_two(kind: str) -> _Form:
 
 def _clamp(make: _Maker, input: Any, min: Any = None, max: Any = None) -> Node | None:
     node = input if min is None else make("maximum", input, min)
-    return node if max is None else make("minimum", node, max)  # type: ignore[no-any-return]
+    return node if max is None else make("minimum", node, max)
 
 
 def _where(make: _Maker, condition: Tensor, input: Any, other: Any) -> Node:
@@ -303,7 +303,8 @@ _NAMED: dict[str, _Form] = {
     **{f"bitwise_{name}": _bits(name) for name in ("and", "or", "xor")}, "bitwise_not": _unary("not"),
     "__and__": _bits("and"), "__or__": _bits("or"), "__xor__": _bits("xor"), "__invert__": _unary("not"),
     "maximum": _arithmetic("maximum"), "minimum": _arithmetic("minimum"), "clamp": _clamp,
-    "max": _of_two("maximum"), "min": _of_two("minimum"), "masked_fill": _masked_fill, "relu": _relu, "clone": _same, "repeat": _repeat,
+    "max": _of_two("maximum"), "min": _of_two("minimum"),
+    "masked_fill": _masked_fill, "relu": _relu, "clone": _same, "repeat": _repeat,
     "zeros_like": _constant(0), "ones_like": _constant(1), "full_like": _full, "full": _full, "arange": _arange,
     "new_zeros": _constant(0), "new_ones": _constant(1), "zeros": _constant(0), "ones": _constant(1),
 }  # fmt: skip
@@ -330,6 +331,10 @@ def _copied(source: Tensor, *_: Any, out: Tensor, **__: Any) -> None:
     out.copy_(source)
 
 
+def _rows(input: Tensor, weight: Tensor, *_: Any, out: Tensor, **__: Any) -> None:
+    torch.index_select(weight, 0, input.reshape(-1), out=out.view(-1, weight.shape[1]))
+
+
 def _zeros(*_: Any, out: Tensor, **__: Any) -> None:
     out.zero_()
 
@@ -352,7 +357,7 @@ _OUT: dict[Any, Callable[..., object]] = {
     Tensor.__eq__: torch.eq, torch.where: torch.where, torch.arange: torch.arange,
     torch.zeros: _zeros, torch.zeros_like: _zeros, Tensor.new_zeros: _zeros, torch.ones: _ones,
     torch.ones_like: _ones, Tensor.new_ones: _ones, torch.full: _filled, torch.full_like: _filled,
-    F.gelu: torch._C._nn.gelu, F.silu: torch._C._nn.silu,
+    F.embedding: _rows, Tensor.__pow__: torch.pow, F.gelu: torch._C._nn.gelu, F.silu: torch._C._nn.silu,
     torch.clone: _copied, Tensor.clone: _copied, **{getattr(Tensor, name): _copied for name in _CASTS},
 }  # fmt: skip
 """What writes into `out` what a function gives, with a kernel of torch's own."""
@@ -428,15 +433,16 @@ def _put_off(func: Callable[..., Any], form: _Form, step: StepProducts, *args: A
     result = None if like is None else _result(func, args, named)
     if like is None or result is None:
         return None
-    order = sorted(range(result.dim()), key=lambda place: -result.stride(place))
-    order = [*range(result.dim())] if result.is_contiguous() else order
+    order, strides = [*range(result.dim())], result.stride()
+    if not result.is_contiguous():
+        order.sort(key=lambda place: -strides[place])
     if not result.permute(order).is_contiguous():
         return None
     if func in _CASTED:
         if any(isinstance(one, bool) for one in args):
             return None
         if result.dtype == args[0].dtype and (func is not Tensor.contiguous or args[0].is_contiguous()):
-            return args[0]  # type: ignore[no-any-return]
+            return args[0]
     make = _Maker(step, result, order)
     node = _node(make, form, args, named)
     if node is None:
@@ -460,46 +466,23 @@ def _single(
 def _write(
     func: Callable[..., Any], form: _Form, step: StepProducts, target: Tensor, *args: Any, **named: Any
 ) -> Tensor | None:
-    """Take a function that writes its first argument, `func` the one that only computes; None where torch is to."""
-    found, others = step.at(target), [*_tensors((*args, *named.values()))]
-    pending = isinstance(found, Chain) or any(isinstance(step.at(other), Chain) for other in others)
-    if not pending or not _NEVER.isdisjoint(named) or _where_it_runs((target, *args), named) is None:
+    """Take a function that writes its first argument, where that is put off; `func` is the one that only computes."""
+    found = step.at(target)
+    if not isinstance(found, Chain) or not _NEVER.isdisjoint(named) or _where_it_runs((target, *args), named) is None:
         return None
+    whole = target.is_contiguous() and target.storage_offset() == 0 and target.dtype == found.dtype
     result = _result(func, (target, *args), named)
-    if result is None or result.shape != target.shape or not torch.can_cast(result.dtype, target.dtype):
+    if not whole or target.numel() != found.shape.numel() or step.is_read(target) or result is None:
         return None
-    make = _Maker(step, result)
-    if isinstance(found, Chain):
-        whole = target.is_contiguous() and target.storage_offset() == 0 and target.dtype == found.dtype
-        if not whole or target.numel() != found.shape.numel() or step.is_read(target):
-            return None
-        node = _node(make, form, (target, *args), named)
-        if node is not None:
-            step.replace(target, Chain(_rounded(node, target.dtype), step))
-        return None if node is None else target
-    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+    if result.shape != target.shape or not torch.can_cast(result.dtype, target.dtype):
         return None
-    step.settle_readers(target)
-    node = _node(make, form, (target, *args), named)
-    if node is None or not make.takes_in or any(_shares(leaf, target) for leaf in node.leaves):
+    node = _node(_Maker(step, result), form, (target, *args), named)
+    if node is None:
         return None
-    node = _rounded(node, target.dtype)
-    launch_chain([(node, target), *_on_the_way(step, node)])
-    if not target.is_inference():
-        increment_version(target)
+    if node.dtype != target.dtype:
+        node = Node("same", target.dtype, node.shape, [Read(node, torch.empty(node.shape, device="meta").stride())])
+    step.replace(target, Chain(node, step))
     return target
-
-
-def _shares(leaf: Tensor, target: Tensor) -> bool:
-    """Return whether a leaf is other numbers of the memory of a tensor, or the same in another order."""
-    return leaf is not target and leaf.untyped_storage()._cdata == target.untyped_storage()._cdata
-
-
-def _rounded(node: Node, dtype: torch.dtype) -> Node:
-    """Return a node in the dtype of what it is written to."""
-    if node.dtype == dtype:
-        return node
-    return Node("same", dtype, node.shape, [Read(node, 0, torch.empty(node.shape, device="meta").stride())])
 
 
 def _set(step: StepProducts, target: Tensor, index: Any, value: Any) -> Tensor | None:

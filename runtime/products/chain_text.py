@@ -55,8 +55,9 @@ class Read(NamedTuple):
     """What a function reads of another's numbers, or of memory, at a place of its own shape."""
 
     node: Node
-    offset: int
     strides: tuple[int, ...]
+    shape: tuple[int, ...] = ()
+    """Of what a `gather` looks up in, to which the strides belong."""
 
 
 class Node:
@@ -68,7 +69,7 @@ class Node:
         shape: likewise, contiguous.
         of: what it is given.
         at: the dtype that its operands are brought to; by default that of what it gives.
-        tensor: the memory of a leaf, or that which a `gather` looks up in.
+        tensor: the memory of a leaf.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class _Text:
         self.mask = mask
         self._names: dict[str, str] = {}
         self._values: dict[tuple[Node, str], str] = {}
-        self._pointers: dict[tuple[int, int, torch.dtype], str] = {}
+        self._pointers: dict[tuple[Any, ...], str] = {}
 
     @property
     def pointers(self) -> list[str]:
@@ -143,15 +144,15 @@ class _Text:
             self.lines.append(f"{self._names[expression]} = {expression}")
         return self._names[expression]
 
-    def load(self, tensor: Tensor, index: str, mask: str) -> str:
+    def load(self, tensor: Tensor, index: str) -> str:
         """Return the number of a tensor at an index from where it begins."""
         at = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
         if at not in self._pointers:
             self._pointers[at] = f"in{len(self.tensors)}_ptr"
             self.tensors.append(tensor)
         if index.isdecimal():  # a block of one, as all else are blocks
-            index, mask = f"tl.full((1,), {index}, tl.int32)", ""
-        return self.name(f"tl.load({self._pointers[at]} + {index}{mask})")
+            return self.name(f"tl.load({self._pointers[at]} + tl.full((1,), {index}, tl.int32))")
+        return self.name(f"tl.load({self._pointers[at]} + {index}{self.mask})")
 
     def value(self, node: Node, index: str) -> str:
         """Return the variable with what a node is at an index into its numbers."""
@@ -162,7 +163,7 @@ class _Text:
     def _value(self, node: Node, index: str) -> str:
         if node.kind == "leaf":
             assert node.tensor is not None
-            return self.load(node.tensor, index, self.mask)
+            return self.load(node.tensor, index)
         if node.kind == "full":
             return self.cast(self.number(node.of[0], node.dtype), _wide(node.dtype), node.dtype)  # type: ignore[arg-type]
         if node.kind == "arange":
@@ -172,9 +173,9 @@ class _Text:
         if node.kind == "div" and not isinstance(node.of[1], Read) and not self.interpreted:
             inverse = float(1.0 / torch.tensor(node.of[1], dtype=wide))  # as torch does on a GPU
             node = Node("mul", node.dtype, node.shape, (node.of[0], inverse))
-        given = [self.operand(node, one, index) for one in node.of]
         if node.kind == "gather":
-            return self._gathered(node, given)
+            return self._gathered(node, index)
+        given = [self.operand(node, one, index) for one in node.of]
         names = (_INTERPRETED if self.interpreted else _COMPILED) | (_DOUBLE if wide == torch.float64 else _ROUNDED)
         if node.kind == "same":
             return self.cast(given[0], wide, node.dtype)
@@ -190,15 +191,16 @@ class _Text:
             return self.cast(value, one.node.dtype, torch.bool)
         return self.cast(self.cast(value, one.node.dtype, node.at), node.at, _wide(node.at))
 
-    def _gathered(self, node: Node, given: Sequence[str]) -> str:
-        assert node.tensor is not None
-        at, inside = [], []
-        for one, size, stride in zip(given, node.tensor.shape, node.tensor.stride(), strict=True):
-            place = self.name(f"tl.where({one} < 0, {one} + {size}, {one})")
-            at.append(f"{place} * {stride}")
-            inside.append(f"({place} >= 0) & ({place} < {size})")
-        where = self.name(" & ".join(inside))
-        return self.load(node.tensor, f"({' + '.join(at)})", f", mask={where}")
+    def _gathered(self, node: Node, index: str) -> str:
+        """Return the variable with what stands in a table; beyond its ends, where torch would complain, the first."""
+        table, *given = node.of
+        assert isinstance(table, Read)
+        at = []
+        for one, size, stride in zip(given, table.shape, table.strides, strict=True):
+            place = self.operand(node, one, index)
+            place = self.name(f"tl.where({place} < 0, {place} + {size}, {place})")
+            at.append(f"tl.where(({place} >= 0) & ({place} < {size}), {place}, 0) * {stride}")
+        return self.value(table.node, self.name(" + ".join(at)))
 
     def number(self, number: float, dtype: torch.dtype, exact: bool = True) -> str:
         """Return the variable with a number, rounded to the dtype that is computed in, or first to `dtype` itself."""
@@ -221,9 +223,8 @@ class _Text:
 
     def index(self, shape: Sequence[int], read: Read, index: str) -> str:
         """Return the index into what is read, for an index into the numbers of `shape`."""
-        parts, inner = [str(read.offset)] if read.offset else [], 1
-        runs: list[list[int]] = []
-        """From the last dimension: size, stride, and the numbers of all dimensions behind."""
+        parts, runs, inner = list[str](), list[list[int]](), 1
+        # of runs, from the last dimension: size, stride, and the numbers of all dimensions behind
         for size, stride in zip(shape[::-1], read.strides[::-1], strict=True):
             if size != 1:
                 if runs and stride == runs[-1][0] * runs[-1][1]:
@@ -251,7 +252,7 @@ def text_of(outs: Sequence[tuple[Node, Tensor]], interpreted: bool) -> tuple[str
     text = _Text(", mask=mask" if size % block else "", interpreted)
     stores = []
     for number, (node, out) in enumerate(outs):
-        where = "i" if out.is_contiguous() else text.index(node.shape, Read(node, 0, out.stride()), "i")
+        where = "i" if out.is_contiguous() else text.index(node.shape, Read(node, out.stride()), "i")
         stores.append(f"tl.store(out{number}_ptr + {where}, {text.value(node, 'i')}{text.mask})")
     pointers = [f"out{number}_ptr" for number in range(len(outs))] + text.pointers
     lines = [

@@ -356,10 +356,6 @@ class StepProducts(TorchFunctionMode):
             self._sums[at] = (tensors, functools.reduce(torch.add, tensors))
         return self._sums[at][1]
 
-    def settle_readers(self, tensor: Tensor) -> None:
-        """Compute a tensor, and what is computed from it, as before a function that writes it."""
-        self._settle(tensor)
-
     def settle(self, tensor: Tensor) -> None:
         """Compute a tensor that was put off."""
         if _key(tensor) in self._deferred:

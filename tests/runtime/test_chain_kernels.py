@@ -229,7 +229,7 @@ def test_a_mask_is_one_kernel(device: torch.device, kernels: list[str]) -> None:
         queries = (torch.arange(1, device=padding.device) + position)[None, None, :, None]
         columns = slots[None, None, None, :]
         seen = columns.new_ones((), dtype=torch.bool) & (columns <= queries) & (columns > queries - 9)
-        return seen & padding[rows, columns]
+        return seen & (padding.to(torch.int64) != 0)[rows, columns]
 
     assert_same(stepped(mask, padding, position), mask(padding, position))
     assert kernels == ["chain"]
@@ -423,19 +423,6 @@ def test_a_chain_written_is_one_kernel(device: torch.device, kernels: list[str])
         scaled = (x - 1.0).repeat(4, 1, 1)
         scaled += x
         return scaled
-
-    x = torch.randn(3, 40, device=device)
-    assert torch.equal(stepped(function, x), function(x))
-    assert kernels == ["chain"]
-
-
-def test_a_tensor_that_a_chain_is_added_to_is_one_kernel(device: torch.device, kernels: list[str]) -> None:
-    def function(x: Tensor) -> Tensor:
-        total = x.cumsum(-1)
-        before = total._version
-        total[1:] += x[1:] * 2.0
-        assert total._version > before
-        return total
 
     x = torch.randn(3, 40, device=device)
     assert torch.equal(stepped(function, x), function(x))
