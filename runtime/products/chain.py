@@ -51,6 +51,20 @@ def bucket(position, slots):
 def modalities(routed):
     return torch.tanh(routed.float()).type_as(routed)
 
+def every(x, y):
+    for function in (torch.exp, torch.log, torch.tanh, torch.erf, torch.rsqrt, torch.sigmoid, torch.sqrt, torch.abs):
+        x = function(x) / y - 0.3
+    for function in (nn.functional.silu, nn.functional.gelu, nn.GELU("tanh"), nn.functional.relu):
+        x = function(x.clamp(min=-3)).double() * y
+    x = torch.sigmoid(torch.sqrt(x / y.double()) * y.bool()) ** -1 + (y.float() ** -1 / 3.0) - (1.0 - y) / 7
+    return torch.where(x.isnan() | ~(x > y), x.to(y.dtype), float("inf"))
+
+def mask(position, padding):
+    slots = torch.arange(padding.shape[1], device=padding.device)
+    return (slots <= position) & padding.bool()[torch.zeros_like(slots), slots]
+
+case("every function", chained, every, tensor(1, 64), tensor(64))
+case("a mask", chained, mask, int64(1), int64(1, 512))
 case("Gemma 3n, correction", chained, correction, tensor(1, 1, 2048), tensor(4, 1, 1, 2048), tensor(1, 1, 4))
 case("Gemma 3n, modalities", chained, modalities, tensor(1, 1, 4))
 case("T5, bucket", chained, bucket, int64(1), 1024)
@@ -161,7 +175,7 @@ _Form = Callable[..., Node | None]
 
 
 def _unary(kind: str) -> _Form:
-    return lambda make, input: make(kind, input)
+    return lambda make, input: None if make.dtype == torch.bool else make(kind, input)
 
 
 def _arithmetic(kind: str) -> _Form:
@@ -183,6 +197,10 @@ def _logical(kind: str) -> _Form:
 
 def _bits(kind: str) -> _Form:
     return lambda make, input, other: make(kind, input, other)
+
+
+def _bitwise_not(make: _Maker, input: Tensor) -> Node:
+    return make("not", input)
 
 
 def _logical_not(make: _Maker, input: Tensor) -> Node:
@@ -300,8 +318,8 @@ _NAMED: dict[str, _Form] = {
     **{name: _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}, "__eq__": _comparison("eq"),
     "isinf": _question("isinf"), "isnan": _question("isnan"),
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor")}, "logical_not": _logical_not,
-    **{f"bitwise_{name}": _bits(name) for name in ("and", "or", "xor")}, "bitwise_not": _unary("not"),
-    "__and__": _bits("and"), "__or__": _bits("or"), "__xor__": _bits("xor"), "__invert__": _unary("not"),
+    **{f"bitwise_{name}": _bits(name) for name in ("and", "or", "xor")}, "bitwise_not": _bitwise_not,
+    "__and__": _bits("and"), "__or__": _bits("or"), "__xor__": _bits("xor"), "__invert__": _bitwise_not,
     "maximum": _arithmetic("maximum"), "minimum": _arithmetic("minimum"), "clamp": _clamp,
     "max": _of_two("maximum"), "min": _of_two("minimum"),
     "masked_fill": _masked_fill, "relu": _relu, "clone": _same, "repeat": _repeat,

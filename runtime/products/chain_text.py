@@ -46,6 +46,11 @@ if backend.triton_installed():
     from ..core.follow import follow
 
     @triton.jit
+    def quotient(x, y):  # type: ignore[no-untyped-def]
+        """Return what is to the nearest of doubles."""
+        return x / y
+
+    @triton.jit
     def tanh_by_exp(x):  # type: ignore[no-untyped-def]
         """Return what the vendor's library does not give an interpreter."""
         return (2.0 / (1.0 + tl.exp(x.to(tl.float64) * -2.0)) - 1.0).to(x.dtype)
@@ -117,7 +122,7 @@ _INTERPRETED = {"library": "tl", "tanh": "tanh_by_exp"}
 """Triton's interpreter has no vendor's library."""
 _ROUNDED = {"div": "tl.div_rn", "sqrt": "tl.sqrt_rn"}
 """To the nearest: `/` and `tl.sqrt` are approximate in fp32."""
-_DOUBLE = {"div": "tl.fdiv", "sqrt": "tl.sqrt"}
+_DOUBLE = {"div": "quotient", "sqrt": "tl.sqrt"}
 
 
 class _Text:
@@ -272,7 +277,7 @@ def kernel_of(text: str) -> Kernel:
     name = f"<chain {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "libdevice": libdevice}
-    scope |= {"follow": follow, "tanh_by_exp": tanh_by_exp}
+    scope |= {"follow": follow, "quotient": quotient, "tanh_by_exp": tanh_by_exp}
     exec(compile(text, name, "exec"), scope)
     chain_kernel = Kernel(scope["_chain_kernel"], contracts=False)
     return chain_kernel

@@ -107,6 +107,7 @@ EXACT: dict[str, Function] = {
     "to half": lambda x, y: x.to(torch.float16),
     "to the dtype of another": lambda x, y: x.float().type_as(y),
     "to double": lambda x, y: x.double() * 0.1,
+    "quotient of doubles": lambda x, y: (x.double() / y.double()).abs() / 3.0,
     "to bool": lambda x, y: x.bool(),
     "clone": lambda x, y: x.clone(),
     "zeros and ones": lambda x, y: torch.zeros_like(x) + torch.ones_like(x) - torch.full_like(y, 0.3),
@@ -126,6 +127,8 @@ CLOSE: dict[str, Function] = {
     "gelu": lambda x, y: F.gelu(x),
     "gelu tanh": lambda x, y: F.gelu(x, approximate="tanh"),
     "sqrt": lambda x, y: torch.sqrt(abs(x)),
+    "sigmoid of doubles": lambda x, y: torch.sigmoid(x.double() * 2.0),
+    "root of doubles": lambda x, y: torch.sqrt(abs(x.double())),
     "rsqrt": lambda x, y: torch.rsqrt(abs(x) + 0.1),
     "pow -0.5": lambda x, y: torch.pow(abs(x) + 0.1, -0.5),
 }
