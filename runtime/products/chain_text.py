@@ -279,7 +279,8 @@ def kernel_of(text: str) -> Kernel:
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "libdevice": libdevice}
     scope |= {"follow": follow, "quotient": quotient, "tanh_by_exp": tanh_by_exp}
     exec(compile(text, name, "exec"), scope)
-    chain_kernel = Kernel(scope["_chain_kernel"], contracts=False)
+    _chain_kernel = scope["_chain_kernel"]
+    chain_kernel = Kernel(_chain_kernel, contracts=False)
     return chain_kernel
 
 
