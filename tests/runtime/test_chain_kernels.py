@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from rewrite.runtime.attention.eager_step import HANDLERS
 from rewrite.runtime.core import launch
+from rewrite.runtime.decode.compile_ahead import variants
+from rewrite.runtime.decode.constants import StepConstants
 from rewrite.runtime.products import chain_text
 from rewrite.runtime.products.chain import FUNCTIONS, LARGEST
 from rewrite.runtime.products.step_products import StepProducts
@@ -388,6 +390,19 @@ def of_a_part(x: Tensor) -> tuple[Tensor, Tensor]:
     return left * right + 1.0, both.view(torch.int32) + 0
 
 
+def gone_and_given_anew(x: Tensor) -> tuple[Tensor, ...]:
+    """Memory of attention, which is computed while it is not known that what was put off is gone."""
+    query, keys = x[None, :, None, :16].contiguous(), x[None, :, None, 16:32].expand(1, 3, 5, 16).contiguous()
+    results = []
+    for number in range(20):
+        weights = torch.softmax(query @ keys.transpose(-1, -2), -1)
+        gone = query + float(number)
+        del gone
+        attended = weights @ keys
+        results.append(attended * 2.0 + 1.0)
+    return tuple(results)
+
+
 def too_large(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = (x + 1.0).repeat(LARGEST // x.numel() + 1, 1, 1) * 2.0
     return wide + 1.0, wide
@@ -403,7 +418,8 @@ def long(x: Tensor) -> tuple[Tensor, Tensor]:
 SOUND: tuple[Function, ...] = (
     written, written_through_a_view, set_in_part, added_to_itself, added_to_its_transpose, added_from_its_own_part,
     a_chain_written, a_chain_written_in_part, a_chain_rounded, a_tensor_written_by_a_chain, chains_of_chains,
-    read_by_a_product, asked_by_the_host, stacked, of_a_part, too_large, long,
+    read_by_a_product, asked_by_the_host, stacked, of_a_part, gone_and_given_anew,
+    too_large, long,
 )  # fmt: skip
 
 
@@ -429,6 +445,21 @@ def test_a_chain_written_is_one_kernel(device: torch.device, kernels: list[str])
 
     x = torch.randn(3, 40, device=device)
     assert torch.equal(stepped(function, x), function(x))
+    assert kernels == ["chain"]
+
+
+def test_constants_of_a_step_compute_no_chain(device: torch.device, kernels: list[str]) -> None:
+    """They ask whether something that is written is one of theirs."""
+    weight, x = nn.Parameter(torch.randn(40, device=device)), torch.randn(3, 40, device=device)
+
+    def function(x: Tensor) -> Tensor:
+        scaled = x * weight.half()
+        scaled += x
+        return scaled
+
+    with torch.no_grad(), step(), StepConstants():
+        ours = function(x)
+    assert torch.equal(ours, function(x))
     assert kernels == ["chain"]
 
 
@@ -561,9 +592,12 @@ def test_a_captured_step_reads_anew(device: torch.device) -> None:
             out.copy_(mixed.cumsum(0))
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream), launch.rehearsing():
         run()
     torch.cuda.synchronize()
+    ahead = variants(run, torch.device("cuda", 0)).values()
+    assert [job.kernel.jit_function.__name__ for job in ahead] == ["_chain_kernel"]
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         run()
