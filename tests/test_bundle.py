@@ -83,6 +83,9 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
     rooms, names = of_llama(without=("formats",))
     assert "parallel" in rooms
     assert not names & {"BlockLinear", "block_linear_kernel", "FORMATS"}
+    assert {"CHAINS", "Chain", "launch_chain"} <= names
+    _, names = of_llama(without=("chains",))
+    assert not names & {"CHAINS", "Chain", "Node", "launch_chain", "kernel_of"}
 
 
 @pytest.mark.parametrize(

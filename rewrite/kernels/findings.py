@@ -63,6 +63,7 @@ EXEMPTIONS = (
     Exemption("scalar loads", "log_decay", "one number a head, 16 to 64 of them"),
     Exemption("scalar loads", "conv_step", "3 or 4 numbers a channel, which one thread moves: nobody else reads them"),
     Exemption("scalar loads", "take_best", "one program a step, for one number a block of the vocabulary"),
+    Exemption("scalar loads", "chain", "one or two numbers a thread: it is short, and more threads wait less"),
     Exemption("scalar loads", "select_experts", "one score a thread"),
 )
 

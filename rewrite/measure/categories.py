@@ -46,7 +46,8 @@ OURS = {
     ELEMENTWISE: (
         "_rms_norm_kernel _layer_norm_kernel _gated_norm_kernel _gated_activation_kernel _select_experts_kernel "
         "_fp8_add_rms_norm_kernel _fp8_gated_activation_kernel _fp8_rows_kernel _block_rows_kernel "
-        "_rms_norm_backward_kernel _gated_activation_backward_kernel _cross_entropy_kernel _dequantize_kernel"
+        "_rms_norm_backward_kernel _gated_activation_backward_kernel _cross_entropy_kernel _dequantize_kernel "
+        "_chain_kernel"
     ),
     ROTARY: "_rotary_kernel _rotary_rows_kernel",
     COPIES: "_rope_cache_kernel _write_token_kernel",

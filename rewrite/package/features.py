@@ -15,6 +15,7 @@ from rewrite.package.module_writes import may_change_modules
 
 FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
+    "chains": ("CHAINS", "one kernel for several pointwise functions of torch, one after the other, in a decode step"),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
 }
 """What `--without` may name: the name in `core/target`, and what the package then does not have."""

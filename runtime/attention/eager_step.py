@@ -107,7 +107,9 @@ def _scaled(step: StepProducts, first: Any, second: Any, function: Callable[...,
 def _added(step: StepProducts, first: Any, second: Any) -> Tensor | None:
     for scores, mask in ((first, second), (second, first)):
         found = step.of(scores)
-        if not isinstance(found, Written) or found.weights or not isinstance(mask, Tensor) or step.of(mask):
+        if not isinstance(found, Written) or found.weights or not isinstance(mask, Tensor):
+            continue
+        if isinstance(step.of(mask), Written):
             continue
         full = mask.shape == scores.shape
         broadcast = (

@@ -308,8 +308,8 @@ class StepAttention:
         self, step: StepProducts, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any
     ) -> Tensor | None:
         """Attend as `masked_attention` does; None where it does not, or where the token has been written."""
-        write = step.waiting(key)
-        if not isinstance(write, Write) or step.waiting(value) is not write:
+        write = step.at(key)
+        if not isinstance(write, Write) or step.at(value) is not write:
             return None
         for tensor in (query, *write.reads, *args, *given.values()):
             if isinstance(tensor, Tensor):

@@ -268,12 +268,13 @@ def collects() -> bool:
 class Kernel:
     """A kernel whose signature is pointers, counts (not specialised), strides, floats, constants, in this order.
 
-    `dot` says that it has matrix products (`tl.dot`).
+    `dot` says that it has matrix products (`tl.dot`), `contracts` that a product and a sum may be rounded once.
     """
 
-    def __init__(self, jit_function: Any, *, dot: bool = False):
+    def __init__(self, jit_function: Any, *, dot: bool = False, contracts: bool = True):
         self.jit_function = jit_function
         self.dot = dot
+        self.contracts = contracts
         self._variants: dict[tuple[object, ...], Any] = {}
 
     def launch(
@@ -322,4 +323,5 @@ class Kernel:
         given = {"num_warps": num_warps} | ({"launch_pdl": True} if overlap else {})
         if not (tensor.is_cuda or pretends()):  # the interpreter takes CPU tensors and no options
             return given
-        return given | options(_pretended or target(tensor.get_device()), self.dot)
+        given |= options(_pretended or target(tensor.get_device()), self.dot)
+        return given if self.contracts else given | {"enable_fp_fusion": False}

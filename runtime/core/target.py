@@ -19,3 +19,5 @@ CARRIED: bool = True
 """Whether its models may carry states from call to call without a cache."""
 CHANGES: bool = True
 """Whether its code may leave something on a module."""
+CHAINS: bool = True
+"""Whether chains of pointwise functions of a step are made into kernels."""

@@ -35,7 +35,8 @@ from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CHANGES
+from ..core.target import CHAINS, CHANGES
+from ..products.chain import FUNCTIONS
 from ..products.step_products import Handlers, StepProducts
 from .carried import carried_by
 from .changes import Before, Kept
@@ -558,6 +559,8 @@ class DecodeGraph:
             instead = {functional.scaled_dot_product_attention: functools.partial(masked_attention, earlier=earlier)}
             handlers: Handlers = {**HANDLERS, functional.scaled_dot_product_attention: StepAttention(earlier)}
             products = StepProducts(instead, handlers, poisons=rehearses())
+            if CHAINS:
+                products.chains = FUNCTIONS
             with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
                 yield
 

@@ -72,6 +72,10 @@ class Deferred:
         """Take the tensor as its place."""
         self.place, self.shape, self.dtype = weakref.ref(tensor.untyped_storage()), tensor.shape, tensor.dtype
 
+    def on(self, place: torch.UntypedStorage) -> Tensor:
+        """Return the tensor itself."""
+        return torch.empty(0, dtype=self.dtype, device=place.device).set_(place).view(self.shape)
+
     @property
     def reads(self) -> Sequence[Tensor]:
         """What it reads when it is computed."""
@@ -83,8 +87,7 @@ class Deferred:
 
     def fill(self, storage: torch.UntypedStorage) -> None:
         """Write the memory of the tensor."""
-        out = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage)
-        self.compute(out.view(self.shape))
+        self.compute(self.on(storage))
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core import deferring
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import LAYER_NORM
+from ..core.target import CHAINS, LAYER_NORM
 from . import memory
 from .deferred import POINTS, Deferred, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
@@ -46,6 +46,8 @@ ASKS: frozenset[Any] = frozenset({
 _VIEWS = {
     torch.Tensor.view, torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.squeeze,
     torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.Tensor.unflatten,
+    torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.select, torch.Tensor.narrow,
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")),
     torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split, torch.unflatten,
 }  # fmt: skip
 """What never reads a number."""
@@ -91,6 +93,8 @@ class StepProducts(TorchFunctionMode):
         super().__init__()
         self._instead = instead or {}
         self._handlers = handlers or {}
+        self.chains: Handlers = {}
+        """The same, asked last, whatever a call is given."""
         self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
         self._poisons = poisons
         self._deferred: dict[int, Deferred] = {}
@@ -126,6 +130,8 @@ class StepProducts(TorchFunctionMode):
         taken = self._taken(func, args, given)
         if taken is None and func in self._handlers and all(isinstance(a, _VALUES) for a in args):
             taken = self._handlers[func](self, *args, **given)
+        if CHAINS and taken is None and func in self.chains:
+            taken = self.chains[func](self, *args, **given)
         if taken is not None:
             return taken
         if (self._deferred or self._sums) and not self._reads_no_number(func, args):
@@ -287,7 +293,7 @@ class StepProducts(TorchFunctionMode):
         """Return the tensor that it stands for."""
         place = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
         if self._poisons:
-            place.fill_(float("nan"))
+            place.fill_(float("nan") if place.is_floating_point() else 0)
         deferred.stands_for(place)
         self._forget()
         self._deferred[_key(place)] = deferred
@@ -303,10 +309,6 @@ class StepProducts(TorchFunctionMode):
                 write.stands_for(place)
                 self._deferred[_key(place)] = write
         return True
-
-    def waiting(self, tensor: Tensor) -> Deferred | None:
-        """Return what is to write the memory of a tensor, whatever part of it that is."""
-        return self._deferred.get(_key(tensor))
 
     def forget(self, *places: Tensor) -> None:
         """Leave out what somebody else has written."""
@@ -326,9 +328,34 @@ class StepProducts(TorchFunctionMode):
         whole = found.place() is not None and tensor.numel() == found.shape.numel() and tensor.is_contiguous()
         return found if whole and tensor.dtype == found.dtype else None
 
+    def at(self, tensor: Tensor) -> Deferred | None:
+        """Return what will be written where a tensor lies, of which it may be any part."""
+        found = self._deferred.get(_key(tensor))  # which may be of a tensor that is gone, whose key was given anew
+        return None if found is None or found.place() is None else found
+
+    def is_read(self, tensor: Tensor) -> bool:
+        """Return whether what is put off reads the memory of a tensor."""
+        self._forget()
+        return any(_key(tensor) in map(_key, deferred.reads) for deferred in self._deferred.values())
+
+    def replace(self, tensor: Tensor, deferred: Deferred) -> None:
+        """Let a tensor stand for something else, which nothing reads yet."""
+        before = self._deferred.pop(_key(tensor))
+        deferred.place, deferred.shape, deferred.dtype = before.place, before.shape, before.dtype
+        self._deferred[_key(tensor)] = deferred
+
+    def take_out(self, wanted: Callable[[Deferred], bool]) -> list[tuple[Deferred, Tensor]]:
+        """Forget what is wanted of all that is put off; returns it with the tensors that are to be written."""
+        found = []
+        for key, deferred in [*self._deferred.items()]:
+            if wanted(deferred) and (storage := deferred.place()) is not None:
+                del self._deferred[key]
+                found.append((deferred, deferred.on(storage)))
+        return found
+
     @staticmethod
     def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        if func in ASKS or func in _VIEWS or (func is torch.Tensor.__getitem__ and _is_slice(args[1])):
+        if func in ASKS or func in _VIEWS or (func is torch.Tensor.__getitem__ and is_slice(args[1])):
             return True
         return func in _SAME_ORDER and bool(args[0].is_contiguous())
 
@@ -366,7 +393,7 @@ def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:
     return of_sum in KERNEL_DTYPES and torch.promote_types(dtype, of_sum) == of_sum
 
 
-def _is_slice(index: Any) -> bool:
+def is_slice(index: Any) -> bool:
     """Return whether an index gives a view, and reads nothing."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)

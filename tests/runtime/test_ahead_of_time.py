@@ -143,6 +143,16 @@ class Recorder:
         self.given.append(options)
 
 
+@pytest.mark.parametrize("arch", CHIPS)
+def test_a_kernel_may_round_every_product(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains of torch's functions do: a product and a sum are rounded twice."""
+    monkeypatch.setattr(launch, "HIP", CHIPS[arch].backend == "hip")
+    monkeypatch.setattr(launch, "_pretended", launch.Target(CHIPS[arch].backend, arch))
+    recorder = Recorder()
+    launch.Kernel(recorder, contracts=False).launch((1, 1, 1), 4, (torch.empty(16),), (), (), (), ())
+    assert recorder.given[0]["enable_fp_fusion"] is False
+
+
 @pytest.mark.parametrize("dot", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("arch", [None, *CHIPS])
