@@ -83,8 +83,8 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
     rooms, names = of_llama(without=("formats",))
     assert "parallel" in rooms
     assert not names & {"BlockLinear", "block_linear_kernel", "FORMATS"}
-    assert {"CHAINS", "Chain", "launch_chain"} <= names
-    _, names = of_llama(without=("chains",))
+    assert {"CHAINS", "Chain", "launch_chain"} <= of_llama(("products.Chain",))[1]
+    _, names = of_llama(("products.Chain",), without=("chains",))
     assert not names & {"CHAINS", "Chain", "Node", "launch_chain", "kernel_of"}
 
 
@@ -134,6 +134,26 @@ def test_code_that_changes_no_module_does_not(line: str) -> None:
     assert forms_of(text) == []
     assert {"Before", "Kept"} <= of_llama(("decode.Before",))[1]
     assert not of_llama()[1] & {"Before", "Kept"}
+
+
+LOOP = "from .runtime.decode import GraphGeneration\n"
+LAYER = "class Layer:\n    def forward(self, x, cache):\n        if {}:\n            return self.decode(x, cache)\n"
+MODEL = "class Model:\n    def forward(self, x, cache):\n        mask = {}create_causal_mask(x)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (LAYER.format("decodes(cache)") + MODEL.format("None if needs_no_mask(cache) else "), False),
+        (LAYER.format("decodes(cache) and self.asks") + MODEL.format("None if decodes(cache) else "), True),
+        (LAYER.format("decodes(cache)") + MODEL.format(""), True),
+        (MODEL.format("None if decodes(cache) else "), True),
+        ("from .runtime.moe import router\n" + LAYER.format("decodes(cache)"), True),
+    ],
+)
+def test_where_all_of_a_step_is_kernels_nothing_makes_more_of_them(text: str, calls: bool) -> None:
+    assert ("products.Chain" in forms_of(LOOP + text)) is calls
+    assert "products.Chain" not in forms_of(text)
 
 
 def test_every_switch_of_the_runtime_is_decided() -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rewrite.package import targets
 from rewrite.package.module_writes import may_change_modules
+from rewrite.package.step_functions import may_call_functions
 
 FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
@@ -20,13 +21,14 @@ FEATURES = {
 }
 """What `--without` may name: the name in `core/target`, and what the package then does not have."""
 
-FORMS = {
+FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
-    "decode.Before": ("CHANGES", None),
+    "decode.Before": ("CHANGES", may_change_modules),
+    "products.Chain": ("CHAINS", may_call_functions),
 }
 """By what is listed beside the uses of a modeling file, which calls none of it: the name in `core/target`, and the
-names of a file whose modules may be of that form; None where `may_change_modules` tells."""
+names of a file whose modules may be of that form, or who tells by its tree."""
 
 MARKS = {
     "CARRIED": ("decode.keeps_states", "decode.hands_on_states"),
@@ -47,7 +49,7 @@ def forms_of(text: str) -> list[str]:
     return [
         use
         for use, (_, said) in FORMS.items()
-        if anything or (may_change_modules(tree) if said is None else any(map(said.search, names)))
+        if anything or (any(map(said.search, names)) if isinstance(said, re.Pattern) else said(tree))
     ]
 
 

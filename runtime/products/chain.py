@@ -8,7 +8,7 @@ broadcast. Whatever else reads it gets it computed first, and with it those resu
 does whatever may write what it is computed from. A function in place gives what is put off another expression; what
 had taken in the one before keeps that.
 
-A function alone is torch's own, at the time when it is read.
+A function alone is torch's own, at the time when it is read, unless kernels may begin before the one ahead has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import backend
-from ..core.launch import pretends
+from ..core.launch import overlaps, pretends
 from .chain_text import TYPES, Node, Read, launch_chain
 from .deferred import Deferred, Pointwise
 from .step_products import StepProducts, is_slice
@@ -95,7 +95,7 @@ class Chain(Deferred):
 
     def compute(self, out: Tensor) -> None:
         """Run the kernel, or the function itself where there is no other."""
-        if self.single is not None:
+        if self.single is not None and not overlaps(out):  # which lets the next kernel begin, as torch's does not
             self.single(out)
             return
         launch_chain([(self.node, out), *_on_the_way(self.step, self.node)])
