@@ -73,7 +73,7 @@ class PreallocatedCache(Cache):
         self._arrived: list[Tensor] = []
         self._tokens = 0
         kinds = [DynamicLayer()] * layer_count if like is None else like
-        super().__init__(layers=[layer_like(kind, self) for kind in kinds])
+        Cache.__init__(self, layers=[layer_like(kind, self) for kind in kinds])  # `own` has another class in between
 
     @property
     def attention_layers(self) -> list[PreallocatedLayer]:
@@ -89,6 +89,11 @@ class PreallocatedCache(Cache):
     def batch_size(self) -> int:
         """Number of rows."""
         return self.batch_size_
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether a model that asks a growing cache for the number of tokens is told it."""
+        return True
 
     @property
     def length(self) -> int:

@@ -174,7 +174,7 @@ class _Generation:
         self.batch_size, self.prompt_length = call.input_ids.shape
         self.device = call.input_ids.device
         self.captures = model.device.type == "cuda" and not model._step_without_graph
-        self.dynamic = DynamicCache() if call.cache is None else call.cache
+        self.dynamic = call.cache if isinstance(call.cache, DynamicCache) else DynamicCache()
         self.watches = has_own_inputs(model, call)
         self.assistant: Assistant | None = None
         self.sampling = self._sampling()
@@ -300,6 +300,8 @@ class _Generation:
             raise Unfit("processor_needs_ids")
         mask = self.call.mask
         if mask is not None and mask.shape[1] != graph.cache.length:
+            raise Unfit("attention_mask")
+        if not (graph.cache.knows_length or self._is_unpadded()):
             raise Unfit("attention_mask")
         graph.begin(self._next_position_ids(graph, mask), mask)
         return last.to(copy=True, dtype=torch.float32)
@@ -487,7 +489,7 @@ class _Generation:
         encodes = self.model.config.is_encoder_decoder
         output = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
         cached = NAMES[0] if NAMES[0] in output.__dataclass_fields__ else NAMES[1]
-        states_alone = graph.carried.argument and call.cache is None
+        states_alone = graph.carried.argument and not isinstance(call.cache, Cache)
         return output(**kept, **{cached: carried if states_alone else self._returned_cache()})
 
     def _returned_cache(self) -> Any:
