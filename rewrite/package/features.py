@@ -28,7 +28,8 @@ FORMS = {
 names of a file whose modules may be of that form; None where `may_change_modules` tells."""
 
 MARKS = {
-    "CARRIED": ("decode.keeps_states", "decode.hands_on_states"),
+    "CARRIED": ("decode.keeps_states", "decode.hands_on_states", "cache.keeps_own_cache"),
+    "GROWS": ("cache.grows_in_layers",),
 }
 """By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind."""
 

@@ -273,24 +273,3 @@ if states.LAYER is not None:
         def get_max_length(self) -> int:
             """Return the capacity."""
             return PreallocatedLayer.get_max_length(self)
-
-
-def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
-    """Return a layer of `cache` for what a layer of transformers' growing cache holds; None if nothing here can."""
-    if states.is_stateful(layer):
-        if type(layer).__name__ not in _STATEFUL:
-            return None
-        hybrid = isinstance(layer, DynamicLayer)
-        return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return PreallocatedLayer(cache)
-    if INDEXER and INDEXED is not None and type(layer) is INDEXED:
-        return IndexedLayer(cache)
-    return layer if type(layer).__name__ == "DummyLayer" else None
-
-
-_STATEFUL = (
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-)

@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..core.overwriting import overwriting
 from . import states
-from .layers import PreallocatedLayer, layer_like
+from .alike import layer_like
+from .layers import PreallocatedLayer
 
 OFFERS: dict[str, dict[str, str]] = {
     "PreallocatedCache": {},
