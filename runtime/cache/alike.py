@@ -22,7 +22,9 @@ def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
         if type(layer).__name__ not in _STATEFUL:
             return None
         hybrid = isinstance(layer, DynamicLayer)
-        return layers.HybridLayer(cache, layer.number_of_states) if hybrid else layers.StateLayer(layer.number_of_states)
+        return (
+            layers.HybridLayer(cache, layer.number_of_states) if hybrid else layers.StateLayer(layer.number_of_states)
+        )
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return layers.PreallocatedLayer(cache)
     if INDEXER and layers.INDEXED is not None and type(layer) is layers.INDEXED:

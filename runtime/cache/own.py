@@ -1,4 +1,4 @@
-"""Caches of a class that a model's file derives from transformers' growing one, with states of its own beside the layers.
+"""Caches of a class that a model's file derives from transformers' growing one, with states beside the layers.
 
 MiniMax's has a list with a state of every layer of linear attention. A step is given an object of both classes, the
 file's and `PreallocatedCache`: keys and values lie in buffers, and what the file's methods put into attributes of
@@ -66,20 +66,20 @@ class OwnCache(PreallocatedCache):
         super().__init__(0, batch_size, capacity, device)
         self._made: list[PreallocatedLayer] = []
         """Every layer that was ever written: the next text writes the same ones."""
-        self.layer_class_to_replicate = self._next_layer  # type: ignore[assignment]
-        self._plain = frozenset({*vars(self), "_plain"})
+        self.layer_class_to_replicate = self._next_layer
+        self._plain = frozenset({*self.__dict__, "_plain"})
         self.own = _fresh(self.kind)
 
     @property
     def own(self) -> dict[str, Any]:
         """What the other class keeps in attributes, by name."""
-        return {name: vars(self)[name] for name in sorted(vars(self).keys() - self._plain)}
+        return {name: self.__dict__[name] for name in sorted(self.__dict__.keys() - self._plain)}
 
     @own.setter
     def own(self, attributes: dict[str, Any]) -> None:
-        for name in vars(self).keys() - self._plain:
-            del vars(self)[name]
-        vars(self).update(attributes)
+        for name in self.__dict__.keys() - self._plain:
+            del self.__dict__[name]
+        self.__dict__.update(attributes)
 
     def _next_layer(self) -> PreallocatedLayer:
         if len(self.layers) == len(self._made):
@@ -112,12 +112,12 @@ class OwnCache(PreallocatedCache):
     def clear(self) -> None:
         """Forget every token, and everything that was kept beside the layers."""
         super().clear()
-        self.layers = []
+        self.layers.clear()
         self.own = _fresh(self.kind)
 
     def free(self) -> None:
         """Give the memory back."""
-        self.layers = list(self._made)
+        self.layers[:] = self._made
         super().free()
         self.own = {}
 
@@ -135,7 +135,7 @@ class OwnCache(PreallocatedCache):
     def store(self, dynamic: DynamicCache, length: int) -> None:
         """Make a growing cache of the other class hold copies of the first `length` tokens, and of the states."""
         super().store(dynamic, length)
-        vars(dynamic).update(_copied(self.own))
+        dynamic.__dict__.update(_copied(self.own))
 
 
 def own_like(

@@ -26,6 +26,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..cache.names import NAMES, argument_of, given_back, passed_on
+from ..cache.nested import UnknownState
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..core.local import is_local
@@ -33,7 +34,7 @@ from ..core.target import CHANGES, RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
-from .carried import UnknownState, restoring
+from .carried import restoring
 from .changes import Before
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache

@@ -13,7 +13,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
-from rewrite.analysis.loops.own_caches import growing_methods
+from rewrite.analysis.loops.growing_layers import growing_methods
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind
 from rewrite.analysis.syntax.nodes import given_names, parameters
 
