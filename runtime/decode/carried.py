@@ -197,6 +197,8 @@ class CarriedStates(NoStates):
         """What a prompt handed on."""
         self._in_place: list[bool] = []
         """Which of the states that it is handed a step writes into."""
+        self._shared = False
+        """Whether two states of a prompt were one tensor."""
 
     def __bool__(self) -> bool:
         return bool(self._kept or self.argument or self._cache)
@@ -228,8 +230,7 @@ class CarriedStates(NoStates):
         self._given, own = self._handed(outputs), self._beside()
         values = [*self._values(), *self._given.tensors]
         if not self.buffers and all(isinstance(value, Tensor) for value in values):
-            if shares([*own.tensors, *self._given.tensors]):
-                raise UnknownState(own.value or self._given.value)
+            self._shared = shares([*own.tensors, *self._given.tensors])
             with torch.inference_mode(False):
                 self.buffers = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in values]
             self._own, self._form = own, self._given
@@ -243,10 +244,12 @@ class CarriedStates(NoStates):
         Raises:
             UnknownState: if it is of another form than before.
         """
-        found = self._handed(outputs)
-        self._check(self._beside(), found)
+        found, own = self._handed(outputs), self._beside()
+        self._check(own, found)
         handed = found.tensors
         self._in_place = list(map(_is_same, self._handed_on, handed))
+        if self._shared and any(map(_is_same, self.buffers[len(self._kept) :], [*own.tensors, *handed])):
+            raise UnknownState(found.value or own.value)  # what is written into one of them is not seen in the other
         self._take([*self._values(), *handed])
 
     def _handed(self, outputs: Any) -> Nested:
@@ -319,7 +322,7 @@ class CarriedStates(NoStates):
             self._own, self._form = other._own, other._form
             self._refer_to_buffers()
         self._check(other._own, other._form)
-        self._given, self._in_place = other._given, other._in_place
+        self._given, self._in_place, self._shared = other._given, other._in_place, other._shared
         self._take(list(other.buffers))
 
     def leave(self) -> Any:
