@@ -232,9 +232,9 @@ class DecodeGraph:
             return logits
 
         unpadded = attention_mask is None or bool((attention_mask != 0).all())
+        logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
         if not (unpadded or self.cache.knows_length):
             raise StepFails(ValueError("the cache tells the model another number of tokens than the mask has"))
-        logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
         self.begin(positions[:, -1:] + 1, None if attention_mask is None else mask)
         self.prove(logits.argmax(-1))
         return logits
