@@ -70,8 +70,8 @@ class GrownLayer(PreallocatedLayer):
 
     def __init__(self, cache: PreallocatedCache, grown: _Grown):
         super().__init__(cache)
-        self._grown = grown
-        self._beside: dict[str, Tensor] = {}
+        self.grown = grown
+        self.beside: dict[str, Tensor] = {}
         """A buffer by the method that grows it."""
         self._lengths = dict.fromkeys(grown, 0)
         for method in grown:
@@ -79,7 +79,7 @@ class GrownLayer(PreallocatedLayer):
 
     def _grow(self, method: str, new: Tensor) -> Tensor:
         """Write what new tokens bring behind what is there; return all that may be read."""
-        dimension = self._grown[method][1]
+        dimension = self.grown[method][1]
         buffer = self._buffer(method, new)
         if self.cache.stepping:
             return buffer.index_copy_(dimension, self.cache.slots, new)
@@ -92,46 +92,46 @@ class GrownLayer(PreallocatedLayer):
 
     def _buffer(self, method: str, like: Tensor) -> Tensor:
         """Return the buffer of a method, zeroed where there was none, for what has the form of `like`."""
-        if method not in self._beside:
+        if method not in self.beside:
             shape = list(like.shape)
-            shape[self._grown[method][1]] = self.cache.capacity
+            shape[self.grown[method][1]] = self.cache.capacity
             with torch.inference_mode(False):
-                self._beside[method] = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        return self._beside[method]
+                self.beside[method] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return self.beside[method]
 
     def free(self) -> None:
         """Give the buffers back."""
         super().free()
-        self._beside.clear()
-        self._lengths = dict.fromkeys(self._grown, 0)
+        self.beside.clear()
+        self._lengths = dict.fromkeys(self.grown, 0)
 
     @property
     def buffers(self) -> list[Tensor]:
         """Everything with a slot for each token that has been written."""
-        return [*super().buffers, *self._beside.values()]
+        return [*super().buffers, *self.beside.values()]
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, as far as the host knows."""
         super().rewind(length)
-        self._lengths = {method: length if method in self._beside else 0 for method in self._grown}
+        self._lengths = {method: length if method in self.beside else 0 for method in self.grown}
 
     def spoil(self, start: int, value: float) -> None:
         """Fill the values, and what grows beside them, of every slot from `start` on."""
         super().spoil(start, value)
-        for method, buffer in self._beside.items():
-            buffer.narrow(self._grown[method][1], start, self.cache.capacity - start).fill_(value)
+        for method, buffer in self.beside.items():
+            buffer.narrow(self.grown[method][1], start, self.cache.capacity - start).fill_(value)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Choose rows, those of what grows beside keys too."""
         super().reorder_cache(beam_idx)
-        for method, buffer in self._beside.items():
-            self._beside[method] = buffer.index_select(0, beam_idx.to(buffer.device))
+        for method, buffer in self.beside.items():
+            self.beside[method] = buffer.index_select(0, beam_idx.to(buffer.device))
 
     def take(self, other: Any, length: int) -> None:
         """Take over what another layer holds of the first `length` tokens."""
         super().take(other, length)
-        for method, (attribute, dimension) in self._grown.items():
-            theirs = other._beside.get(method) if isinstance(other, GrownLayer) else getattr(other, attribute, None)
+        for method, (attribute, dimension) in self.grown.items():
+            theirs = other.beside.get(method) if isinstance(other, GrownLayer) else getattr(other, attribute, None)
             if theirs is not None and length:
                 mine = self._buffer(method, theirs)
                 mine.narrow(dimension, 0, length).copy_(theirs.narrow(dimension, 0, length))
@@ -140,6 +140,6 @@ class GrownLayer(PreallocatedLayer):
     def give(self, growing: Any, start: int, stop: int) -> None:
         """Make a growing layer of the model's file hold copies of the tokens from `start` to `stop`."""
         super().give(growing, start, stop)
-        for method, buffer in self._beside.items():
-            attribute, dimension = self._grown[method]
+        for method, buffer in self.beside.items():
+            attribute, dimension = self.grown[method]
             setattr(growing, attribute, buffer.narrow(dimension, start, stop - start).clone())

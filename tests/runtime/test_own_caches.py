@@ -467,7 +467,7 @@ def test_a_layer_grows_what_it_is_given() -> None:
     cache.rewind(5)
     larger, wider = grown_cache(16)
     larger.copy_from(cache)
-    assert torch.equal(wider.add_small(torch.zeros(2, 0, 5)), layer._beside["add_small"][:, :5])
+    assert torch.equal(wider.add_small(torch.zeros(2, 0, 5)), layer.beside["add_small"][:, :5])
     growing = DynamicCache()
     growing.layers.append(Tracks())
     larger.store(growing, 5)
@@ -476,7 +476,7 @@ def test_a_layer_grows_what_it_is_given() -> None:
     again.load(growing)
     assert torch.equal(loaded.add_small(torch.zeros(2, 0, 5)), growing.layers[0].small)
     layer.reorder_cache(torch.tensor([1, 1]))
-    rows = layer._beside["add_small"]
+    rows = layer.beside["add_small"]
     assert torch.equal(rows[0], rows[1])
     cache.clear()
     assert all(not buffer.any() for buffer in layer.buffers)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.runtime.cache.names import asked_with, given_back
 
+from ..calls.caches import own_cache_class
 from ..calls.observed import everything
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
@@ -387,7 +388,9 @@ def _own_cache(talk: Talk) -> None:
     from transformers import DynamicCache
 
     arguments = talk.ask(Ask("own cache", 2, 13, padded=True))
-    first, second = ({**arguments, asked_with(talk.pair.original): DynamicCache()} for _ in range(2))
+    models = talk.pair.original, talk.pair.rewritten
+    made = [(own_cache_class(model) or DynamicCache)() for model in models]
+    first, second = ({**arguments, asked_with(talk.pair.original): cache} for cache in made)
     talk.answers(first, second, new=MORE)
 
 
