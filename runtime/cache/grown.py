@@ -73,7 +73,7 @@ class GrownLayer(PreallocatedLayer):
         self.grown = grown
         self.beside: dict[str, Tensor] = {}
         """A buffer by the method that grows it."""
-        self._lengths = dict.fromkeys(grown, 0)
+        self.lengths = dict.fromkeys(grown, 0)
         for method in grown:
             setattr(self, method, partial(self._grow, method))
 
@@ -83,8 +83,8 @@ class GrownLayer(PreallocatedLayer):
         buffer = self._buffer(method, new)
         if self.cache.stepping:
             return buffer.index_copy_(dimension, self.cache.slots, new)
-        start = self._lengths[method]
-        end = self._lengths[method] = start + new.shape[dimension]
+        start = self.lengths[method]
+        end = self.lengths[method] = start + new.shape[dimension]
         if end > self.cache.capacity:
             raise CacheFull(end, self.cache.capacity)
         buffer.narrow(dimension, start, end - start).copy_(new)
@@ -103,7 +103,7 @@ class GrownLayer(PreallocatedLayer):
         """Give the buffers back."""
         super().free()
         self.beside.clear()
-        self._lengths = dict.fromkeys(self.grown, 0)
+        self.lengths = dict.fromkeys(self.grown, 0)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -113,7 +113,7 @@ class GrownLayer(PreallocatedLayer):
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, as far as the host knows."""
         super().rewind(length)
-        self._lengths = {method: length if method in self.beside else 0 for method in self.grown}
+        self.lengths = {method: length if method in self.beside else 0 for method in self.grown}
 
     def spoil(self, start: int, value: float) -> None:
         """Fill the values, and what grows beside them, of every slot from `start` on."""

@@ -47,6 +47,9 @@ CLASSES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
     "rwkv": "RwkvForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
+    "xlstm": "xLSTMForCausalLM",
+    "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
 }
 FILES = {
     "states": "runtime/cache.py",
