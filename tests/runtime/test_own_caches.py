@@ -15,15 +15,16 @@ import transformers
 from told_again import replays
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from rewrite.runtime.cache import own
 from rewrite.runtime.cache.grown import GrownLayer, grown_by, grows_in_layers
-from rewrite.runtime.cache.layers import CacheFull
+from rewrite.runtime.cache.layers import CacheFull, PreallocatedLayer
 from rewrite.runtime.cache.names import argument_of, asked_with, given_back
 from rewrite.runtime.cache.nested import Nested, UnknownState
 from rewrite.runtime.cache.own import OwnCache, keeps_own_cache, own_attributes, own_like
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
 from rewrite.runtime.decode import fitness, generation, graph_store
-from rewrite.runtime.decode.carried import hands_on_states, put_back
+from rewrite.runtime.decode.carried import CarriedStates, hands_on_states, put_back
 from rewrite.runtime.decode.fitness import Call
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, Program, UnknownCache
@@ -500,3 +501,45 @@ def test_what_a_growing_cache_keeps_of_its_own() -> None:
     cache = Notes()
     cache._is_user_defined = True  # type: ignore[attr-defined]
     assert own_attributes(cache) == {"notes": []}
+
+
+def _zeroed(self: Any, other: Any) -> None:
+    COPY_FROM(self, other)
+    for buffer in self.buffers:
+        buffer.zero_()
+
+
+COPY_FROM, FREE = CarriedStates.copy_from, PreallocatedLayer.reorder_cache
+PLANTED: dict[str, tuple[Any, str, Any, str, Any]] = {
+    "states not taken along": (CarriedStates, "copy_from", _zeroed, BESIDE, test_a_text_moves_to_a_larger_cache),
+    "states of an object not taken along": (
+        CarriedStates, "copy_from", _zeroed, OBJECT, test_a_text_moves_to_a_larger_cache,
+    ),
+    "what grew not taken along": (
+        GrownLayer, "take", PreallocatedLayer.take, GROWN, test_a_text_moves_to_a_larger_cache,
+    ),
+    "states lent": (
+        own, "_copied", lambda attributes: attributes, BESIDE,
+        test_what_is_left_is_memory_that_no_later_call_writes,
+    ),
+    "layers of a text before": (
+        OwnCache, "_next_layer", lambda self: PreallocatedLayer(self), BESIDE,
+        test_a_step_told_to_the_device_once_can_be_told_again_without_the_model,
+    ),
+    "what grew not reordered": (GrownLayer, "reorder_cache", FREE, "", test_a_layer_grows_what_it_is_given),
+    "what grew not forgotten": (
+        GrownLayer, "rewind", PreallocatedLayer.rewind, "", test_a_layer_grows_what_it_is_given,
+    ),
+    "what grew not spoilt": (GrownLayer, "spoil", PreallocatedLayer.spoil, "", test_a_layer_grows_what_it_is_given),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrong, model, check = PLANTED[bug]
+    monkeypatch.setattr(owner, name, wrong)
+    given = [model] if model else []
+    if "monkeypatch" in check.__code__.co_varnames[: check.__code__.co_argcount]:
+        given.append(monkeypatch)  # type: ignore[arg-type]
+    with pytest.raises((AssertionError, CacheFull)):
+        check(*given)
