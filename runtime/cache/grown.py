@@ -31,12 +31,25 @@ _KNOWN: dict[type, _Grown] = {}
 def grows_in_layers(kind: type, **grown: tuple[str, int]) -> Callable[[type[_Class]], type[_Class]]:
     """Mark a class whose caches may have layers of class `kind`, which grow more than keys and values.
 
+    What chooses by it may choose padding alone, which it is not told of. Attention then reads every key with the same
+    weight, and in a buffer there are more of them: the loop takes rows without padding.
+
     Args:
         kind: of the layers.
         grown: by the name of a method, the attribute that it grows and the dimension of tokens.
     """
     _KNOWN[kind] = grown
-    return lambda model_class: model_class
+
+    def mark(model_class: type[_Class]) -> type[_Class]:
+        model_class._takes_padding = False  # type: ignore[attr-defined]
+        return model_class
+
+    return mark
+
+
+def takes_padding(model: Any) -> bool:
+    """Return whether a step of a model reads padded rows as the model does with a growing cache."""
+    return getattr(model, "_takes_padding", True)
 
 
 def grown_by(kind: type) -> _Grown | None:

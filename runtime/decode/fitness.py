@@ -72,7 +72,7 @@ REASONS = {
     "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
     "window": "the text may grow beyond a sliding window, which the model's cache keeps to and its masks do not have",
     "inputs": "what the model's loop gives its forward does not follow from what it gave for the token before",
-    "attention_mask": "the mask is no left padding of everything that was seen",
+    "attention_mask": "the mask is no left padding of all that was seen, or a step would read padding in another way",
     "position_ids": "position ids that are not of one token a column",
     "outputs": "attentions or hidden states are wanted",
     "logits_processor": "a logits processor needs the host, or is not one of transformers' own",

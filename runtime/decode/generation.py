@@ -25,12 +25,13 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from ..cache.grown import takes_padding
 from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..cache.nested import UnknownState
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..core.local import is_local
-from ..core.target import CHANGES, RANKS
+from ..core.target import CHANGES, GROWS, RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
@@ -251,6 +252,8 @@ class _Generation:
         for key in (None, self.sampling.key):
             if key in self.store.refused:
                 raise Unfit(self.store.refused[key].reason)
+        if GROWS and not takes_padding(self.model) and not self._is_unpadded():
+            raise Unfit("attention_mask")
         room = min(self.call.steps - 1, FIRST_ROOM) + (0 if self.lookup is None else width_of(self.sampling))
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:

@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..attention.eager_step import HANDLERS
 from ..attention.masked_attention import masked_attention
+from ..cache.grown import takes_padding
 from ..cache.layers import CacheFull
 from ..cache.names import argument_of
 from ..cache.own import own_cache_of, own_like
@@ -233,8 +234,8 @@ class DecodeGraph:
 
         unpadded = attention_mask is None or bool((attention_mask != 0).all())
         logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
-        if not (unpadded or self.cache.knows_length):
-            raise StepFails(ValueError("the cache tells the model another number of tokens than the mask has"))
+        if not (unpadded or (self.cache.knows_length and takes_padding(self.model))):
+            raise StepFails(ValueError("a step would not read padded rows as the model does with a growing cache"))
         self.begin(positions[:, -1:] + 1, None if attention_mask is None else mask)
         self.prove(logits.argmax(-1))
         return logits

@@ -26,7 +26,7 @@ from ..models.inputs import seed_all
 from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
-from .loop import SWITCH, Package, loop_pair, needless
+from .loop import PADS, SWITCH, Package, loop_pair, needless
 from .texts import Generated, Sink, near_tie
 
 if TYPE_CHECKING:
@@ -167,7 +167,9 @@ class Talk:
         raise problem or NotRun("the original's logits are not finite")
 
     def ask(self, ask: Ask, pair: Pair | None = None) -> Arguments:
-        """The arguments of a prompt without images."""
+        """The arguments of a prompt without images, padded where the loop of the package takes that."""
+        if not getattr(self.bench.subject.rewritten, PADS, True):
+            ask = replace(ask, padded=False)
         if self._draw:
             ask = replace(ask, name=f"{ask.name}, draw {self._draw}")
         return asked(self.bench, self.variant, (pair or self.pair).original, ask)
