@@ -6,7 +6,7 @@ MiniMax keeps states beside the layers of its cache, xLSTM in an object; layers 
 from __future__ import annotations
 
 from .carried_bugs import COPIED, FIRST_ROW, GIVEN, LATE, LOADED, NOT_GIVEN, OUTLIVES, RESTORED, STALE, TAKEN
-from .generation_bugs import AGAIN, CONTINUED, ENDED, ONE, PADDED, bug
+from .generation_bugs import AGAIN, BY_HAND, CONTINUED, ENDED, ONE, PADDED, bug
 
 RESET = "        super().clear()\n        self.layers.clear()\n        self.own = "
 CONTINUES = "self.own = _copied(own_attributes(dynamic))"
@@ -86,7 +86,9 @@ GROWING = (
         old=GROWN,
         new=GROWN.replace("new)", "new[:1].expand_as(new))"),
     ),
-    bug("minimax_m3_vl", "an unused slot not masked", ONE, "", old=MASKED, new=f"{MASKED} if q_len > 1 else scores"),
+    bug(
+        "minimax_m3_vl", "an unused slot not masked", BY_HAND, "", old=MASKED, new=f"{MASKED} if q_len > 1 else scores"
+    ),
     bug(
         "minimax_m3_vl",
         "keys not reset between calls",
