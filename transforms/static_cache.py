@@ -45,7 +45,10 @@ class StaticCache(Transform):
         marked: the loop runs where they do not. So is a class whose layers have a sliding window that no mask of the
         file has: a growing cache forgets what is outside, a buffer keeps all, and the loop runs where a text is not
         longer than the window. States without a cache are marked, too: attributes that modules compute from what they
-        were (`keeps_states`), and an argument that `forward` gives back and the loop hands on (`hands_on_states`).
+        were (`keeps_states`), and an argument that `forward` gives back and the loop hands on (`hands_on_states`), in
+        a list or in an object of a class of the file. So are caches of a class that the file derives from
+        `DynamicCache`, with states beside the layers (`keeps_own_cache`), and layers that it derives from
+        `DynamicLayer`, with tensors that a method grows as `update` grows keys (`grows_in_layers`).
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
@@ -60,8 +63,9 @@ class StaticCache(Transform):
         Exact: the same integers, and where the loop cannot run, transformers' own does.
 
     Known limits:
-        Against a cache of fixed size, a slice beyond the end of a buffer raises. Classes with caches or a generation
-        loop of their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. Nor do classes
+        Against a cache of fixed size, a slice beyond the end of a buffer raises. Classes with a generation loop of
+        their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. So do classes with caches
+        of their own that answer a model's questions in another way, or hold back tokens (DeepSeek V4). Nor do classes
         get the loop that act where they prepare a step (`prepare_inputs_for_generation`): it is asked for steps that
         are not run.
         A class is marked for states that its file's modules keep as attributes of their own, None before the first
