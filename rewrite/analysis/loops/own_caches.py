@@ -20,7 +20,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.loops.growing_layers import ASKED, BESIDE, grown, is_of_caches, is_plain
 from rewrite.analysis.loops.window import reached
-from rewrite.analysis.step.terms import PASSED
+from rewrite.analysis.syntax.cache_names import PASSED
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.syntax.nodes import calls_in, parameters
 
