@@ -166,10 +166,14 @@ class Talk:
                 return dtype, pair
         raise problem or NotRun("the original's logits are not finite")
 
+    @property
+    def pads(self) -> bool:
+        """Whether the loop of the package takes rows with padding."""
+        return bool(getattr(self.bench.subject.rewritten, PADS, True))
+
     def ask(self, ask: Ask, pair: Pair | None = None) -> Arguments:
         """The arguments of a prompt without images, padded where the loop of the package takes that."""
-        if not getattr(self.bench.subject.rewritten, PADS, True):
-            ask = replace(ask, padded=False)
+        ask = replace(ask, padded=ask.padded and self.pads)
         if self._draw:
             ask = replace(ask, name=f"{ask.name}, draw {self._draw}")
         return asked(self.bench, self.variant, (pair or self.pair).original, ask)
@@ -421,7 +425,7 @@ def _pictured(talk: Talk) -> None:
     bench, model = talk.bench, talk.pair.original
     shapes = {"a": ((2, 2),), "b": ((2, 2),), "c": ((1, 3),), "d": ((2, 1), (2, 2), (2, 1))}
     kinds = {
-        name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, padded=name != "b"), sides)
+        name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, talk.pads and name != "b"), sides)
         for name, sides in shapes.items()
     }
     for name in shapes:
