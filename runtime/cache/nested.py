@@ -93,6 +93,7 @@ class Nested:
 
 
 def shares(tensors: Sequence[Tensor]) -> bool:
-    """Return whether two of several tensors are one: what is written into it has to be seen in both."""
-    places = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors if tensor.numel()]
-    return len(set(places)) < len(places)
+    """Return whether what is written into one of several tensors may have to be seen in another, or in its rows."""
+    places = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()]
+    expanded = any(0 in tensor.stride() and tensor.stride() != tensor.contiguous().stride() for tensor in tensors)
+    return expanded or len(set(places)) < len(places)

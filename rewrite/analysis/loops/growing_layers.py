@@ -48,10 +48,22 @@ def is_plain(kind: ClassInfo, base: str) -> bool:
     """Whether a class has one base, of that name, no metaclass, and says of itself nothing that is asked of that."""
     if kind.node.decorators or kind.node.keywords or len(kind.node.bases) != 1:
         return False
+    said = {target.value for line in _said(kind) for target in _targets(line) if isinstance(target, cst.Name)}
+    named = [name.rpartition(".")[2] for name in kind.bases] == [base]
+    return named and said.isdisjoint(ASKED) and keeps_nothing(kind)
+
+
+def keeps_nothing(kind: ClassInfo) -> bool:
+    """Whether a class, which all its objects share, has nothing of its own that could be written into."""
+    constant = m.SimpleString() | m.Integer() | m.Float() | m.Name("True") | m.Name("False") | m.Name("None")
+    of_objects = m.Call(func=m.Name("field"))
+    return all(line.value is None or m.matches(line.value, constant | of_objects) for line in _said(kind))
+
+
+def _said(kind: ClassInfo) -> list[cst.Assign | cst.AnnAssign]:
+    """Return the assignments in the body of a class."""
     own = [line for part in kind.node.body.body if isinstance(part, cst.SimpleStatementLine) for line in part.body]
-    lines = [line for line in own if isinstance(line, (cst.Assign, cst.AnnAssign))]
-    said = {target.value for line in lines for target in _targets(line) if isinstance(target, cst.Name)}
-    return [name.rpartition(".")[2] for name in kind.bases] == [base] and said.isdisjoint(ASKED)
+    return [line for line in own if isinstance(line, (cst.Assign, cst.AnnAssign))]
 
 
 def grown(kind: ClassInfo, module: Module) -> list[tuple[str, str, int]] | None:

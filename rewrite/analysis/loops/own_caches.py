@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.loops.growing_layers import ASKED, BESIDE, grown, is_of_caches, is_plain
+from rewrite.analysis.loops.growing_layers import ASKED, BESIDE, grown, is_of_caches, is_plain, keeps_nothing
 from rewrite.analysis.loops.window import reached
 from rewrite.analysis.syntax.cache_names import PASSED
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
@@ -104,7 +104,7 @@ def _as_object(kind: ClassInfo, name: str, info: ClassInfo, module: Module) -> s
     odd = [one for one in kind.node.decorators if not m.matches(one, m.Decorator(m.Name("dataclass")))]
     if kind.bases not in ((), ("object",)) or odd or not _stands_before(kind, info, module):
         return None
-    if "__slots__" in {node.value for node in of_kind(kind.node, cst.Name)}:
+    if "__slots__" in {node.value for node in of_kind(kind.node, cst.Name)} or not keeps_nothing(kind):
         return None
     forward = module.method(info, "forward")
     if forward is None or name not in parameters(forward) or any(one != name for one, _ in _made(module)):
