@@ -35,23 +35,17 @@ def marks_of_caches(info: ClassInfo, module: Module) -> tuple[list[str], str | N
 
     Second the name of a class of the file that is a cache, or a layer of one, for which there are no buffers.
     """
-    marks: list[str] = []
+    marks: dict[str, str | None] = {}
     for kind in module.classes.values():
-        if not is_of_caches(kind, module):
-            continue
-        mark = _as_cache(kind, info, module) or _as_layer(kind, info, module)
-        if mark is None:
-            return [], kind.name
-        marks.append(mark)
+        if is_of_caches(kind, module):
+            marks[kind.name] = _as_cache(kind, info, module) or _as_layer(kind, info, module)
     for name, made in _made(module):
         if not is_of_caches(made, module):
-            mark = _as_object(made, name, info, module)
-            if mark is None:
-                return [], made.name
-            marks.append(mark)
-    marks = list(dict.fromkeys(marks))
-    several = [mark for mark in marks if not mark.startswith("grows_in_layers")]
-    return ([], several[1]) if len(several) > 1 else (marks, None)
+            marks[made.name] = _as_object(made, name, info, module)
+    if (unknown := next((name for name, mark in marks.items() if mark is None), None)) is not None:
+        return [], unknown
+    whole = [name for name, mark in marks.items() if mark and not mark.startswith("grows_in_layers")]
+    return ([], whole[1]) if len(whole) > 1 else ([mark for mark in marks.values() if mark], None)
 
 
 def _made(module: Module) -> Iterator[tuple[str, ClassInfo]]:
@@ -96,7 +90,9 @@ def _known(name: str, method: cst.FunctionDef) -> bool:
         return True
     if name in ASKED or (name.startswith("__") and name.endswith("__")):
         return False
-    return not any(isinstance(node, cst.Attribute) and node.attr.value in _HOLDS for node in walk(method.body))
+    called = {id(call.func) for call in calls_in(method.body)}  # `.values()` of a dictionary
+    read = [node for node in of_kind(method.body, cst.Attribute) if id(node) not in called]
+    return not any(node.attr.value in _HOLDS for node in read)
 
 
 def _as_object(kind: ClassInfo, name: str, info: ClassInfo, module: Module) -> str | None:
