@@ -13,15 +13,14 @@ from rewrite.analysis.loops.cache_length import Lengths, lengths, ranged, sized_
 from rewrite.analysis.loops.carried_states import handed_states, kept_states
 from rewrite.analysis.loops.indexers import hindrance
 from rewrite.analysis.loops.loop_inputs import only_recomputes
+from rewrite.analysis.loops.own_caches import CACHES, marks_of_caches
 from rewrite.analysis.loops.own_loop import cut_by_length, own_part
 from rewrite.analysis.loops.window import keeps_unmasked_window
-from rewrite.analysis.step.terms import PASSED
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, expression, parameters, replace_nodes
 from rewrite.analysis.syntax.replacement import name_is_free, with_call
 from rewrite.transform import Candidate, Edit, Found, Numerics, Skip, Stage, Transform
 
-_CACHES = (*PASSED, "cache_params")
 _OTHER_STATES = ("key_cache",)
 """Attributes of states that no cache of transformers' holds in a layer of its own."""
 
@@ -46,7 +45,10 @@ class StaticCache(Transform):
         marked: the loop runs where they do not. So is a class whose layers have a sliding window that no mask of the
         file has: a growing cache forgets what is outside, a buffer keeps all, and the loop runs where a text is not
         longer than the window. States without a cache are marked, too: attributes that modules compute from what they
-        were (`keeps_states`), and an argument that `forward` gives back and the loop hands on (`hands_on_states`).
+        were (`keeps_states`), and an argument that `forward` gives back and the loop hands on (`hands_on_states`), in
+        a list or in an object of a class of the file. So are caches of a class that the file derives from
+        `DynamicCache`, with states beside the layers (`keeps_own_cache`), and layers that it derives from
+        `DynamicLayer`, with tensors that a method grows as `update` grows keys (`grows_in_layers`).
 
     Why:
         A cache that grows has another address and another shape at every token: no step can be captured, and each
@@ -61,8 +63,9 @@ class StaticCache(Transform):
         Exact: the same integers, and where the loop cannot run, transformers' own does.
 
     Known limits:
-        Against a cache of fixed size, a slice beyond the end of a buffer raises. Classes with caches or a generation
-        loop of their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. Nor do classes
+        Against a cache of fixed size, a slice beyond the end of a buffer raises. Classes with a generation loop of
+        their own keep `GenerationMixin`; a `generate` that calls the inherited one is none. So do classes with caches
+        of their own that answer a model's questions in another way, or hold back tokens (DeepSeek V4). Nor do classes
         get the loop that act where they prepare a step (`prepare_inputs_for_generation`): it is asked for steps that
         are not run.
         A class is marked for states that its file's modules keep as attributes of their own, None before the first
@@ -143,7 +146,7 @@ class StaticCache(Transform):
         if not all(name_is_free(name.partition("(")[0], module) for name in marks):
             return Skip("name_taken")
         edits, found_uses = [_in_bases(info, base, module, marks)], ["decode.GraphGeneration"]
-        found_uses += [f"decode.{name.partition('(')[0]}" for name in marks]
+        found_uses += [_use(mark) for mark in marks]
         method = info.methods.get("prepare_inputs_for_generation")
         if method is not None and only_recomputes(method) and name_is_free("recomputes_at_switch", module):
             decorator = cst.Decorator(cst.Name("recomputes_at_switch"))
@@ -169,7 +172,13 @@ def _marks(info: ClassInfo, module: Module, windowed: bool) -> list[str]:
     if kept := kept_states(module)[0]:
         names = ", ".join(f'"{name}"' for name in kept)
         marks.append(f"keeps_states({names})")
-    return marks
+    return marks + marks_of_caches(info, module)[0]
+
+
+def _use(mark: str) -> str:
+    """Return what of the runtime a mark is."""
+    name = mark.partition("(")[0]
+    return f"cache.{name}" if name in ("keeps_own_cache", "grows_in_layers") else f"decode.{name}"
 
 
 def _in_bases(info: ClassInfo, base: cst.BaseExpression, module: Module, marks: list[str]) -> Edit:
@@ -197,7 +206,7 @@ def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> li
     names = parameters(forward) if forward is not None else []
     if (
         forward is None
-        or any(name in _CACHES for name in names)
+        or any(name in CACHES for name in names)
         or not isinstance(forward.params.star_kwarg, cst.Param)
     ):
         return names
@@ -215,7 +224,7 @@ def _inputs(info: ClassInfo, module: Module, before: tuple[str, ...] = ()) -> li
 
 
 def _takes_cache(names: Iterable[str]) -> bool:
-    return any(name in _CACHES for name in names)
+    return any(name in CACHES for name in names)
 
 
 def _made(attribute: str | None, info: ClassInfo, module: Module) -> Iterable[ClassInfo]:
@@ -235,7 +244,7 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
         return Skip("no_kv_cache")
     if (own := own_part(info, module)) is not None:
         return Skip("own_loop", own)
-    if (cache := _own_cache(module)) is not None:
+    if (cache := marks_of_caches(info, module)[1]) is not None:
         return Skip("own_cache", cache)
     attributes = [node.attr.value for node in of_kind(module.tree, cst.Attribute)]
     if (state := next((name for name in attributes if name in _OTHER_STATES), None)) is not None:
@@ -247,23 +256,6 @@ def _skip(info: ClassInfo, module: Module) -> Skip | None:
     if (cut := cut_by_length(module)) is not None:
         return Skip("mask_by_length", cut)
     return None if name_is_free("GraphGeneration", module) else Skip("name_taken")
-
-
-def _own_cache(module: Module) -> str | None:
-    """Return the name of a class of this file that is a cache, or a layer of one, or is made where there is none."""
-    for info in module.classes.values():
-        if any("cache_utils." in base for base in info.bases):
-            return info.name
-    made = [node for node in of_kind(module.tree, cst.Assign) if isinstance(node.value, cst.Call)]
-    for line in made:
-        name = module.qualified(line.value.func) if isinstance(line.value, cst.Call) else ""
-        if name in module.classes and any(_is_cache(target.target) for target in line.targets):
-            return name
-    return None
-
-
-def _is_cache(target: cst.BaseExpression) -> bool:
-    return isinstance(target, cst.Name) and target.value in _CACHES
 
 
 def _range(call: cst.Call, known: Lengths, module: Module) -> Found | Skip:

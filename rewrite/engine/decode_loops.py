@@ -71,8 +71,11 @@ def _said(name: str, file: _File, refused: Mapping[str, str], above: tuple[str, 
 def _with_loop(own: ast.FunctionDef | None, owner: ast.ClassDef) -> str:
     """Return what to say of a class that has the loop, and a `generate` of its own around it."""
     told = []
-    if any(ast.unparse(decorator) == "within_window" for decorator in owner.decorator_list):
+    marks = [ast.unparse(decorator).partition("(")[0] for decorator in owner.decorator_list]
+    if "within_window" in marks:
         told.append("for texts that a sliding window of its cache holds")
+    if "grows_in_layers" in marks:
+        told.append("for rows without padding")
     if own is not None and not always_hands_up(own):
         told.append("as far as its own `generate` leaves the loop to it")
     return ", ".join([YES, *told])

@@ -31,7 +31,8 @@ FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
 names of a file whose modules may be of that form, or who tells by its tree."""
 
 MARKS = {
-    "CARRIED": ("decode.keeps_states", "decode.hands_on_states"),
+    "CARRIED": ("decode.keeps_states", "decode.hands_on_states", "cache.keeps_own_cache"),
+    "GROWS": ("cache.grows_in_layers",),
 }
 """By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind."""
 

@@ -101,11 +101,23 @@ def _contents(value: Any) -> str:
     The built-in methods are called directly, because a lazy mapping would import everything it names.
     """
     if isinstance(value, dict):
-        items = [(str(key), id(item) if isinstance(item, CODE) else None) for key, item in list(dict.items(value))]
+        items = [(str(key), _identity(key, item)) for key, item in list(dict.items(value))]
         return repr([item for item in items if SIDE not in item[0]])
     if isinstance(value, set):
         return repr(sorted(name for name in map(str, set.__iter__(value)) if SIDE not in name))
     return str(list.__len__(value))
+
+
+def _identity(key: object, item: object) -> object:
+    """Return what tells an entry from another: by its code, if it is a class that stands there of itself.
+
+    A layer of a cache that says for which kind of attention it is (`_layer_type`) replaces the one that did so before,
+    where its file is imported: the original's, and the package's, which is the same.
+    """
+    if isinstance(item, type) and getattr(item, "_layer_type", None) == key:
+        methods = (member for member in vars(item).values() if isinstance(member, types.FunctionType))
+        return item.__name__, [(one.__name__, one.__code__.co_code, one.__code__.co_names) for one in methods]
+    return id(item) if isinstance(item, CODE) else None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The layers of a cache of fixed addresses: keys and values, an indexer's keys beside them, states, or both.
+"""The layers of a cache of fixed addresses: keys and values, and an indexer's keys beside them.
 
 B batch, Hk key/value heads, S capacity, D head_dim of keys, Dv of values, Di of an indexer's keys. A layer keeps keys
 `[B, Hk, S, D]` and values `[B, Hk, S, Dv]`, with an indexer also keys `[B, S, Di]` by which it chooses among the
-others; states have the shapes that the model gives them.
+others.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..core.target import INDEXER
-from . import states
 from .token import write_token
 
 if TYPE_CHECKING:
@@ -241,56 +239,3 @@ def _dtype_of_values(keys: Tensor, values: Tensor) -> torch.dtype:
     growing.lazy_initialization(keys, values)
     assert growing.values is not None
     return torch.promote_types(growing.values.dtype, values.dtype)
-
-
-if states.LAYER is not None:
-
-    class StateLayer(states.LAYER):
-        """One layer's states; nothing of it grows with the text."""
-
-        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            """Allocate zeroed states like those given, which any later call may write."""
-            with torch.inference_mode(False):
-                super().lazy_initialization(*args, **kwargs)
-
-    class HybridLayer(StateLayer, PreallocatedLayer):
-        """One layer's keys and values, and states beside them."""
-
-        def __init__(self, cache: PreallocatedCache, number_of_states: int):
-            PreallocatedLayer.__init__(self, cache)
-            states.LAYER.__init__(self, number_of_states=number_of_states)
-
-        @property
-        def is_compileable(self) -> bool:
-            """Whether masks must be made for the whole buffer."""
-            return self.cache.stepping
-
-        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            """Allocate buffers for keys and values, which are given by position, or states, given by name."""
-            kind = PreallocatedLayer if args else StateLayer
-            kind.lazy_initialization(self, *args, **kwargs)
-
-        def get_max_length(self) -> int:
-            """Return the capacity."""
-            return PreallocatedLayer.get_max_length(self)
-
-
-def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
-    """Return a layer of `cache` for what a layer of transformers' growing cache holds; None if nothing here can."""
-    if states.is_stateful(layer):
-        if type(layer).__name__ not in _STATEFUL:
-            return None
-        hybrid = isinstance(layer, DynamicLayer)
-        return HybridLayer(cache, layer.number_of_states) if hybrid else StateLayer(layer.number_of_states)
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return PreallocatedLayer(cache)
-    if INDEXER and INDEXED is not None and type(layer) is INDEXED:
-        return IndexedLayer(cache)
-    return layer if type(layer).__name__ == "DummyLayer" else None
-
-
-_STATEFUL = (
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-)

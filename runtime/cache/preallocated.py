@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..core.overwriting import overwriting
 from . import states
-from .layers import PreallocatedLayer, layer_like
+from .alike import layer_like
+from .layers import PreallocatedLayer
 
 OFFERS: dict[str, dict[str, str]] = {
     "PreallocatedCache": {},
@@ -73,7 +74,7 @@ class PreallocatedCache(Cache):
         self._arrived: list[Tensor] = []
         self._tokens = 0
         kinds = [DynamicLayer()] * layer_count if like is None else like
-        super().__init__(layers=[layer_like(kind, self) for kind in kinds])
+        Cache.__init__(self, layers=[layer_like(kind, self) for kind in kinds])  # `own` has another class in between
 
     @property
     def attention_layers(self) -> list[PreallocatedLayer]:
@@ -89,6 +90,11 @@ class PreallocatedCache(Cache):
     def batch_size(self) -> int:
         """Number of rows."""
         return self.batch_size_
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether a model that asks a growing cache for the number of tokens is told it."""
+        return True
 
     @property
     def length(self) -> int:

@@ -16,7 +16,9 @@ LAYER_NORM: bool = True
 INDEXER: bool = True
 """Whether its layers may keep an indexer's keys."""
 CARRIED: bool = True
-"""Whether its models may carry states from call to call without a cache."""
+"""Whether its models may carry states from call to call beside a cache of transformers', or without one."""
+GROWS: bool = True
+"""Whether layers of its caches may grow more than keys and values."""
 CHANGES: bool = True
 """Whether its code may leave something on a module."""
 CHAINS: bool = True

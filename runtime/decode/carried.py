@@ -1,10 +1,12 @@
-"""States that a model carries from call to call without a cache: kept by its modules, or handed on with the outputs.
+"""States that a model carries from call to call beside a cache of transformers', or without one.
 
 A module may keep a state on itself: an attribute that each call makes anew from what it was (RecurrentGemma). Or
-`forward` takes states by a name, and gives them back by the same one (RWKV). In a step both lie at fixed addresses:
-the model is given buffers, and what it made of them is copied into them. Neither can go back to an earlier token.
+`forward` takes states by a name, and gives them back by the same one: in a list (RWKV), or in an object of a class of
+the model's file (xLSTM). Or a cache of such a class keeps them beside its layers (MiniMax, `cache/own.py`). In a step
+all lie at fixed addresses: the model is given buffers, and what it made of them is copied into them. None can go back
+to an earlier token.
 
-The classes are marked by `keeps_states` and `hands_on_states`.
+The classes are marked by `keeps_states`, `hands_on_states` and `keeps_own_cache`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from ..cache.nested import Nested, UnknownState, shares
+from ..cache.own import OwnCache, own_cache_of
 from ..core.target import CARRIED
+
+if TYPE_CHECKING:
+    from ..cache.preallocated import PreallocatedCache
 
 OFFERS: dict[str, dict[str, str]] = {
     "keeps_states": {},
@@ -27,6 +34,7 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 _Class = TypeVar("_Class")
+_Held = TypeVar("_Held")
 
 
 def keeps_states(*names: str) -> Callable[[type[_Class]], type[_Class]]:
@@ -39,22 +47,19 @@ def keeps_states(*names: str) -> Callable[[type[_Class]], type[_Class]]:
     return mark
 
 
-def hands_on_states(name: str) -> Callable[[type[_Class]], type[_Class]]:
-    """Mark a class whose `forward` takes a list of states by this name and gives it back by the same one."""
+def hands_on_states(name: str, kind: type | None = None) -> Callable[[type[_Class]], type[_Class]]:
+    """Mark a class whose `forward` takes states by this name and gives them back by the same one.
+
+    Args:
+        name: of the argument, and in the outputs.
+        kind: a class whose objects hold the states in their attributes; None for lists.
+    """
 
     def mark(model_class: type[_Class]) -> type[_Class]:
-        model_class._hands_on_states = name  # type: ignore[attr-defined]
+        model_class._hands_on_states, model_class._held_by = name, kind  # type: ignore[attr-defined]
         return model_class
 
     return mark
-
-
-class UnknownState(TypeError):
-    """What a model carries is no tensor of a fixed form."""
-
-    def __init__(self, found: object):
-        what = f"{tuple(found.shape)} in {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-        super().__init__(f"a state that the model carries from call to call cannot lie at a fixed address: {what}")
 
 
 def argument_of_states(model: Any) -> str:
@@ -63,9 +68,15 @@ def argument_of_states(model: Any) -> str:
     return name
 
 
+def class_of_states(model: Any) -> type | None:
+    """Return the class whose objects hold what `forward` takes and gives back; None if those are lists, or nothing."""
+    kind: type | None = getattr(model, "_held_by", None)
+    return kind
+
+
 def carries(model: Any) -> bool:
-    """Return whether a model carries states without a cache."""
-    return bool(argument_of_states(model) or getattr(model, "_keeps_states", ()))
+    """Return whether a model carries states beside a cache of transformers', or without one."""
+    return bool(argument_of_states(model) or getattr(model, "_keeps_states", ()) or own_cache_of(model))
 
 
 def are_handed_on(model: Any) -> bool:
@@ -93,6 +104,9 @@ class NoStates:
 
     def __bool__(self) -> bool:
         return False
+
+    def beside(self, cache: PreallocatedCache) -> None:
+        """Know the cache of the same steps."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -149,13 +163,18 @@ def put_back(model: nn.Module, given: object = None) -> Iterator[None]:
     Whoever runs instead begins where the block began.
     """
     kept = [(module, name, getattr(module, name)) for module, name in _places(model)]
-    held = [value for _, _, value in kept] + (list(given) if isinstance(given, (list, tuple)) else [])
-    copies = [(value, value.clone()) for value in held if isinstance(value, Tensor)]
+    kind = class_of_states(model)
+    held = Nested(given, kind) if isinstance(given, (list, tuple, kind or list)) else Nested([])
+    whole = held.filled(held.tensors)
+    copies = [(value, value.clone()) for value in [*(one for *_, one in kept), *held.tensors] if _is_tensor(value)]
     try:
         yield
     except BaseException:
         for module, name, value in kept:
             setattr(module, name, value)
+        if kind is not None and isinstance(given, kind):
+            vars(given).clear()
+            vars(given).update(vars(whole))
         for tensor, before in copies:
             if not torch.equal(tensor, before):
                 tensor.copy_(before)
@@ -163,26 +182,39 @@ def put_back(model: nn.Module, given: object = None) -> Iterator[None]:
 
 
 class CarriedStates(NoStates):
-    """The states of one batch size, in buffers; falsy where no module has them. It holds no module alive."""
+    """The states of one batch size, in buffers; falsy where nothing has them. It holds no module alive."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self._kept = [(weakref.ref(module), name) for module, name in _places(model)]
+        self._cache: weakref.ref[OwnCache] | None = None
         self.argument = argument_of_states(model)
         self.always_outlive = bool(self._kept)
-        self._form: type = list
-        self._given: Any = []
-        """The list in which a prompt's states were handed on."""
-        self._in_place = False
-        """Whether a step writes to the states that it is given."""
+        self._kind = class_of_states(model)
+        self._own = self._form = Nested({})
+        """What the cache keeps beside its layers, and what a step is handed, with the buffers in both."""
+        self._given = Nested([])
+        """What a prompt handed on."""
+        self._in_place: list[bool] = []
+        """Which of the states that it is handed a step writes into."""
+        self._shared = False
+        """Whether two states of a prompt were one tensor."""
 
     def __bool__(self) -> bool:
-        return bool(self._kept or self.argument)
+        return bool(self._kept or self.argument or self._cache)
+
+    def beside(self, cache: PreallocatedCache) -> None:
+        """Know the cache of the same steps."""
+        self._cache = weakref.ref(cache) if isinstance(cache, OwnCache) else None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What a step's forward is given."""
-        return {self.argument: self._form(self.buffers[len(self._kept) :])} if self.argument else {}
+        return {self.argument: self._form.filled(self._handed_on)} if self.argument else {}
+
+    @property
+    def _handed_on(self) -> list[Tensor]:
+        return self.buffers[len(self.buffers) - len(self._form.tensors) :]
 
     def forget(self) -> None:
         """Let the next prompt be the first."""
@@ -193,18 +225,17 @@ class CarriedStates(NoStates):
         """Take over what a prompt left.
 
         Raises:
-            UnknownState: if it is no list of tensors, or of another form than before.
+            UnknownState: if it has no form that stays, or another one than before.
         """
-        self._given = []
-        if self.argument:
-            handed = outputs.get(self.argument)
-            if type(handed) not in (list, tuple):
-                raise UnknownState(handed)
-            self._form, self._given = type(handed), handed
-        values = [*self._values(), *self._given]
+        self._given, own = self._handed(outputs), self._beside()
+        values = [*self._values(), *self._given.tensors]
         if not self.buffers and all(isinstance(value, Tensor) for value in values):
+            self._shared = shares([*own.tensors, *self._given.tensors])
             with torch.inference_mode(False):
                 self.buffers = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in values]
+            self._own, self._form = own, self._given
+            self._refer_to_buffers()
+        self._check(own, self._given)
         self._take(values)
 
     def advance(self, outputs: Any) -> None:
@@ -213,18 +244,41 @@ class CarriedStates(NoStates):
         Raises:
             UnknownState: if it is of another form than before.
         """
-        handed: Any = outputs.get(self.argument) if self.argument else []
-        if type(handed) not in (list, tuple):
-            raise UnknownState(handed)
-        own = self.buffers[len(self._kept) :]
-        self._in_place = all(map(_is_same, own, handed))
+        found, own = self._handed(outputs), self._beside()
+        self._check(own, found)
+        handed = found.tensors
+        self._in_place = list(map(_is_same, self._handed_on, handed))
+        if self._shared and any(map(_is_same, self.buffers[len(self._kept) :], [*own.tensors, *handed])):
+            raise UnknownState(found.value or own.value)  # what is written into one of them is not seen in the other
         self._take([*self._values(), *handed])
 
+    def _handed(self, outputs: Any) -> Nested:
+        """Return what outputs hand on."""
+        handed: Any = outputs.get(self.argument) if self.argument else []
+        if not isinstance(handed, self._kind or (list, tuple)):
+            raise UnknownState(handed)
+        return Nested(handed, self._kind)
+
+    def _beside(self) -> Nested:
+        """Return what the cache keeps beside its layers."""
+        return Nested(_alive(self._cache).own if self._cache is not None else {})
+
+    def _check(self, own: Nested, handed: Nested) -> None:
+        for now, before in ((own, self._own), (handed, self._form)):
+            if now.form != before.form:
+                raise UnknownState(now.value)
+
+    def _refer_to_buffers(self) -> None:
+        """Keep the forms with the buffers in them, and no tensor of a prompt's."""
+        start, end = len(self._kept), len(self.buffers) - len(self._form.tensors)
+        self._own = Nested(self._own.filled(self.buffers[start:end]))
+        self._form = Nested(self._form.filled(self.buffers[end:]), self._kind)
+
     def _values(self) -> list[Any]:
-        return [getattr(_alive(module), name) for module, name in self._kept]
+        return [*(getattr(_alive(module), name) for module, name in self._kept), *self._beside().tensors]
 
     def _take(self, values: list[Any]) -> None:
-        """Copy values into the buffers, and let the modules keep these."""
+        """Copy values into the buffers, and let modules and cache keep these."""
         if len(values) != len(self.buffers):
             raise UnknownState(values)
         for buffer, value in zip(self.buffers, values, strict=True):
@@ -245,6 +299,9 @@ class CarriedStates(NoStates):
     def _give(self, values: list[Tensor]) -> None:
         for (module, name), value in zip(self._kept, values, strict=False):
             setattr(_alive(module), name, value)
+        if self._cache is not None:
+            start = len(self._kept)
+            _alive(self._cache).own = self._own.filled(values[start : start + len(self._own.tensors)])
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -262,32 +319,42 @@ class CarriedStates(NoStates):
         if not self.buffers:
             with torch.inference_mode(False):
                 self.buffers = [torch.empty_like(buffer) for buffer in other.buffers]
-        self._form, self._given, self._in_place = other._form, other._given, other._in_place
+            self._own, self._form = other._own, other._form
+            self._refer_to_buffers()
+        self._check(other._own, other._form)
+        self._given, self._in_place, self._shared = other._given, other._in_place, other._shared
         self._take(list(other.buffers))
 
     def leave(self) -> Any:
         """Leave modules with states of their own, which no later call writes; return those that are handed on.
 
-        A model that writes to what it is given has written to what the prompt handed on, which are the caller's.
+        A model that writes to what it is given has written to what the prompt handed on, which are the caller's; so
+        is an object that it gives back. What a cache keeps is left to that.
         """
-        self._give([buffer.clone() for buffer in self.buffers[: len(self._kept)]])
-        own = self.buffers[len(self._kept) :]
-        if not self._in_place:
-            return self._form(buffer.clone() for buffer in own)
-        for tensor, buffer in zip(self._given, own, strict=True):
-            tensor.copy_(buffer)
-        return self._given
+        for (module, name), buffer in zip(self._kept, self.buffers, strict=False):
+            setattr(_alive(module), name, buffer.clone())
+        given, left = self._given, []
+        for tensor, buffer, same in zip(given.tensors, self._handed_on, self._in_place, strict=True):
+            left.append(tensor.copy_(buffer) if same else buffer.clone())
+        if self._kind is not None:
+            vars(given.value).update(vars(given.filled(left)))
+        return given.value if self._kind is not None or all(self._in_place) else given.filled(left)
 
     def free(self) -> None:
         """Give the memory back."""
-        self.buffers, self._given = [], []
+        self.buffers, self._given = [], Nested([])
+        self._own = self._form = Nested({})
 
 
-def _alive(module: weakref.ref[nn.Module]) -> nn.Module:
-    found = module()
+def _alive(reference: weakref.ref[_Held]) -> _Held:
+    found = reference()
     if found is None:
         raise ReferenceError("a module of this graph's model is gone")
     return found
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _is_same(one: Tensor, other: Any) -> bool:

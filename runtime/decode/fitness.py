@@ -20,10 +20,12 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..cache import names, states
+from ..cache.nested import UnknownState
+from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
 from ..core.target import CARRIED
-from .carried import are_handed_on, argument_of_states, carries
+from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
 
@@ -66,11 +68,11 @@ REASONS = {
     "compile_config": "the call asks for torch.compile",
     "no_cache": "the call goes without a cache",
     "cache_implementation": "the call asks for a kind of cache",
-    "cache_kind": "the cache is no plain DynamicCache, or has layers for which there are no buffers of fixed size",
+    "cache_kind": "the cache is of no class that the loop knows, or has layers without buffers of fixed size",
     "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
     "window": "the text may grow beyond a sliding window, which the model's cache keeps to and its masks do not have",
     "inputs": "what the model's loop gives its forward does not follow from what it gave for the token before",
-    "attention_mask": "the mask is no left padding of everything that was seen",
+    "attention_mask": "the mask is no left padding of all that was seen, or a step would read padding in another way",
     "position_ids": "position ids that are not of one token a column",
     "outputs": "attentions or hidden states are wanted",
     "logits_processor": "a logits processor needs the host, or is not one of transformers' own",
@@ -82,7 +84,7 @@ REASONS = {
     "one_token": "a single token is wanted",
     "reentrant": "the call comes from inside generate() of the same model",
     "states_stay": "the generation loop does not hand on what `forward` takes and gives back by one name",
-    "carried_state": "a state that the model carries from call to call without a cache has no fixed form",
+    "carried_state": "a state that the model carries from call to call beside layers of a cache has no fixed form",
     "cache_unused": "the model did not write its keys and values to the cache",
     "step_not_capturable": "the step asks the host, or cannot be part of a graph for another reason",
     "step_fails": "the model's code for a single token cannot run where the host does not know the length",
@@ -338,16 +340,26 @@ def _unfit_inputs(model: Any, call: Call) -> str | None:
 
 def _unfit_cache(model: Any, call: Call) -> str | None:
     cache, batch = call.cache, call.input_ids.shape[0]
+    kind, own = class_of_states(model), own_cache_of(model)
     if argument_of_states(model) and (cache is None or (type(cache) is DynamicCache and not length_of(cache))):
         return None  # nothing is in it
-    if type(cache) is not DynamicCache or cache.offloading:
+    if kind is not None and isinstance(cache, kind):
+        return None  # it goes to the model as it is
+    if type(cache) is not (own or DynamicCache) or cache.offloading:
         return "cache_kind"
-    if not cache.layers and carries(model):
+    if not cache.layers and carries(model) and own is None:
         return "cache_kind"  # its first layer would be one that the model does not write
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
     held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
     held += states.tensors(cache.layers)
+    if CARRIED and own is not None:
+        try:
+            elsewhere = any(tensor.device != model.device for tensor in own_tensors(cache))
+        except UnknownState:
+            return "cache_kind"
+        if elsewhere or cache.get_seq_length() != length_of(cache):
+            return "cache_contents"
     if len(lengths - {0}) > 1 or any(tensor.shape[0] != batch or tensor.device != model.device for tensor in held):
         return "cache_contents"
     seen = length_of(cache) + call.input_ids.shape[1] + call.steps - 1
@@ -362,11 +374,9 @@ def unmasked_window(model: Any, cache: DynamicCache) -> float:
     return min(windows, default=math.inf)
 
 
-def length_of(cache: DynamicCache | None) -> int:
-    """Return how many tokens a cache holds, as far as its layers tell; 0 where there is none."""
-    if cache is None:
-        return 0
-    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+def length_of(cache: Any) -> int:
+    """Return how many tokens a cache holds, as far as its layers tell; 0 where there is none, or it has no layers."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CacheLayerMixin)]
     return max((layer.get_seq_length() for layer in layers), default=0)
 
 
@@ -383,7 +393,14 @@ def keeps_cache(call: Call) -> bool:
 
 
 def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs with a growing cache where transformers leaves it to the model to make one (5.0)."""
+    """Return the inputs with a growing cache where transformers leaves it to the model to make one.
+
+    It does where that is of a class of the model's own, and for every model in release 5.0.
+    """
+    if CARRIED and (own := own_cache_of(model)) is not None:
+        missing = model_kwargs.get("use_cache") and all(model_kwargs.get(name) is None for name in names.NAMES)
+        made = made_by(own) if missing else None
+        return model_kwargs if made is None else {**model_kwargs, names.passed_on(): made}
     wanted = makes_cache_position(model) and model_kwargs.get("use_cache") and model._supports_default_dynamic_cache()
     if not wanted or model_kwargs.get(names.passed_on()) is not None:
         return model_kwargs

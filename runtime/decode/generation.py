@@ -25,15 +25,17 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from ..cache.grown import takes_padding
 from ..cache.names import NAMES, argument_of, given_back, passed_on
+from ..cache.nested import UnknownState
 from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed, index_of
 from ..core.local import is_local
-from ..core.target import CHANGES, RANKS
+from ..core.target import CHANGES, GROWS, RANKS
 from ..parallel.shards import local
 from .arrival import Arrival
 from .assistant import Assistant
-from .carried import UnknownState, restoring
+from .carried import restoring
 from .changes import Before
 from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
@@ -174,7 +176,7 @@ class _Generation:
         self.batch_size, self.prompt_length = call.input_ids.shape
         self.device = call.input_ids.device
         self.captures = model.device.type == "cuda" and not model._step_without_graph
-        self.dynamic = DynamicCache() if call.cache is None else call.cache
+        self.dynamic = call.cache if isinstance(call.cache, DynamicCache) else DynamicCache()
         self.watches = has_own_inputs(model, call)
         self.assistant: Assistant | None = None
         self.sampling = self._sampling()
@@ -250,6 +252,8 @@ class _Generation:
         for key in (None, self.sampling.key):
             if key in self.store.refused:
                 raise Unfit(self.store.refused[key].reason)
+        if GROWS and not takes_padding(self.model) and not self._is_unpadded():
+            raise Unfit("attention_mask")
         room = min(self.call.steps - 1, FIRST_ROOM) + (0 if self.lookup is None else width_of(self.sampling))
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:
@@ -300,6 +304,8 @@ class _Generation:
             raise Unfit("processor_needs_ids")
         mask = self.call.mask
         if mask is not None and mask.shape[1] != graph.cache.length:
+            raise Unfit("attention_mask")
+        if not (graph.cache.knows_length or self._is_unpadded()):
             raise Unfit("attention_mask")
         graph.begin(self._next_position_ids(graph, mask), mask)
         return last.to(copy=True, dtype=torch.float32)
@@ -487,7 +493,7 @@ class _Generation:
         encodes = self.model.config.is_encoder_decoder
         output = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
         cached = NAMES[0] if NAMES[0] in output.__dataclass_fields__ else NAMES[1]
-        states_alone = graph.carried.argument and call.cache is None
+        states_alone = graph.carried.argument and not isinstance(call.cache, Cache)
         return output(**kept, **{cached: carried if states_alone else self._returned_cache()})
 
     def _returned_cache(self) -> Any:

@@ -28,14 +28,16 @@ from transformers.cache_utils import DynamicCache
 
 from ..attention.eager_step import HANDLERS
 from ..attention.masked_attention import Earlier, StepAttention, masked_attention
+from ..cache.grown import takes_padding
 from ..cache.layers import CacheFull
 from ..cache.names import argument_of
+from ..cache.own import own_cache_of, own_like
 from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CHAINS, CHANGES
+from ..core.target import CARRIED, CHAINS, CHANGES
 from ..products.chain import FUNCTIONS
 from ..products.step_products import Handlers, StepProducts
 from .carried import carried_by
@@ -47,7 +49,7 @@ from .greedy import choose
 from .nudge import Nudged
 from .policy import policy_of
 from .prompt_graph import PromptGraphs
-from .proof import StepChanges, StepDiffers, StepReads, compared
+from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
 from .sampling import Sampling, StepState
 from .step_inputs import StepInputs
 from .step_length import StepLength
@@ -150,6 +152,7 @@ class DecodeGraph:
         self.captures = self.device.type == "cuda" if captures is None else captures
         self.carried = carried_by(model)
         self.cache = self._cache_like(like, model, batch_size, capacity)
+        self.carried.beside(self.cache)
         cache = self.cache
         self.state = StepState(batch_size, capacity, cache.position)
         with torch.inference_mode(False):
@@ -179,6 +182,11 @@ class DecodeGraph:
     def _cache_like(self, like: DynamicCache | None, model: Any, batch_size: int, capacity: int) -> PreallocatedCache:
         if self.carried.argument:  # which counts the tokens, and holds none
             return PreallocatedCache(0, batch_size, capacity, self.device)
+        if CARRIED and (kind := own_cache_of(model)) is not None:
+            own = own_like(kind, batch_size, capacity, self.device)
+            if own is None:
+                raise UnknownCache(model)
+            return own
         if like is None or not like.layers:
             like = self._configured_cache(model)
             if capacity > unmasked_window(model, like):
@@ -225,6 +233,8 @@ class DecodeGraph:
 
         unpadded = attention_mask is None or bool((attention_mask != 0).all())
         logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
+        if not (unpadded or (self.cache.knows_length and takes_padding(self.model))):
+            raise StepFails(ValueError("a step would not read padded rows as the model does with a growing cache"))
         self.begin(positions[:, -1:] + 1, None if attention_mask is None else mask)
         self.prove(logits.argmax(-1))
         return logits
@@ -618,7 +628,7 @@ class DecodeGraph:
             "cache_position": self.cache.position,
             "logits_to_keep": 1,
         }
-        if not self.cache.attention_layers:  # states saw the padding with the prompt
+        if not (self.cache.attention_layers or own_cache_of(self.model)):  # states saw the padding with the prompt
             del inputs["attention_mask"]
         given = {name: value for name, value in inputs.items() if name in self._accepted}
         return {"input_ids": self.state.input_ids, **self._cached, **given}

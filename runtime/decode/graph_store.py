@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from ..cache.own import own_cache_of
 from ..core import backend
 from .carried import argument_of_states
 from .graph import DecodeGraph
@@ -75,7 +76,7 @@ class GraphStore:
         fitting = [key for key in self.graphs if key[0] == batch_size and needed <= key[1] <= 2 * capacity]
         key = min(fitting, default=(batch_size, capacity))
         graph = self.graphs.get(key)
-        if graph is None or graph.captures != captures or len(graph.cache.layers) != len(_layers(model, like)):
+        if graph is None or graph.captures != captures or not _has_layers(graph, model, like):
             self.graphs.pop(key, None)
             while len(self.graphs) >= GRAPHS_KEPT:
                 self.graphs.popitem(last=False)
@@ -136,10 +137,12 @@ def release_graphs(model: nn.Module) -> None:
         store.release()
 
 
-def _layers(model: Any, like: DynamicCache) -> list[Any]:
-    if argument_of_states(model):
-        return []
-    return like.layers or DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+def _has_layers(graph: DecodeGraph, model: Any, like: DynamicCache) -> bool:
+    """Return whether a graph's cache has as many layers as a call's."""
+    if argument_of_states(model) or own_cache_of(model):
+        return True
+    layers = like.layers or DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return len(graph.cache.layers) == len(layers)
 
 
 def _signature_of(model: nn.Module) -> Hashable:

@@ -14,9 +14,10 @@ from told_again import replays
 from torch import nn
 
 from rewrite.runtime.cache.names import asked_with, given_back
+from rewrite.runtime.cache.nested import UnknownState
 from rewrite.runtime.core import backend
 from rewrite.runtime.decode import carried, fitness, generation, graph_store
-from rewrite.runtime.decode.carried import CarriedStates, UnknownState, hands_on_states, keeps_states, put_back
+from rewrite.runtime.decode.carried import CarriedStates, hands_on_states, keeps_states, put_back
 from rewrite.runtime.decode.fitness import Call, assists
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, Program

@@ -10,7 +10,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from rewrite.runtime.cache import states
-from rewrite.runtime.cache.layers import INDEXED, CacheFull, HybridLayer, IndexedLayer, PreallocatedLayer, StateLayer
+from rewrite.runtime.cache.alike import HybridLayer, StateLayer
+from rewrite.runtime.cache.layers import INDEXED, CacheFull, IndexedLayer, PreallocatedLayer
 from rewrite.runtime.cache.preallocated import PreallocatedCache, preallocated_like
 from rewrite.runtime.decode import fitness
 from rewrite.runtime.decode.fitness import Unfit

@@ -13,7 +13,8 @@ COPIED = "            if move:\n                buffer.copy_(value)"
 RESTORED = (
     "            for buffer, before in zip(self.buffers, copies, strict=True):\n                buffer.copy_(before)"
 )
-GIVEN = "self._form(self.buffers[len(self._kept) :])}"
+GIVEN = "self._form.filled(self._handed_on)}"
+NOT_GIVEN = "self._form.filled([b.clone() for b in self._handed_on])}"
 LATE = (
     "now = [value.clone() for value in (*self._values(), *handed)]\n"
     "        self._take(self.__dict__.pop('_late', list(self.buffers)))\n        self._late = now"
@@ -58,8 +59,8 @@ KEPT = (
         "a state that is not left to the next call",
         CONTINUED,
         "loop",
-        old="self._give([buffer.clone() for buffer in self.buffers[: len(self._kept)]])",
-        new="self._give([torch.zeros_like(buffer) for buffer in self.buffers[: len(self._kept)]])",
+        old="setattr(_alive(module), name, buffer.clone())",
+        new="setattr(_alive(module), name, torch.zeros_like(buffer))",
     ),
 )
 
@@ -74,7 +75,7 @@ HANDED = (
         "loop",
         old=TAKEN,
         new=LATE,
-        also=(("runtime/decode.py", GIVEN, "self._form(b.clone() for b in self.buffers[len(self._kept) :])}"),),
+        also=(("runtime/decode.py", GIVEN, NOT_GIVEN),),
     ),
     bug(
         "rwkv",
@@ -82,7 +83,7 @@ HANDED = (
         ONE,
         "loop",
         old=GIVEN,
-        new="self._form(b.clone() for b in self.buffers[len(self._kept) :])}",
+        new=NOT_GIVEN,
         also=(("runtime/decode.py", TAKEN, "self._give(self.buffers)"),),
     ),
     bug(
@@ -90,7 +91,7 @@ HANDED = (
         "states of the prompt handed back",
         ONE,
         "loop",
-        old="tensor.copy_(buffer)\n        return",
-        new="pass\n        return",
+        old="tensor.copy_(buffer) if same",
+        new="tensor if same",
     ),
 )

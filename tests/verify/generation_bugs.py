@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rewrite.verify import Options
+from rewrite.verify.generation.loop import loop_checks
 from rewrite.verify.generation.talk import talk_checks
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.verdict import Check
@@ -47,6 +48,9 @@ CLASSES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
     "rwkv": "RwkvForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
+    "xlstm": "xLSTMForCausalLM",
+    "minimax_m3_vl": "MiniMaxM3VLForCausalLM",
 }
 FILES = {
     "states": "runtime/cache.py",
@@ -65,6 +69,7 @@ ONE, PADDED, DRAWS, AGAIN, CONTINUED, ENDED, STREAMED, BEGUN, IMAGES = (
     "a cache of a text that ended", "tokens streamed", "a text behind an encoder that has begun",
     "images in the prompt",
 )  # fmt: skip
+BY_HAND = "step by step, one row without a mask"
 
 
 def bug(model: str, name: str, check: str, file: str, *, old: str, new: str, **more: Any) -> LoopBug:
@@ -84,8 +89,10 @@ def result_of(bug: LoopBug, package: Path) -> Check:
     original = sides.load(sides.locate(upstream(bug.model)))
     subject = next(s for s in paired(original, sides.load(sides.locate(package))) if s.name == bug.model_class)
     with settled(Options()):
-        bench = Workbench(subject, small_variants(subject.original, subject.causal, {})[:1], Options())
-        return next(run_check(check) for check in talk_checks(bench) if check.name.endswith(f", {bug.check}"))
+        variants = small_variants(subject.original, subject.causal, {})[:1]
+        bench = Workbench(subject, variants, Options())
+        checks = (*talk_checks(bench), *loop_checks(bench, variants))
+        return next(run_check(check) for check in checks if check.name.endswith(f", {bug.check}"))
 
 
 FLAG = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers.cache_utils import CacheLayerMixin
 
 from rewrite.verify import Check, Gate, Options, Verdict, clean_import, render, summary, verify
 from rewrite.verify.__main__ import main
@@ -69,6 +71,30 @@ def test_a_loose_file_may_be_the_first_to_import_what_it_needs(tmp_path: Path) -
         )
     assert changed[0] == []
     assert changed[1] != []
+
+
+LAYER = """
+from transformers.cache_utils import DynamicLayer
+
+
+class Tracks(DynamicLayer):
+    _layer_type = "tracks"
+
+    def first(self):
+        return self.keys{}
+"""
+
+
+@pytest.mark.skipif(not hasattr(CacheLayerMixin, "_layer_type"), reason="layers of this release register nowhere")
+@pytest.mark.parametrize("same", [True, False])
+def test_a_layer_that_puts_itself_in_the_place_of_the_original_is_the_same_one(same: bool, tmp_path: Path) -> None:
+    (tmp_path / "first_there.py").write_text(LAYER.format(""))
+    (tmp_path / "modeling_tracks.py").write_text(LAYER.format("" if same else "[:1]"))
+    command = [sys.executable, clean_import.__file__, str(tmp_path / "modeling_tracks.py"), "first_there"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    changed = json.loads(done.stdout)["changed"]
+    assert changed == ([] if same else ["transformers.cache_utils.DYNAMIC_LAYER_TYPE_MAPPING"])
 
 
 def test_the_verdict_is_json_and_fits_80_columns(full: Verdict) -> None:

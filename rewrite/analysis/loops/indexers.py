@@ -7,12 +7,13 @@ only a growing cache has a place for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
+from rewrite.analysis.loops.growing_layers import growing_methods
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind
 from rewrite.analysis.syntax.nodes import given_names, parameters
 
@@ -32,17 +33,17 @@ def hindrance(module: Module) -> tuple[str, str] | None:
 
     None where one can, and where the file has no indexer.
     """
+    updating = {"update_indexer", *growing_methods(module)}
     for owner, _, method in module.methods():
-        if any(True for _ in _updates(method)):
-            found = _sized(owner, module) or _of_layer(module) or _unmasked(method, module)
+        if any(True for _ in _updates(method, updating)):
+            found = _sized(owner, module) or _of_layer(module) or _unmasked(method, updating, module)
             if found is not None:
                 return found
     return None
 
 
-def _updates(method: cst.FunctionDef) -> Iterator[cst.Call]:
-    updates = m.Call(func=m.Attribute(attr=m.Name("update_indexer")))
-    return (call for call in of_kind(method.body, cst.Call) if m.matches(call, updates))
+def _updates(method: cst.FunctionDef, updating: Container[str]) -> Iterator[cst.Call]:
+    return (call for call in of_kind(method.body, cst.Call) if _name(call) in updating)
 
 
 def _of_layer(module: Module) -> tuple[str, str] | None:
@@ -95,7 +96,7 @@ def _is_mask(node: cst.BaseExpression, given: _Given, below: tuple[str, ...] = (
     return isinstance(node, cst.Comparison) or (isinstance(node, cst.Call) and _name(node) in _ASKS)
 
 
-def _unmasked(method: cst.FunctionDef, module: Module) -> tuple[str, str] | None:
+def _unmasked(method: cst.FunctionDef, updating: Container[str], module: Module) -> tuple[str, str] | None:
     """Find a choice among scores that no mask was put over, or that there is no choice to see."""
     given = _given(method)
     names = effects_of(module).names
@@ -105,7 +106,7 @@ def _unmasked(method: cst.FunctionDef, module: Module) -> tuple[str, str] | None
         scores = call.args[0].value if of_torch and call.args else call.func.value  # type: ignore[attr-defined]
         if not _is_masked(scores, given, parameters(method)):
             return "unmasked_choice", " ".join(module.code(call).split())
-    return None if chosen else ("unmasked_choice", module.code(next(_updates(method))))
+    return None if chosen else ("unmasked_choice", module.code(next(_updates(method, updating))))
 
 
 def _is_masked(node: cst.BaseExpression, given: _Given, handed: list[str], below: tuple[str, ...] = ()) -> bool:

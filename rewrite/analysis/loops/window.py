@@ -17,14 +17,14 @@ def keeps_unmasked_window(info: ClassInfo, module: Module) -> bool:
     imported = {name.rpartition(".")[2] for name in module.imports.values()}
     if not _MASKS.isdisjoint(imported | _attributes(module.tree)):
         return False
-    return any(_WINDOW in _attributes(node) for node in _reached(info, module))
+    return any(_WINDOW in _attributes(node) for node in reached(info, module))
 
 
 def _attributes(node: cst.CSTNode) -> set[str]:
     return {attribute.attr.value for attribute in of_kind(node, cst.Attribute)}
 
 
-def _reached(info: ClassInfo, module: Module) -> Iterator[cst.CSTNode]:
+def reached(info: ClassInfo, module: Module) -> Iterator[cst.CSTNode]:
     """Yield the code of a class, of its bases, and of what that may make or call of the file, by any name."""
     tables = {target: line.value for line, target in _assigned(module)}
     waiting, seen = [info.name], set[str]()

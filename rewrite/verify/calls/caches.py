@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from rewrite.runtime.cache.names import argument_of
+from rewrite.runtime.cache.names import argument_of, given_back
 
 from ..judging.compare import Mismatch, NotRun
 from ..models.configs import WINDOW
 from ..models.inputs import Batch
+from .observed import everything
 from .scenarios import Outputs, Scenario, Setting
 
 if TYPE_CHECKING:
@@ -20,13 +22,41 @@ CAPACITY = 64
 POISON = 1e4
 
 
+_OWN: WeakKeyDictionary[type, type | None] = WeakKeyDictionary()
+"""By the class of a model, that of the cache that it makes for itself."""
+
+
 def new_cache(model: Any, kind: str) -> Any:
-    """A fresh cache of transformers' own classes."""
+    """A fresh cache of transformers' own classes, or of the class that the model makes for itself."""
     from transformers import DynamicCache, StaticCache
 
     if kind == "dynamic":
-        return DynamicCache(config=model.config.get_text_config(decoder=True))
+        own = own_cache_class(model)
+        return DynamicCache(config=model.config.get_text_config(decoder=True)) if own is None else own()
     return StaticCache(config=model.config, max_cache_len=CAPACITY)
+
+
+def own_cache_class(model: Any) -> type | None:
+    """The class, derived from transformers' growing cache, of which a model makes one where it is given none.
+
+    Only of a model to which transformers gives none either.
+    """
+    supports = getattr(model, "_supports_default_dynamic_cache", None)
+    if supports is None or supports():
+        return None
+    if type(model) not in _OWN:
+        _OWN[type(model)] = _asked_for(model)
+    return _OWN[type(model)]
+
+
+def _asked_for(model: Any) -> type | None:
+    import torch
+    from transformers import DynamicCache
+
+    with torch.no_grad():
+        made = given_back(model(input_ids=torch.ones(1, 1, dtype=torch.int64, device=model.device), use_cache=True))
+    own = isinstance(made, DynamicCache) and type(made) is not DynamicCache
+    return type(made) if own else None
 
 
 def poison(cache: Any, length: int) -> None:
@@ -127,6 +157,8 @@ def _cropped(model: Any, setting: Setting) -> Outputs:
 
 
 def _cache_contents(model: Any, setting: Setting) -> Outputs:
+    from transformers import DynamicCache
+
     batch = setting.prompt(2, 11)
     cache = new_cache(model, "dynamic")
     feed(model, setting, batch, [9, 1, 1], cache)
@@ -136,6 +168,9 @@ def _cache_contents(model: Any, setting: Setting) -> Outputs:
             tensor = getattr(layer, name, None)
             if tensor is not None and tensor.numel():
                 outputs[f"{name}[{number}]"] = tensor
+    if own_cache_class(model) is not None:
+        beside = {name: value for name, value in vars(cache).items() if name not in vars(DynamicCache())}
+        outputs |= everything(beside, "beside the layers")
     return outputs
 
 

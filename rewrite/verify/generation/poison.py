@@ -60,8 +60,10 @@ def reads_padding(bench: Workbench, model: Any, batch: Batch) -> bool:
 
 def _fill_padding(layer: Any, mask: Tensor, value: float) -> None:
     """Fill a growing layer's slots `[B, n]` of which `mask` says that they are padding."""
-    for buffer in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-        if buffer is not None and buffer.dim() == 4:
+    import torch
+
+    for buffer in vars(layer).values():
+        if isinstance(buffer, torch.Tensor) and buffer.dim() == 4:
             padding = mask[:, mask.shape[1] - buffer.shape[2] :] == 0
             buffer.masked_fill_(padding[:, None, :, None], value)
 
@@ -83,3 +85,8 @@ def poison(graph: Any, value: float, padding: bool = True) -> None:
             indexer[:, cache.length :] = value
             for row, start in enumerate(starts):
                 indexer[row, :start] = value
+        for method, grown in getattr(layer, "beside", {}).items():
+            slots = grown.movedim(layer.grown[method][1], 1)
+            slots[:, cache.length :] = value
+            for row, start in enumerate(starts):
+                slots[row, :start] = value

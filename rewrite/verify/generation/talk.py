@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewrite.runtime.cache.names import asked_with, given_back
 
+from ..calls.caches import own_cache_class
 from ..calls.observed import everything
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
@@ -25,7 +26,7 @@ from ..models.inputs import seed_all
 from ..models.model_inputs import TEXT
 from ..models.workbench import Pair, Workbench, on_original
 from .asked import Arguments, Ask, asked, in_prompts, pictured, with_image_tokens
-from .loop import SWITCH, Package, loop_pair, needless
+from .loop import PADS, SWITCH, Package, loop_pair, needless
 from .texts import Generated, Sink, near_tie
 
 if TYPE_CHECKING:
@@ -165,8 +166,14 @@ class Talk:
                 return dtype, pair
         raise problem or NotRun("the original's logits are not finite")
 
+    @property
+    def pads(self) -> bool:
+        """Whether the loop of the package takes rows with padding."""
+        return bool(getattr(self.bench.subject.rewritten, PADS, True))
+
     def ask(self, ask: Ask, pair: Pair | None = None) -> Arguments:
-        """The arguments of a prompt without images."""
+        """The arguments of a prompt without images, padded where the loop of the package takes that."""
+        ask = replace(ask, padded=ask.padded and self.pads)
         if self._draw:
             ask = replace(ask, name=f"{ask.name}, draw {self._draw}")
         return asked(self.bench, self.variant, (pair or self.pair).original, ask)
@@ -387,7 +394,9 @@ def _own_cache(talk: Talk) -> None:
     from transformers import DynamicCache
 
     arguments = talk.ask(Ask("own cache", 2, 13, padded=True))
-    first, second = ({**arguments, asked_with(talk.pair.original): DynamicCache()} for _ in range(2))
+    models = talk.pair.original, talk.pair.rewritten
+    made = [(own_cache_class(model) or DynamicCache)() for model in models]
+    first, second = ({**arguments, asked_with(talk.pair.original): cache} for cache in made)
     talk.answers(first, second, new=MORE)
 
 
@@ -416,7 +425,7 @@ def _pictured(talk: Talk) -> None:
     bench, model = talk.bench, talk.pair.original
     shapes = {"a": ((2, 2),), "b": ((2, 2),), "c": ((1, 3),), "d": ((2, 1), (2, 2), (2, 1))}
     kinds = {
-        name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, padded=name != "b"), sides)
+        name: pictured(bench, talk.variant, model, Ask(f"image {name}", 2, 8, talk.pads and name != "b"), sides)
         for name, sides in shapes.items()
     }
     for name in shapes:

@@ -99,6 +99,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
                        "indexer_budget": 8, "indexer_compress_ratio": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minimax": {"block_size": WINDOW},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "rotary_dim": 8,
+                           "mlp_layer_types": ["dense", "sparse"], "dense_intermediate_size": 96,
+                           "index_n_heads": KV_HEADS, "index_block_size": 4, "index_topk_blocks": 2},
     "mistral4": {"head_dim": 24},  # a third of it is rotated
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
@@ -113,4 +117,4 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }  # fmt: skip
-"""Fields by model type, where no rule finds a model that runs."""
+"""Fields by model type, where no rule finds a model that runs, or one in which every kind of layer does something."""
