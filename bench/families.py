@@ -219,7 +219,7 @@ def main() -> int:
     measuring.add_argument("--limit-seconds", type=float, default=1e9, help="start no family that would end later")
     measuring.add_argument("--tiny", action="store_true", help="tiny sizes: tries the command, on any device")
     measuring.add_argument("--rows", type=Path, required=True)
-    rendering.add_argument("--rows", type=Path, default=ROOT / "bench" / "results" / "families-h200")
+    rendering.add_argument("--rows", type=Path, default=ROOT / "bench" / "results" / "families-h100")
     rendering.add_argument("--markdown", type=Path, default=ROOT / "docs" / "families.md")
     rendering.add_argument("--readme", type=Path, default=ROOT / "README.md")
     rendering.add_argument("--chart", type=Path, default=ROOT / "docs" / "families.png")

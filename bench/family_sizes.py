@@ -136,10 +136,10 @@ EXPERTS = (
     Family("deepseek_v3", "DeepseekV3ForCausalLM", "DeepSeek-V3", sizes(7168, 18432, 4, (128, 128), 129280) | {
         "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3},
         cut="4 of 61 layers, of which 3 dense"),
-    Family("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5-Air", sizes(4096, 10944, 6, (96, 8), 151552) | {
+    Family("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5-Air", sizes(4096, 10944, 5, (96, 8), 151552) | {
         "head_dim": 128, "attention_bias": True, "moe_intermediate_size": 1408, "n_routed_experts": 128,
         "num_experts_per_tok": 8, "first_k_dense_replace": 1, "rope_parameters": rope(1e6, partial_rotary_factor=0.5)},
-        cut="6 of 46 layers"),
+        cut="5 of 46 layers"),
 )  # fmt: skip
 
 HYBRIDS = (

@@ -43,8 +43,7 @@ On a GPU, `generate()` of a class with the decode loop captures one step as a gr
 did not take the loop.
 
 **{count} of {all} classes that generate have it.** *Verified* means: on a CPU, with small random models. The graph was
-tried on a GPU for the families of [families.md](families.md); of those that have the loop, one was not trusted there
-and went through transformers' own (`gemma3n`).
+tried on a GPU for the families of [families.md](families.md), and trusted there for all of them.
 
 ## Why the others do not
 

@@ -200,7 +200,7 @@ def page(record: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
         **record,
         "model": "<script>alert(1)</script>",
         "ladder": beside.ladder(ROOT / "bench" / "results" / "ladder-1b-h100.json"),
-        "families": beside.families(ROOT / "bench" / "results" / "families-h200"),
+        "families": beside.families(ROOT / "bench" / "results" / "families-h100"),
     }
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(report.html(hostile), encoding="utf-8")
