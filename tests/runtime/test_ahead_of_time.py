@@ -127,7 +127,8 @@ def test_who_counts_itself_publishes_first() -> None:
             if "tl.atomic_" in line:
                 assert any("publish(WAIT)" in before for before in lines[number - 2 : number]), f"{path.name}: {line}"
                 assert 'sem="acq_rel", scope="gpu"' in line
-        assert not any("debug_barrier" in line for line in lines) or path.stem == "arrivals", path.name
+        within = ("arrivals", "conv_step")  # numbers that move within a program
+        assert not any("debug_barrier" in line for line in lines) or path.stem in within, path.name
 
 
 class Recorder:

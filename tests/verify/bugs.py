@@ -138,6 +138,7 @@ COPIED = (
         "rotation remembered by shape",
         "position_embeddings = self.rotary_emb(",
         "position_embeddings = _remembered(self.rotary_emb, ",
+        gate="structure or parity",  # by which configurations ran before in the process
     ),
     Bug(
         "llama",
