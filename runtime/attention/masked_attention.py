@@ -15,19 +15,16 @@ head to finish adds up the parts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache.preallocated import PreallocatedCache
 from ..cache.token import Write
 from ..core import backend
 from ..core.arrivals import arrivals
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
-from ..products.step_products import StepProducts
 
 MOST_HEADS = 16
 """Query heads of a program, which are the rows of a product of matrices."""
@@ -265,7 +262,7 @@ def masked_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    earlier: Earlier | None = None,
+    newest: Tensor | str | None = None,
     write: Write | None = None,
 ) -> Tensor | None:
     """Attend as torch's `scaled_dot_product_attention` does; None where these are not few queries.
@@ -279,7 +276,8 @@ def masked_attention(
         dropout_p, is_causal: taken only where they are 0 and False.
         scale: of the scores; None for `D ** -0.5`.
         enable_gqa: whether H may be more than Hk, also where that is not 1.
-        earlier: which of the keys and values were there before the step; by default that is not known.
+        newest: the slot `[1]` that the step writes, where all others were there before it; `"none"` where it writes
+            none; by default that is not known.
         write: the write of the step's token to `key` and `value`, which nobody has done yet.
 
     Returns:
@@ -293,73 +291,8 @@ def masked_attention(
     if query.shape[2] > 1:
         out = query.new_empty(*query.shape[:3], value.shape[3])
     scaling = query.shape[3] ** -0.5 if scale is None else scale
-    newest = None if earlier is None else earlier.newest(key, value)
     _launch(query, key, value, attn_mask, scaling, group, out, newest, write)
     return out
-
-
-class StepAttention:
-    """Torch's attention in a step: it writes the token's key and value itself, where nothing has read them yet."""
-
-    def __init__(self, earlier: Earlier):
-        self._earlier = earlier
-
-    def __call__(
-        self, step: StepProducts, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any
-    ) -> Tensor | None:
-        """Attend as `masked_attention` does; None where it does not, or where the token has been written."""
-        write = step.at(key)
-        if not isinstance(write, Write) or step.at(value) is not write:
-            return None
-        for tensor in (query, *write.reads, *args, *given.values()):
-            if isinstance(tensor, Tensor):
-                step.settle(tensor)
-        out = masked_attention(query, key, value, *args, **given, earlier=self._earlier, write=write)
-        if out is not None:
-            step.forget(key, value)
-        return out
-
-
-class Earlier:
-    """Which keys and values lie in memory since before the step, so that kernels may load them ahead of their turn.
-
-    Args:
-        cache: of the step, which writes one slot of each of its layers.
-        others: keys and values that the step does not write, two by two.
-    """
-
-    def __init__(self, cache: PreallocatedCache, others: Iterable[tuple[Tensor | None, Tensor | None]] = ()):
-        self._position = cache.position
-        written = [(layer.keys, layer.values) for layer in cache.attention_layers] if cache.width == 1 else []
-        self._written = {keys.data_ptr(): _Held(keys, values) for keys, values in written if keys is not None}
-        self._others = {keys.data_ptr(): _Held(keys, values) for keys, values in others if keys is not None}
-
-    def newest(self, key: Tensor, value: Tensor) -> Tensor | str | None:
-        """Return the slot that this step writes, `"none"` where it writes none, None where that is not known."""
-        at = key.data_ptr()
-        if at in self._written and self._written[at].are(key, value):
-            return self._position
-        return "none" if at in self._others and self._others[at].are(key, value) else None
-
-
-class _Held:
-    """Keys and values as they lay when the step began."""
-
-    def __init__(self, keys: Tensor, values: Tensor | None):
-        self._tensors = (keys, keys if values is None else values)
-        self._versions = [_version(tensor) for tensor in self._tensors]
-
-    def are(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are slots of them, and no function of torch has written there since."""
-        same = all(
-            held.data_ptr() == given.data_ptr() and held.stride() == given.stride() and held.dtype == given.dtype
-            for held, given in zip(self._tensors, (key, value), strict=True)
-        )
-        return same and self._versions == [_version(tensor) for tensor in self._tensors]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:

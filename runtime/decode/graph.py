@@ -13,7 +13,6 @@ B batch, S capacity, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import weakref
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ..attention.eager_step import HANDLERS
-from ..attention.masked_attention import Earlier, StepAttention, masked_attention
+from ..attention.step_attention import StepAttention
 from ..cache.grown import takes_padding
 from ..cache.layers import CacheFull
 from ..cache.names import argument_of
@@ -565,9 +564,9 @@ class DecodeGraph:
         """Let a forward write `width` tokens a row at the cache's position."""
         cache = self.cache
         with cache.step(width):
-            earlier = Earlier(cache, [] if self.watched is None else self.watched.heard)
-            instead = {functional.scaled_dot_product_attention: functools.partial(masked_attention, earlier=earlier)}
-            handlers: Handlers = {**HANDLERS, functional.scaled_dot_product_attention: StepAttention(earlier)}
+            attention = StepAttention(cache, [] if self.watched is None else self.watched.heard)
+            instead = {functional.scaled_dot_product_attention: attention.plain}
+            handlers: Handlers = {**HANDLERS, functional.scaled_dot_product_attention: attention}
             products = StepProducts(instead, handlers, poisons=rehearses())
             if CHAINS:
                 products.chains = FUNCTIONS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,8 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 from rewrite.runtime.attention.eager_step import HANDLERS
-from rewrite.runtime.attention.masked_attention import Earlier, StepAttention, masked_attention
+from rewrite.runtime.attention.masked_attention import masked_attention
+from rewrite.runtime.attention.step_attention import StepAttention
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.cache.token import write_token
 from rewrite.runtime.core import launch
@@ -469,14 +469,15 @@ def test_slots_from_before_the_step_are_read_ahead(
     new = [torch.randn(rows, kv_heads, 1, dim, device=device) for dim in dims]
     with torch.no_grad(), cache.step():
         pairs = [(layer.keys, layer.values)]
-        earlier = Earlier(cache) if written else Earlier(PreallocatedCache(1, rows, slots, device), pairs)
+        other = PreallocatedCache(1, rows, slots, device)
+        attention = StepAttention(cache) if written else StepAttention(other, pairs)
         keys, values = cache.update(*new, 0)
-        ours = masked_attention(query, keys, values, mask[None, None, None], enable_gqa=True, earlier=earlier)
+        ours = attention.plain(query, keys, values, mask[None, None, None], enable_gqa=True)
         exact = F.scaled_dot_product_attention(query, keys, values, mask[None, None, None], enable_gqa=True)
-        assert earlier.newest(keys, values) is (cache.position if written else "none")
-        assert earlier.newest(keys.clone(), values) is earlier.newest(keys, keys.clone()) is None
+        assert attention.newest(keys, values) is (cache.position if written else "none")
+        assert attention.newest(keys.clone(), values) is attention.newest(keys, keys.clone()) is None
         keys.mul_(1.0)  # by something that nobody watches
-        assert earlier.newest(keys, values) is None
+        assert attention.newest(keys, values) is None
     assert kernels == ["write_token", "masked_attention"]
     assert ours is not None
     assert_close(ours, exact.double())
@@ -534,9 +535,9 @@ def test_attention_writes_the_token(
         cache.position.fill_(at)
         given = [[tensor.clone() for tensor in pair] for pair in new]
         with torch.no_grad(), cache.step():
-            earlier = Earlier(cache)
-            handlers = {**HANDLERS, F.scaled_dot_product_attention: StepAttention(earlier)}
-            instead = {F.scaled_dot_product_attention: functools.partial(masked_attention, earlier=earlier)}
+            attention = StepAttention(cache)
+            handlers = {**HANDLERS, F.scaled_dot_product_attention: attention}
+            instead = {F.scaled_dot_product_attention: attention.plain}
             with StepProducts(instead, handlers, poisons=True) if defers else contextlib.nullcontext():
                 out = [form(cache, heads, given[at], mask[None, None, None], at) for at in range(2)]
             if defers:
