@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rewrite.analysis.sites.norms import runtime_norm
-from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, keyword, of_the_object
+from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, is_number, keyword
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
@@ -27,7 +27,7 @@ class Heads:
     normed_if: Term | None = None
     """The test under which it does; None for always."""
     scale: Term | None = None
-    """What they are multiplied by at last, made of the attributes of the class."""
+    """The attribute, a number, that they are multiplied by at last."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def split_heads(term: Term, info: ClassInfo, module: Module) -> Heads:
     Raises:
         NoStep: if it is something else.
     """
-    if (scaled := _scaled(term)) is not None:
+    if (scaled := _scaled(term, info, module)) is not None:
         return _with_scale(split_heads(scaled[1], info, module), scaled[0])
     if term.op == "select" and (normed := _normed_if(term, split_heads, info, module)) is not None:
         return normed
@@ -166,7 +166,7 @@ def _unpacked(size: Term) -> Sequence[Term]:
 
 def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     """Read `view(projection(x), (…, -1, head_dim))`, normalised before or after."""
-    if (scaled := _scaled(term)) is not None:
+    if (scaled := _scaled(term, info, module)) is not None:
         return _with_scale(_split(scaled[1], info, module), scaled[0])
     norm = _norm_of(term, info, module)
     if norm is not None:
@@ -179,7 +179,7 @@ def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     dimensions = [2 if size.op == "star" else 1 for size in sizes]
     if sum(dimensions) != 4 or dimensions[-1] != 1 or dimensions[-2] != 1:
         raise NoStep("other_heads", "heads are split another way")
-    if (scaled := _scaled(term.args[0])) is not None:
+    if (scaled := _scaled(term.args[0], info, module)) is not None:
         return Heads(scaled[1], sizes[-1], scale=scaled[0])
     norm = _norm_of(term.args[0], info, module)
     if norm is not None:
@@ -189,12 +189,12 @@ def _split(term: Term, info: ClassInfo, module: Module) -> Heads:
     return Heads(term.args[0], sizes[-1])
 
 
-def _scaled(term: Term) -> tuple[Term, Term] | None:
-    """Return the number that a tensor is multiplied by, made of the object's attributes, and the tensor."""
-    if term.op != "mul" or len(term.args) != 2:
-        return None
-    numbers = [of_the_object(factor) for factor in term.args]
-    return None if numbers[0] == numbers[1] else (term.args[numbers.index(True)], term.args[numbers.index(False)])
+def _scaled(term: Term, info: ClassInfo, module: Module) -> tuple[Term, Term] | None:
+    """Return the attribute that a tensor is multiplied by, surely a number, and the tensor."""
+    for scale, heads in (term.args, term.args[::-1]) if term.op == "mul" and len(term.args) == 2 else ():
+        if scale.op == "attribute" and is_number(scale.value, info, module):
+            return scale, heads
+    return None
 
 
 def _with_scale(heads: Heads, scale: Term) -> Heads:

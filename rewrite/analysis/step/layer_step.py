@@ -23,7 +23,7 @@ from rewrite.analysis.step.terms import (
     decided,
     of_the_object,
     run_step,
-)  # fmt: skip
+)
 from rewrite.analysis.syntax.methods import TABLES, TENSOR
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in, parameters

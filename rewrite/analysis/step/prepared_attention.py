@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-import libcst.matchers as m
-
 from rewrite.analysis.step.attention_step import PARAMETERS, AttentionStep, attention_term, step_of
 from rewrite.analysis.step.mlp_step import NAME
 from rewrite.analysis.step.source import source
-from rewrite.analysis.step.terms import CACHE, NoStep, is_linear, values_of
+from rewrite.analysis.step.terms import CACHE, NoStep, is_linear, is_number
 from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line
@@ -108,16 +106,9 @@ def _scaled(term: Term, info: ClassInfo, module: Module) -> Iterator[tuple[Term,
     """Yield heads that are times an attribute right behind their product, with the attribute and the heads alone."""
     for found in {inner for inner in subterms(term) if inner.op == "mul"}:
         for scale, heads in (found.args, found.args[::-1]):
-            if scale.op == "attribute" and _is_number(scale.value, info, module):
+            if scale.op == "attribute" and is_number(scale.value, info, module):
                 if heads.op == "transpose" and is_linear(_projection(heads), info, module):
                     yield found, (scale, heads)
-
-
-def _is_number(attribute: str, info: ClassInfo, module: Module) -> bool:
-    """Whether an attribute is a number, or a field of the configuration, and surely no tensor."""
-    values = values_of(attribute, info, module)
-    field = m.Attribute(value=m.Name("config") | m.Attribute(value=m.Name("self"), attr=m.Name("config")))
-    return bool(values) and all(m.matches(value, field | m.Integer() | m.Float()) for value in values)
 
 
 def _projection(heads: Term) -> Term:

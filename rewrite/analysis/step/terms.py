@@ -439,6 +439,27 @@ class Assuming(Step):
             self.assumed.append(test)
 
 
+def is_number(attribute: str, info: ClassInfo, module: Module, depth: int = 4) -> bool:
+    """Whether an attribute is a number: a field of the configuration, or computed from such; surely no tensor."""
+    field = m.Attribute(value=m.Name("config") | m.Attribute(value=m.Name("self"), attr=m.Name("config")))
+
+    def counts(value: cst.BaseExpression) -> bool:
+        if m.matches(value, field | m.Integer() | m.Float()):
+            return True
+        if isinstance(value, cst.UnaryOperation):
+            return counts(value.expression)
+        if isinstance(value, cst.BinaryOperation):
+            return counts(value.left) and counts(value.right)
+        if m.matches(value, m.Attribute(value=m.Name("self"))):
+            return depth > 0 and is_number(value.attr.value, info, module, depth - 1)  # type: ignore[attr-defined]
+        return (
+            isinstance(value, cst.Call) and module.qualified(value.func) == "math.sqrt" and counts(value.args[0].value)
+        )
+
+    values = values_of(attribute, info, module)
+    return bool(values) and all(map(counts, values))
+
+
 def affirmed(test: Term) -> Term:
     """Return a test without the `not` before it."""
     return test.args[0] if test.op == "not" else test
