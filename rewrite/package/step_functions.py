@@ -1,8 +1,8 @@
-"""Whether a step of a modeling file's models may call functions of torch that are no kernel of ours.
+"""Whether what a modeling file's models capture may call functions of torch that are no kernel of ours.
 
-Where every layer has its method for a token, and no mask is made for it, next to nothing is left, and a package does
-without what makes kernels of the rest (`runtime/products/chain.py`). It is as right without; a no only has to be
-likely.
+A model that is only called does. One that generates is asked for its steps: where every layer has its method for a
+token, and no mask is made for it, next to nothing is left, and a package does without what makes kernels of the rest
+(`runtime/products/chain.py`). It is as right without; a no only has to be likely.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _OTHER_ROOMS = re.compile(r"\.runtime\.(moe|mixers)$")
 
 
 def may_call_functions(tree: ast.Module) -> bool:
-    """Return whether a step of a file's models may consist of more than layers that are kernels of ours."""
+    """Return whether a step, or a forward of a file without steps, may be more than layers that are kernels of ours."""
     imported = {f"{'.' * node.level}{node.module}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     if ".runtime.decode" not in imported:
-        return False
+        return ".runtime.forward" in imported
     if any(map(_OTHER_ROOMS.search, imported)):
         return True
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _TESTS & {*_called(node.test)}]

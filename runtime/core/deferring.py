@@ -1,7 +1,8 @@
-"""Who puts off norms and sums of a decode step until it is known what reads them.
+"""Who puts off norms and sums of a decode step, or of a captured forward, until it is known what reads them.
 
 The operators for norms ask here first: a norm that is the first stage of the product that reads it, and a sum that is
-the last stage of the product before it, are no kernels of their own. `products.step_products` answers.
+the last stage of the product before it, are no kernels of their own. `products.step_products` answers; of a forward
+`forward.functions`, where a norm is the last stage of the functions before it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch.compiler import is_compiling
 
 class Puts(Protocol):
     """Something that puts off; each method returns what stands for the result, None where nothing is put off."""
+
+    of_step: bool
+    """Whether it is for steps of one token, which have kernels of their own."""
 
     def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
         """Put off an RMSNorm of `input`; the rest are the fields of a `Prologue`."""
@@ -55,8 +59,8 @@ def to(puts: Puts) -> Iterator[None]:
 
 
 def defers() -> bool:
-    """Return whether this thread puts anything off."""
-    return _THREAD.puts is not None
+    """Return whether this thread puts off what a step computes."""
+    return _THREAD.puts is not None and _THREAD.puts.of_step
 
 
 def rms_norm(input: Tensor, *prologue: Any) -> Tensor | None:

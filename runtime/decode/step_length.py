@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..products.step_products import ASKS
+from ..products.put_off import ASKS
 
 OFFERS: dict[str, dict[str, str]] = {}
 

@@ -13,6 +13,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ..core import backend
 from ..core.launch import collects, rehearses
+from .draws import Draws
 
 REASONS = {
     "cpu": "the model is not on a GPU",
@@ -32,7 +33,7 @@ REASONS = {
     "outputs": "something is returned that cannot be copied",
     "changes_inputs": "the forward changes an argument in place",
     "changes_state": "the forward changes the model",
-    "random": "the forward draws random numbers",
+    "random": "the forward draws random numbers, and reads them or draws them elsewhere than on the host",
     "not_capturable": "the forward asks the host, or cannot be part of a graph for another reason",
     "differs": "the graph computes something else than the forward does",
     "slower": "a replay was not faster than the forward itself",
@@ -141,7 +142,15 @@ class Randomness:
         drawn = "" if numpy is None else str(numpy.random.get_state())
         return (offset, random.getstate(), drawn), torch.get_rng_state()
 
-    def is_drawn(self) -> bool:
-        """Return whether anything was drawn since."""
-        others, state = self._now()
-        return others != self._before[0] or not torch.equal(state, self._before[1])
+    def is_drawn(self, draws: Draws) -> bool:
+        """Return whether anything was drawn since that `draws` does not draw again, or that was read."""
+        (others, state), (before, start) = self._now(), self._before
+        if others != before:
+            return True
+        if torch.equal(state, start):
+            return False
+        torch.set_rng_state(start)
+        draws.again()
+        same = torch.equal(state, torch.get_rng_state())
+        torch.set_rng_state(state)
+        return draws.are_read or not same

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core import layout
 from ..core.capture import capture
+from .functions import functions
 from .structure import form_of, is_rebuilt, with_tensors
 
 Run = Callable[[Any], Any]
@@ -118,11 +119,12 @@ class ForwardGraph:
         weights: tensors of the model.
         device: of the model.
         pool: of the graphs' memory; None to run the forward again at each replay, for tests where there is no GPU.
-        free_layout: whether operators lay out their results as suits them (`core.layout`).
+        freely: whether operators lay out their results as suits them (`core.layout`), and functions of torch are put
+            off (`forward.functions`).
     """
 
     def __init__(
-        self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any, free_layout: bool = False
+        self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any, freely: bool = False
     ):
         self.nbytes = 0
         """Bytes of device memory that came with it."""
@@ -134,20 +136,20 @@ class ForwardGraph:
         self._weights, self._device = weights, device
         self.pool = pool
 
-        def freely(call: Any) -> Any:
-            with layout.free(free_layout):
+        def its_way(call: Any) -> Any:
+            with layout.free(freely), functions(freely):
                 return run(call)
 
         if pool is None:
-            self._run = freely
+            self._run = its_way
             self._again()
             return
         before = torch.cuda.memory_reserved(device)
 
         def captured() -> None:
-            self._keep(freely(self._call))
+            self._keep(its_way(self._call))
 
-        self._graph = capture(captured, lambda: freely(self._call), device, pool)
+        self._graph = capture(captured, lambda: its_way(self._call), device, pool)
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - before)
 
     def _own(self, tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.snapshot import Snapshot
+from .draws import Draws
 from .fitness import REASONS, device_of
 from .graph import ForwardGraph
 
@@ -42,6 +43,10 @@ class Kept(NamedTuple):
     graph: ForwardGraph
     milliseconds: tuple[float, float] | None
     """Of the model's own forward and of a replay, both with their wait; None where nothing was measured."""
+    as_written: str = ""
+    """Why its functions run one by one, as the modeling file has them; empty where they do not."""
+    draws: Draws | None = None
+    """Random numbers that every call draws."""
 
 
 class ForwardStore:
@@ -224,6 +229,7 @@ def _lines(store: ForwardStore) -> Iterator[str]:
     for kept in list(store.graphs.values()):
         shapes = _shapes_of(kept.graph.inputs)
         times = "" if kept.milliseconds is None else ", {:.2f} → {:.2f} ms".format(*kept.milliseconds)
+        times += f", its functions one by one: {kept.as_written}" if kept.as_written else ""
         yield f"in a graph for {shapes or 'no tensors'}{times}, {kept.graph.nbytes / 2**20:.1f} MiB"
     if store.replays:
         yield f"{store.replays} calls replayed a graph"

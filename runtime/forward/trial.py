@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import derived
+from ..core import derived, layout
 from ..core.capture import CaptureFailed
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
+from .draws import Draws
 from .fitness import Randomness, collector_of, unfit_model
+from .functions import functions
 from .graph import ForwardGraph, Run, Unsuitable
 from .store import ForwardStore, Kept
 from .structure import NotUnderstood, form_of
@@ -55,23 +57,28 @@ def attempt(
     except ERRORS as error:  # tensors that cannot be copied or summed up
         store.refuse(kind, "not_capturable", _said(error))
         return run(call)
-    expected = run(call)
+    draws = Draws()
+    with draws:
+        expected = run(call)
+    generator = torch.get_rng_state()
     try:
         store.tried = effects.snapshot_to_keep
-        if not effects.are_none(store, kind):  # more runs would have them too
+        if not effects.are_none(store, kind, draws):  # more runs would have them too
             return expected
         with rehearsing():  # what is packed or made at the first use in a graph is there before the model is looked at
             run(call)
         snapshot = _ready(model, store, device)
         try:
-            kept = _captured(store, snapshot, call, tensors, run, expected, free_layout=True)
+            _check_functions(call, run, expected)
+            kept = _captured(store, snapshot, call, tensors, run, expected, freely=True)
         except torch.OutOfMemoryError:
             raise
-        except (CaptureFailed, *ERRORS):  # which may be for the layout: then it is as it was
-            kept = _captured(store, snapshot, call, tensors, run, expected, free_layout=False)
+        except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
+            kept = _captured(store, snapshot, call, tensors, run, expected, freely=False)
+            kept = kept._replace(as_written=_said(error) or type(error).__name__)
         if measures:
             kept = kept._replace(milliseconds=_times(kept.graph, snapshot, call, tensors, run))
-        store.keep(kind, kept)
+        store.keep(kind, kept._replace(draws=draws))
     except Unsuitable as error:
         store.refuse(kind, error.reason, error.detail)
     except CaptureFailed as error:
@@ -85,6 +92,9 @@ def attempt(
         store.refuse(kind, "out_of_memory")
     except ERRORS as error:
         store.refuse(kind, "not_capturable", _said(error))
+    finally:
+        draws.release()
+        torch.set_rng_state(generator)  # the call drew once, however often it was tried
     return expected
 
 
@@ -113,13 +123,18 @@ class Effects:
         known = self._snapshot
         return known if known.is_complete and not known.refers_to_itself else None
 
-    def are_none(self, store: ForwardStore, kind: Hashable) -> bool:
+    def are_none(self, store: ForwardStore, kind: Hashable, draws: Draws) -> bool:
         """Return whether nothing else changed since; what a model does at its first call alone is forgiven once.
+
+        Args:
+            store: of the model.
+            kind: of the call.
+            draws: which watched it.
 
         Raises:
             Unsuitable: if it is no call to be repeated.
         """
-        if self._random.is_drawn():
+        if self._random.is_drawn(draws):
             raise Unsuitable("random")
         for tensor, (before, version) in zip(self._inputs, self._before, strict=True):
             if _version(tensor) != version or not _equal(tensor, before):
@@ -186,7 +201,7 @@ def _captured(
     run: Run,
     expected: Any,
     *,
-    free_layout: bool,
+    freely: bool,
 ) -> Kept:
     """Return a graph that computes `expected`.
 
@@ -199,7 +214,7 @@ def _captured(
     assert store.device is not None
     pool = store.pool() if store.device.type == "cuda" and not store.without_graph else None
     with derived.watching() as seen:
-        graph = ForwardGraph(run, call, snapshot.tensors, store.device, pool, free_layout)
+        graph = ForwardGraph(run, call, snapshot.tensors, store.device, pool, freely)
     if seen.copies:
         raise Unsuitable("derived_weights")
     if any(own._version > 1 for own in graph.inputs):
@@ -212,10 +227,29 @@ def _captured(
         graph.launch(tensors)
         found: list[Tensor] = []
         form_of(graph.results(tensors), found)
+    _compare(wanted, found)
+    return Kept(graph, None)
+
+
+def _check_functions(call: Any, run: Run, expected: Any) -> None:
+    """Run the forward with functions put off, where whatever nobody computed is NaN.
+
+    Raises:
+        Unsuitable: if it gives something else.
+    """
+    wanted: list[Tensor] = []
+    found: list[Tensor] = []
+    with rehearsing(), layout.free(), functions(poisons=True):
+        value = run(call)
+    if form_of(value, found) != form_of(expected, wanted):
+        raise Unsuitable("differs", "outputs of another form")
+    _compare(wanted, found)
+
+
+def _compare(wanted: list[Tensor], found: list[Tensor]) -> None:
     for tensor, other in zip(wanted, found, strict=True):
         if (distance := _distance(tensor, other)) > TOLERANCES.get(tensor.dtype, TOLERANCE):
             raise Unsuitable("differs", f"by {distance:.3g}")
-    return Kept(graph, None)
 
 
 def _distance(expected: Tensor, found: Tensor) -> float:

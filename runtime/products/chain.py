@@ -8,7 +8,8 @@ broadcast. Whatever else reads it gets it computed first, and with it those resu
 does whatever may write what it is computed from. A function in place gives what is put off another expression; what
 had taken in the one before keeps that.
 
-A function alone is torch's own, at the time when it is read, unless kernels may begin before the one ahead has ended.
+A function alone is torch's own, at the time when it is read, unless kernels may begin before the one ahead has ended:
+ours lets the next begin, which matters where it is small.
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import backend
+from ..core import backend, layout
 from ..core.launch import overlaps, pretends
-from .chain_text import TYPES, Node, Read, launch_chain
-from .deferred import Deferred, Pointwise
-from .step_products import StepProducts, is_slice
+from .chain_text import LARGE, TYPES, Node, Read, launch_chain
+from .put_off import Deferred, PutsOff, is_slice
 
 CASES = """
 def chained(function, *given):
-    step = StepProducts()
+    step = PutsOff()
     step.chains = FUNCTIONS
     with step:
         return function(*given)
@@ -71,8 +71,6 @@ case("T5, bucket", chained, bucket, int64(1), 1024)
 case("GELU, product", chained, lambda x, y: nn.functional.gelu(x) * y, tensor(4, 2, 256), tensor(4, 2, 256))
 """
 
-LARGEST = 1 << 16
-"""Numbers of a result; what is larger takes longer than the launch that it would save."""
 MOST_FUNCTIONS = 48
 """Of one kernel."""
 MOST_TENSORS = 24
@@ -84,7 +82,7 @@ class Chain(Deferred):
     """What functions of numbers give, one after the other."""
 
     node: Node
-    step: StepProducts
+    step: PutsOff
     single: Callable[[Tensor], object] | None = None
     """Where it is one function of torch: writes what that gives."""
 
@@ -95,15 +93,17 @@ class Chain(Deferred):
 
     def compute(self, out: Tensor) -> None:
         """Run the kernel, or the function itself where there is no other."""
-        if self.single is not None and not overlaps(out):  # which lets the next kernel begin, as torch's does not
+        if self.single is not None and (out.numel() > LARGE or not overlaps(out)):
             self.single(out)
             return
         launch_chain([(self.node, out), *_on_the_way(self.step, self.node)])
 
 
-def _on_the_way(step: StepProducts, node: Node) -> list[tuple[Node, Tensor]]:
+def _on_the_way(step: PutsOff, node: Node) -> list[tuple[Node, Tensor]]:
     """Return what the same kernel writes besides: results of the same size that a node takes in, and that are held."""
     size = math.prod(node.shape)
+    if size > LARGE:  # to compute it again, if anything reads it, costs no more than to write it now
+        return []
     found = step.take_out(
         lambda other: isinstance(other, Chain) and other.node in node.nodes and other.shape.numel() == size
     )
@@ -119,7 +119,7 @@ class _Maker:
         order: its dimensions from the outermost in memory.
     """
 
-    def __init__(self, step: StepProducts, result: Tensor, order: Sequence[int] | None = None):
+    def __init__(self, step: PutsOff, result: Tensor, order: Sequence[int] | None = None):
         self._step, self.dtype = step, result.dtype
         self._broadcast, self._order = result.shape, range(result.dim()) if order is None else order
         self.shape = tuple(result.shape[place] for place in self._order)
@@ -127,12 +127,15 @@ class _Maker:
         self.takes_in = False
         """Whether an operand was itself put off."""
 
-    def __call__(self, kind: str, *operands: Any, at: torch.dtype | None = None, table: Tensor | None = None) -> Node:
+    def __call__(
+        self, kind: str, *operands: Any, at: torch.dtype | None = None, table: Tensor | None = None,
+        joined: tuple[int, tuple[int, ...]] | None = None,
+    ) -> Node:  # fmt: skip
         """Return the node of a function of tensors, numbers and other nodes; of `table` it reads what they say."""
         of = [self._operand(one) for one in operands]
         if table is not None:
             of.insert(0, Read(self._node_of(table), table.stride(), table.shape))
-        self._own.add(node := Node(kind, self.dtype, self.shape, of, at))
+        self._own.add(node := Node(kind, self.dtype, self.shape, of, at, joined=joined))
         return node
 
     def _operand(self, operand: Any) -> Read | float:
@@ -164,10 +167,13 @@ class _Maker:
         sizes = [size for size, stride in zip(operand.shape, operand.stride(), strict=True) if stride]
         if math.prod(sizes) != found.shape.numel():
             return None
-        if isinstance(found, Pointwise) and found.taken_in is None and found.function in _FORMS:
-            result = torch.empty(found.shape, dtype=found.dtype, device="meta")
-            return _FORMS[found.function](_Maker(self._step, result), *found.operands)
-        return found.node if isinstance(found, Chain) else None
+        if isinstance(found, Chain):
+            return found.node
+        function, operands = found.function_alone or (None, ())
+        if function not in _FORMS:
+            return None
+        result = torch.empty(found.shape, dtype=found.dtype, device="meta")
+        return _FORMS[function](_Maker(self._step, result), *operands)
 
 
 _Form = Callable[..., Node | None]
@@ -274,6 +280,13 @@ def _same(make: _Maker, input: Tensor, *_: Any, **__: Any) -> Node:
     return make("same", input)
 
 
+def _cat(make: _Maker, tensors: Sequence[Tensor], dim: int = 0) -> Node | None:
+    if any(tensor.dim() != len(make.shape) for tensor in tensors) or any(not tensor.numel() for tensor in tensors):
+        return None  # a bare tensor of no number is left out by torch, whatever its shape is
+    dim %= len(make.shape)
+    return make("cat", *tensors, joined=(dim, tuple(tensor.shape[dim] for tensor in tensors)))
+
+
 def _repeat(make: _Maker, input: Tensor, *sizes: Any) -> Node | None:
     wanted = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
     repeats = zip(input.shape, wanted[len(wanted) - input.dim() :], strict=True)
@@ -334,6 +347,7 @@ _FORMS: dict[Any, _Form] = {
     **{getattr(torch, name): form for name, form in _NAMED.items() if hasattr(torch, name)},
     **{getattr(Tensor, name): form for name, form in _NAMED.items() if hasattr(Tensor, name)},
     **{getattr(Tensor, name): _same for name in _CASTS},
+    torch.cat: _cat, torch.concat: _cat, torch.concatenate: _cat,
     torch.where: _where, Tensor.where: _method_where, Tensor.__getitem__: _looked_up, F.embedding: _embedding,
     F.gelu: _gelu, F.silu: _silu, F.relu: _relu,
 }  # fmt: skip
@@ -411,13 +425,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dtype in TYPES and 0 <= extent < _INDEX_LIMIT
 
 
-def _result(func: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
+def _result(func: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], largest: int) -> Tensor | None:
     """Return what a function of torch gives, without its numbers; None where that is nothing to put off."""
     try:
         result = func(*map(_numberless, args), **{name: _numberless(value) for name, value in named.items()})
     except (RuntimeError, TypeError, ValueError, IndexError):  # torch's own call says what is wrong
         return None
-    small = isinstance(result, Tensor) and result.is_meta and 0 < result.numel() <= LARGEST
+    small = isinstance(result, Tensor) and result.is_meta and 0 < result.numel() <= largest
     return result if small and result.dtype in TYPES else None
 
 
@@ -445,12 +459,14 @@ def _node(make: _Maker, form: _Form, args: Sequence[Any], named: Mapping[str, An
     return node if fits else None
 
 
-def _put_off(func: Callable[..., Any], form: _Form, step: StepProducts, *args: Any, **named: Any) -> Tensor | None:
+def _put_off(func: Callable[..., Any], form: _Form, step: PutsOff, *args: Any, **named: Any) -> Tensor | None:
     """Return what stands for a function's result, None where torch is to compute it."""
     like = None if not _NEVER.isdisjoint(named) else _where_it_runs(args, named)
-    result = None if like is None else _result(func, args, named)
+    result = None if like is None else _result(func, args, named, step.largest)
     if like is None or result is None:
         return None
+    if layout.is_free() and not result.is_contiguous():
+        result = torch.empty(result.shape, dtype=result.dtype, device="meta")
     order, strides = [*range(result.dim())], result.stride()
     if not result.is_contiguous():
         order.sort(key=lambda place: -strides[place])
@@ -470,6 +486,39 @@ def _put_off(func: Callable[..., Any], form: _Form, step: StepProducts, *args: A
     return place if result.is_contiguous() else place.permute([order.index(number) for number in range(len(order))])
 
 
+def in_order(step: PutsOff, tensor: Tensor) -> Tensor | None:
+    """Return a copy that lies in order, by a kernel that reads in the order of memory; None where there is none."""
+    if tensor.is_contiguous():
+        return None
+    copied = _put_off(Tensor.contiguous, _same, step, tensor)
+    if copied is not None:
+        step.settle(copied)
+    return copied
+
+
+def uncopied(step: PutsOff, tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor that is to be a copy of others, where they lie; else the tensor itself.
+
+    Kernels of attention read rows of heads wherever they begin, at multiples of 16 bytes.
+    """
+    found = step.of(tensor)
+    if not isinstance(found, Chain) or found.node.kind != "same" or found.node.shape != tuple(tensor.shape):
+        return tensor
+    read = found.node.of[0]
+    if not isinstance(read, Read) or read.node.dtype != tensor.dtype or read.strides[-1:] != (1,):
+        return tensor
+    own = zip(tensor.shape, read.strides, tensor.stride(), strict=True)
+    strides = [place if size == 1 else stride for size, stride, place in own]
+    source = read.node.tensor
+    start = 0 if source is None else source.storage_offset()
+    if any(number * tensor.element_size() % 16 for number in (start, *strides[:-1])) or not all(strides):
+        return tensor
+    if source is None:
+        source = step.put_off(Chain(read.node, step), read.node.shape, tensor)
+        step.settle(source)
+    return source.as_strided(tensor.shape, strides, start)
+
+
 def _single(
     function: Callable[..., object], args: Sequence[Any], named: Mapping[str, Any], result: Tensor
 ) -> Callable[[Tensor], object] | None:
@@ -482,14 +531,14 @@ def _single(
 
 
 def _write(
-    func: Callable[..., Any], form: _Form, step: StepProducts, target: Tensor, *args: Any, **named: Any
+    func: Callable[..., Any], form: _Form, step: PutsOff, target: Tensor, *args: Any, **named: Any
 ) -> Tensor | None:
     """Take a function that writes its first argument, where that is put off; `func` is the one that only computes."""
     found = step.at(target)
     if not isinstance(found, Chain) or not _NEVER.isdisjoint(named) or _where_it_runs((target, *args), named) is None:
         return None
     whole = target.is_contiguous() and target.storage_offset() == 0 and target.dtype == found.dtype
-    result = _result(func, (target, *args), named)
+    result = _result(func, (target, *args), named, step.largest)
     if not whole or target.numel() != found.shape.numel() or step.is_read(target) or result is None:
         return None
     if result.shape != target.shape or not torch.can_cast(result.dtype, target.dtype):
@@ -503,7 +552,7 @@ def _write(
     return target
 
 
-def _set(step: StepProducts, target: Tensor, index: Any, value: Any) -> Tensor | None:
+def _set(step: PutsOff, target: Tensor, index: Any, value: Any) -> Tensor | None:
     """Do nothing where a part of a tensor is set to itself, as behind `x[1:] += y`."""
     if not isinstance(value, Tensor) or not is_slice(index):
         return None

@@ -22,9 +22,18 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps, pretends
+from .chain_place import Place, by_coordinates, in_order, part_of
 
 BLOCK = 256
-"""Numbers of a program."""
+"""Numbers of a program, where each launch counts: two a thread."""
+LARGE = 1 << 16
+"""Numbers of a result from which on memory counts, not the launch."""
+LARGE_BLOCK = 1024
+"""Numbers of a program then: eight a thread, 128 bits of 16-bit numbers."""
+TILE = 64
+"""Rows and columns of a program that reads along the one and writes along the other."""
+SHORTEST = 16
+"""Numbers of a dimension along which it is worth reading: 32 bytes of 16-bit numbers, what memory gives at once."""
 TYPES = {
     torch.bool: "tl.int1",
     torch.uint8: "tl.uint8",
@@ -75,13 +84,15 @@ class Node:
         of: what it is given.
         at: the dtype that its operands are brought to; by default that of what it gives.
         tensor: the memory of a leaf.
+        joined: of a `cat`, the dimension, and the size in it of each of `of`.
     """
 
     def __init__(
         self, kind: str, dtype: torch.dtype, shape: Sequence[int], of: Sequence[Read | float] = (),
         at: torch.dtype | None = None, tensor: Tensor | None = None,
+        joined: tuple[int, tuple[int, ...]] | None = None,
     ):  # fmt: skip
-        self.kind, self.dtype, self.shape = kind, dtype, tuple(shape)
+        self.kind, self.dtype, self.shape, self.joined = kind, dtype, tuple(shape), joined
         self.of, self.at, self.tensor = tuple(of), at or dtype, tensor
         before = [one.node for one in self.of if isinstance(one, Read)]
         self.nodes: frozenset[Node] = frozenset({self}).union(*(node.nodes for node in before))
@@ -125,8 +136,23 @@ _ROUNDED = {"div": "tl.div_rn", "sqrt": "tl.sqrt_rn"}
 _DOUBLE = {"div": "quotient", "sqrt": "tl.sqrt"}
 
 
-class _Text:
-    """Lines that compute nodes at indices."""
+class Text(NamedTuple):
+    """The kernel of a chain, and how it is launched."""
+
+    text: str
+    tensors: list[Tensor]
+    """That it reads, in the order of its arguments."""
+    programs: int
+    warps: int
+
+
+class Written:
+    """Lines that compute nodes at indices.
+
+    Args:
+        mask: the variable that says which indices are there; empty where all are.
+        interpreted: whether Triton's interpreter runs them.
+    """
 
     def __init__(self, mask: str, interpreted: bool):
         self.lines: list[str] = []
@@ -134,7 +160,7 @@ class _Text:
         self.interpreted = interpreted
         self.mask = mask
         self._names: dict[str, str] = {}
-        self._values: dict[tuple[Node, str], str] = {}
+        self._values: dict[tuple[Node, str, str], str] = {}
         self._pointers: dict[tuple[Any, ...], str] = {}
 
     @property
@@ -157,55 +183,82 @@ class _Text:
             self.tensors.append(tensor)
         if index.isdecimal():  # a block of one, as all else are blocks
             return self.name(f"tl.load({self._pointers[at]} + tl.full((1,), {index}, tl.int32))")
-        return self.name(f"tl.load({self._pointers[at]} + {index}{self.mask})")
+        return self.name(f"tl.load({self._pointers[at]} + {index}{self.masked})")
 
-    def value(self, node: Node, index: str) -> str:
-        """Return the variable with what a node is at an index into its numbers."""
-        if (node, index) not in self._values:
-            self._values[node, index] = self._value(node, index)
-        return self._values[node, index]
+    @property
+    def masked(self) -> str:
+        """The argument of a load or store for the indices that are there."""
+        return f", mask={self.mask}" if self.mask else ""
 
-    def _value(self, node: Node, index: str) -> str:
-        if node.kind == "leaf":
-            assert node.tensor is not None
-            return self.load(node.tensor, index)
+    def value(self, node: Node, place: Place) -> str:
+        """Return the variable with what a node is at a place in its numbers."""
+        at = node, place.flat, self.mask
+        if at not in self._values:
+            self._values[at] = self._value(node, place)
+        return self._values[at]
+
+    def read(self, one: Read, place: Place) -> str:
+        """Return the variable with what is read from a place in the numbers of who reads."""
+        if one.node.tensor is not None:
+            return self.load(one.node.tensor, place.address(one.strides))
+        return self.value(one.node, place.within(one.node.shape, one.strides))
+
+    def _value(self, node: Node, place: Place) -> str:
+        if node.tensor is not None:
+            return self.load(node.tensor, place.flat)
         if node.kind == "full":
             return self.cast(self.number(node.of[0], node.dtype), _wide(node.dtype), node.dtype)  # type: ignore[arg-type]
         if node.kind == "arange":
             start, step = (self.number(number, node.dtype) for number in node.of)  # type: ignore[arg-type]
-            return self.name(f"{start} + {index} * {step}")
+            return self.name(f"{start} + {place.flat} * {step}")
         wide = _wide(node.at)
         if node.kind == "div" and not isinstance(node.of[1], Read) and not self.interpreted:
             inverse = float(1.0 / torch.tensor(node.of[1], dtype=wide))  # as torch does on a GPU
             node = Node("mul", node.dtype, node.shape, (node.of[0], inverse))
         if node.kind == "gather":
-            return self._gathered(node, index)
-        given = [self.operand(node, one, index) for one in node.of]
+            return self._gathered(node, place)
+        if node.joined is not None:
+            return self._joined(node, place, *node.joined)
+        given = [self.operand(node, one, place) for one in node.of]
         names = (_INTERPRETED if self.interpreted else _COMPILED) | (_DOUBLE if wide == torch.float64 else _ROUNDED)
         if node.kind == "same":
             return self.cast(given[0], wide, node.dtype)
         made = torch.bool if node.kind in _TRUTHS else wide
         return self.cast(self.name(_TEXTS[node.kind].format(*given, **names)), made, node.dtype)
 
-    def operand(self, node: Node, one: Read | float, index: str) -> str:
+    def operand(self, node: Node, one: Read | float, place: Place) -> str:
         """Return the variable with an operand of a node, in what it is computed in."""
         if not isinstance(one, Read):
             return self.number(one, node.at, exact=node.kind not in _COMPARES)
-        value = self.value(one.node, self.index(node.shape, one, index))
+        value = self.read(one, place)
         if one is node.of[0] and node.kind == "where":
             return self.cast(value, one.node.dtype, torch.bool)
         return self.cast(self.cast(value, one.node.dtype, node.at), node.at, _wide(node.at))
 
-    def _gathered(self, node: Node, index: str) -> str:
+    def _gathered(self, node: Node, place: Place) -> str:
         """Return the variable with what stands in a table; beyond its ends, where torch would complain, the first."""
         table, *given = node.of
         assert isinstance(table, Read)
         at = []
         for one, size, stride in zip(given, table.shape, table.strides, strict=True):
-            place = self.operand(node, one, index)
-            place = self.name(f"tl.where({place} < 0, {place} + {size}, {place})")
-            at.append(f"tl.where(({place} >= 0) & ({place} < {size}), {place}, 0) * {stride}")
-        return self.value(table.node, self.name(" + ".join(at)))
+            where = self.operand(node, one, place)
+            where = self.name(f"tl.where({where} < 0, {where} + {size}, {where})")
+            at.append(f"tl.where(({where} >= 0) & ({where} < {size}), {where}, 0) * {stride}")
+        return self.value(table.node, Place(self.name, table.node.shape, self.name(" + ".join(at))))
+
+    def _joined(self, node: Node, place: Place, dim: int, sizes: Sequence[int]) -> str:
+        """Return the variable with a number of one of several tensors, which lie one after the other."""
+        along, whole = place.coordinate(dim), node.shape[dim]
+        before, start, found = self.mask, 0, ""
+        for one, size in zip(node.of, sizes, strict=True):
+            assert isinstance(one, Read)
+            bounds = [f"({along} >= {start})"] * bool(start) + [f"({along} < {start + size})"] * (start + size < whole)
+            inside = self.name(" & ".join(bounds) or f"{along} >= 0")
+            self.mask = self.name(f"{before} & {inside}") if before else inside
+            value = self.cast(self.read(one, place.shifted(dim, start, size)), one.node.dtype, node.dtype)
+            self.mask, start = before, start + size
+            found = self.name(f"tl.where({inside}, {value}, {found})") if found else value
+        return found
 
     def number(self, number: float, dtype: torch.dtype, exact: bool = True) -> str:
         """Return the variable with a number, rounded to the dtype that is computed in, or first to `dtype` itself."""
@@ -226,49 +279,94 @@ class _Text:
             value = self.cast(value, dtype, torch.float32)
         return self.name(f"{value}.to({TYPES[to]})")
 
-    def index(self, shape: Sequence[int], read: Read, index: str) -> str:
-        """Return the index into what is read, for an index into the numbers of `shape`."""
-        parts, runs, inner = list[str](), list[list[int]](), 1
-        # of runs, from the last dimension: size, stride, and the numbers of all dimensions behind
-        for size, stride in zip(shape[::-1], read.strides[::-1], strict=True):
-            if size != 1:
-                if runs and stride == runs[-1][0] * runs[-1][1]:
-                    runs[-1][0] *= size
-                else:
-                    runs.append([size, stride, inner])
-                inner *= size
-        for size, stride, behind in runs:
-            if stride:
-                place = f"{index} // {behind}" if behind > 1 else index
-                place = f"{place} % {size}" if size * behind < inner else place
-                parts.append(f"({place}) * {stride}" if stride > 1 else f"({place})" if place != index else place)
-        text = " + ".join(parts) or "0"
-        return text if text == index or text.isdecimal() else self.name(text)
+    def whole(
+        self, head: Sequence[str], place: Place, outs: Sequence[tuple[Node, Tensor]], programs: int, warps: int,
+        last: Sequence[tuple[str, Tensor]] = (),
+    ) -> Text:  # fmt: skip
+        """Return the kernel that writes nodes, and behind them what else there are expressions for, in order.
+
+        Args:
+            head: lines that say what the index of a program is, and `mask`.
+            place: of a program, in the numbers of each node.
+            outs: nodes, and where they are written.
+            programs: of the launch.
+            warps: of each.
+            last: expressions at the place, and where they are written: contiguous.
+        """
+        stores = list[tuple[str, str]]()
+        for node, out in outs:
+            own = place if node.shape == place.shape else Place(self.name, node.shape, place.flat)
+            where = own.flat if out.is_contiguous() else own.address(out.stride())
+            stores.append((where, self.value(node, own)))
+        stores += [(place.flat, expression) for expression, _ in last]
+        pointers = [f"out{number}_ptr" for number in range(len(stores))]
+        lines = [
+            f"tl.store({at} + {i}, {value}{self.masked})" for at, (i, value) in zip(pointers, stores, strict=True)
+        ]
+        lines = ["follow(OVERLAP)", *head, *self.lines, *lines]
+        first = f"@triton.jit\ndef _chain_kernel({', '.join((*pointers, *self.pointers))}, OVERLAP: tl.constexpr):\n"
+        return Text(first + "".join(f"    {line}\n" for line in lines), self.tensors, programs, warps)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return _WIDE.get(dtype, dtype)
 
 
-def text_of(outs: Sequence[tuple[Node, Tensor]], interpreted: bool) -> tuple[str, list[Tensor], int]:
-    """Return the text of the kernel that writes nodes of one size, the tensors that it reads, and its block."""
+def text_of(outs: Sequence[tuple[Node, Tensor]], interpreted: bool) -> Text:
+    """Return the kernel that writes nodes of one size."""
     size = outs[0][1].numel()
-    block = max(WAVE, min(BLOCK, 1 << (size - 1).bit_length()))
-    text = _Text(", mask=mask" if size % block else "", interpreted)
-    stores = []
-    for number, (node, out) in enumerate(outs):
-        where = "i" if out.is_contiguous() else text.index(node.shape, Read(node, out.stride()), "i")
-        stores.append(f"tl.store(out{number}_ptr + {where}, {text.value(node, 'i')}{text.mask})")
-    pointers = [f"out{number}_ptr" for number in range(len(outs))] + text.pointers
-    lines = [
-        "follow(OVERLAP)",
-        f"i = tl.program_id(0) * {block} + tl.arange(0, {block})",
-        *([f"mask = i < {size}"] if text.mask else []),
-        *text.lines,
-        *stores,
+    turned = _turned(outs[0][0]) if size > LARGE and len(outs) == 1 else None
+    if turned is not None:
+        return _tile(*outs[0], turned, interpreted)
+    block = LARGE_BLOCK if size > LARGE else max(WAVE, min(BLOCK, 1 << (size - 1).bit_length()))
+    text = Written("mask" if size % block else "", interpreted)
+    head = [f"i = tl.program_id(0) * {block} + tl.arange(0, {block})", *([f"mask = i < {size}"] if text.mask else [])]
+    warps = max(1, block // ((8 if size > LARGE else 2) * WAVE))
+    return text.whole(head, Place(text.name, outs[0][0].shape, "i"), outs, -(-size // block), warps)
+
+
+def _turned(node: Node) -> int | None:
+    """Return the dimension in which numbers that a node reads lie next to each other, if that is not its last one."""
+    last = len(node.shape) - 1
+    for one in node.of:
+        if not isinstance(one, Read) or len(one.strides) != len(node.shape):
+            continue
+        if list(one.strides) == in_order(node.shape):
+            found = _turned(one.node) if one.node.shape == node.shape else None
+            if found is not None:
+                return found
+        elif one.strides[last] > 1 and node.shape[last] >= SHORTEST:
+            wanted = (place for place in range(last) if one.strides[place] == 1 and node.shape[place] >= SHORTEST)
+            if (found := next(wanted, None)) is not None:
+                return found
+    return None
+
+
+def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
+    """Return the kernel that reads along one dimension and writes along the last, a square of both at a time."""
+    shape, last = node.shape, len(node.shape) - 1
+    blocks = {dim: -(-shape[dim] // TILE) for dim in (turned, last)}
+    masks = [f"(c{dim} < {shape[dim]})" for dim in (turned, last) if shape[dim] % TILE]
+    text = Written("mask" if masks else "", interpreted)
+    others = [1 if dim in blocks else size for dim, size in enumerate(shape)]
+    head = [
+        f"rest = tl.program_id(0) // {blocks[turned] * blocks[last]}",
+        f"along = tl.program_id(0) // {blocks[last]} % {blocks[turned]} * {TILE}",
+        f"c{turned} = (along + tl.arange(0, {TILE}))[:, None]",
+        f"c{last} = (tl.program_id(0) % {blocks[last]} * {TILE} + tl.arange(0, {TILE}))[None, :]",
+        *([f"mask = {' & '.join(masks)}"] if masks else []),
     ]
-    head = f"@triton.jit\ndef _chain_kernel({', '.join(pointers)}, OVERLAP: tl.constexpr):\n"
-    return head + "".join(f"    {line}\n" for line in lines), text.tensors, block
+
+    def coordinate(first: int, end: int) -> str | None:
+        if first != end:
+            return None
+        return f"c{first}" if first in blocks else part_of(text.name, "rest", others, first, first)
+
+    place = Place(
+        text.name, shape, lambda: by_coordinates(text.name, shape, lambda dim: str(coordinate(dim, dim))), coordinate
+    )
+    programs = math.prod(others) * blocks[turned] * blocks[last]
+    return text.whole(head, place, [(node, out)], programs, TILE * TILE // (8 * WAVE))
 
 
 @functools.cache
@@ -287,9 +385,12 @@ def kernel_of(text: str) -> Kernel:
 def launch_chain(outs: Sequence[tuple[Node, Tensor]]) -> None:
     """Write the numbers of nodes of one size, in one kernel."""
     first = outs[0][1]
-    text, tensors, block = text_of(outs, not (first.is_cuda or pretends()))
-    programs, warps = -(-first.numel() // block), max(1, block // (2 * WAVE))
-    given = (*(out for _, out in outs), *tensors)
-    overlap = overlaps(first)
-    with backend.device_guard(first):
-        kernel_of(text).launch((programs, 1, 1), warps, given, (), (), (), (overlap,), overlap=overlap)
+    launch_text(text_of(outs, not (first.is_cuda or pretends())), [out for _, out in outs])
+
+
+def launch_text(made: Text, outs: Sequence[Tensor]) -> None:
+    """Run a kernel on the tensors that it writes, and on those that it reads."""
+    overlap = overlaps(outs[0])
+    with backend.device_guard(outs[0]):
+        given, grid = (*outs, *made.tensors), (made.programs, 1, 1)
+        kernel_of(made.text).launch(grid, made.warps, given, (), (), (), (overlap,), overlap=overlap)

@@ -12,9 +12,8 @@ its values: it is computed beside, in fp64, at points all over where activations
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ..norms.layer_norm import launch_layer_norm
 from ..norms.rms_norm import launch_rms_norm
 from .linear import launch_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
+from .put_off import Deferred
 from .transposed import launch_transposed
 
 POINTS = torch.linspace(-12.0, 12.0, 289, dtype=torch.float64)
@@ -57,37 +57,6 @@ def factor_of(values: Tensor) -> float | None:
     """Return the number that a function with `values` at `POINTS` multiplies by."""
     factor = float(values[-1] / POINTS[-1])
     return factor if torch.allclose(values, POINTS * factor, rtol=1e-12, atol=0.0) else None
-
-
-@dataclass(eq=False)
-class Deferred:
-    """Something that stands for a tensor and can compute it."""
-
-    place: weakref.ref[torch.UntypedStorage] = field(init=False)
-    """The memory of the tensor that the model holds; dead when nothing reads it any more."""
-    shape: torch.Size = field(init=False)
-    dtype: torch.dtype = field(init=False)
-
-    def stands_for(self, tensor: Tensor) -> None:
-        """Take the tensor as its place."""
-        self.place, self.shape, self.dtype = weakref.ref(tensor.untyped_storage()), tensor.shape, tensor.dtype
-
-    def on(self, place: torch.UntypedStorage) -> Tensor:
-        """Return the tensor itself."""
-        return torch.empty(0, dtype=self.dtype, device=place.device).set_(place).view(self.shape)
-
-    @property
-    def reads(self) -> Sequence[Tensor]:
-        """What it reads when it is computed."""
-        raise NotImplementedError
-
-    def compute(self, out: Tensor) -> None:
-        """Write the tensor."""
-        raise NotImplementedError
-
-    def fill(self, storage: torch.UntypedStorage) -> None:
-        """Write the memory of the tensor."""
-        self.compute(self.on(storage))
 
 
 @dataclass(eq=False)
@@ -178,6 +147,11 @@ class Pointwise(Deferred):
     def reads(self) -> Sequence[Tensor]:
         """What the product reads, and the operands."""
         return [*self.of.reads, *(operand for operand in self.operands if isinstance(operand, Tensor))]
+
+    @property
+    def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """The function and its operands, where no product has it as its last stage."""
+        return None if self.taken_in is not None else (self.function, self.operands)
 
     @property
     def taken_in(self) -> Product | None:

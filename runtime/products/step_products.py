@@ -2,18 +2,14 @@
 
 A step is captured once, so that looking at every call costs nothing later. Norms and products of few rows are put off
 (`deferred`) until something reads them: a product that reads a norm computes it, and an activation, a bias or a
-residual that follows a product is its last stage. Whatever else reads what was put off gets it computed first; so does
-whatever may write what it is computed from. Every call of torch's Python functions and of a tensor's methods passes
-here, `data_ptr` included, by which kernels get at memory.
-
-Not seen are functions that take tensors apart in C++ without asking torch (`torch.jit.script`, extensions by
-pybind11): what was put off is not a number until it is computed, so a step that reads it shows in `DecodeGraph.prove`.
+residual that follows a product is its last stage. What may put off, and what that is, is `put_off`'s; a step that
+reads what nobody computed shows in `DecodeGraph.prove`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -21,40 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..core import deferring
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import CHAINS, LAYER_NORM
+from ..core.target import LAYER_NORM
 from . import memory
-from .deferred import POINTS, Deferred, Normed, Pointwise, Product, activation_of
+from .deferred import POINTS, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
+from .put_off import Deferred, Handlers, Instead, PutsOff, key_of, tensors_of
 from .transposed import takes_transposed
 
-Instead = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
-Handlers = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
-
-_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested")
-ASKS: frozenset[Any] = frozenset({
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.stride,
-    torch.Tensor.is_contiguous, torch.Tensor.get_device, torch.Tensor.element_size, torch.Tensor.is_floating_point,
-    torch.Tensor.storage_offset, torch.Tensor.__len__, torch.is_floating_point, torch.numel,
-    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
-})  # fmt: skip
-"""What tells how a tensor lies in memory, and of what."""
-_VIEWS = {
-    torch.Tensor.view, torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.squeeze,
-    torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.Tensor.unflatten,
-    torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.select, torch.Tensor.narrow,
-    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")),
-    torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split, torch.unflatten,
-}  # fmt: skip
-"""What never reads a number."""
-_SAME_ORDER = {
-    torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous, torch.reshape, torch.flatten,
-}  # fmt: skip
-"""What reads none of a contiguous tensor."""
 _POINTWISE: dict[Any, Callable[..., Any]] = {
     torch.Tensor.add: torch.add, torch.add: torch.add,
     torch.Tensor.sub: torch.sub, torch.sub: torch.sub,
@@ -72,32 +45,26 @@ _ACTIVATIONS = {
     F.relu, torch.relu, torch.Tensor.relu, F.gelu, F.silu, torch.square, torch.Tensor.square,
 }  # fmt: skip
 """Functions of one tensor, put off where a product has them."""
-_VALUES = (Tensor, int, float, torch.dtype)
 _MATMULS = {torch.Tensor.matmul, torch.matmul}
 _SUMS = {torch.Tensor.add, torch.add}
 
 
-class StepProducts(TorchFunctionMode):
+class StepProducts(PutsOff):
     """Takes products of few rows at the speed of memory, with what is before and after them, whoever calls them.
 
     Args:
         instead: by functions of torch, what to call first; it returns None where torch's is to run.
-        handlers: by functions of torch that are called with tensors and values, what may put off more than products;
-            they are given the step before the arguments, and return None for what they do not take.
+        handlers: by functions of torch that are called with tensors and values, what may put off more than products.
         poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
     """
+
+    of_step = True
 
     def __init__(
         self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
     ) -> None:
-        super().__init__()
-        self._instead = instead or {}
-        self._handlers = handlers or {}
-        self.chains: Handlers = {}
-        """The same, asked last, whatever a call is given."""
+        super().__init__(instead, handlers, poisons=poisons)
         self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
-        self._poisons = poisons
-        self._deferred: dict[int, Deferred] = {}
         self._norms: AbstractContextManager[None] = deferring.to(self)
 
     def __enter__(self) -> StepProducts:
@@ -111,34 +78,17 @@ class StepProducts(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Compute what the model still holds."""
-        super().__exit__(kind, error, trace)
         self._norms.__exit__(kind, error, trace)
-        if kind is None:
-            while self._deferred:  # the last first: what it was made of may then be of no use
-                self._compute(next(reversed(self._deferred)))
-                self._forget()
-        self._deferred.clear()
+        super().__exit__(kind, error, trace)
         self._sums.clear()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function of torch, or put off what it computes."""
-        given = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **given)
-        taken = self._taken(func, args, given)
-        if taken is None and func in self._handlers and all(isinstance(a, _VALUES) for a in args):
-            taken = self._handlers[func](self, *args, **given)
-        if CHAINS and taken is None and func in self.chains:
-            taken = self.chains[func](self, *args, **given)
-        if taken is not None:
-            return taken
-        if (self._deferred or self._sums) and not self._reads_no_number(func, args):
-            self._settle(args, given)
-        instead = self._instead.get(func)
-        taken = None if instead is None else instead(*args, **given)
-        return func(*args, **given) if taken is None else taken
+    def _holds(self) -> bool:
+        return bool(self._deferred or self._sums)
+
+    def _settle(self, *arguments: Any) -> None:
+        keys = {key_of(tensor) for tensor in tensors_of(arguments)}
+        self._sums = {at: kept for at, kept in self._sums.items() if keys.isdisjoint(map(key_of, (*kept[0], kept[1])))}
+        super()._settle(*arguments)
 
     def _taken(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Any:
         """Return what stands for the result of a call that is put off, None for any other."""
@@ -150,20 +100,14 @@ class StepProducts(TorchFunctionMode):
             return self._transposed(*args)
         if LAYER_NORM and func is F.layer_norm:
             return self._layer_norm(*args, **given)
-        if func is F.dropout:
-            return self._dropout(*args, **given)
-        if not self._deferred:
-            return None
+        if not self._deferred or func is F.dropout:
+            return super()._taken(func, args, given)
         if func is torch.Tensor.to and len(args) == 2 and not given and self.of(args[0]) is not None:
             return args[0] if args[1] is args[0].dtype else None
         if func in _POINTWISE or func in _ACTIVATIONS:
             taken = self._pointwise(func, args, given)
             return self._sum(*args) if taken is None and func in _SUMS and len(args) == 2 and not given else taken
         return None
-
-    @staticmethod
-    def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
-        return None if training else input
 
     def _layer_norm(
         self,
@@ -287,120 +231,19 @@ class StepProducts(TorchFunctionMode):
                 return self.put_off(total, other.shape, other)
         return None
 
-    def put_off(
-        self, deferred: Deferred, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Return the tensor that it stands for."""
-        place = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
-        if self._poisons:
-            place.fill_(float("nan") if place.is_floating_point() else 0)
-        deferred.stands_for(place)
-        self._forget()
-        self._deferred[_key(place)] = deferred
-        return place
-
-    def write(self, write: Deferred, *places: Tensor) -> bool:
-        """Put off a write into tensors that do not share memory, until something reads one of them."""
-        with torch._C.DisableTorchFunction():
-            if len({_key(place) for place in places}) < len(places):
-                return False
-            self._settle(places, write.reads)
-            for place in places:
-                write.stands_for(place)
-                self._deferred[_key(place)] = write
-        return True
-
-    def forget(self, *places: Tensor) -> None:
-        """Leave out what somebody else has written."""
-        for place in places:
-            self._deferred.pop(_key(place), None)
-
-    def _forget(self) -> None:
-        """Drop what nothing reads any more, last what was for that."""
-        for key in [*self._deferred][::-1]:
-            if self._deferred[key].place() is None:
-                del self._deferred[key]
-
-    def of(self, tensor: Any) -> Deferred | None:
-        """Return what a tensor stands for: all of it, in its order."""
-        if not isinstance(tensor, Tensor) or (found := self._deferred.get(_key(tensor))) is None:
-            return None
-        whole = found.place() is not None and tensor.numel() == found.shape.numel() and tensor.is_contiguous()
-        return found if whole and tensor.dtype == found.dtype else None
-
-    def at(self, tensor: Tensor) -> Deferred | None:
-        """Return what will be written where a tensor lies, of which it may be any part."""
-        found = self._deferred.get(_key(tensor))  # which may be of a tensor that is gone, whose key was given anew
-        return None if found is None or found.place() is None else found
-
-    def is_read(self, tensor: Tensor) -> bool:
-        """Return whether what is put off reads the memory of a tensor."""
-        self._forget()
-        return any(_key(tensor) in map(_key, deferred.reads) for deferred in self._deferred.values())
-
-    def replace(self, tensor: Tensor, deferred: Deferred) -> None:
-        """Let a tensor stand for something else, which nothing reads yet."""
-        before = self._deferred.pop(_key(tensor))
-        deferred.place, deferred.shape, deferred.dtype = before.place, before.shape, before.dtype
-        self._deferred[_key(tensor)] = deferred
-
-    def take_out(self, wanted: Callable[[Deferred], bool]) -> list[tuple[Deferred, Tensor]]:
-        """Forget what is wanted of all that is put off; returns it with the tensors that are to be written."""
-        found = []
-        for key, deferred in [*self._deferred.items()]:
-            if wanted(deferred) and (storage := deferred.place()) is not None:
-                del self._deferred[key]
-                found.append((deferred, deferred.on(storage)))
-        return found
-
-    @staticmethod
-    def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        if func in ASKS or func in _VIEWS or (func is torch.Tensor.__getitem__ and is_slice(args[1])):
-            return True
-        return func in _SAME_ORDER and bool(args[0].is_contiguous())
-
-    def _settle(self, *arguments: Any) -> None:
-        """Compute what a call reads, and what is computed from something that it may write."""
-        self._forget()
-        keys = {_key(tensor) for tensor in _tensors(arguments)}
-        self._sums = {at: kept for at, kept in self._sums.items() if keys.isdisjoint(map(_key, (*kept[0], kept[1])))}
-        for key in [*self._deferred][::-1]:
-            if key in self._deferred and (key in keys or not keys.isdisjoint(map(_key, self._deferred[key].reads))):
-                self._compute(key)
-
     def sum_of(self, tensors: list[Tensor]) -> Tensor:
         """Return the sum of what every layer adds, computed once a step for the same tensors."""
         if len(tensors) == 1:
             return tensors[0]
-        at = tuple(number for t in tensors for number in (_key(t), t.storage_offset(), *t.shape, *t.stride()))
+        at = tuple(number for t in tensors for number in (key_of(t), t.storage_offset(), *t.shape, *t.stride()))
         if at not in self._sums:
             self._sums[at] = (tensors, functools.reduce(torch.add, tensors))
         return self._sums[at][1]
-
-    def settle(self, tensor: Tensor) -> None:
-        """Compute a tensor that was put off."""
-        if _key(tensor) in self._deferred:
-            self._compute(_key(tensor))
-
-    def _compute(self, key: int) -> None:
-        deferred = self._deferred.pop(key)
-        if (storage := deferred.place()) is not None:
-            deferred.fill(storage)
 
 
 def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:
     """Return whether something of `dtype` and of `of_sum` have a sum of `of_sum`, which a kernel writes."""
     return of_sum in KERNEL_DTYPES and torch.promote_types(dtype, of_sum) == of_sum
-
-
-def is_slice(index: Any) -> bool:
-    """Return whether an index gives a view, and reads nothing."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _bare(deferred: Deferred | None) -> Product | None:
@@ -420,13 +263,3 @@ def _whole(deferred: Deferred | None) -> Product | Normed | None:
 
 def _values(deferred: Deferred | None) -> Tensor:
     return deferred.values if isinstance(deferred, Pointwise) else POINTS
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for item in given:
-            yield from _tensors(item)
-    elif isinstance(given, dict):
-        yield from _tensors(tuple(given.values()))

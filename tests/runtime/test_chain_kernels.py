@@ -16,8 +16,8 @@ from rewrite.runtime.attention.eager_step import HANDLERS
 from rewrite.runtime.core import launch
 from rewrite.runtime.decode.compile_ahead import variants
 from rewrite.runtime.decode.constants import StepConstants
-from rewrite.runtime.products import chain_text
-from rewrite.runtime.products.chain import FUNCTIONS, LARGEST
+from rewrite.runtime.products import chain_place, chain_text
+from rewrite.runtime.products.chain import FUNCTIONS
 from rewrite.runtime.products.step_products import StepProducts
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -404,7 +404,7 @@ def gone_and_given_anew(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def too_large(x: Tensor) -> tuple[Tensor, Tensor]:
-    wide = (x + 1.0).repeat(LARGEST // x.numel() + 1, 1, 1) * 2.0
+    wide = (x + 1.0).repeat(StepProducts.largest // x.numel() + 1, 1, 1) * 2.0
     return wide + 1.0, wide
 
 
@@ -532,7 +532,7 @@ def test_attention_with_a_chain_for_a_mask_is_one_kernel(device: torch.device, k
 
 
 def test_a_missing_rounding_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    cast = chain_text._Text.cast
+    cast = chain_text.Written.cast
 
     def unrounded(text: Any, value: str, dtype: torch.dtype, to: torch.dtype) -> str:
         through = "tl.float16" if to == torch.float16 else ""
@@ -541,19 +541,15 @@ def test_a_missing_rounding_is_seen(device: torch.device, monkeypatch: pytest.Mo
     x, y = numbers(device, torch.float16, 5, 70), numbers(device, torch.float16, 5, 70)
     function = lambda x, y: (x * 1.7 + y) * y
     assert_same(stepped(function, x, y), function(x, y))
-    monkeypatch.setattr(chain_text._Text, "cast", unrounded)
+    monkeypatch.setattr(chain_text.Written, "cast", unrounded)
     with pytest.raises(AssertionError):
         assert_same(stepped(function, x, y), function(x, y))
 
 
 def test_a_wrong_stride_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = chain_text._Text.index
     x = torch.randn(9, 90, device=device)[1:, 7:77]
-    monkeypatch.setattr(
-        chain_text._Text,
-        "index",
-        lambda text, shape, read, at: index(text, shape, read._replace(strides=_dense(shape)), at),
-    )
+    address = chain_place.Place.address
+    monkeypatch.setattr(chain_place.Place, "address", lambda place, _: address(place, _dense(place.shape)))
     seen = []
     for name in ("rows", "columns", "part", "transposed leaf"):
         ours, wanted = stepped(LAYOUTS[name], x), LAYOUTS[name](x)

@@ -1,0 +1,172 @@
+"""Functions of torch in a captured forward: chains of pointwise ones, and copies that what reads them can do without.
+
+A forward of many tokens is bound by memory wherever it is no product: each pointwise function reads and writes
+everything once more. What a capture runs is looked at once, so there runs of them are one kernel (`products.chain`),
+whatever the modeling file calls them, with the norm that follows as its last stage (`products.chain_rows`); joins
+(`torch.cat`) and copies into another order are part of that. Attention takes queries, keys and values where they lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core import deferring
+from ..core.target import CHAINS
+from ..products.chain import FUNCTIONS, in_order, uncopied
+from ..products.chain_rows import norm_of_chain
+from ..products.prologue import LayerNormPrologue, Norm, Prologue
+from ..products.put_off import PutsOff
+
+CASES = """
+def forward(function, *given):
+    with ForwardFunctions():
+        return function(*given)
+
+def turned(states, cos, sin):
+    whole = states.view(8, 201, 3, 16, 64)[:, :, 0].transpose(1, 2)
+    prefix, rest = whole.split((5, 196), dim=-2)
+    rest = rest * cos + torch.cat((-rest[..., 32:], rest[..., :32]), dim=-1) * sin
+    return torch.cat((prefix, rest), dim=-2)
+
+def scaled(x, scale, residual, *norm):
+    summed = x * scale + residual
+    return F.layer_norm(summed, (1024,), *norm), summed
+
+def rms(x, scale, residual, weight):
+    summed = x * scale + residual
+    return deferring.rms_norm(summed, weight, EPS), summed
+
+rows = tensor(8, 2048, 1024), tensor(1024), tensor(8, 2048, 1024)
+case("rotation after a prefix", forward, turned, tensor(8, 201, 3072), tensor(196, 64), tensor(196, 64))
+case("quick GELU", forward, lambda x: x * torch.sigmoid(x * 1.702), tensor(32, 257, 4096))
+case("transposed", forward, lambda x: F.gelu(x).transpose(1, 2).contiguous(), tensor(8, 1599, 512))
+case("scale, sum, LayerNorm", forward, scaled, *rows, tensor(1024), tensor(1024))
+case("scale, sum, RMSNorm", forward, rms, *rows, tensor(1024))
+"""
+
+_MOST = (1 << 31) - 1
+"""Numbers that an index of 32 bits tells apart."""
+
+
+def functions(wanted: bool = True, *, poisons: bool = False) -> AbstractContextManager[object]:
+    """Return what a captured forward runs inside.
+
+    Args:
+        wanted: whether functions are put off; otherwise nothing is done.
+        poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
+    """
+    if CHAINS and wanted:
+        return ForwardFunctions(poisons=poisons)
+    return contextlib.nullcontext()
+
+
+class ForwardFunctions(PutsOff):
+    """Puts off functions of any size, and sums and norms that this package's operators ask for."""
+
+    of_step = False
+    largest = _MOST
+
+    def __init__(self, *, poisons: bool = False):
+        super().__init__(poisons=poisons)
+        self.chains = _FUNCTIONS
+        self._asks: AbstractContextManager[None] = deferring.to(self)
+
+    def __enter__(self) -> ForwardFunctions:
+        """Begin a forward."""
+        self._asks = deferring.to(self)
+        self._asks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Compute what the model still holds."""
+        self._asks.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
+
+    def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
+        """Put off a sum that a norm reads."""
+        with torch._C.DisableTorchFunction():  # what is asked here is no call of the model's
+            return FUNCTIONS[torch.add](self, second, first)
+
+    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off a LayerNorm of something put off."""
+        return self._norm(input, LayerNormPrologue(*prologue))
+
+    def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off an RMSNorm of something put off."""
+        return self._norm(input, Prologue(*prologue))
+
+    def _norm(self, input: Tensor, norm: Norm) -> Tensor | None:
+        with torch._C.DisableTorchFunction():
+            return norm_of_chain(self, input, norm)
+
+    def normed(self, tensor: Tensor) -> None:
+        """No product takes in a norm of many rows."""
+
+    def product(self, input: Tensor, *product: Any) -> None:
+        """Products of many rows are computed at once."""
+
+    def write(self, write: Any, *places: Tensor) -> bool:
+        """Nothing is written late."""
+        return False
+
+
+def _attention(step: PutsOff, *args: Any, **named: Any) -> Tensor | None:
+    """Let attention read what was copied for it where that lay before."""
+    given = [uncopied(step, one) if isinstance(one, Tensor) else one for one in args]
+    if all(one is other for one, other in zip(given, args, strict=True)):
+        return None
+    _settle(step, *given, *named.values())
+    return F.scaled_dot_product_attention(*given, **named)
+
+
+def _layer_norm(
+    step: PutsOff,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """Let a norm be the last stage of a chain; what does not lie in order is brought into it first."""
+    if tuple(normalized_shape) == tuple(input.shape[-1:]):
+        found = norm_of_chain(step, input, LayerNormPrologue(weight, bias, eps))
+        if found is not None:
+            return found
+    copied = in_order(step, input)
+    if copied is None:
+        return None
+    _settle(step, weight, bias)
+    return F.layer_norm(copied, normalized_shape, weight, bias, eps)
+
+
+def _convolution(step: PutsOff, input: Tensor, *args: Any, **named: Any) -> Tensor | None:
+    copied = in_order(step, input)
+    if copied is None:
+        return None
+    _settle(step, *args, *named.values())
+    return torch.conv1d(copied, *args, **named)
+
+
+def _settle(step: PutsOff, *given: Any) -> None:
+    for one in given:
+        if isinstance(one, Tensor):
+            step.settle(one)
+
+
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    **FUNCTIONS,
+    F.scaled_dot_product_attention: _attention,
+    F.layer_norm: _layer_norm,
+    torch.conv1d: _convolution,
+}
