@@ -14,7 +14,7 @@ CALLED_FROM_OUTSIDE = {
     "aiter/calls": ("forget",),
     "core/arrivals": ("new", "of_graph"),
     "core/tiles": ("forget", "listen", "try_out"),
-    "decode/compile_ahead": ("compile_all", "variants"),
+    "core/compile_ahead": ("compile_all", "variants"),
     "decode/graph": ("DecodeGraph",),
     "decode/graph_store": ("release_graphs", "store_of"),
     "forward/store": ("captured_kinds", "release_forwards"),

@@ -18,7 +18,7 @@ _OTHER_ROOMS = re.compile(r"\.runtime\.(moe|mixers)$")
 
 
 def may_call_functions(tree: ast.Module) -> bool:
-    """Return whether a step, or a forward of a file without steps, may be more than layers that are kernels of ours."""
+    """Return whether a step, or a forward of a file without steps, may call more than kernels of ours."""
     imported = {f"{'.' * node.level}{node.module}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     if ".runtime.decode" not in imported:
         return ".runtime.forward" in imported

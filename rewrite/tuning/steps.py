@@ -26,7 +26,7 @@ class Steps:
         package = type(model).__module__.rpartition(".")[0]
         try:
             self.tiles, self.ahead, graphs = (
-                runtime_part(package, name) for name in ("core/tiles", "decode/compile_ahead", "decode/graph")
+                runtime_part(package, name) for name in ("core/tiles", "core/compile_ahead", "decode/graph")
             )
         except ModuleNotFoundError as error:
             raise NothingToTune(type(model).__name__, f"it has no {error.name}") from error

@@ -34,6 +34,7 @@ from ..cache.own import own_cache_of, own_like
 from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
+from ..core.compile_ahead import Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
 from ..core.target import CARRIED, CHAINS, CHANGES
@@ -41,7 +42,6 @@ from ..products.chain import FUNCTIONS
 from ..products.step_products import Handlers, StepProducts
 from .carried import carried_by
 from .changes import Before, Kept
-from .compile_ahead import Variants, compile_all, compiler_loading, variants
 from .constants import StepConstants
 from .fitness import unmasked_window
 from .greedy import choose

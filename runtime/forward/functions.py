@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..core import deferring
 from ..core.target import CHAINS
-from ..products.chain import FUNCTIONS, in_order, uncopied
+from ..products.chain import FUNCTIONS, hides_nothing, in_order, uncopied
 from ..products.chain_rows import norm_of_chain
 from ..products.prologue import LayerNormPrologue, Norm, Prologue
 from ..products.put_off import PutsOff
@@ -121,13 +121,26 @@ class ForwardFunctions(PutsOff):
         return False
 
 
-def _attention(step: PutsOff, *args: Any, **named: Any) -> Tensor | None:
-    """Let attention read what was copied for it where that lay before."""
-    given = [uncopied(step, one) if isinstance(one, Tensor) else one for one in args]
-    if all(one is other for one, other in zip(given, args, strict=True)):
+def _attention(
+    step: PutsOff,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **named: Any,
+) -> Tensor | None:
+    """Let attention read what was copied for it where that lay before, and no mask that is the same everywhere.
+
+    transformers before 5.23 makes a mask that hides nothing in every capture; torch has no fast kernel for it.
+    """
+    given = [uncopied(step, one) for one in (query, key, value)]
+    mask = None if attn_mask is not None and hides_nothing(step, attn_mask) else attn_mask
+    if mask is attn_mask and all(one is other for one, other in zip(given, (query, key, value), strict=True)):
         return None
-    _settle(step, *given, *named.values())
-    return F.scaled_dot_product_attention(*given, **named)
+    _settle(step, *given, mask)
+    return F.scaled_dot_product_attention(*given, mask, dropout_p, is_causal, **named)
 
 
 def _layer_norm(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core import derived, layout
 from ..core.capture import CaptureFailed
+from ..core.compile_ahead import compile_all, variants
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
 from .draws import Draws
@@ -65,17 +66,18 @@ def attempt(
         store.tried = effects.snapshot_to_keep
         if not effects.are_none(store, kind, draws):  # more runs would have them too
             return expected
-        with rehearsing():  # what is packed or made at the first use in a graph is there before the model is looked at
-            run(call)
+        reason = _rehearsed(call, run, expected, device, store.without_graph)
         snapshot = _ready(model, store, device)
-        try:
-            _check_functions(call, run, expected)
-            kept = _captured(store, snapshot, call, tensors, run, expected, freely=True)
-        except torch.OutOfMemoryError:
-            raise
-        except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
+        if not reason:
+            try:
+                kept = _captured(store, snapshot, call, tensors, run, expected, freely=True)
+            except torch.OutOfMemoryError:
+                raise
+            except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
+                reason = _named(error)
+        if reason:
             kept = _captured(store, snapshot, call, tensors, run, expected, freely=False)
-            kept = kept._replace(as_written=_said(error) or type(error).__name__)
+            kept = kept._replace(as_written=reason)
         if measures:
             kept = kept._replace(milliseconds=_times(kept.graph, snapshot, call, tensors, run))
         store.keep(kind, kept._replace(draws=draws))
@@ -231,19 +233,38 @@ def _captured(
     return Kept(graph, None)
 
 
-def _check_functions(call: Any, run: Run, expected: Any) -> None:
-    """Run the forward with functions put off, where whatever nobody computed is NaN.
+def _rehearsed(call: Any, run: Run, expected: Any, device: torch.device, without_graph: bool) -> str:
+    """Run the forward with functions put off; return why they have to run one by one, empty if they need not.
 
-    Raises:
-        Unsuitable: if it gives something else.
+    What nobody computed is NaN then. What is packed or made at the first use in a graph is there afterwards, before
+    anybody looks at the model.
     """
-    wanted: list[Tensor] = []
-    found: list[Tensor] = []
-    with rehearsing(), layout.free(), functions(poisons=True):
-        value = run(call)
-    if form_of(value, found) != form_of(expected, wanted):
-        raise Unsuitable("differs", "outputs of another form")
-    _compare(wanted, found)
+
+    def freely(*, poisons: bool) -> Any:
+        with layout.free(), functions(poisons=poisons):
+            return run(call)
+
+    if not without_graph:
+        compile_all(variants(lambda: freely(poisons=False), device), device)
+    try:
+        wanted: list[Tensor] = []
+        found: list[Tensor] = []
+        with rehearsing():
+            value = freely(poisons=True)
+        if form_of(value, found) != form_of(expected, wanted):
+            raise Unsuitable("differs", "outputs of another form")
+        _compare(wanted, found)
+    except torch.OutOfMemoryError:
+        raise
+    except ERRORS as error:
+        with rehearsing():
+            run(call)
+        return _named(error)
+    return ""
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {_said(error)}"
 
 
 def _compare(wanted: list[Tensor], found: list[Tensor]) -> None:

@@ -496,6 +496,14 @@ def in_order(step: PutsOff, tensor: Tensor) -> Tensor | None:
     return copied
 
 
+def hides_nothing(step: PutsOff, mask: Tensor) -> bool:
+    """Return whether a mask is put off, and true or zero everywhere."""
+    found = step.at(mask)
+    return (
+        isinstance(found, Chain) and found.node.kind == "full" and bool(found.node.of[0]) == (mask.dtype == torch.bool)
+    )
+
+
 def uncopied(step: PutsOff, tensor: Tensor) -> Tensor:
     """Return the numbers of a tensor that is to be a copy of others, where they lie; else the tensor itself.
 

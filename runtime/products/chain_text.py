@@ -95,8 +95,12 @@ class Node:
         self.kind, self.dtype, self.shape, self.joined = kind, dtype, tuple(shape), joined
         self.of, self.at, self.tensor = tuple(of), at or dtype, tensor
         before = [one.node for one in self.of if isinstance(one, Read)]
-        self.nodes: frozenset[Node] = frozenset({self}).union(*(node.nodes for node in before))
-        """It and all that it is computed from."""
+        self._before: frozenset[Node] = frozenset(before).union(*(node._before for node in before))
+
+    @property
+    def nodes(self) -> frozenset[Node]:
+        """It and all that it is computed from; made anew, since what holds itself would hold memory for long."""
+        return self._before | {self}
 
     @property
     def functions(self) -> int:

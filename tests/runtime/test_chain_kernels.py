@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rewrite.runtime.attention.eager_step import HANDLERS
 from rewrite.runtime.core import launch
-from rewrite.runtime.decode.compile_ahead import variants
+from rewrite.runtime.core.compile_ahead import variants
 from rewrite.runtime.decode.constants import StepConstants
 from rewrite.runtime.products import chain_place, chain_text
 from rewrite.runtime.products.chain import FUNCTIONS

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rewrite.runtime.core import backend, launch
-from rewrite.runtime.decode.compile_ahead import compile_all, variants
+from rewrite.runtime.core.compile_ahead import compile_all, variants
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.gated_activation import gated_activation
 

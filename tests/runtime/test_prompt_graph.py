@@ -192,8 +192,8 @@ def test_the_first_prompt_of_a_model_is_read_plainly_and_compiled_with_a_step(mo
         run()
         return SimpleNamespace(replay=run)
 
-    for module in ("compile_ahead", "graph", "prompt_graph"):
-        monkeypatch.setattr(f"rewrite.runtime.decode.{module}.capture", captured)
+    for module in ("core.compile_ahead", "decode.graph", "decode.prompt_graph"):
+        monkeypatch.setattr(f"rewrite.runtime.{module}.capture", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr("rewrite.runtime.decode.graph.compiler_loading", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ..core import backend, launch
-from ..core.capture import capture, index_of
-from ..core.launch import Launch
+from . import backend, launch
+from .capture import capture, index_of
+from .launch import Launch
 
 if backend.triton_installed():
     import triton
