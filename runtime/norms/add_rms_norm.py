@@ -16,9 +16,9 @@ from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import overlaps
 from ..core.target import ROCM
+from .rms_norm import note_made, result_dtype, rms_norm
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
-from .rms_norm import result_dtype, rms_norm
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
@@ -74,8 +74,9 @@ def add_rms_norm(
         reason = _not_learned(hidden_states, residual, weight)
         if reason is None:
             given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
-            both: tuple[torch.Tensor, torch.Tensor] = _AddRmsNorm.apply(*given)
-            return both
+            normed, summed = _AddRmsNorm.apply(*given)
+            note_made(normed, summed, weight, (eps, offset, weight_in_fp32))
+            return normed, summed
         backend.count_fallback("add_rms_norm", reason)
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if (summed := deferring.sum(hidden_states, residual)) is not None:

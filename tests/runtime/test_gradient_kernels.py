@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from differentiated import check
+from experts_of import Mixture
 from tolerances import LOSS, assert_as_exact_as, assert_same_gradient
 from torch import Tensor
 
@@ -23,7 +25,6 @@ from rewrite.runtime.products.gated_product import gated_product
 
 adding = importlib.import_module("rewrite.runtime.norms.add_layer_norm")
 experts = importlib.import_module("rewrite.runtime.moe.experts")
-trained = importlib.import_module("rewrite.runtime.moe.trained")
 gated = importlib.import_module("rewrite.runtime.products.gated_activation")
 cross_entropy = importlib.import_module("rewrite.runtime.loss.cross_entropy")
 
@@ -50,29 +51,6 @@ FORMS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 SHAPES = [(1, 7), (3, 33), (9, 127), (5, 1000), (2, 3, 2, 80)]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-
-
-def gradients(function: Callable[..., Any], inputs: list[Tensor], seed: int = 5) -> list[Tensor]:
-    """Return the gradients of a random projection of what a function returns."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = function(*leaves)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    generator = torch.Generator().manual_seed(seed)
-    directions = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outputs]
-    return list(torch.autograd.grad(outputs, leaves, directions))
-
-
-def check(function: Callable[..., Any], exact: Callable[..., Any], *inputs: Tensor) -> None:
-    """Compare the kernels' gradients with fp64, and with what the torch form's are off by."""
-    backend.reset_fallbacks()
-    ours = gradients(function, list(inputs))
-    assert not backend.fallbacks(), "the kernel did not run"
-    with backend.use_backend("reference"):
-        reference = gradients(function, list(inputs))
-    truth = gradients(exact, [x.double() for x in inputs])
-    for mine, theirs, right in zip(ours, reference, truth, strict=True):
-        eps = torch.finfo(mine.dtype).eps
-        assert_as_exact_as(theirs, mine, right, eps)
 
 
 def exact_norm(x: Tensor, weight: Tensor, offset: float = 0.0) -> Tensor:
@@ -245,146 +223,6 @@ def test_gated_product(device: torch.device, poisoned: None, dtype: torch.dtype,
     assert {x.data_ptr() for x in kept} <= {x.data_ptr() for x in (*inputs, *projection.parameters())}
     for mine, theirs in zip(*found, strict=True):
         assert_same_gradient(theirs, mine)
-
-
-class Mixture(torch.nn.Module):
-    """Experts as transformers packs them, with their weights given or made."""
-
-    def __init__(self, gate_up: Tensor, down: Tensor, kind: str = "silu"):
-        super().__init__()
-        self._parameters.update(gate_up_proj=gate_up, down_proj=down)  # also what was computed
-        self.act_fn = ACTIVATIONS[kind]
-
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return every_pair(x, weights, self.gate_up_proj, self.down_proj, index, self.act_fn)
-
-
-def every_pair(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, activation: Any) -> Tensor:
-    """What the experts are, one matrix a pair."""
-    gate, up = torch.einsum("nkmh,nh->nkm", gate_up[index], x).chunk(2, -1)
-    return torch.einsum("nkhm,nkm,nk->nh", down[index], activation(gate) * up, weights).to(x.dtype)
-
-
-def mixture(device: torch.device, tokens: int, count: int, top_k: int, size: int, inner: int) -> list[Tensor]:
-    """Return tokens, weights of their experts, weights of experts, of which the last has no tokens, and index."""
-    shapes = ((tokens, size), (count, 2 * inner, size), (count, size, inner))
-    x, gate_up, down = (torch.randn(s, device=device) / (s[-1] if len(s) > 2 else 1) ** 0.5 for s in shapes)
-    index = torch.rand(tokens, count - 1, device=device).topk(top_k, -1).indices
-    return [x, torch.rand(tokens, top_k, device=device), gate_up, down, index]
-
-
-MIXTURES = [(1, 3, 1, 16, 8), (33, 6, 2, 24, 40), (7, 9, 8, 64, 72)]
-
-
-def all_as_exact(theirs: list[Tensor], ours: list[Tensor], exact: list[Tensor]) -> None:
-    for wanted, mine, right in zip(theirs, ours, exact, strict=True):
-        assert_as_exact_as(wanted, mine, right, torch.finfo(mine.dtype).eps)
-
-
-@dtypes
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-@pytest.mark.parametrize("shape", MIXTURES, ids=str)
-def test_experts(device: torch.device, poisoned: None, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
-    """The sum and four gradients, also those of weights of an expert that nobody chose."""
-    if not INTERPRETED and dtype != torch.bfloat16:
-        pytest.skip("torch's grouped product asks the host where a group ends, but for bfloat16")
-    if kind != "silu" and shape != MIXTURES[1]:
-        pytest.skip("one shape for the others")
-    *inputs, index = mixture(device, *shape)
-    inputs = [x.to(dtype) for x in inputs]
-    mine = lambda x, w, gate_up, down: trained.trained_experts(x, index, w, gate_up, down, kind)
-    plain = lambda *inputs: every_pair(*inputs, index, ACTIVATIONS[kind])
-    results = [[form(*given), *gradients(form, given)] for form, given in (
-        (mine, inputs), (plain, inputs), (plain, [x.double() for x in inputs])
-    )]  # fmt: skip
-    for ours, theirs, exact in zip(*results, strict=True):
-        assert_as_exact_as(theirs.detach(), ours.detach(), exact.detach(), torch.finfo(dtype).eps)
-    assert not results[0][3][-1].any()
-    assert not results[0][4][-1].any()
-
-
-def test_experts_wider_than_a_block(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    *inputs, index = mixture(device, 9, 4, 2, 16, 40)
-    dtype = KERNEL_DTYPES[-1] if not INTERPRETED else torch.float32
-    mine = lambda x, w, gate_up, down: trained.trained_experts(x, index, w, gate_up, down, "silu")
-    whole = gradients(mine, [x.to(dtype) for x in inputs])
-    monkeypatch.setattr(trained.rows, "tile", lambda size, count: (2, 16, 1))
-    for walked, at_once in zip(gradients(mine, [x.to(dtype) for x in inputs]), whole, strict=True):
-        assert_same_gradient(at_once, walked)
-
-
-def test_experts_whose_weights_are_frozen_or_in_fp32(device: torch.device) -> None:
-    """As a router's are in several families, with the gradients of the rest alone."""
-    x, weights, gate_up, down, index = mixture(device, 9, 4, 2, 16, 24)
-    dtype = KERNEL_DTYPES[-1]
-    module = Mixture(gate_up.to(dtype), down.to(dtype)).requires_grad_(False)
-    given = [x.to(dtype).requires_grad_(), weights.requires_grad_()]
-    ours = torch.autograd.grad(experts.fused_experts(given[0], module, index, given[1]).square().sum(), given)
-    assert not backend.fallbacks()
-    out = module.float()(given[0].float(), index, given[1]).to(dtype)
-    theirs = torch.autograd.grad(out.square().sum(), given)
-    for mine, wanted in zip(ours, theirs, strict=True):
-        assert mine.dtype == wanted.dtype
-        torch.testing.assert_close(mine, wanted, rtol=0.02, atol=0.02)
-
-
-def test_experts_that_are_watched_are_called(device: torch.device) -> None:
-    x, weights, gate_up, down, index = mixture(device, 9, 4, 2, 16, 24)
-    module = Mixture(torch.nn.Parameter(gate_up), torch.nn.Parameter(down))
-    seen: list[int] = []
-    handle = module.register_forward_hook(lambda *_: seen.append(1))
-    experts.fused_experts(x, module, index, weights).sum().backward()
-    assert seen
-    handle.remove()
-    wanted = module.down_proj.grad.clone()
-    module.zero_grad()
-    experts.fused_experts(x, module, index, weights).sum().backward()
-    assert len(seen) == 1
-    torch.testing.assert_close(module.down_proj.grad, wanted)
-
-
-def test_experts_keep_gate_and_up_alone(device: torch.device) -> None:
-    """Besides what is there anyway, and numbers."""
-    *inputs, index = mixture(device, 9, 4, 2, 16, 24)
-    leaves = [x.to(KERNEL_DTYPES[-1] if not INTERPRETED else torch.float32).requires_grad_() for x in inputs]
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        trained.trained_experts(leaves[0], index, *leaves[1:], "silu")
-    there = {x.data_ptr() for x in leaves}
-    assert [tuple(x.shape) for x in kept if x.is_floating_point() and x.data_ptr() not in there] == [(18, 48)]
-
-
-def forgets_the_share(*given: Any) -> Any:
-    of_both, shared, of_weights = trained_gradients(*given)
-    return of_both, shared / given[2].reshape(-1)[given[3]].unsqueeze(-1), of_weights
-
-
-def swaps_gate_and_up(*given: Any) -> Any:
-    of_both, *others = trained_gradients(*given)
-    return of_both.roll(of_both.shape[1] // 2, 1), *others
-
-
-def unsorted_weights(*given: Any) -> Any:
-    *others, of_weights = trained_gradients(*given)
-    return *others, of_weights.reshape(-1)[given[3]].view_as(of_weights)
-
-
-trained_gradients = trained.gradients_of_gates
-
-
-@pytest.mark.parametrize("bug", [forgets_the_share, swaps_gate_and_up, unsorted_weights])
-def test_planted_bug_in_experts_is_caught(
-    device: torch.device, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    *inputs, index = mixture(device, 9, 4, 2, 16, 24)
-    inputs = [x.to(KERNEL_DTYPES[-1] if not INTERPRETED else torch.float32) for x in inputs]
-    plain = lambda *inputs: every_pair(*inputs, index, ACTIVATIONS["silu"])
-    theirs = gradients(plain, inputs)
-    exact = gradients(plain, [x.double() for x in inputs])
-    monkeypatch.setattr(trained, "gradients_of_gates", bug)
-    ours = gradients(lambda x, w, gate_up, down: trained.trained_experts(x, index, w, gate_up, down, "silu"), inputs)
-    with pytest.raises(AssertionError):
-        all_as_exact(theirs, ours, exact)
 
 
 @dtypes
