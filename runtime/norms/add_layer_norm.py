@@ -87,19 +87,25 @@ class _AddLayerNorm(torch.autograd.Function):
         normed, summed = _launch(hidden_states, residual, weight, bias, eps, dtype)
         ctx.save_for_backward(summed, weight, bias)
         ctx.eps = eps
-        ctx.dtypes = (hidden_states.dtype, residual.dtype)
+        ctx.dtypes, ctx.dtype = (hidden_states.dtype, residual.dtype), normed.dtype
+        ctx.set_materialize_grads(False)  # a model that normalises after each block reads no sum
         return normed, summed
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, after: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         summed, weight, bias = ctx.saved_tensors
         first, second, for_weight, for_bias = ctx.needs_input_grad[:4]
         of_sum: torch.Tensor | None
-        if torch.is_grad_enabled():
+        of_weight = of_bias = None
+        if gradient is None:
+            of_sum = after
+        elif torch.is_grad_enabled():
             needed = (True, for_weight, for_bias)
-            reference = lambda *inputs: _norm(*inputs, ctx.eps, gradient.dtype)
+            reference = lambda *inputs: _norm(*inputs, ctx.eps, ctx.dtype)
             of_norm, of_weight, of_bias = backend.again(reference, ctx.saved_tensors, needed, [gradient])
-            of_sum = after if of_norm is None else of_norm + after
+            of_sum = of_norm if after is None or of_norm is None else of_norm + after
         else:
             of_sum, of_weight, of_bias = layer_norm_backward(
                 gradient, after, summed, weight, bias, ctx.eps, (for_weight, for_bias)

@@ -101,18 +101,24 @@ class _AddRmsNorm(torch.autograd.Function):
         ctx.save_for_backward(summed, weight)
         ctx.form = (eps, offset, weight_in_fp32)
         ctx.dtypes = (hidden_states.dtype, residual.dtype)
+        ctx.set_materialize_grads(False)  # a model that normalises after each block reads no sum
         return normed, summed
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, after: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         summed, weight = ctx.saved_tensors
         eps, offset, weight_in_fp32 = ctx.form
         first, second, for_weight = ctx.needs_input_grad[:3]
         of_sum: torch.Tensor | None
-        if torch.is_grad_enabled():
+        of_weight = None
+        if gradient is None:
+            of_sum = after
+        elif torch.is_grad_enabled():
             reference = lambda x, w: norm_reference(x, w, *ctx.form)
             of_norm, of_weight = backend.again(reference, (summed, weight), (True, for_weight), [gradient])
-            of_sum = after if of_norm is None else of_norm + after
+            of_sum = of_norm if after is None or of_norm is None else of_norm + after
         else:
             of_sum, of_weight = rms_norm_backward(
                 gradient, after, summed, weight, eps, for_weight, offset=offset, weight_in_fp32=weight_in_fp32

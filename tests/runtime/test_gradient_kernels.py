@@ -182,6 +182,21 @@ def test_norm_and_sum_that_are_added_again_have_one_gradient(device: torch.devic
         torch.testing.assert_close(one, other.grad.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["norm", "sum"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_one_of_norm_and_sum_alone_is_read(device: torch.device, name: str, place: int) -> None:
+    """For the other no gradient is made up."""
+    function, shapes = TWICE[name]
+    inputs = [torch.randn(s, device=device).requires_grad_() for s in shapes]
+    found = []
+    for form in ("triton", "reference"):
+        with backend.use_backend(form):
+            total = function(*inputs)[place].square().sum()
+            found.append(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+    for mine, theirs in zip(*found, strict=True):
+        assert_same_gradient(theirs, mine)
+
+
 def test_heads_of_a_packed_projection(device: torch.device) -> None:
     packed = torch.randn(2, 5, 6, 32, device=device)
     check(lambda x, w: rms_norm(x[:, :, :4], w, EPS), lambda x, w: exact_norm(x[:, :, :4], w), packed, packed[0, 0, 0])
