@@ -178,7 +178,8 @@ class _TrainedExperts(torch.autograd.Function):
         bounds = torch.arange(gate_up.shape[0], device=index.device, dtype=index.dtype)
         ends = torch.searchsorted(ordered, bounds, right=True, out_int32=True)
         both = grouped(tokens.index_select(0, order // top_k), gate_up.mT, ends)
-        parts = grouped(launch_gated_activation(*both.chunk(2, -1), kind), down.mT, ends)
+        gate, up = both.chunk(2, -1)
+        parts = grouped(launch_gated_activation(gate, up, kind), down.mT, ends)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         ctx.save_for_backward(tokens, weights, gate_up, down, both, order, places, ends)
@@ -191,7 +192,8 @@ class _TrainedExperts(torch.autograd.Function):
         for_tokens, _, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():
             needed = (for_tokens, for_weights, for_gate_up, for_down)
-            reference = lambda *inputs: _reference(*inputs, order, places, ends, ctx.kind)
+            sorted_by, kind = (order, places, ends), ctx.kind
+            reference = lambda x, w, gate_up, down: _reference(x, w, gate_up, down, *sorted_by, kind)
             found = backend.again(reference, (tokens, weights, gate_up, down), needed, [gradient])
             return found[0], None, *found[1:], None
         of_token = order // weights.shape[1]

@@ -103,7 +103,7 @@ class _AddLayerNorm(torch.autograd.Function):
             of_sum = after
         elif torch.is_grad_enabled():
             needed = (True, for_weight, for_bias)
-            reference = lambda *inputs: _norm(*inputs, ctx.eps, ctx.dtype)
+            reference = lambda x, weight, bias: _norm(x, weight, bias, ctx.eps, ctx.dtype)
             of_norm, of_weight, of_bias = backend.again(reference, ctx.saved_tensors, needed, [gradient])
             of_sum = of_norm if after is None or of_norm is None else of_norm + after
         else:

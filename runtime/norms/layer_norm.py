@@ -165,7 +165,8 @@ class _LayerNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             reference = lambda x, weight, bias: _reference(x, weight, bias, ctx.eps)
             return (*backend.again(reference, ctx.saved_tensors, needed, [gradient]), None)
-        return (*layer_norm_backward(gradient, None, *ctx.saved_tensors, ctx.eps, needed[1:]), None)
+        hidden_states, weight, bias = ctx.saved_tensors
+        return (*layer_norm_backward(gradient, None, hidden_states, weight, bias, ctx.eps, needed[1:]), None)
 
 
 def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:

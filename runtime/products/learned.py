@@ -94,7 +94,7 @@ class _Projections(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         x = input.to(kept.dtype)
         with torch.autocast(input.device.type, enabled=False):
-            return tuple(F.linear(x, *_cast(kept.dtype, w, b)) for w, b in zip(weights, biases, strict=True))
+            return tuple(_product(x, w, b, kept.dtype) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -121,8 +121,9 @@ class _Projections(torch.autograd.Function):
         return of_input, None, None, *of_weights, *of_biases
 
 
-def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+def _product(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert weight is not None
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _of_input(gradients: Sequence[Tensor | None], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -149,10 +150,7 @@ def _again(
         x = torch.zeros(ctx.shape, dtype=ctx.dtype, device=parameters[0].device)  # type: ignore[union-attr]
 
     def reference(x: Tensor, *parameters: Tensor | None) -> Any:
-        products = [
-            F.linear(x.to(kept.dtype), *_cast(kept.dtype, parameters[place], parameters[ctx.count + place]))
-            for place in used
-        ]
+        products = [_product(x, parameters[place], parameters[ctx.count + place], kept.dtype) for place in used]
         return products[0] if len(products) == 1 else tuple(products)
 
     wanted = (needed[0], *needed[3:])
