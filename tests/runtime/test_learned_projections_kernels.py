@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from differentiated import all_as_exact
 from tolerances import assert_same_gradient
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rewrite.runtime.core import backend
@@ -165,6 +168,26 @@ def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine.dtype == wanted.dtype
         assert_same_gradient(wanted, mine, dtype)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="one process on a CPU; more of them need more cards")
+def test_fully_sharded(device: torch.device, tmp_path: Path) -> None:
+    """FSDP2 frees the gathered weights after the forward, and gathers them again before they are asked for."""
+    block = Block().to(device)
+    inputs = [torch.randn(9, 32, device=device) for _ in range(2)]
+    plain = derived(block, block, inputs)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        sharded = fully_shard(copy.deepcopy(block), mesh=mesh)
+        backend.reset_fallbacks()
+        again = derived(sharded, sharded, inputs)
+        assert not backend.fallbacks()
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in again]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(one, other) for one, other in zip(plain, whole, strict=True))
 
 
 class Adapted(nn.Linear):
