@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import tempfile
 import time
@@ -105,7 +106,7 @@ def main() -> None:
                 dtype="bfloat16" if gpu else "float32", sides=tuple(sides),
                 rounds=(3, 10), seconds=given.seconds if gpu else 1.0,
             )  # fmt: skip
-            record[model] = training.measure(plan, progress=lambda step, model=model: said(started, model, step))
+            record[model] = training.measure(plan, progress=functools.partial(said, started, model))
             for table in training.tables(record[model]):
                 print(model, table.title, *table.rows, *table.notes, sep="\n  ", flush=True)
             if given.curve and model == given.models[0]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -101,7 +101,7 @@ def measure(plan: Plan, keep: Keep = lambda record: None, progress: Progress = l
     record = header(plan, subject) | {"sides": list(plan.sides)}
     started = time.perf_counter()
     said = iter(range(1 << 20))
-    steps = len(plan.cells) * (2 + len(plan.sides)) + 1
+    steps = len(plan.cells) * (3 + 2 * len(plan.sides)) + 1
     for cell in plan.cells:
         entry: dict[str, Any] = asdict(cell) | {"sides": {}}
         record["cells"].append(entry)
@@ -109,6 +109,7 @@ def measure(plan: Plan, keep: Keep = lambda record: None, progress: Progress = l
         say("gradients")
         found = gradients(plan, subject, cell)
         entry["parity"] = asdict(found) | {"summary": found.summary}
+        say(f"gradients: {found.summary}")
         _measured(plan, subject, cell, entry, say)
         record["seconds"] = time.perf_counter() - started
         keep(record)
@@ -127,17 +128,21 @@ def _measured(plan: Plan, subject: Subject, cell: Cell, entry: dict[str, Any], s
             entry["sides"][name] = {"error": "not installed" if gpu else "needs a GPU"}
             continue
         say(TITLES[name])
+        started = time.perf_counter()
         try:
             sides[name] = _warm(plan, subject, name, tokens, entry)
         except Exception as error:  # one side that cannot run says so in its row; the others go on
             entry["sides"][name] = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
         else:
+            figures = entry["sides"][name]
+            figures["first_seconds"] = time.perf_counter() - started
             if name == OURS:
                 entry["explain"] = str(subject.explain(sides[name].model))
-            entry.setdefault("together", not gpu or _fit_together(len(plan.sides), entry["sides"][name]))
+            entry.setdefault("together", not gpu or _fit_together(len(plan.sides), figures))
             if not entry["together"]:
                 times |= _times(plan, sides, tokens)
                 sides.clear()
+            say(f"{TITLES[name]}, {_so_far(figures, times.get(name))}")
         _release(gpu)
     say("steps")
     times |= _times(plan, sides, tokens)
@@ -148,6 +153,16 @@ def _measured(plan: Plan, subject: Subject, cell: Cell, entry: dict[str, Any], s
             entry["sides"][name]["ours"] = timing.ratio(values, times[OURS])
     sides.clear()
     _release(gpu)
+
+
+def _so_far(figures: Mapping[str, Any], times: Sequence[float] | None) -> str:
+    """What is known of a side before all are measured, for who waits, and where something later does not end."""
+    said = [f"{figures['first_seconds']:.1f} s for its first steps"]
+    if "peak_bytes" in figures:
+        said.append(f"{figures['peak_bytes'] / 2**30:.2f} GiB")
+    if times:
+        said.append(f"{median(times):.1f} ms a step")
+    return ", ".join(said)
 
 
 def _times(plan: Plan, sides: Mapping[str, Trainer], tokens: Tensor) -> dict[str, list[float]]:

@@ -71,6 +71,12 @@ def test_sides_that_do_not_fit_together_are_said() -> None:
     assert "one side after the other" in table.notes[1]
 
 
+def test_what_is_known_so_far_is_said() -> None:
+    figures = {"first_seconds": 12.34, "peak_bytes": 3 * 2**29}
+    assert training._so_far(figures, None) == "12.3 s for its first steps, 1.50 GiB"
+    assert training._so_far({"first_seconds": 1.0}, [5.0, 4.0, 9.0]) == "1.0 s for its first steps, 5.0 ms a step"
+
+
 def test_distances_are_of_the_gradients_that_are_there() -> None:
     exact = {"w": torch.ones(4), "v": torch.ones(2)}
     assert training.distances(exact, {"w": torch.full((4,), 1.5, dtype=torch.bfloat16)}) == {"w": 1.0}
