@@ -58,8 +58,8 @@ class FuseExperts(Transform):
 
     Known limits:
         `decode_residual` is for evaluation: jitter of the router's input is left out. Many tokens (from 32 for
-        Qwen3-30B-A3B, from 4 for Mixtral 8x7B), the CPU, quantised or sharded experts, hooks and gradients call the
-        modules as they stand.
+        Qwen3-30B-A3B, from 4 for Mixtral 8x7B), the CPU, quantised or sharded experts and hooks call the modules as
+        they stand. So do gradients, but for experts in bf16 that take gates first and have no biases.
     """
 
     name = "fuse_experts"

@@ -33,10 +33,11 @@ class FuseQKV(Transform):
         Reordered: the same sums, which a larger product may take in another order.
 
     Known limits:
-        Gradients (`torch.func` and forward mode included), fake and proxy tensors, hooks on a projection, adapters,
-        quantised and distributed weights, and one weight twice, take the original calls, at run time and with the
-        reason counted. So does a weight whose memory something else holds at the first call (a state dict, `.data`, an
-        array, shared memory), for as long as it does. Conv1D and other linear layers are left alone.
+        Where gradients are wanted the products stay apart, and on a GPU make their own gradients. `torch.func` and
+        forward mode, fake and proxy tensors, hooks on a projection, adapters, quantised and distributed weights, and
+        one weight twice, take the original calls, at run time and with the reason counted. So does a weight whose
+        memory something else holds at the first call (a state dict, `.data`, an array, shared memory), for as long as
+        it does. Conv1D and other linear layers are left alone.
     """
 
     name: ClassVar[str] = "fuse_qkv"

@@ -6,7 +6,9 @@ what happens once per call (prefill, recording a graph anew) is in neither side'
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from .models import Subject
 
+LIGER_CONFIGURATIONS = 4
+SWITCH_OF_TUNING = "LIGER_FUSED_MOE_AUTOTUNE"
 SLOW_STEPS = 16
 """Tokens that an eager side decodes in a repeat: 10 to 80 ms each, so 16 are long enough to time."""
 
@@ -123,6 +127,20 @@ def liger(subject: Subject, donor: Any, new_tokens: int) -> Contender:
     return Generating(LIGER, model, 2, min(new_tokens, SLOW_STEPS))
 
 
+def shorten_tuning() -> None:
+    """Let Liger tune the kernels of its experts over four configurations each, unless it was told what to do.
+
+    At their first call it compiles and times 240 of them, one after the other: minutes before the first step of a
+    mixture of experts. The four are of the largest tiles.
+    """
+    if SWITCH_OF_TUNING in os.environ or importlib.util.find_spec("liger_kernel.ops.fused_moe_kernels") is None:
+        return
+    for kernel in vars(importlib.import_module("liger_kernel.ops.fused_moe_kernels")).values():
+        configurations = getattr(kernel, "configs", None)
+        if isinstance(configurations, list) and len(configurations) > LIGER_CONFIGURATIONS:
+            kernel.configs = configurations[-2 * LIGER_CONFIGURATIONS :: 2]
+
+
 def with_liger(subject: Subject, made: Callable[[Any], Any]) -> Any:
     """A model that `made` makes of the original's class, with Liger's kernels, applied by Liger to an instance.
 
@@ -132,6 +150,8 @@ def with_liger(subject: Subject, made: Callable[[Any], Any]) -> Any:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     from .models import private_copy
+
+    shorten_tuning()
 
     copied = private_copy(subject.module)
     model = made(getattr(copied, subject.original.__name__))

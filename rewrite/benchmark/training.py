@@ -1,9 +1,10 @@
 """Training steps of a package, its original, the original compiled and Liger: time, memory, and parity of gradients.
 
 A step is forward with labels, backward and a fused AdamW, on random tokens. All sides start from the same weights;
-each has weights and an optimizer of its own, and they are timed in turn. Memory is what a side's weights, optimizer
-and step take at their peak. Before that, the loss and every gradient of a short row are compared with those of the
-original in fp32, where the original's own error in the dtype at hand is the yardstick.
+each has weights and an optimizer of its own, and they are timed in turn; where the card cannot hold them all, one
+after the other, and the table says so. Memory is what a side's weights, optimizer and step take at their peak. Before
+that, the loss and every gradient of a short row are compared with those of the original in fp32, where the original's
+own error in the dtype at hand is the yardstick.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ STEPS = 3
 """Steps of a round: their kernels are queued one behind the other, as in training."""
 MOST = {"largest": 2.0, "middle": 1.1}
 """Errors of our gradients, in terms of the original's in the same dtype: of any weight, and of the middle one."""
+FILLED = 0.9
+"""The part of a card's memory that all sides may take, for the allocator's gaps and what the driver takes."""
 IN_FP32 = 1e-4
 """Relative error of a gradient in fp32, where the original is the yardstick itself."""
 
@@ -98,7 +101,7 @@ def measure(plan: Plan, keep: Keep = lambda record: None, progress: Progress = l
     record = header(plan, subject) | {"sides": list(plan.sides)}
     started = time.perf_counter()
     said = iter(range(1 << 20))
-    steps = len(plan.cells) * (2 + len(plan.sides)) + 1
+    steps = len(plan.cells) * (3 + 2 * len(plan.sides)) + 1
     for cell in plan.cells:
         entry: dict[str, Any] = asdict(cell) | {"sides": {}}
         record["cells"].append(entry)
@@ -106,6 +109,7 @@ def measure(plan: Plan, keep: Keep = lambda record: None, progress: Progress = l
         say("gradients")
         found = gradients(plan, subject, cell)
         entry["parity"] = asdict(found) | {"summary": found.summary}
+        say(f"gradients: {found.summary}")
         _measured(plan, subject, cell, entry, say)
         record["seconds"] = time.perf_counter() - started
         keep(record)
@@ -118,21 +122,30 @@ def _measured(plan: Plan, subject: Subject, cell: Cell, entry: dict[str, Any], s
     gpu = plan.device != "cpu"
     tokens = _tokens(plan, subject, cell.batch, cell.context)
     sides: dict[str, Trainer] = {}
+    times: dict[str, list[float]] = {}
     for name in plan.sides:
         if name == LIGER and not (gpu and contenders.liger_installed()):
             entry["sides"][name] = {"error": "not installed" if gpu else "needs a GPU"}
             continue
         say(TITLES[name])
+        started = time.perf_counter()
         try:
             sides[name] = _warm(plan, subject, name, tokens, entry)
         except Exception as error:  # one side that cannot run says so in its row; the others go on
             entry["sides"][name] = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+        else:
+            figures = entry["sides"][name]
+            figures["first_seconds"] = time.perf_counter() - started
+            if name == OURS:
+                entry["explain"] = str(subject.explain(sides[name].model))
+            entry.setdefault("together", not gpu or _fit_together(len(plan.sides), figures))
+            if not entry["together"]:
+                times |= _times(plan, sides, tokens)
+                sides.clear()
+            say(f"{TITLES[name]}, {_so_far(figures, times.get(name))}")
         _release(gpu)
-    if OURS in sides:
-        entry["explain"] = str(subject.explain(sides[OURS].model))
     say("steps")
-    calls = {name: _timed(plan.device, side, tokens) for name, side in sides.items()}
-    times = timing.interleaved(calls, plan.rounds, plan.seconds)
+    times |= _times(plan, sides, tokens)
     for name, values in times.items():
         low, high = timing.interval(values)
         entry["sides"][name] |= {"step_ms": median(values), "low": low, "high": high}
@@ -140,6 +153,30 @@ def _measured(plan: Plan, subject: Subject, cell: Cell, entry: dict[str, Any], s
             entry["sides"][name]["ours"] = timing.ratio(values, times[OURS])
     sides.clear()
     _release(gpu)
+
+
+def _so_far(figures: Mapping[str, Any], times: Sequence[float] | None) -> str:
+    """What is known of a side before all are measured, for who waits, and where something later does not end."""
+    said = [f"{figures['first_seconds']:.1f} s for its first steps"]
+    if "peak_bytes" in figures:
+        said.append(f"{figures['peak_bytes'] / 2**30:.2f} GiB")
+    if times:
+        said.append(f"{median(times):.1f} ms a step")
+    return ", ".join(said)
+
+
+def _times(plan: Plan, sides: Mapping[str, Trainer], tokens: Tensor) -> dict[str, list[float]]:
+    calls = {name: _timed(plan.device, side, tokens) for name, side in sides.items()}
+    return timing.interleaved(calls, plan.rounds, plan.seconds) if calls else {}
+
+
+def _fit_together(count: int, figures: Mapping[str, Any]) -> bool:
+    """Return whether so many sides like the first fit into the card: weights and optimizer of all, a step of one."""
+    import torch
+
+    resident, peak = figures["resident_bytes"], figures["peak_bytes"]
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return bool((count - 1) * resident + peak < FILLED * total)
 
 
 def _warm(plan: Plan, subject: Subject, name: str, tokens: Tensor, entry: dict[str, Any]) -> Trainer:
@@ -154,6 +191,7 @@ def _warm(plan: Plan, subject: Subject, name: str, tokens: Tensor, entry: dict[s
         torch.cuda.reset_peak_memory_stats()
         side.step(tokens)
         figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        figures["resident_bytes"] = torch.cuda.memory_allocated() - before
     entry["sides"][name] = figures
     return side
 
@@ -210,32 +248,43 @@ def _tokens(plan: Plan, subject: Subject, rows: int, length: int) -> Tensor:
 def gradients(plan: Plan, subject: Subject, cell: Cell) -> Gradients:
     """Compare the loss and every gradient of one row with those of the original in fp32."""
     tokens = _tokens(plan, subject, 1, min(cell.context, PARITY_TOKENS))
-    losses: dict[str, float] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name, side, dtype in (("exact", ORIGINAL, "float32"), (ORIGINAL, ORIGINAL, None), (OURS, OURS, None)):
-        model = _model(plan, subject, side, dtype)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        losses[name] = loss.item()
-        grads = {key: p.grad.float() for key, p in model.named_parameters() if p.grad is not None}
-        found[name] = grads
-        del model, loss
-        _release(plan.device != "cpu")
-    missing = tuple(sorted(found["exact"].keys() ^ found[OURS].keys()))
-    ratios = dict(_errors(found, plan.dtype == "float32")) if not missing else {"": math.inf}
+    exact_loss, exact = _differentiated(plan, subject, ORIGINAL, tokens, "float32")
+    original_loss, found = _differentiated(plan, subject, ORIGINAL, tokens)
+    theirs = distances(exact, found)
+    del found
+    loss, found = _differentiated(plan, subject, OURS, tokens)
+    ours = distances(exact, found)
+    missing = tuple(sorted(exact.keys() ^ found.keys()))
+    del found
+    if plan.dtype == "float32":  # the original is the yardstick itself
+        theirs = {key: IN_FP32 * float(gradient.norm()) for key, gradient in exact.items()}
+    ratios = {key: ours[key] / max(theirs[key], 1e-30) for key in theirs} if not missing else {"": math.inf}
     where = max(ratios, key=lambda key: ratios[key])
     middle, largest = median(ratios.values()), ratios[where]
-    near = abs(losses[OURS] - losses["exact"]) <= 2 * abs(losses[ORIGINAL] - losses["exact"]) + 1e-3
+    near = abs(loss - exact_loss) <= 2 * abs(original_loss - exact_loss) + 1e-3
     passed = not missing and near and largest <= MOST["largest"] and middle <= MOST["middle"]
-    return Gradients(losses[OURS], losses[ORIGINAL], losses["exact"], middle, largest, where, missing, passed)
+    del exact
+    _release(plan.device != "cpu")
+    return Gradients(loss, original_loss, exact_loss, middle, largest, where, missing, passed)
 
 
-def _errors(found: Mapping[str, Mapping[str, Tensor]], in_fp32: bool) -> Iterator[tuple[str, float]]:
-    """Yield for each weight our error over the original's; in fp32, where that is none, over the bound."""
-    for key, exact in found["exact"].items():
-        ours = float((found[OURS][key] - exact).norm())
-        theirs = float((found[ORIGINAL][key] - exact).norm())
-        yield key, ours / max(IN_FP32 * float(exact.norm()) if in_fp32 else theirs, 1e-30)
+def _differentiated(
+    plan: Plan, subject: Subject, side: str, tokens: Tensor, dtype: str | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss of `tokens` and the gradient of every weight, and nothing else of the model."""
+    model = _model(plan, subject, side, dtype)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    value = float(loss.detach())
+    del model, loss
+    _release(plan.device != "cpu")
+    return value, found
+
+
+def distances(exact: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far each gradient is from the exact one, of those that are there."""
+    return {key: float((found[key].float() - exact[key]).norm()) for key in exact if key in found}
 
 
 def _release(gpu: bool) -> None:
@@ -252,6 +301,8 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
         sides = {name: figures for name, figures in cell["sides"].items() if "step_ms" in figures}
         rows = [_row(name, figures) for name, figures in sides.items()]
         notes = [f"{TITLES[name]}: {f['error']}" for name, f in cell["sides"].items() if "error" in f]
+        if not cell.get("together", True):
+            notes.append("one side after the other: the card does not hold all of them")
         if "parity" in cell:
             outcome = "agree" if cell["parity"]["passed"] else "DO NOT AGREE"
             notes.append(f"gradients {outcome}: {cell['parity']['summary']}")

@@ -248,7 +248,8 @@ def _forward(
         hidden_states, weight, bias, labels, ignore_index, *shape, dtype, for_hidden, for_weight, for_bias
     )
     dx, dw, db = gradients
-    dw.zero_()
+    if not x.shape[0]:
+        dw.zero_()
     db.zero_()
     total.zero_()
     rows = chunk_rows(w.shape[0], w.element_size())
@@ -259,8 +260,8 @@ def _forward(
             total += losses_and_gradients(dz, labels[start : start + rows], ignore_index, shape).sum()
             if for_hidden:
                 _product(dz, w, dx[start : start + rows])
-            if for_weight:
-                _add_product(dz.T, here, dw)
+            if for_weight:  # the first part is written, and not added to zeros that are as large as the weight
+                (_add_product if start else _product)(dz.T, here, dw)
             if for_bias:
                 db += dz.sum(0, dtype=db.dtype)
             del dz  # before the next ones are made

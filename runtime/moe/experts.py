@@ -27,6 +27,8 @@ from .by_aiter import experts_by_aiter
 from .form import ExpertsForm, Gating, form_of, gated, gating
 from .grouped import grouped_experts
 from .mxfp4 import MxExperts
+from .trained import fits as fits_training
+from .trained import trained_experts
 from .transposed import launch_transposed
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -252,6 +254,10 @@ def fused_experts(
         both = both if form is not None and form.biased else [None, None]
         sorted_ones = (tokens.contiguous(), top_k_index, top_k_weights, gate_up, down, (both[0], both[1]), how)
         output = grouped_experts(*sorted_ones)  # type: ignore[arg-type]
+    elif reason == "gradient" and _is_trained_here(tokens, experts, top_k_index, top_k_weights, form, how):
+        assert how is not None
+        output = trained_experts(tokens, top_k_index, top_k_weights, *_weights(experts), how.activation)
+        output = output if scaling == 1.0 else output * scaling
     else:
         if reason is not None:
             backend.count_fallback("fused_experts", reason, experts)
@@ -259,6 +265,15 @@ def fused_experts(
         output = output if scaling == 1.0 else output * scaling
     output = output.view(hidden_states.shape)
     return output if residual is None else residual + output
+
+
+def _is_trained_here(
+    tokens: Tensor, experts: nn.Module, index: Tensor, weights: Tensor, form: ExpertsForm | None, how: Gating | None
+) -> bool:
+    """Return whether operators of ours make the gradients; else torch does, of what the experts' own call computes."""
+    if form is None or how is None or form.biased:
+        return False
+    return fits_training(tokens, index, weights, *_weights(experts), how)
 
 
 def _weights(experts: nn.Module) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,9 @@ from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import overlaps
 from ..core.target import ROCM
+from .rms_norm import note_made, result_dtype, rms_norm
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
-from .rms_norm import result_dtype, rms_norm
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
@@ -74,8 +74,9 @@ def add_rms_norm(
         reason = _not_learned(hidden_states, residual, weight)
         if reason is None:
             given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
-            both: tuple[torch.Tensor, torch.Tensor] = _AddRmsNorm.apply(*given)
-            return both
+            normed, summed = _AddRmsNorm.apply(*given)
+            note_made(normed, summed, weight, (eps, offset, weight_in_fp32))
+            return normed, summed
         backend.count_fallback("add_rms_norm", reason)
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if (summed := deferring.sum(hidden_states, residual)) is not None:
@@ -100,18 +101,24 @@ class _AddRmsNorm(torch.autograd.Function):
         ctx.save_for_backward(summed, weight)
         ctx.form = (eps, offset, weight_in_fp32)
         ctx.dtypes = (hidden_states.dtype, residual.dtype)
+        ctx.set_materialize_grads(False)  # a model that normalises after each block reads no sum
         return normed, summed
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, after: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         summed, weight = ctx.saved_tensors
         eps, offset, weight_in_fp32 = ctx.form
         first, second, for_weight = ctx.needs_input_grad[:3]
         of_sum: torch.Tensor | None
-        if torch.is_grad_enabled():
+        of_weight = None
+        if gradient is None:
+            of_sum = after
+        elif torch.is_grad_enabled():
             reference = lambda x, w: norm_reference(x, w, *ctx.form)
             of_norm, of_weight = backend.again(reference, (summed, weight), (True, for_weight), [gradient])
-            of_sum = after if of_norm is None else of_norm + after
+            of_sum = of_norm if after is None or of_norm is None else of_norm + after
         else:
             of_sum, of_weight = rms_norm_backward(
                 gradient, after, summed, weight, eps, for_weight, offset=offset, weight_in_fp32=weight_in_fp32

@@ -9,12 +9,16 @@ N is any leading shape, H the hidden size, G the rows of an N-D weight, `x32` th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel, overlaps
 from ..core.target import ROCM
+from .layer_norm_backward import layer_norm_backward
+from .layer_norm_backward import refusal as backward_refusal
 
 OFFERS: dict[str, dict[str, str]] = {
     "layer_norm": {
@@ -126,17 +130,50 @@ def layer_norm(
         eps: added to the variance, in fp32.
 
     Returns:
-        `[N, H]` in the input's dtype, laid out as the torch form lays it out. Differentiable: where gradients are
-        wanted the torch form runs, and so it does where eps is no number.
+        `[N, H]` in the input's dtype, laid out as the torch form lays it out. Differentiable, by a kernel
+        (`layer_norm_backward`) or in the torch form, which runs where eps is no number, too.
     """
     if isinstance(eps, torch.Tensor):
         backend.count_fallback("layer_norm", "eps_is_a_tensor")
         return _reference(hidden_states, weight, bias, eps)
-    if backend.composes() or backend.wants_gradient(hidden_states, weight, bias):
-        backend.count_fallback("layer_norm", "gradient_wanted")
+    if backend.composes():
+        return _reference(hidden_states, weight, bias, eps)
+    if backend.wants_gradient(hidden_states, weight, bias):
+        if (reason := _not_learned(hidden_states, weight, bias)) is None:
+            normed: torch.Tensor = _LayerNorm.apply(hidden_states, weight, bias, eps)
+            return normed
+        backend.count_fallback("layer_norm", reason)
         return _reference(hidden_states, weight, bias, eps)
     deferred = deferring.layer_norm(hidden_states, weight, bias, eps)
     return _op(hidden_states, weight, bias, eps) if deferred is None else deferred
+
+
+class _LayerNorm(torch.autograd.Function):
+    """The norm, and its gradients from what was normalised."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_states, weight, bias)
+        ctx.eps = eps
+        return launch_layer_norm(hidden_states, weight, bias, eps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            reference = lambda x, weight, bias: _reference(x, weight, bias, ctx.eps)
+            return (*backend.again(reference, ctx.saved_tensors, needed, [gradient]), None)
+        hidden_states, weight, bias = ctx.saved_tensors
+        return (*layer_norm_backward(gradient, None, hidden_states, weight, bias, ctx.eps, needed[1:]), None)
+
+
+def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
+    """Return why the torch form is differentiated, and not the kernel."""
+    if not backend.learns(hidden_states, weight, bias):
+        return "gradient_wanted"
+    return refusal(hidden_states, weight, bias) or backward_refusal(hidden_states)
 
 
 def _reference(

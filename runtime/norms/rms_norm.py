@@ -19,6 +19,7 @@ import torch
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel, overlaps
+from ..core.made import remember
 from ..core.target import ROCM
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
@@ -175,6 +176,7 @@ def rms_norm(
         if reason is None:
             given = (hidden_states, weight, eps, offset, weight_in_fp32)
             normed: torch.Tensor = _RmsNorm.apply(*given)
+            note_made(normed, hidden_states, weight, (eps, offset, weight_in_fp32))
             return normed
         backend.count_fallback("rms_norm", reason)
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
@@ -210,6 +212,13 @@ class _RmsNorm(torch.autograd.Function):
             gradient, None, hidden_states, weight, eps, needed[1], offset=offset, weight_in_fp32=weight_in_fp32
         )
         return of_x, of_weight, None, None, None
+
+
+def note_made(
+    normed: torch.Tensor, source: torch.Tensor, weight: torch.Tensor | None, form: tuple[float, float, bool]
+) -> None:
+    """Note that `normed` is this norm of `source`, which its own gradient keeps."""
+    remember(normed, source, weight, lambda x, w: launch_rms_norm(x, w, *form), lambda x, w: reference(x, w, *form))
 
 
 def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | None:

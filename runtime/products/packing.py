@@ -7,7 +7,7 @@
 The projections stay the modules they were: after the first call their weights lie one behind the other in one memory
 (`memory`), so a state dict has the original's keys, memory does not grow, and an in-place update of a weight is seen
 by the packed product. Where packing is not safe the modules themselves are called, and the reason is counted for
-`explain`.
+`explain`. Where gradients are wanted the products stay apart, and `learned` makes their gradients.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..core import backend
 from ..core.launch_bound import is_launch_bound
 from ..core.place import NAMESPACE
 from . import memory
+from .learned import learned_projections
 
 OFFERS: dict[str, dict[str, str]] = {
     "packed_linear": {
@@ -40,7 +41,7 @@ def packed_linear(input, *projections):
 REASONS = {
     "not_linear": "a projection is no plain nn.Linear (an adapter or a quantised layer replaced it)",
     "observed": "a hook, a wrapped forward or a parametrisation watches a projection",
-    "gradient": "gradients are wanted",
+    "gradient": "gradients are wanted, of what no kernel makes them of",
     "not_a_tensor": "the input is no tensor",
     "watched": "torch.func, forward-mode derivatives, a dispatch mode (fake or proxy tensors) or a tensor class of "
     "its own takes part in the call",
@@ -93,6 +94,8 @@ def multiplied(
 ) -> tuple[Tensor, ...]:
     """Return what `packed_linear` does, the product computed by `multiply`, or by `operator` in a compiled graph."""
     reason = unsafe(input, projections)
+    if reason == "gradient" and (learned := learned_projections(input, projections)) is not None:
+        return learned
     if reason is not None:
         return _separately(input, projections, reason)
     weights = [_parameter(projection, "weight") for projection in projections]

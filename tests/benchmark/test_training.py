@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
+import importlib.machinery
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from rewrite.benchmark import training
+from rewrite.benchmark import contenders, training
 
 RECORD: dict[str, Any] = {
     "cells": [
@@ -62,9 +64,41 @@ def test_exit_code(change: Any) -> None:
     assert training.exit_code(record) == 1
 
 
-def test_errors_are_those_of_the_original() -> None:
-    torch.manual_seed(0)
-    exact = torch.randn(64)
-    found = {"exact": {"w": exact}, "original": {"w": exact + 0.01}, "ours": {"w": exact + 0.03}}
-    assert math.isclose(dict(training._errors(found, False))["w"], 3.0, rel_tol=1e-4)
-    assert dict(training._errors(found, True))["w"] > training.MOST["largest"]
+def test_sides_that_do_not_fit_together_are_said() -> None:
+    record = copy.deepcopy(RECORD)
+    record["cells"][0]["together"] = False
+    (table,) = training.tables(record)
+    assert "one side after the other" in table.notes[1]
+
+
+def test_what_is_known_so_far_is_said() -> None:
+    figures = {"first_seconds": 12.34, "peak_bytes": 3 * 2**29}
+    assert training._so_far(figures, None) == "12.3 s for its first steps, 1.50 GiB"
+    assert training._so_far({"first_seconds": 1.0}, [5.0, 4.0, 9.0]) == "1.0 s for its first steps, 5.0 ms a step"
+
+
+def test_distances_are_of_the_gradients_that_are_there() -> None:
+    exact = {"w": torch.ones(4), "v": torch.ones(2)}
+    assert training.distances(exact, {"w": torch.full((4,), 1.5, dtype=torch.bfloat16)}) == {"w": 1.0}
+
+
+class _Tuned:
+    def __init__(self, count: int):
+        self.configs = list(range(count))
+
+
+def test_liger_tunes_its_experts_over_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which it has 240, and minutes go by before the first step."""
+    kernels = types.ModuleType("liger_kernel.ops.fused_moe_kernels")
+    kernels.up, kernels.pinned = _Tuned(32), _Tuned(1)  # type: ignore[attr-defined]
+    kernels.__spec__ = importlib.machinery.ModuleSpec(kernels.__name__, None)
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setenv(contenders.SWITCH_OF_TUNING, "1")
+    contenders.shorten_tuning()
+    assert len(kernels.up.configs) == 32
+    monkeypatch.delenv(contenders.SWITCH_OF_TUNING)
+    contenders.shorten_tuning()
+    assert kernels.up.configs == [24, 26, 28, 30]
+    assert kernels.pinned.configs == [0]

@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
+from differentiated import check
+from experts_of import Mixture
 from tolerances import LOSS, assert_as_exact_as, assert_same_gradient
 from torch import Tensor
 
 from rewrite.runtime.attention.rotary import rotary, rotary_single
 from rewrite.runtime.core import backend
 from rewrite.runtime.loss.cross_entropy import Shape, losses_and_gradients, total_loss
+from rewrite.runtime.norms.add_layer_norm import add_layer_norm
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
+from rewrite.runtime.norms.layer_norm import layer_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.gated_product import gated_product
 
+adding = importlib.import_module("rewrite.runtime.norms.add_layer_norm")
+experts = importlib.import_module("rewrite.runtime.moe.experts")
 gated = importlib.import_module("rewrite.runtime.products.gated_activation")
 cross_entropy = importlib.import_module("rewrite.runtime.loss.cross_entropy")
 
@@ -45,29 +51,6 @@ FORMS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 SHAPES = [(1, 7), (3, 33), (9, 127), (5, 1000), (2, 3, 2, 80)]
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-
-
-def gradients(function: Callable[..., Any], inputs: list[Tensor], seed: int = 5) -> list[Tensor]:
-    """Return the gradients of a random projection of what a function returns."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = function(*leaves)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    generator = torch.Generator().manual_seed(seed)
-    directions = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outputs]
-    return list(torch.autograd.grad(outputs, leaves, directions))
-
-
-def check(function: Callable[..., Any], exact: Callable[..., Any], *inputs: Tensor) -> None:
-    """Compare the kernels' gradients with fp64, and with what the torch form's are off by."""
-    backend.reset_fallbacks()
-    ours = gradients(function, list(inputs))
-    assert not backend.fallbacks(), "the kernel did not run"
-    with backend.use_backend("reference"):
-        reference = gradients(function, list(inputs))
-    truth = gradients(exact, [x.double() for x in inputs])
-    for mine, theirs, right in zip(ours, reference, truth, strict=True):
-        eps = torch.finfo(mine.dtype).eps
-        assert_as_exact_as(theirs, mine, right, eps)
 
 
 def exact_norm(x: Tensor, weight: Tensor, offset: float = 0.0) -> Tensor:
@@ -100,6 +83,93 @@ def test_rms_norm_families(device: torch.device, poisoned: None, family: str, dt
     check(lambda x, y, w: add_rms_norm(x, y, w, EPS, **given), exact, x, y, weight)
 
 
+def exact_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + EPS)
+    normed = normed if weight is None else normed * weight
+    return normed if bias is None else normed + bias
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm(device: torch.device, poisoned: None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(s, device=device, dtype=dtype) for s in (shape, shape[-1:], shape[-1:]))
+    check(lambda *inputs: layer_norm(*inputs, EPS), exact_layer_norm, x, weight, bias)
+    check(lambda x, w: layer_norm(x, w, None, EPS), lambda x, w: exact_layer_norm(x, w, None), x, weight)
+    check(lambda x: layer_norm(x, None, None, EPS), lambda x: exact_layer_norm(x, None, None), x)
+
+
+@dtypes
+@pytest.mark.parametrize("groups", [(4,), (3, 4)], ids=str)
+def test_layer_norm_of_each_head(
+    device: torch.device, poisoned: None, groups: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """As Cohere's: a row of the weight for each head, of heads that lie beside others."""
+    x = torch.randn(2, 5, *groups[:-1], groups[-1] + 2, 16, device=device, dtype=dtype)
+    weight = torch.randn(*groups, 16, device=device, dtype=dtype)
+    of_heads = lambda x: x[..., : groups[-1], :]
+    check(
+        lambda x, w: layer_norm(of_heads(x), w, None, EPS), lambda x, w: exact_layer_norm(of_heads(x), w, None),
+        x, weight,
+    )  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize("parameters", [0, 1, 2], ids=["bare", "weight", "weight and bias"])
+@pytest.mark.parametrize("shape", [(1, 7), (9, 127), (5, 1000)], ids=str)
+def test_add_layer_norm(
+    device: torch.device, poisoned: None, shape: tuple[int, ...], parameters: int, dtype: torch.dtype
+) -> None:
+    inputs = [torch.randn(s, device=device, dtype=dtype) for s in (shape, shape, *[shape[-1:]] * parameters)]
+    total = (inputs[1] + inputs[0]).double()  # rounded once, as the norm sees it
+    given = lambda parameters: (*parameters, None, None)[:2]
+
+    def exact(x: Tensor, y: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        summed = x + y + (total - x - y).detach()
+        return exact_layer_norm(summed, *given(parameters)), summed
+
+    check(lambda x, y, *parameters: add_layer_norm(x, y, *given(parameters), EPS), exact, *inputs)
+
+
+@dtypes
+def test_add_layer_norm_under_autocast(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch on a GPU: the norm in fp32, whatever comes in, and gradients in the dtypes of the inputs."""
+    if INTERPRETED:
+        monkeypatch.setattr(adding, "_widens", lambda tensor: True)
+    inputs = [*torch.randn(2, 9, 40, device=device).to(dtype), *torch.randn(2, 40, device=device)]
+
+    def plain(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.nn.functional.layer_norm((y + x).float(), (40,), weight, bias, EPS), y + x
+
+    found = []
+    for form in (lambda *inputs: add_layer_norm(*inputs, EPS), plain):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.autocast(device.type, dtype=torch.float16, enabled=not INTERPRETED):
+            normed, summed = form(*leaves)
+        assert normed.dtype == torch.float32
+        assert summed.dtype == dtype
+        found.append([normed.detach(), *torch.autograd.grad(normed.square().sum() + summed.float().sum(), leaves)])
+    assert not backend.fallbacks()
+    for mine, theirs in zip(*found, strict=True):
+        assert_same_gradient(theirs, mine, dtype)
+
+
+def test_layer_norm_gives_what_is_wanted(device: torch.device) -> None:
+    """A frozen norm has no gradients, an input that needs none gets none, and a norm has the same bits each time."""
+    x, weight, bias = (torch.randn(s, device=device) for s in ((40, 32), (32,), (32,)))
+    out = layer_norm(x.requires_grad_(), weight, bias, EPS)
+    (wanted,) = torch.autograd.grad(out.square().sum(), x)
+    x.requires_grad_(False)
+    grads = [
+        torch.autograd.grad(add_layer_norm(x, x, *given, EPS)[0].square().sum(), given)
+        for given in [[t.clone().requires_grad_() for t in (weight, bias)] for _ in range(2)]
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    assert wanted.shape == x.shape
+
+
 def test_norm_and_sum_that_are_added_again_have_one_gradient(device: torch.device) -> None:
     x, y, w = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, 8), (3, 8), (8,)))
     normed, summed = add_rms_norm(x, y, w, EPS)
@@ -110,6 +180,21 @@ def test_norm_and_sum_that_are_added_again_have_one_gradient(device: torch.devic
     (total * torch.rsqrt(total.square().mean(-1, keepdim=True) + EPS) * exact[2] + total).square().sum().backward()
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one, other.grad.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["norm", "sum"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "add_layer_norm"])
+def test_one_of_norm_and_sum_alone_is_read(device: torch.device, name: str, place: int) -> None:
+    """For the other no gradient is made up."""
+    function, shapes = TWICE[name]
+    inputs = [torch.randn(s, device=device).requires_grad_() for s in shapes]
+    found = []
+    for form in ("triton", "reference"):
+        with backend.use_backend(form):
+            total = function(*inputs)[place].square().sum()
+            found.append(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+    for mine, theirs in zip(*found, strict=True):
+        assert_same_gradient(theirs, mine)
 
 
 def test_heads_of_a_packed_projection(device: torch.device) -> None:
@@ -219,10 +304,17 @@ DOWN = torch.nn.Linear(8, 4)
 TWICE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (lambda x, w: rms_norm(x, w, EPS), ((3, 8), (8,))),
     "add_rms_norm": (lambda x, y, w: add_rms_norm(x, y, w, EPS), ((3, 8), (3, 8), (8,))),
+    "layer_norm": (lambda x, w, b: layer_norm(x, w, b, EPS), ((3, 8), (8,), (8,))),
+    "add_layer_norm": (lambda x, y, w, b: add_layer_norm(x, y, w, b, EPS), ((3, 8), (3, 8), (8,), (8,))),
     "gated_activation": (lambda g, u: gated.gated_activation(g, u, ACTIVATIONS["silu"]), ((3, 8), (3, 8))),
     "gated_product": (lambda g, u: gated_product(g, u, ACTIVATIONS["silu"], DOWN.to(g.device)), ((3, 8), (3, 8))),
     "rotary": (
         lambda q, k: rotary(q, k, *torch.full((2, 1, 3, 8), 0.3, device=q.device)), ((1, 2, 3, 8), (1, 1, 3, 8))
+    ),
+    "experts": (
+        lambda x, w, gate_up, down: experts.fused_experts(
+            x, Mixture(gate_up, down), torch.tensor([[0, 1], [1, 2], [2, 0]], device=x.device), w
+        ), ((3, 8), (3, 2), (3, 16, 8), (3, 8, 8))
     ),
     "loss": (lambda x, w: total_loss(x, w, None, torch.arange(3, device=x.device)), ((3, 8), (6, 8))),
 }  # fmt: skip
