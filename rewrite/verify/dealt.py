@@ -68,7 +68,8 @@ class Dealt:
         import torch
 
         heads = {"num_attention_heads": 4 * self.size, "num_key_value_heads": 2 * self.size}
-        sizes = {"hidden_size": 16 * self.size, "head_dim": 16, "vocab_size": 130 * self.size - 1}
+        vocabulary = 130 * self.size - int(_deals_uneven_columns())
+        sizes = {"hidden_size": 16 * self.size, "head_dim": 16, "vocab_size": vocabulary}
         biases = {"attention_bias": True, "mlp_bias": True}
         config = config_for(self.original.config_class, "tiny", **{**heads, **sizes, **biases, **self.more})
         torch.manual_seed(self.seed)
@@ -230,6 +231,13 @@ class Dealt:
         generator = torch.Generator().manual_seed(self.seed)
         size = model.config.get_text_config().vocab_size
         return torch.randint(1, size, (ROWS, PROMPT), generator=generator).to(self.device)
+
+
+def _deals_uneven_columns() -> bool:
+    """Return whether this transformers gathers columns of which the last rank has fewer; 5.17 refuses them."""
+    from transformers.distributed import tensor_parallel as plans
+
+    return plans.ColwiseParallel.validate_param is plans.TensorParallelLayer.validate_param
 
 
 def _gradients_of(model: Any, prompt: Tensor) -> dict[str, Tensor]:
