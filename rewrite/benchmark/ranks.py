@@ -12,7 +12,6 @@ import argparse
 import copy
 import gc
 import importlib.metadata
-import inspect
 import json
 import os
 import tempfile
@@ -23,6 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure import timing
+from rewrite.measure.plans import columns_plan, experts_plan
 from rewrite.measure.presets import config_for
 from rewrite.measure.processes import launch
 from rewrite.measure.runtime_part import runtime_part
@@ -190,7 +190,7 @@ class _Run:
         import torch
 
         kind = self.subject.rewritten if side in REWRITTEN else self.subject.original
-        plan = experts_plan(self.ranks) if side in (ORIGINAL_EP, OURS_EP) else {"tp_plan": "auto"}
+        plan = experts_plan(self.ranks) if side in (ORIGINAL_EP, OURS_EP) else columns_plan()
         settings = {"dtype": getattr(torch, self.given.dtype), **plan}
         if whole is None or self.given.weights:
             return settled(kind.from_pretrained(self.given.weights, **settings))
@@ -425,15 +425,6 @@ def exit_code(record: dict[str, Any]) -> int:
         if slower or not (entry["ranks_agree"] and entry["ranks_draw_alike"] and explained):
             return 1
     return 0
-
-
-def experts_plan(ranks: int) -> dict[str, Any]:
-    """What `from_pretrained` is given for the plan that deals whole experts, by this transformers' release."""
-    from transformers.distributed import DistributedConfig
-
-    if "ep_size" in inspect.signature(DistributedConfig).parameters:
-        return {"distributed_config": DistributedConfig(tp_size=ranks, ep_size=ranks)}
-    return {"distributed_config": DistributedConfig(tp_size=ranks, enable_expert_parallel=True)}
 
 
 def _owning(model: Any) -> Any:

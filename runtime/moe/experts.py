@@ -41,8 +41,15 @@ def run(sizes, form=None):
     x, chosen = tensor(1, 1, sizes.hidden_size), int64(1, sizes.top_k)
     return fused_experts(x, Experts(sizes, form), chosen, tensor(1, sizes.top_k), residual=x)
 
+def half(sizes):
+    x, chosen, count = tensor(1, sizes.hidden_size), int64(1, sizes.top_k), sizes.experts // 2
+    gate_up = tensor(count, 2 * sizes.intermediate_size, sizes.hidden_size)
+    down = tensor(count, sizes.hidden_size, sizes.intermediate_size)
+    return _op(x, chosen, tensor(1, sizes.top_k), gate_up, down, None, *Gating(), count)
+
 for sizes in (QWEN3_MOE, MIXTRAL):
     case(sizes.name, run, sizes)
+case("half of the experts", half, QWEN3_MOE)
 case(MINIMAX_M3.name, run, MINIMAX_M3, ExpertsForm(alpha=1.7, limit=7.0, shift=1.0))
 case(GPT_OSS.name, run, GPT_OSS, ExpertsForm(None, 1.7, 7.0, 1.0, interleaved=True, transposed=True, biased=True))
 case(LLAMA4_SCOUT.name, run, LLAMA4_SCOUT, ExpertsForm(nn.SiLU(), transposed=True))
