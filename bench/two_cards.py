@@ -73,7 +73,7 @@ def placed(kind: Any, given: argparse.Namespace) -> Any:
         "model.norm": 1,
         "lm_head": 0 if config.tie_word_embeddings else 1,
     }
-    return dispatch_model(model, places)
+    return dispatch_model(model, places, skip_keys=model._skip_keys_device_placement)
 
 
 if __name__ == "__main__":

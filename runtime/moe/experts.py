@@ -45,7 +45,7 @@ def half(sizes):
     x, chosen, count = tensor(1, sizes.hidden_size), int64(1, sizes.top_k), sizes.experts // 2
     gate_up = tensor(count, 2 * sizes.intermediate_size, sizes.hidden_size)
     down = tensor(count, sizes.hidden_size, sizes.intermediate_size)
-    return _op(x, chosen, tensor(1, sizes.top_k), gate_up, down, None, *Gating(), count)
+    return _op(x, chosen, tensor(1, sizes.top_k), gate_up, down, None, *Gating(), None, None, count)
 
 for sizes in (QWEN3_MOE, MIXTRAL):
     case(sizes.name, run, sizes)
@@ -262,17 +262,19 @@ def _computed(
     if parts is not None and not torch.is_autocast_enabled(hidden_states.device.type):
         nbytes = parts.gate_up.nbytes + parts.down.nbytes
         many = _sorting_pays(top_k_index.shape[0], top_k_index.shape[1] / ranks, parts.down.values.shape[0], nbytes)
-        chosen = chosen if mine is None else mine.own(*chosen)
-        return block_experts(hidden_states, parts, *chosen, residual, scaling, many)
+        if mine is not None:
+            top_k_index, top_k_weights = mine.own(*chosen)
+        return block_experts(hidden_states, parts, top_k_index, top_k_weights, residual, scaling, many)
     form = form_of(experts, some=mine is not None)
     how = None if form is None else gating(form, scaling)
     reason = unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, form, how, ranks)
     if reason is None and (torch.compiler.is_compiling() or backend.uses_triton(hidden_states)):
         assert how is not None
         weights = (experts.gate_up_proj, experts.down_proj)
-        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if form is not None and form.biased else ()
+        biased = form is not None and form.biased
+        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if biased else (None, None)
         first = -1 if mine is None else mine.first
-        output: Tensor = _op(hidden_states, *chosen, *weights, residual, *how, first, *biases)
+        output: Tensor = _op(hidden_states, *chosen, *weights, residual, *how, *biases, first)
         return output
     if mine is not None:
         top_k_index, top_k_weights = mine.own(*chosen)
@@ -443,7 +445,7 @@ def _forward(
     *rest: Any,
 ) -> Tensor:
     fields = len(Gating._fields)
-    how, first, biases = Gating(*rest[:fields]), (*rest[fields:], -1)[0], (*rest[fields + 1 :], None, None)[:2]
+    how, biases, first = Gating(*rest[:fields]), (*rest[fields:], None, None)[:2], (*rest[fields + 2 :], -1)[0]
     arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, how, biases, first)
     if ROCM and first < 0:
         both, biased = (gate_up_proj, down_proj), biases[0] is not None
@@ -544,8 +546,8 @@ _op = backend.register(
     "fused_experts",
     "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
     " Tensor? residual, str activation, float alpha=1.0, float? limit=None, float shift=0.0, bool interleaved=False,"
-    " bool transposed=False, float scaling=1.0, int first=-1, Tensor? gate_up_bias=None, Tensor? down_bias=None)"
-    " -> Tensor",
+    " bool transposed=False, float scaling=1.0, Tensor? gate_up_bias=None, Tensor? down_bias=None,"
+    " int first=-1) -> Tensor",
     _forward,
     _fake,
 )
