@@ -1,6 +1,8 @@
 """The kernel that sums over memory of all ranks, under Triton's interpreter: this process plays the other ranks."""
 
+import multiprocessing
 import os
+import time
 
 import pytest
 import torch
@@ -82,3 +84,34 @@ def test_a_number_of_a_round_that_has_overflown_is_waited_for():
     launch_shared_sum(part, None, out, ranks.addresses, ranks.rounds, 0, 2)
     assert out.tolist() == [2.0] * 8
     assert ranks.rounds[0] == -(2**31)
+
+
+def rank_sums(rank, addresses, parts, residuals, outs, rounds):
+    """One rank's sums, which wait for the other's; now and then it is late."""
+    torch.set_num_threads(1)
+    for turn, (part, residual, out) in enumerate(zip(parts[rank], residuals, outs[rank], strict=True)):
+        if turn % 5 == 2 * rank:
+            time.sleep(0.01)
+        launch_shared_sum(part, residual, out, addresses, rounds[rank], rank, 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_two_processes_wait_for_each_other():
+    turns, count = 30, BLOCK + 40
+    memory = [torch.zeros(words(2), dtype=torch.int32).share_memory_() for _ in range(2)]
+    addresses = torch.tensor([part.data_ptr() for part in memory], dtype=torch.int64)
+    parts = torch.randn(2, turns, count, dtype=torch.float16)
+    residuals = torch.randn(turns, count, dtype=torch.float16)
+    outs = torch.full_like(parts, float("nan")).share_memory_()
+    rounds = torch.zeros(2, PROGRAMS, dtype=torch.int64).share_memory_()
+    context = multiprocessing.get_context("fork")
+    given = (addresses, parts, residuals, outs, rounds)
+    ranks = [context.Process(target=rank_sums, args=(rank, *given), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    wanted = (parts[0].float() + parts[1].float() + residuals.float()).half()
+    assert torch.equal(outs[0], wanted)
+    assert torch.equal(outs[1], wanted)
