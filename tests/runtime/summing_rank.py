@@ -49,7 +49,7 @@ def check(ranks: Ranks, rank: int, like: torch.Tensor) -> None:
         for out in outs:
             out.fill_(float("nan"))
         if turn % 3 == rank:
-            torch.cuda._sleep(200_000 * (1 + turn % 4))
+            torch.cuda._sleep(200_000 * (1 + turn % 4))  # type: ignore[no-untyped-call]
         graph.replay()
         assert all(torch.equal(out, expected) for out, expected in zip(outs, wanted, strict=True)), (turn, like.shape)
     torch.cuda.synchronize()
