@@ -2,24 +2,27 @@
 
 The measurement runs under torchrun, one process a card. The first process also has both models whole; while it times
 those, the others wait. Decode times are slopes between a short and a long generation, taken in turn, by the clock of
-the first process. Weights go through a checkpoint on disk and `from_pretrained(tp_plan="auto")`, as a user's do.
+the first process. Weights go through `from_pretrained(tp_plan="auto")`: those of a checkpoint, or random ones, which
+every process draws alike and no disk has to hold. What is found is said, and written, as soon as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib.metadata
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure import timing
+from rewrite.measure.plans import columns_plan, experts_plan
 from rewrite.measure.presets import config_for
 from rewrite.measure.processes import launch
 from rewrite.measure.runtime_part import runtime_part
@@ -28,14 +31,25 @@ from . import parity
 from .contenders import Generating
 from .models import build, from_checkpoint, load, settled, sharing
 from .plan import Plan, plain, write_json
-from .tables import Table, narrow, ratio_text
+from .rank_tables import (
+    ALL_SIDES,
+    DEALT,
+    ORIGINAL,
+    ORIGINAL_EP,
+    ORIGINAL_TP,
+    OURS,
+    OURS_EP,
+    OURS_TP,
+    RATIOS,
+    REWRITTEN,
+    SIDES,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ORIGINAL, OURS, ORIGINAL_TP, OURS_TP = "original", "ours", "original_tp", "ours_tp"
-SIDES = (ORIGINAL, OURS, ORIGINAL_TP, OURS_TP)
 SHORT = 8
+AGREE_PROMPT = 64
 SUM_KIB = (8, 32, 128, 512, 2048, 8192)
 SUMS_A_GRAPH = 50
 
@@ -82,6 +96,7 @@ class _Run:
         device_id = torch.device(self.device) if self.gpu else None
         dist.init_process_group("nccl" if self.gpu else "gloo", device_id=device_id)
         self.subject = load(given.package, given.original)
+        self.sides: tuple[str, ...] = given.sides
         self.models: dict[str, Any] = {}
         self.record: dict[str, Any] = {
             "ranks": self.ranks,
@@ -94,6 +109,7 @@ class _Run:
             "weights_bytes": {},
             "decode": [],
             "prompts": [],
+            "agree": [],
             "notes": [],
         }
 
@@ -113,52 +129,72 @@ class _Run:
 
     def everything(self) -> dict[str, Any]:
         """Measure."""
-        with tempfile.TemporaryDirectory() as own:
-            self._load(Path(own))
+        self._load()
         for batch in self.given.batch:
             self._decode(batch)
+            self._write()
         for length in self.given.prompts:
             self._prompt(length)
-        if self.gpu:
+            self._write()
+        for rows, new in self.given.agree:
+            self._agree(rows, new)
+            self._write()
+        if self.gpu and OURS_TP in self.models and self.given.sums:
             self.record["sums_us"] = self._sums()
-        explanation = str(self.subject.explain(self.models[OURS_TP]))
-        self.record["explain"] = explanation
-        self.say(explanation)
+        for side in (OURS_TP, OURS_EP):
+            if side in self.models:
+                name = "explain" if side == OURS_TP else "explain, experts"
+                self.record[name] = str(self.subject.explain(self.models[side]))
+                self.say(self.record[name])
+        self._write()
         return self.record
 
-    def _load(self, own: Path) -> None:
-        import torch.distributed as dist
+    def _write(self) -> None:
+        if self.rank == 0 and self.given.json is not None:
+            write_json(self.given.json, plain(self.record))
 
+    def _load(self) -> None:
         given = self.given
-        place = [given.weights or str(own)]
-        dist.broadcast_object_list(place, src=0)
+        whole = self._whole() if self.rank == 0 or not given.weights else None
         if self.rank == 0:
-            if given.weights:
-                whole = from_checkpoint(self.subject.original, given.weights, given.dtype, self.device)
-            else:
-                overrides = {"num_hidden_layers": given.layers} if given.layers else {}
-                config = config_for(self.subject.original.config_class, given.shape, **overrides)
-                whole = build(self.subject.original, config, given.dtype, self.device)
-                whole.save_pretrained(place[0], max_shard_size="2GB")
+            assert whole is not None
             self.models[ORIGINAL] = whole
-            self.models[OURS] = sharing(self.subject.rewritten, whole)
+            if OURS in self.sides:
+                self.models[OURS] = sharing(self.subject.rewritten, whole)
             self._count(ORIGINAL, sum(p.nbytes for p in {id(p): p for p in whole.parameters()}.values()))
             self._count(OURS, self.record["weights_bytes"][ORIGINAL])
-            self.say("whole models are there")
         self.barrier()
-        for side, kind in ((ORIGINAL_TP, self.subject.original), (OURS_TP, self.subject.rewritten)):
+        self.say(f"whole models are there, {self.record['weights_bytes'].get(ORIGINAL, 0) / 1e9:.2f} GB")
+        for side in DEALT:
+            if side not in self.sides:
+                continue
             before = self._allocated()
-            self.models[side] = self._dealt(kind, place[0])
+            self.models[side] = self._dealt(side, whole)
             self._count(side, self._allocated() - before)
             self.say(f"{side}: {self.record['weights_bytes'][side] / 1e9:.2f} GB a rank")
         if self.given.device == "cpu":
-            type(self.models[OURS_TP])._step_without_graph = True
+            self.subject.rewritten._step_without_graph = True
 
-    def _dealt(self, kind: Any, folder: str) -> Any:
+    def _whole(self) -> Any:
+        """The original as one process has it; with random weights the same in each."""
+        given, kind = self.given, self.subject.original
+        if given.weights:
+            return from_checkpoint(kind, given.weights, given.dtype, self.device)
+        overrides = {"num_hidden_layers": given.layers} if given.layers else {}
+        return build(kind, config_for(kind.config_class, given.shape, **overrides), given.dtype, self.device)
+
+    def _dealt(self, side: str, whole: Any) -> Any:
+        """A model of which this rank has its part, in memory of its own."""
         import torch
 
-        dtype = getattr(torch, self.given.dtype)
-        return settled(kind.from_pretrained(folder, dtype=dtype, tp_plan="auto"))
+        kind = self.subject.rewritten if side in REWRITTEN else self.subject.original
+        plan = experts_plan(self.ranks) if side in (ORIGINAL_EP, OURS_EP) else columns_plan()
+        settings = {"dtype": getattr(torch, self.given.dtype), **plan}
+        if whole is None or self.given.weights:
+            return settled(kind.from_pretrained(self.given.weights, **settings))
+        weights = dict(whole.state_dict())
+        model = kind.from_pretrained(None, config=copy.deepcopy(whole.config), state_dict=weights, **settings)
+        return settled(_owning(model))
 
     def _allocated(self) -> int:
         import torch
@@ -197,46 +233,71 @@ class _Run:
 
         given = self.given
         prompt, long = self._prompts(batch, given.context), given.new_tokens
-        for side in SIDES:  # warm: compiled, packed, captured, and captured anew now that weights have moved
+        for side in self.sides:  # warm: compiled, packed, captured, and captured anew now that weights have moved
             began = time.perf_counter()
             before = self._allocated()
-            for _ in range(2 if side in (OURS, OURS_TP) else 1):
+            for _ in range(2 if side in REWRITTEN else 1):
                 self._time(side, lambda side=side: self._generate(side, prompt, SHORT + 4))  # type: ignore[misc]
             more = self._allocated() - before
             self.say(f"{side}: first call {time.perf_counter() - began:.1f} s, {more / 1e6:.0f} MB more")
 
         def slope(side: str) -> float:
             few = self._time(side, lambda: self._generate(side, prompt, SHORT))
-            count = long if side in (OURS, OURS_TP) else SHORT + max((long - SHORT) // 4, 8)
+            count = long if side in REWRITTEN else SHORT + max((long - SHORT) // 4, 8)
             many = self._time(side, lambda: self._generate(side, prompt, count))
             return (many - few) / (count - SHORT)
 
-        calls = {side: lambda _, side=side: slope(side) for side in SIDES}
+        calls = {side: lambda _, side=side: slope(side) for side in self.sides}
         times = timing.interleaved(calls, (given.rounds, given.rounds), 0.0)
         entry: dict[str, Any] = {
             "batch": batch,
             "context": given.context,
-            "ms": {side: median(times[side]) for side in SIDES},
+            "ms": {side: median(times[side]) for side in self.sides},
+            "ratios": {},
         }
-        if self.rank == 0:
-            for name, slow, fast in (("one card", OURS, OURS_TP), ("original", ORIGINAL_TP, OURS_TP)):
-                entry[f"against {name}"] = timing.ratio(times[slow], times[fast])
-            entry["times"] = times
         self.say(f"batch {batch}: " + ", ".join(f"{side} {ms:.3f}" for side, ms in entry["ms"].items()))
-        tokens = {side: self._generate(side, prompt, given.parity_tokens) for side in (OURS_TP, OURS, ORIGINAL_TP)}
-        entry["ranks_agree"] = self._ranks_agree(tokens[OURS_TP])
-        if self.rank == 0:
-            expected = parity.truth(self.models[ORIGINAL], prompt, given.parity_tokens)
-            found = {s: parity.compare(self.models[ORIGINAL], expected, t) for s, t in tokens.items() if t is not None}
-            entry["parity"] = {side: {"passed": p.passed, "summary": p.summary} for side, p in found.items()}
-            for side, judged in found.items():
-                self.say(f"  {side}: {'agrees' if judged.passed else 'DIFFERS'}: {judged.summary}")
-        torch.manual_seed(self.rank)
-        drawn = self.models[OURS_TP].generate(prompt, do_sample=True, max_new_tokens=given.parity_tokens)
-        entry["ranks_draw_alike"] = self._ranks_agree(drawn)
-        self.say(f"  ranks agree: {entry['ranks_agree']}, drawn {entry['ranks_draw_alike']}")
+        for name, slow, fast in RATIOS if self.rank == 0 else ():
+            if slow in times and fast in times:
+                ratio = entry["ratios"][name] = timing.ratio(times[slow], times[fast])
+                self.say(f"  {fast} against {name}: {ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})")
+        entry["times"] = times
         self.record["decode"].append(entry)
+        self._write()
+        entry |= self._compared(prompt, given.parity_tokens, [side for side in self.sides if side != ORIGINAL])
+        dealt = [side for side in (OURS_TP, OURS_EP) if side in self.models]
+        torch.manual_seed(self.rank)
+        drawn = [
+            self.models[side].generate(prompt, do_sample=True, max_new_tokens=given.parity_tokens) for side in dealt
+        ]
+        entry["ranks_draw_alike"] = all(self._ranks_agree(tokens) for tokens in drawn)
+        self.say(f"  ranks agree: {entry['ranks_agree']}, drawn {entry['ranks_draw_alike']}")
         self.barrier()
+
+    def _compared(self, prompt: Tensor, new: int, sides: Sequence[str]) -> dict[str, Any]:
+        """Tokens of several sides, between the ranks and against the whole original's."""
+        tokens = {side: self._generate(side, prompt, new) for side in sides}
+        dealt = [found for side, found in tokens.items() if side in (OURS_TP, OURS_EP)]
+        entry: dict[str, Any] = {"ranks_agree": all(self._ranks_agree(found) for found in dealt), "parity": {}}
+        if self.rank == 0:
+            original = self.models[ORIGINAL]
+            expected = parity.truth(original, prompt, new, rows_at_once=32)
+            for side, found in tokens.items():
+                if found is not None:
+                    judged = parity.compare(original, expected, found)
+                    entry["parity"][side] = {"passed": judged.passed, "summary": judged.summary}
+                    self.say(f"  {side}: {'agrees' if judged.passed else 'DIFFERS'}: {judged.summary}")
+        return entry
+
+    def _agree(self, rows: int, new: int) -> None:
+        """Compare the tokens of many rows, of the ranks and of one card."""
+        prompt = self._prompts(rows, AGREE_PROMPT)
+        sides = [side for side in (OURS, OURS_TP, OURS_EP) if side in self.sides]
+        began = time.perf_counter()
+        self.say(f"{rows} x {new} tokens")
+        entry = {"rows": rows, "tokens": new, **self._compared(prompt, new, sides)}
+        self.barrier()
+        self.record["agree"].append(entry)
+        self.say(f"  ranks agree: {entry['ranks_agree']}, {time.perf_counter() - began:.1f} s")
 
     def _ranks_agree(self, tokens: Tensor | None) -> bool:
         import torch
@@ -250,12 +311,12 @@ class _Run:
     def _prompt(self, length: int) -> None:
         prompt = self._prompts(1, length)
         calls = {
-            side: lambda _, side=side: self._time(side, lambda: self._generate(side, prompt, 2)) for side in SIDES
+            side: lambda _, side=side: self._time(side, lambda: self._generate(side, prompt, 2)) for side in self.sides
         }
         timing.interleaved(calls, (1, 1), 0.0)
         times = timing.interleaved(calls, (self.given.rounds, self.given.rounds), 0.0)
-        entry: dict[str, Any] = {"tokens": length, "ms": {side: median(times[side]) for side in SIDES}}
-        if self.rank == 0:
+        entry: dict[str, Any] = {"tokens": length, "ms": {side: median(times[side]) for side in self.sides}}
+        if ORIGINAL_TP in times and OURS_TP in times:
             entry["against original"] = timing.ratio(times[ORIGINAL_TP], times[OURS_TP])
         self.say(f"prompt {length}: " + ", ".join(f"{side} {ms:.2f}" for side, ms in entry["ms"].items()))
         self.record["prompts"].append(entry)
@@ -309,52 +370,29 @@ class _Run:
         return median(times)
 
 
-def tables(record: dict[str, Any]) -> list[Table]:
-    """The figures as tables."""
-    ranks = record["ranks"]
-    titles = {
-        ORIGINAL: "original, one card",
-        OURS: "rewritten, one card",
-        ORIGINAL_TP: f"original, {ranks} ranks",
-        OURS_TP: f"rewritten, {ranks} ranks",
-    }
-    found = []
-    for entry in record["decode"]:
-        rows = []
-        for side in SIDES:
-            size = record["weights_bytes"].get(side, 0)
-            said = entry["parity"].get(side)
-            agrees = "" if said is None else "agree" if said["passed"] else "DIFFER"
-            rows.append((titles[side], narrow(entry["ms"][side]), f"{size / 1e9:.2f}" if size else "–", agrees))
-        notes = [
-            f"{ranks} ranks against {name}: {ratio_text(entry[f'against {name}'])}"
-            for name in ("one card", "original")
-        ]
-        notes += [f"{titles[side]}: {said['summary']}" for side, said in entry["parity"].items() if not said["passed"]]
-        notes += [] if entry["ranks_agree"] and entry["ranks_draw_alike"] else ["THE RANKS GENERATE DIFFERENT TOKENS"]
-        title = f"decode, batch {entry['batch']}, {entry['context']} tokens before"
-        found.append(Table(title, ("", "ms/token", "GB a rank", "tokens"), tuple(rows), tuple(notes)))
-    if record["prompts"]:
-        headings = ("", *(f"{entry['tokens']} tokens" for entry in record["prompts"]))
-        lines = [(titles[side], *(narrow(e["ms"][side], 2) for e in record["prompts"])) for side in SIDES]
-        found.append(Table("prompt and two tokens, batch 1, ms", headings, tuple(lines)))
-    if record.get("sums_us"):
-        lines = [(f"{kib} KiB", *(narrow(us, 1) for us in kinds.values())) for kib, kinds in record["sums_us"].items()]
-        headings = ("", "library", "one-shot", "the package's, with a residual")
-        found.append(Table("one sum over the ranks in a graph, µs", headings, tuple(lines)))
-    return found
+def _owning(model: Any) -> Any:
+    """The model, each of its parameters with memory of its own: of a tensor on its device the loader keeps views."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            part.data = part.data.clone(memory_format=torch.contiguous_format)
+    return model
 
 
-def exit_code(record: dict[str, Any]) -> int:
-    """0, or 1 where tokens differ, or where the ranks are slower than the original's."""
-    for entry in record["decode"]:
-        own = entry["parity"]
-        # Experts chosen by a rounding: then the original's own ranks do not agree with one card either.
-        explained = own[OURS_TP]["passed"] or not own[ORIGINAL_TP]["passed"]
-        agrees = entry["ranks_agree"] and entry["ranks_draw_alike"] and explained
-        if not agrees or entry["against original"]["high"] < 1.0:
-            return 1
-    return 0
+def _rows_and_tokens(text: str) -> list[tuple[int, int]]:
+    pairs = [part.split("x") for part in text.split(",") if part]
+    return [(int(rows), int(tokens)) for rows, tokens in pairs]
+
+
+def _sides(text: str) -> tuple[str, ...]:
+    asked = text.split(",")
+    unknown = [side for side in asked if side not in ALL_SIDES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: a side is one of {', '.join(ALL_SIDES)}")
+    return tuple(side for side in ALL_SIDES if side in asked)
 
 
 def main() -> None:
@@ -374,13 +412,14 @@ def main() -> None:
     made.add_argument("--prompts", type=lambda text: [int(part) for part in text.split(",") if part], default=[])
     made.add_argument("--new-tokens", type=int, default=128)
     made.add_argument("--parity-tokens", type=int, default=32)
+    made.add_argument("--sides", type=_sides, default=SIDES, help=f"of {', '.join(ALL_SIDES)}")
+    made.add_argument("--agree", type=_rows_and_tokens, default=[], metavar="ROWSxTOKENS", help="compare so many")
+    made.add_argument("--no-sums", dest="sums", action="store_false", help="do not time single sums")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--json", type=Path)
     given = made.parse_args()
     run = _Run(given)
-    record = run.everything()
-    if run.rank == 0 and given.json is not None:
-        write_json(given.json, plain(record))
+    run.everything()
     run.models.clear()  # with their graphs, which hold on to what is destroyed now
     gc.collect()
     run.barrier()

@@ -158,6 +158,7 @@ def _bench(screen: Screen, plan: Plan, options: Mapping[str, Any]) -> int:
 
 
 def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -> int:
+    from rewrite.benchmark import rank_tables
     from rewrite.benchmark import ranks as several
     from rewrite.benchmark.plan import plain
     from rewrite.deliver import report
@@ -166,10 +167,10 @@ def _ranks(screen: Screen, plan: Plan, ranks: int, options: Mapping[str, Any]) -
         record = several.measure(plan, ranks)
     screen.line("model", f"{record['model']}, {record['shape'] or 'checkpoint'}, {record['dtype']}, random weights")
     screen.line("on", f"{ranks} × {record['device']}")
-    for table in several.tables(record):
+    for table in rank_tables.tables(record):
         _show(screen, table)
     report.write(options["json_path"], "bench", plain(record))
-    code = several.exit_code(record)
+    code = rank_tables.exit_code(record)
     if code:
         screen.problem("failed", "it is slower than its original on the same ranks, or its tokens differ")
     return code

@@ -2,7 +2,8 @@
 
 Run by torchrun, in every rank the same. A small checkpoint, or a given one, is loaded three times: the original whole,
 the original under `tp_plan="auto"`, and the package under it. Whatever differs between the first two is transformers'
-own, and the yardstick for the third.
+own, and the yardstick for the third. Where the model has a plan that gives each rank some of the experts, whole, all
+of it is done under that plan too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite.errors import VerificationError
+from rewrite.measure.plans import columns_plan, deals_experts, experts_plan
 from rewrite.measure.presets import config_for
 from rewrite.measure.runtime_part import runtime_part
 
@@ -43,11 +45,12 @@ class Dealt:
         dtype: of the generation on a card; everything else is in fp64.
         seed: of weights and inputs.
         more: fields of the small model's configuration.
+        experts: whether each rank has some of the experts, whole.
     """
 
     def __init__(
         self, original: Any, rewritten: Any, weights: str | None = None, device: str = "cpu", dtype: str = "float64",
-        seed: int = 0, more: Mapping[str, Any] | None = None,
+        seed: int = 0, more: Mapping[str, Any] | None = None, experts: bool = False,
     ):  # fmt: skip
         import torch
         import torch.distributed as dist
@@ -55,6 +58,8 @@ class Dealt:
         self.original, self.rewritten, self.device, self.seed = original, rewritten, device, seed
         self.dtype, self.more = getattr(torch, dtype), dict(more or {})
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.plan = experts_plan(self.size) if experts else columns_plan()
+        self.suffix = ", whole experts" if experts else ""
         self.kept = tempfile.TemporaryDirectory()
         place = [self.kept.name]
         dist.broadcast_object_list(place, src=0)
@@ -68,7 +73,9 @@ class Dealt:
         import torch
 
         heads = {"num_attention_heads": 4 * self.size, "num_key_value_heads": 2 * self.size}
-        sizes = {"hidden_size": 16 * self.size, "head_dim": 16, "vocab_size": 130 * self.size - 1}
+        heads["num_experts"] = 4 * self.size
+        vocabulary = 130 * self.size - int(_deals_uneven_columns())
+        sizes = {"hidden_size": 16 * self.size, "head_dim": 16, "vocab_size": vocabulary}
         biases = {"attention_bias": True, "mlp_bias": True}
         config = config_for(self.original.config_class, "tiny", **{**heads, **sizes, **biases, **self.more})
         torch.manual_seed(self.seed)
@@ -87,14 +94,14 @@ class Dealt:
         import torch
 
         model = self.original.from_pretrained(self.weights, dtype=torch.float64)
-        return model.to(self.device).eval()
+        return _taking_fp64(model).to(self.device).eval()
 
     def dealt(self, kind: Any, dtype: Any = None) -> Any:
         """A model that the plan of its class has dealt."""
         import torch
 
-        model = kind.from_pretrained(self.weights, dtype=dtype or torch.float64, tp_plan="auto")
-        return model.eval()
+        model = kind.from_pretrained(self.weights, dtype=dtype or torch.float64, **self.plan)
+        return (model if dtype else _taking_fp64(model)).eval()
 
     def checks(self) -> Iterator[Check]:
         """Every check, in turn."""
@@ -213,6 +220,7 @@ class Dealt:
         flag = torch.tensor([int(passed)], device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         everywhere = bool(flag.item())
+        name += self.suffix
         return Check(name, everywhere, detail if everywhere == passed else f"{detail}, but not on another rank")
 
     def _same_everywhere(self, tensor: Tensor) -> tuple[bool, list[Tensor]]:
@@ -230,6 +238,22 @@ class Dealt:
         generator = torch.Generator().manual_seed(self.seed)
         size = model.config.get_text_config().vocab_size
         return torch.randint(1, size, (ROWS, PROMPT), generator=generator).to(self.device)
+
+
+def _taking_fp64(model: Any) -> Any:
+    """The model, with its experts gathered for each token: torch's grouped product takes no fp64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def _deals_uneven_columns() -> bool:
+    """Return whether this transformers gathers columns of which the last rank has fewer; 5.17 refuses them."""
+    try:
+        from transformers.distributed import tensor_parallel as plans
+    except ImportError:  # 5.0 has them elsewhere
+        return False
+    return plans.ColwiseParallel.validate_param is plans.TensorParallelLayer.validate_param
 
 
 def _gradients_of(model: Any, prompt: Tensor) -> dict[str, Tensor]:
@@ -279,9 +303,12 @@ def run(package: str, original: str, given: argparse.Namespace, say: Callable[[C
     runtime_part(str(main.rewritten.__module__.rpartition(".")[0]), "parallel/ranks")
     device = f"cuda:{os.environ['LOCAL_RANK']}" if given.device != "cpu" else "cpu"
     done = []
-    for check in Dealt(main.original, main.rewritten, given.weights, device, given.dtype, given.seed).checks():
-        say(check)
-        done.append(check)
+    for experts in (False, True) if deals_experts(main.original.config_class) else (False,):
+        arguments = (main.original, main.rewritten, given.weights, device, given.dtype, given.seed)
+        for check in Dealt(*arguments, experts=experts).checks():
+            say(check)
+            done.append(check)
+        gc.collect()
     return done
 
 

@@ -28,6 +28,7 @@ from ..core.target import CARRIED
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
+from .spread import is_spread
 
 OFFERS: dict[str, dict[str, str]] = {
     "recomputes_at_switch": {},
@@ -273,7 +274,7 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str
 def _unfit_model(model: Any, without_graph: bool) -> str | None:
     if model.device.type != "cuda" and not without_graph:
         return "cpu"
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+    if is_spread(model):
         return "several_devices"
     if model.training:
         return "training"

@@ -46,6 +46,7 @@ from .plan import Plan, planned
 from .policy import GraphPolicy
 from .proof import StepChanges, StepDiffers, StepFails, StepReads
 from .sampling import Lookup, Sampling, graph_forms
+from .spread import plain_inside
 from .step_inputs import StepInputs
 from .stopping import Reader
 from .window import Window, width_of
@@ -99,15 +100,16 @@ class GraphGeneration(GenerationMixin):
         if reason is None:
             return generated
         backend.count_fallback("generate", reason, self)
-        return super()._sample(
-            input_ids,
-            generation_config=generation_config,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            streamer=streamer,
-            synced_gpus=synced_gpus,
-            **model_kwargs,
-        )
+        with plain_inside(self):
+            return super()._sample(
+                input_ids,
+                generation_config=generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                streamer=streamer,
+                synced_gpus=synced_gpus,
+                **model_kwargs,
+            )
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *arguments: Any, **keywords: Any) -> Any:
@@ -120,7 +122,8 @@ class GraphGeneration(GenerationMixin):
     def _beam_search(self, *arguments: Any, **keywords: Any) -> Any:
         """Search with beams, as transformers does: there is no loop of ours for it."""
         backend.count_fallback("generate", "beams", self)
-        return super()._beam_search(*arguments, **keywords)
+        with plain_inside(self):
+            return super()._beam_search(*arguments, **keywords)
 
     def _assisted_decoding(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Check tokens that were looked up in the text, or that another model with this loop drafts."""
@@ -137,7 +140,8 @@ class GraphGeneration(GenerationMixin):
                 return generated
             drafts = reason
         backend.count_fallback("generate", drafts, self)
-        return super()._assisted_decoding(input_ids, *arguments, **keywords)
+        with plain_inside(self):
+            return super()._assisted_decoding(input_ids, *arguments, **keywords)
 
     def _generated(self, call: Call, lookup: Lookup | None = None, assistant: Any = None) -> tuple[Any, str | None]:
         """Return what the graph's loop generates and None, or None and why transformers' own has to run."""

@@ -6,7 +6,8 @@ token n and p(n, k) its weight:
     gated(n, k) = activation(W_gate[e] x_n) * (W_up[e] x_n)                    [N, K, M]
     y_n         = Σ_k p(n, k) W_down[e] gated(n, k)  (+ residual_n)            [N, H]
 
-The sum over the experts is taken inside the second kernel, in a fixed order: the same bits on every run.
+The sum over the experts is taken inside the second kernel, in a fixed order: the same bits on every run. Where a rank
+has some of the experts, those from FIRST on, the kernels leave out what is another's; else FIRST is -1.
 """
 
 from __future__ import annotations
@@ -42,8 +43,15 @@ def run(sizes, form=None):
     x, chosen = tensor(1, 1, sizes.hidden_size), int64(1, sizes.top_k)
     return fused_experts(x, Experts(sizes, form), chosen, tensor(1, sizes.top_k), residual=x)
 
+def half(sizes):
+    x, chosen, count = tensor(1, sizes.hidden_size), int64(1, sizes.top_k), sizes.experts // 2
+    gate_up = tensor(count, 2 * sizes.intermediate_size, sizes.hidden_size)
+    down = tensor(count, sizes.hidden_size, sizes.intermediate_size)
+    return _op(x, chosen, tensor(1, sizes.top_k), gate_up, down, None, *Gating(), None, None, count)
+
 for sizes in (QWEN3_MOE, MIXTRAL):
     case(sizes.name, run, sizes)
+case("half of the experts", half, QWEN3_MOE)
 case(MINIMAX_M3.name, run, MINIMAX_M3, ExpertsForm(alpha=1.7, limit=7.0, shift=1.0))
 case(GPT_OSS.name, run, GPT_OSS, ExpertsForm(None, 1.7, 7.0, 1.0, interleaved=True, transposed=True, biased=True))
 case(LLAMA4_SCOUT.name, run, LLAMA4_SCOUT, ExpertsForm(nn.SiLU(), transposed=True))
@@ -73,11 +81,12 @@ if backend.triton_installed():
         M: tl.constexpr,
         ACTIVATION: tl.constexpr,
         BOUNDED: tl.constexpr,
+        FIRST: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_H: tl.constexpr,
     ):
-        """Compute BLOCK_M columns of one token's expert."""
+        """Compute BLOCK_M columns of one token's expert, if it is one of those that are here."""
         if OVERLAP:
             # In this order: once the next kernel runs, what came before this one, the experts' numbers, is there.
             tl.extra.cuda.gdc_wait()
@@ -86,6 +95,10 @@ if backend.triton_installed():
         slot = tl.program_id(1)
         token = tl.program_id(2).to(tl.int64)
         expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
+        if FIRST >= 0:
+            expert -= FIRST
+            if (expert < 0) | (expert >= E):
+                return
         expert = tl.minimum(tl.maximum(expert, 0), E - 1)
         row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         gate_rows = weight_ptr + expert * (2 * M * H) + row[:, None] * H
@@ -124,6 +137,7 @@ if backend.triton_installed():
         K: tl.constexpr,
         H: tl.constexpr,
         M: tl.constexpr,
+        FIRST: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_K: tl.constexpr,
@@ -137,12 +151,15 @@ if backend.triton_installed():
         """
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
-        EVEN: tl.constexpr = K == BLOCK_K and H % BLOCK_H == 0 and M % BLOCK_M == 0
+        EVEN: tl.constexpr = FIRST < 0 and K == BLOCK_K and H % BLOCK_H == 0 and M % BLOCK_M == 0
         token = tl.program_id(1).to(tl.int64)
         row = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
         slot = tl.arange(0, BLOCK_K)
         live = slot < K
         expert = tl.load(index_ptr + token * index_stride + slot, mask=live, other=0).to(tl.int64)
+        if FIRST >= 0:
+            expert -= FIRST
+            live = live & (expert >= 0) & (expert < E)
         expert = tl.minimum(tl.maximum(expert, 0), E - 1)
         rows = weight_ptr + expert[:, None, None] * (H * M) + row[None, :, None] * M
         there = live[:, None, None] & (row < H)[None, :, None]
@@ -223,27 +240,48 @@ def fused_experts(
     Returns:
         Shaped as `hidden_states`, in its dtype.
     """
+    chosen = (top_k_index, top_k_weights)
     if RANKS and (dealt := summed(experts)) is not None:
         with dealt.lifted():
-            part = fused_experts(hidden_states, experts, top_k_index, top_k_weights, scaling=scaling)
+            part = _computed(hidden_states, experts, chosen, None, scaling, dealt.some)
         return dealt.finished(part, residual)
+    return _computed(hidden_states, experts, chosen, residual, scaling, None)
+
+
+def _computed(
+    hidden_states: Tensor,
+    experts: nn.Module,
+    chosen: tuple[Tensor, Tensor],
+    residual: Tensor | None,
+    scaling: float,
+    mine: Any,
+) -> Tensor:
+    """Return what `fused_experts` does; where this rank has some of the experts (`mine` says which), what they add."""
+    top_k_index, top_k_weights = chosen
+    ranks = 1 if mine is None else mine.ranks.size
     parts = experts.packed_parts() if isinstance(experts, MxExperts) else block_experts_of(experts)
     parts = None if _has_a_say(experts) else parts
     if parts is not None and not torch.is_autocast_enabled(hidden_states.device.type):
         nbytes = parts.gate_up.nbytes + parts.down.nbytes
-        many = _sorting_pays(top_k_index.shape[0], top_k_index.shape[1], parts.down.values.shape[0], nbytes)
+        many = _sorting_pays(top_k_index.shape[0], top_k_index.shape[1] / ranks, parts.down.values.shape[0], nbytes)
+        if mine is not None:
+            top_k_index, top_k_weights = mine.own(*chosen)
         return block_experts(hidden_states, parts, top_k_index, top_k_weights, residual, scaling, many)
-    form = form_of(experts)
+    form = form_of(experts, some=mine is not None)
     how = None if form is None else gating(form, scaling)
-    reason = unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, form, how)
+    reason = unsafe(hidden_states, experts, top_k_index, top_k_weights, residual, form, how, ranks)
     if reason is None and (torch.compiler.is_compiling() or backend.uses_triton(hidden_states)):
         assert how is not None
         weights = (experts.gate_up_proj, experts.down_proj)
-        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if form is not None and form.biased else ()
-        output: Tensor = _op(hidden_states, top_k_index, top_k_weights, *weights, residual, *how, *biases)
+        biased = form is not None and form.biased
+        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if biased else (None, None)
+        first = -1 if mine is None else mine.first
+        output: Tensor = _op(hidden_states, *chosen, *weights, residual, *how, *biases, first)
         return output
+    if mine is not None:
+        top_k_index, top_k_weights = mine.own(*chosen)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if ROCM and reason == "many_tokens" and how is not None and backend.nothing_watches(tokens):
+    if ROCM and mine is None and reason == "many_tokens" and how is not None and backend.nothing_watches(tokens):
         given = (hidden_states, top_k_index, top_k_weights, _weights(experts), residual, how)
         found = experts_by_aiter(*given, biased=form is not None and form.biased)
         if found is not None:
@@ -325,8 +363,9 @@ def unsafe(
     residual: Tensor | None,
     form: ExpertsForm | None,
     how: Gating | None,
+    ranks: int = 1,
 ) -> str | None:
-    """Return why the kernels may not stand for the module; None if they may."""
+    """Return why the kernels may not stand for the module, of which `ranks` have a part each; None if they may."""
     if backend.observed(experts):
         return "observed"
     if form is None:
@@ -346,8 +385,8 @@ def unsafe(
         return "gradient"
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast"
-    down: Any = experts.down_proj
-    return "many_tokens" if sorting_is_faster(top_k_index.shape[0], top_k_index.shape[1], down) else None
+    each, down = top_k_index.shape[1] / ranks, experts.down_proj
+    return "many_tokens" if sorting_is_faster(top_k_index.shape[0], each, down) else None  # type: ignore[arg-type]
 
 
 def _lies_so(form: ExpertsForm, tensors: list[Tensor]) -> bool:
@@ -359,8 +398,10 @@ def _lies_so(form: ExpertsForm, tensors: list[Tensor]) -> bool:
     return form.transposed or not (form.interleaved or form.biased)
 
 
-def sorting_is_faster(tokens: int, top_k: int, down_proj: Tensor) -> bool:
+def sorting_is_faster(tokens: int, top_k: float, down_proj: Tensor) -> bool:
     """Return whether so many tokens hit the same experts so often that sorting them by expert pays.
+
+    Where a rank has some of the experts, `top_k` is how many of a token's are its on average.
 
     The kernels read an expert once for each token that takes it; sorted, it is read once. With tokens spread evenly
     this is right for all of 1 to 512 tokens of Qwen3-30B-A3B (from 32) and Mixtral 8x7B (from 4), in bf16 on an H100.
@@ -368,7 +409,7 @@ def sorting_is_faster(tokens: int, top_k: int, down_proj: Tensor) -> bool:
     return _sorting_pays(tokens, top_k, down_proj.shape[0], 3 * down_proj.nbytes)
 
 
-def _sorting_pays(tokens: int, top_k: int, experts: int, nbytes: int) -> bool:
+def _sorting_pays(tokens: int, top_k: float, experts: int, nbytes: int) -> bool:
     if tokens > MAX_TOKENS:
         return True
     expert_bytes = nbytes / experts
@@ -385,9 +426,14 @@ def _reference(
     residual: Tensor | None,
     how: Gating,
     biases: Sequence[Tensor | None],
+    first: int = -1,
 ) -> Tensor:
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     count, top_k = index.shape
+    if first >= 0:
+        index = index - first
+        here = (index >= 0) & (index < down_proj.shape[0])
+        index, weights = torch.where(here, index, 0), torch.where(here, weights, 0.0).to(weights.dtype)
     flat, share = index.reshape(-1), weights.reshape(-1, 1)
     x = tokens.repeat_interleave(top_k, dim=0)
     both = _product(x, gate_up_proj[flat], biases[0], flat, how)
@@ -414,9 +460,9 @@ def _forward(
     *rest: Any,
 ) -> Tensor:
     fields = len(Gating._fields)
-    how, biases = Gating(*rest[:fields]), (*rest[fields:], None, None)[:2]
-    arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, how, biases)
-    if ROCM:
+    how, biases, first = Gating(*rest[:fields]), (*rest[fields:], None, None)[:2], (*rest[fields + 2 :], -1)[0]
+    arguments = (hidden_states, index, weights, gate_up_proj, down_proj, residual, how, biases, first)
+    if ROCM and first < 0:
         both, biased = (gate_up_proj, down_proj), biases[0] is not None
         output = experts_by_aiter(hidden_states, index, weights, both, residual, how, biased=biased)
         if output is not None:
@@ -448,15 +494,16 @@ def _launch(
     residual: Tensor | None,
     how: Gating,
     biases: Sequence[Tensor | None],
+    first: int,
 ) -> Tensor:
     out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     if out.numel() == 0:
         return out
     if how.transposed:
         pairs = (gate_up_proj, down_proj), (biases[0], biases[1])
-        launch_transposed(hidden_states, index, weights, *pairs, residual, out, how)
+        launch_transposed(hidden_states, index, weights, *pairs, residual, out, how, first)
     else:
-        _launch_packed(hidden_states, index, weights, gate_up_proj, down_proj, residual, out, how)
+        _launch_packed(hidden_states, index, weights, gate_up_proj, down_proj, residual, out, how, first)
     return out
 
 
@@ -469,6 +516,7 @@ def _launch_packed(
     residual: Tensor | None,
     out: Tensor,
     how: Gating,
+    first: int,
 ) -> None:
     tokens, top_k = index.shape
     experts, hidden_size, intermediate_size = down_proj.shape
@@ -490,7 +538,7 @@ def _launch_packed(
             (),
             (x_stride, index_stride),
             (how.alpha, how.largest, how.shift),
-            (*sizes, how.activation, how.bounded, overlap, rows_m, cols_h),
+            (*sizes, how.activation, how.bounded, first, overlap, rows_m, cols_h),
             overlap=overlap,
         )
         experts_down_kernel.launch(
@@ -500,7 +548,7 @@ def _launch_packed(
             (),
             (index_stride, weights_stride, added_stride),
             (how.scaling,),
-            (*sizes, residual is not None, overlap, block_k, DOWN_ROWS, block_m),
+            (*sizes, first, residual is not None, overlap, block_k, DOWN_ROWS, block_m),
             overlap=overlap,
         )
 
@@ -513,7 +561,8 @@ _op = backend.register(
     "fused_experts",
     "(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj,"
     " Tensor? residual, str activation, float alpha=1.0, float? limit=None, float shift=0.0, bool interleaved=False,"
-    " bool transposed=False, float scaling=1.0, Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
+    " bool transposed=False, float scaling=1.0, Tensor? gate_up_bias=None, Tensor? down_bias=None,"
+    " int first=-1) -> Tensor",
     _forward,
     _fake,
 )

@@ -93,8 +93,10 @@ class Gating(NamedTuple):
         return math.inf if self.limit is None else self.limit
 
 
-def form_of(experts: nn.Module) -> ExpertsForm | None:
+def form_of(experts: nn.Module, some: bool = False) -> ExpertsForm | None:
     """Return what the experts' class says of them; packed weights and `act_fn` where it says nothing.
+
+    `some` says that who asks knows which of the experts are another rank's.
 
     None if what `use_experts_implementation` says is something else, or what nobody has a form for.
     """
@@ -102,7 +104,7 @@ def form_of(experts: nn.Module) -> ExpertsForm | None:
     form = ExpertsForm(getattr(experts, "act_fn", None)) if describe is None else describe(experts)
     state = experts.__dict__
     same = {"is_transposed": form.transposed, "has_bias": form.biased}
-    unwanted = ("has_post_expert_norm", "_is_expert_parallel")
+    unwanted = ("has_post_expert_norm",) if some else ("has_post_expert_norm", "_is_expert_parallel")
     if any(bool(state.get(name, wanted)) != wanted for name, wanted in same.items()):
         return None
     if not state.get("has_gate", True) or any(state.get(name) for name in unwanted):

@@ -58,7 +58,7 @@ class MxExperts(Loader, nn.Module):
 
     def packed_parts(self) -> BlockExperts:
         """Return the parts for kernels."""
-        form = form_of(self)
+        form = form_of(self, some=True)
         assert form is not None
         biases = (self._parameters.get("gate_up_proj_bias"), self._parameters.get("down_proj_bias"))
         return BlockExperts(_blocks(self, "gate_up_proj"), _blocks(self, "down_proj"), biases, form)

@@ -41,11 +41,12 @@ if backend.triton_installed():
         BOUNDED: tl.constexpr,
         INTERLEAVED: tl.constexpr,
         BIASED: tl.constexpr,
+        FIRST: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_H: tl.constexpr,
     ):
-        """Compute BLOCK_M columns of one token's expert."""
+        """Compute BLOCK_M columns of one token's expert, if it is one of those that are here."""
         if OVERLAP:
             # In this order: once the next kernel runs, what came before this one, the experts' numbers, is there.
             tl.extra.cuda.gdc_wait()
@@ -54,6 +55,10 @@ if backend.triton_installed():
         slot = tl.program_id(1)
         token = tl.program_id(2).to(tl.int64)
         expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
+        if FIRST >= 0:
+            expert -= FIRST
+            if (expert < 0) | (expert >= E):
+                return
         expert = tl.minimum(tl.maximum(expert, 0), E - 1)
         weight_rows = weight_ptr + expert * (2 * M * H)
         biases = bias_ptr + expert * (2 * M)
@@ -111,6 +116,7 @@ if backend.triton_installed():
         H: tl.constexpr,
         M: tl.constexpr,
         BIASED: tl.constexpr,
+        FIRST: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
         WAIT: tl.constexpr,
@@ -127,13 +133,17 @@ if backend.triton_installed():
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         SHARE: tl.constexpr = (M + PARTS * BLOCK_M - 1) // (PARTS * BLOCK_M) * BLOCK_M
-        EVEN: tl.constexpr = H % BLOCK_H == 0 and M == PARTS * SHARE
+        EVEN: tl.constexpr = FIRST < 0 and H % BLOCK_H == 0 and M == PARTS * SHARE
         tile = tl.program_id(1)
         token = tl.program_id(2).to(tl.int64)
         split = tl.program_id(0)
         slot = split // PARTS
         part = split % PARTS
         expert = tl.load(index_ptr + token * index_stride + slot).to(tl.int64)
+        rows = M  # of this expert, here
+        if FIRST >= 0:
+            expert -= FIRST
+            rows = tl.where((expert >= 0) & (expert < E), M, 0)
         expert = tl.minimum(tl.maximum(expert, 0), E - 1)
         col = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         row = tl.arange(0, BLOCK_M)
@@ -141,20 +151,20 @@ if backend.triton_installed():
         weight_rows = weight_ptr + expert * (H * M) + col[None, :]
         gated_row = gated_ptr + (token * K + slot) * M
         first = begin + row
-        there = (first < M)[:, None] & (col < H)[None, :]
+        there = (first < rows)[:, None] & (col < H)[None, :]
         weight = load_tile(weight_rows + first[:, None] * H, there, EVEN)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        total = weight.to(tl.float32) * load_tile(gated_row + first, first < M, EVEN).to(tl.float32)[:, None]
+        total = weight.to(tl.float32) * load_tile(gated_row + first, first < rows, EVEN).to(tl.float32)[:, None]
         for start in tl.range(BLOCK_M, SHARE, BLOCK_M, num_stages=3):
             later = begin + start + row
-            there = (later < M)[:, None] & (col < H)[None, :]
+            there = (later < rows)[:, None] & (col < H)[None, :]
             weight = load_tile(weight_rows + later[:, None] * H, there, EVEN)
-            total += weight.to(tl.float32) * load_tile(gated_row + later, later < M, EVEN).to(tl.float32)[:, None]
+            total += weight.to(tl.float32) * load_tile(gated_row + later, later < rows, EVEN).to(tl.float32)[:, None]
         y = tl.sum(total, axis=0)
         if BIASED:
             if part == 0:
-                y += tl.load(bias_ptr + expert * H + col, mask=col < H, other=0.0).to(tl.float32)
+                y += tl.load(bias_ptr + expert * H + col, mask=(col < H) & (rows > 0), other=0.0).to(tl.float32)
         y *= tl.load(weights_ptr + token * weights_stride + slot).to(tl.float32) * scaling
         SPLITS: tl.constexpr = K * PARTS
         if SPLITS > 1:
@@ -191,6 +201,7 @@ def launch_transposed(
     residual: Tensor | None,
     out: Tensor,
     how: Gating,
+    first: int = -1,
 ) -> None:
     """Write what the experts return for `x`, plus `residual`, into `out`.
 
@@ -203,6 +214,7 @@ def launch_transposed(
         residual: shaped as `x`, or None.
         out: shaped as `x`, contiguous.
         how: what is computed.
+        first: the number of the first expert, where some are here; -1 where all are.
     """
     gate_up, down = weight
     experts, size, hidden_size = down.shape
@@ -230,7 +242,7 @@ def launch_transposed(
             (x_stride, index_stride),
             (how.alpha, how.largest, how.shift),
             (
-                *sizes, how.activation, how.bounded, how.interleaved, biased, overlap,
+                *sizes, how.activation, how.bounded, how.interleaved, biased, first, overlap,
                 block_m, ROWS,
             ),
             overlap=overlap,
@@ -243,7 +255,7 @@ def launch_transposed(
             (index_stride, weights_stride, added_stride),
             (how.scaling,),
             (
-                *sizes, biased, residual is not None, overlap,
+                *sizes, biased, first, residual is not None, overlap,
                 wait_for_stores(x) if splits > 1 else "", COLUMNS, ROWS, parts, block_parts,
             ),
             overlap=overlap,

@@ -43,6 +43,11 @@ class Forward(Local):
 class SummedForward(Forward):
     """The module computes a part of a sum: experts of which each rank has some columns."""
 
+    @property
+    def some(self) -> ExpertsForward | None:
+        """Which experts are here, where the others are whole on other ranks."""
+        return None
+
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the sum."""
         return self.ranks.sum(self.plain(*arguments, **keywords))
@@ -65,6 +70,36 @@ class SummedForward(Forward):
     def finished(self, part: Tensor, residual: Tensor | None) -> Tensor:
         """Return the sum of the ranks' parts and what each rank adds by itself, once."""
         return self.ranks.sum(part, residual)
+
+
+class ExpertsForward(SummedForward):
+    """Experts of which each rank has some, whole; tokens bring the numbers that the router gave to all.
+
+    Args:
+        module: that computes this rank's, numbered from 0; a number beyond them is another rank's.
+        ranks: that have the others, as many each.
+        count: how many this rank has.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks, count: int):
+        super().__init__(module, ranks)
+        self.count, self.first = count, ranks.rank * count
+
+    @property
+    def some(self) -> ExpertsForward | None:
+        """Those of this module."""
+        return self
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any) -> Tensor:
+        """Return what all ranks' experts make of the tokens."""
+        part: Tensor = self.plain(hidden_states, *self.own(top_k_index, top_k_weights))
+        return self.ranks.sum(part.to(hidden_states.dtype))
+
+    def own(self, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts' numbers here and their weights: another rank's expert has number `count`, weight 0."""
+        index = top_k_index - self.first
+        other = (index < 0) | (index >= self.count)
+        return index.masked_fill(other, self.count), top_k_weights.masked_fill(other, 0.0)
 
 
 class RowForward(SummedForward):

@@ -1,7 +1,7 @@
 """The processes that share one model's tensors, and what they say to each other in a step.
 
-n ranks. All of it is torch's: `torch.distributed` (NCCL, RCCL or gloo), and on NVIDIA cards its symmetric memory, of
-which a kernel reads the other ranks' parts and adds them up in the order of the ranks: `shared_sum` for a few rows,
+n ranks. All of it is torch's: `torch.distributed` (NCCL, RCCL or gloo), and on NVIDIA cards its symmetric memory, over
+which a kernel gets the other ranks' parts and adds them up in the order of the ranks: `shared_sum` for a few rows,
 torch's own one-shot for more. All of them give every rank the same bits, so that ranks choose the same tokens without
 asking each other. NVLink multicast is not used.
 """
@@ -26,8 +26,8 @@ ONE_SHOT_BYTES = 512 * 1024
 """Up to so many bytes of all others each rank reads all parts itself: 7.3 µs for 8 KiB and 11.6 for 512 in a graph,
 NCCL 11.0 and 14.7 (two H200, torch 2.11)."""
 KERNEL_RANKS = 2
-"""Up to so many ranks few rows take `shared_sum`: with two H200 a step of an 8B's 16 layers takes 1.31 ms with it and
-1.46 with torch's one-shot and an addition (torch 2.11, triton 3.6); more ranks have not been measured."""
+"""Up to so many ranks few rows take `shared_sum`: a step of an 8B's 16 layers took 1.31 ms with its first form and
+1.46 with torch's one-shot and an addition (two H200, torch 2.11, triton 3.6); more ranks have not been measured."""
 _ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 
 _known: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
@@ -212,9 +212,19 @@ def _no_shared_memory(device: torch.device, on_one_host: bool) -> str | None:
 
 
 def ranks_of(mesh: Any) -> Ranks:
-    """Return the ranks of a mesh, found once; every rank has to ask."""
+    """Return the ranks of a mesh, found once, also where experts have a group of the same; every rank has to ask."""
     group = mesh.get_group()
     found = _known.get(group)
     if found is None:
-        found = _known[group] = Ranks(mesh)
+        members = _members(group)
+        same = (ranks for other, ranks in [*_known.items()] if _members(other) == members)
+        found = _known[group] = next(same, None) or Ranks(mesh)
     return found
+
+
+def _members(group: Any) -> list[int] | None:
+    """Return the processes of a group; None for one that was destroyed."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return None

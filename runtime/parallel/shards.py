@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.local import is_dealt
-from .forwards import Forward, GatheredForward, RowForward, SummedForward, VocabularyForward
+from .forwards import ExpertsForward, Forward, GatheredForward, RowForward, SummedForward, VocabularyForward
 from .ranks import Ranks, ranks_of
 
 REASONS = {
@@ -78,12 +78,16 @@ class _Changes:
         self._parameters: list[tuple[nn.Module, str, Any, Tensor]] = []
         self._hooks: list[tuple[nn.Module, Any]] = []
         self._ranks: Ranks | None = None
+        self._tokens_shared_by = getattr(model, "_tp_size", None)
+        self._routers = 0
+        """That tell each rank its own experts' numbers, which here are asked for all."""
         with torch.no_grad():
             for name, module in model.named_modules():
                 self._add(name, module)
         for name, module in model.named_modules():
             self._check_heads(name, module)
-        if self._ranks is None:
+        experts = sum(isinstance(instead, ExpertsForward) for _, _, instead in self._forwards)
+        if self._ranks is None or (self._routers and self._routers != experts):
             raise Unknown("parallel_style")
 
     @property
@@ -124,7 +128,7 @@ class _Changes:
             if any(map(_is_split, placements.values())):
                 raise Unknown("parallel_style")
             return
-        if not getattr(wrapper, "__qualname__", "").endswith(".install_forward.<locals>.tp_forward"):
+        if not getattr(wrapper, "__qualname__", "").endswith(_WRAPPERS):
             return  # someone else's: `observed` finds it
         inside = _inside(wrapper)
         own = getattr(inside.get("original_forward"), "__func__", None)
@@ -133,7 +137,7 @@ class _Changes:
         if _sums_gradients(wrapper):
             self._forwards.append((module, wrapper, None))
             return
-        self._found(ranks_of(inside["mesh"]))
+        self._found(ranks_of(inside["ep_mesh" if "ep_mesh" in inside else "mesh"]))
         self._forwards.append((module, wrapper, self._instead(module, inside, placements)))
 
     def _add_parameters(self, module: nn.Module) -> dict[str, Any]:
@@ -161,10 +165,14 @@ class _Changes:
         kind = type(style).__name__ if type(style).__module__.startswith("transformers.") else ""
         if kind in ("LocalParamsParallel", "MlaKvAProjParallel", "TensorParallelLayer"):
             return None
-        if kind == "MoeExpertsParallel" and any(map(_is_split, placed.values())):
-            if inside.get("is_expert_parallel"):
-                raise Unknown("parallel_style")
-            return SummedForward(module, ranks)
+        if kind == "EpRouterParallel":
+            self._routers += 1
+            return None
+        if kind in ("MoeExpertsParallel", "EpDispatchExpertsParallel") and any(map(_is_split, placed.values())):
+            whole = all(placement.is_shard(0) for placement in placed.values() if _is_split(placement))
+            if kind == "MoeExpertsParallel" and not whole:
+                return SummedForward(module, ranks)
+            return self._experts(module, inside, whole)
         if kind == "AllReduceParallel":
             return SummedForward(module, ranks)
         weight = placed.get("weight")
@@ -185,6 +193,17 @@ class _Changes:
         if kind == "RowwiseParallel" and dim == 1 and style.output_layouts.is_replicate():
             return RowForward(module, ranks, splits=style.input_layouts.is_replicate())
         raise Unknown("parallel_style")
+
+    def _experts(self, module: nn.Module, inside: dict[str, Any], whole: bool) -> Forward:
+        """Return what sums over whole experts; the ranks have to hold the same tokens."""
+        counts = {name: parameter.shape[0] for owner, name, _, parameter in self._parameters if owner is module}
+        exchanges = type(inside.get("implementation")).__name__
+        known = exchanges in ("NoneType", "AutoEP", "AllReduceEP", "AllToAllEP")
+        alone = getattr(inside.get("implementation"), "megamoe", None) is None
+        shared = self._tokens_shared_by == self.ranks.size
+        if not (whole and known and alone and shared) or len(set(counts.values())) != 1:
+            raise Unknown("parallel_style")
+        return ExpertsForward(module, self.ranks, next(iter(counts.values())))
 
     def _embedding(self, module: nn.Embedding, dim: int) -> Forward:
         if (
@@ -211,10 +230,16 @@ class _Changes:
                     raise UnevenHeads(f"{name}.{child_name}", width, head_dim, self.ranks.size)
 
 
+_WRAPPERS = (".install_forward.<locals>.tp_forward", ".install_forward.<locals>.ep_forward")
+
+
 def _inside(wrapper: Any) -> dict[str, Any]:
-    """Return what transformers' wrapper of a `forward` refers to."""
+    """Return what transformers' wrapper of a `forward` refers to, the `original_forward` under that name."""
     cells = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
+    found = {name: cell.cell_contents for name, cell in cells}
+    given = found.get("implementation", found)
+    wrapped = getattr(given, "experts_forward", None) if given is not found else found.get("experts_forward")
+    return found if wrapped is None else {"original_forward": wrapped, **found}
 
 
 def _sums_gradients(function: Any) -> bool:

@@ -204,6 +204,59 @@ def test_experts_layouts(device: torch.device, poisoned: None, layout: Callable[
     check_experts((layout(x), index, layout(torch.rand(6, 2, device=device)), gate_up, down, layout(residual)))
 
 
+def check_parts(inputs: tuple[Any, ...], ranks: int, how: tuple[Any, ...], *biases: Tensor | None) -> None:
+    """What the ranks' experts add makes up what all of them do, and each kernel is as exact as its reference."""
+    x, index, weights, gate_up, down, _ = inputs
+    count, eps = gate_up.shape[0] // ranks, torch.finfo(x.dtype).eps
+    parts = []
+    for first in range(0, gate_up.shape[0], count):
+        here = slice(first, first + count)
+        own = [None if bias is None else bias[here] for bias in biases]
+        given = (x, index, weights, gate_up[here], down[here], None, *how, *own, first)
+        got = experts._op(*given)
+        assert not backend.fallbacks(), "the kernel did not run"
+        with backend.use_backend("reference"):
+            reference, wanted = experts._op(*given), experts._op(*map(in_double, given))
+        assert_as_exact_as(reference, got, wanted, eps)
+        parts.append((reference, got, wanted))
+    with backend.use_backend("reference"):
+        whole = experts._op(*map(in_double, (*inputs[:5], None, *how, *biases)))
+    assert_as_exact_as(sum(part[0] for part in parts), sum(part[1] for part in parts), whole, ranks * eps)
+
+
+def in_double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+PLAIN = ("silu", 1.0, None, 0.0, False, False, 1.5)
+TURNED = ("swish", 1.7, 7.0, 1.0, True, True, 1.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shape", [(3, 8, 2, 72, 40), (1, 8, 5, 64, 128), (2, 4, 3, 63, 60)], ids=str)
+def test_a_rank_computes_its_own_experts(
+    device: torch.device, poisoned: None, shape: tuple[int, ...], ranks: int
+) -> None:
+    check_parts(mixture(device, torch.float32, *shape), ranks, PLAIN, None, None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_computes_its_own_transposed_experts(device: torch.device, poisoned: None, ranks: int) -> None:
+    x, index, weights, gate_up, down, _ = mixture(device, torch.float32, 3, 8, 3, 72, 40)
+    turned = (gate_up.mT.contiguous(), down.mT.contiguous())
+    biases = torch.randn(8, 80, device=device), torch.randn(8, 72, device=device)
+    check_parts((x, index, weights, *turned, None), ranks, TURNED, *biases)
+
+
+def test_a_rank_that_takes_its_own_experts_for_the_first_is_caught(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = experts._launch
+    monkeypatch.setattr(experts, "_launch", lambda *given: right(*given[:-1], min(given[-1], 0)))
+    with pytest.raises(AssertionError):
+        check_parts(mixture(device, torch.float32, 3, 8, 3, 72, 40), 2, PLAIN, None, None)
+
+
 def test_no_tokens(device: torch.device) -> None:
     x, index, weights, *others, residual = mixture(device, torch.float32, 2, 4, 2, 48, 32)
     assert experts._op(x[:0], index[:0], weights[:0], *others, residual[:0], "silu").shape == (0, 48)

@@ -1,6 +1,6 @@
 """One rank of a verification whose package has a bug planted in it, one after the other; run by torchrun.
 
-python -m torch.distributed.run … tests/verify/rank_bugs.py PACKAGE ORIGINAL OUT
+python -m torch.distributed.run … tests/verify/rank_bugs.py PACKAGE ORIGINAL OUT [experts]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rewrite.measure.runtime_part import runtime_part
 from rewrite.verify.dealt import SWITCH, Dealt
 from rewrite.verify.models import sides
 from rewrite.verify.models.subjects import find_subjects
@@ -70,24 +71,41 @@ def columns_in_another_order(runtime: Any) -> contextlib.AbstractContextManager[
     return replaced(runtime.Ranks, "gather", gather)
 
 
+def experts_of_another_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+    def own(right: Any) -> Any:
+        return lambda self, index, weights: right(self, (index + self.count) % (2 * self.count), weights)
+
+    return replaced(runtime.ExpertsForward, "own", own)
+
+
+def experts_on_every_rank(runtime: Any) -> contextlib.AbstractContextManager[None]:
+    def own(right: Any) -> Any:
+        return lambda self, index, weights: (index % self.count, weights)
+
+    return replaced(runtime.ExpertsForward, "own", own)
+
+
 BUGS = (missing_sum, summed_twice, bias_on_every_rank, heads_of_another_rank, columns_in_another_order)
+BUGS_OF_EXPERTS = (missing_sum, summed_twice, experts_of_another_rank, experts_on_every_rank)
 
 
 def main() -> None:
-    package, original, out = sys.argv[1:]
+    package, original, out, *plan = sys.argv[1:]
     dist.init_process_group("gloo")
     module, rewritten = sides.load(sides.locate(original)), sides.load(sides.locate(Path(package)))
     main = find_subjects(module, rewritten).main
     runtime = importlib.import_module(f"{main.rewritten.__module__.rpartition('.')[0]}.runtime.parallel")
     found: dict[str, Any] = {}
-    sound = Dealt(main.original, main.rewritten)
+    sound = Dealt(main.original, main.rewritten, experts=bool(plan))
     found["sound"] = [check.to_json() for check in sound.checks()]
     whole, ours = sound.whole(), sound.dealt(main.rewritten)
     setattr(main.rewritten, SWITCH, True)
-    for bug in BUGS:
+    for bug in BUGS_OF_EXPERTS if plan else BUGS:
         with bug(runtime):
             found[bug.__name__] = sound.steps(whole, ours).to_json()
-    found["uneven"] = uneven(main.original, main.rewritten)
+    if not plan:
+        found["uneven"] = uneven(main.original, main.rewritten)
+    found["explain"] = str(runtime_part(main.rewritten.__module__.rpartition(".")[0], "core/explain").explain(ours))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
     dist.barrier()
