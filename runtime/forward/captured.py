@@ -110,7 +110,7 @@ def _replayed(store: ForwardStore, kind: Hashable, tensors: list[Tensor]) -> tup
                 if snapshot.is_current():
                     store.graphs.move_to_end(kind)
                     store.replays += 1
-                    if kept.draws is not None:
+                    if kept.draws is not None and not store.without_graph:
                         kept.draws.again()
                     return True, kept.graph.results(tensors)
         store.release()

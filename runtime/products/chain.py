@@ -9,7 +9,7 @@ does whatever may write what it is computed from. A function in place gives what
 had taken in the one before keeps that.
 
 A function alone is torch's own, at the time when it is read, unless kernels may begin before the one ahead has ended:
-ours lets the next begin, which matters where it is small.
+ours lets the next begin, which matters where it is small. Where what it reads lies in another order, ours is used too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ..core import backend, layout
 from ..core.launch import overlaps, pretends
-from .chain_text import LARGE, TYPES, Node, Read, launch_chain
+from .chain_text import LARGE, TYPES, Node, Read, is_turned, launch_chain
 from .put_off import Deferred, PutsOff, is_slice
 
 CASES = """
@@ -93,7 +93,7 @@ class Chain(Deferred):
 
     def compute(self, out: Tensor) -> None:
         """Run the kernel, or the function itself where there is no other."""
-        if self.single is not None and (out.numel() > LARGE or not overlaps(out)):
+        if self.single is not None and not (is_turned(self.node) if out.numel() > LARGE else overlaps(out)):
             self.single(out)
             return
         launch_chain([(self.node, out), *_on_the_way(self.step, self.node)])

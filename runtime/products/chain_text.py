@@ -346,6 +346,11 @@ def _turned(node: Node) -> int | None:
     return None
 
 
+def is_turned(node: Node) -> bool:
+    """Return whether a function reads numbers in another order than it writes them."""
+    return _turned(node) is not None
+
+
 def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
     """Return the kernel that reads along one dimension and writes along the last, a square of both at a time."""
     shape, last = node.shape, len(node.shape) - 1

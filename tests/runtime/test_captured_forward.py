@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,11 +23,12 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from rewrite.runtime.core import derived, layout
+from rewrite.runtime.core import backend, derived, layout
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.core.snapshot import Snapshot
 from rewrite.runtime.forward import captured, fitness, store, switch
 from rewrite.runtime.forward.captured import CapturedForward
+from rewrite.runtime.products import put_off
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -583,3 +585,71 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert switch.get_forward_graphs() == "auto"
     with pytest.raises(ValueError, match="choose one of auto, never, always"):
         switch.set_forward_graphs("sometimes")
+
+
+def _skips_layers(model: Model, x: Tensor, _: dict[str, Any]) -> Tensor:
+    for _ in range(3):
+        probability = torch.rand([])
+        if not (model.training and probability < 0.5):
+            x = model.linear(x)
+    return x
+
+
+def test_numbers_that_nobody_reads_are_drawn_again(device: str) -> None:
+    """As many as the forward draws, so that what is drawn next is what it would be."""
+    model = made(device, _skips_layers)
+    following: dict[str, list[float]] = {}
+    for name, call in (("plain", plain), ("ours", lambda model, x: model(x))):
+        torch.manual_seed(3)
+        following[name] = []
+        for number in range(4):
+            call(model, inputs(device, number))
+            following[name].append(float(torch.rand([])))
+    assert replays(model) == 3
+    assert following["ours"] == following["plain"]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model, x, _: x * float(torch.rand([])),
+        lambda model, x, _: x if torch.rand([]) < 2 else -x,
+        lambda model, x, _: x + torch.rand(8).to(x.device),
+        lambda model, x, _: (x, torch.rand(1))[0] + random.random(),
+        lambda model, x, _: x + torch.randn(8).to(x.device),
+    ],
+    ids=["item", "test", "moved", "another generator", "another function"],
+)
+def test_numbers_that_are_read_are_drawn_by_the_forward(act: Any, device: str) -> None:
+    model = made(device, act)
+    torch.manual_seed(3)
+    random.seed(3)
+    ours = [model(inputs(device)) for _ in range(2)]
+    torch.manual_seed(3)
+    random.seed(3)
+    wanted = [plain(model, inputs(device)) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(ours, wanted, strict=True))
+    assert "random" in refused(model)
+
+
+def test_a_trial_leaves_the_generator_as_the_call_left_it(device: str) -> None:
+    model = made(device, _skips_layers)
+    torch.manual_seed(3)
+    plain(model, inputs(device))
+    wanted = torch.get_rng_state()
+    torch.manual_seed(3)
+    model(inputs(device))
+    assert torch.equal(torch.get_rng_state(), wanted)
+
+
+def test_functions_that_cannot_be_put_off_run_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets at memory unseen reads what nobody computed: that is noticed, and said."""
+    monkeypatch.setattr(put_off.PutsOff, "_settle", lambda step, *given: None)
+    model = made(device, lambda model, x, _: (model.linear(x) * 2 + 1).sum(-1, keepdim=True) + x)
+    with backend.use_backend("triton") if device == "cuda" else contextlib.nullcontext():
+        outputs = [model(inputs(device, number)) for number in range(3)]
+        wanted = [plain(model, inputs(device, number)) for number in range(3)]
+    for ours, other in zip(outputs, wanted, strict=True):
+        assert torch.allclose(ours, other, atol=1e-6)
+    if device == "cuda":
+        assert "its functions one by one: Unsuitable: by" in str(explain(model))
