@@ -28,6 +28,7 @@ from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile
 from ..package.checkpoint import Adopter
+from .block_groups import in_words
 from .blocks import GROUP, Blocks, as_read, dequantized, reason_against
 from .packing import REASONS as PACKING_REASONS
 from .packing import as_one
@@ -56,7 +57,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from .blocks import first_and_second, group_sums, scaled_by, widened
+    from .block_groups import block_scales, eight_sums, octets, row_groups, sixteen
+    from .blocks import scaled_by, widened
     from .gated_activation import _activate
 
     @triton.jit
@@ -75,7 +77,9 @@ if backend.triton_installed():
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         EXPONENTS: tl.constexpr,
+        SIZE: tl.constexpr,
         DECODE: tl.constexpr,
+        PTX: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
         BIAS: tl.constexpr,
@@ -84,57 +88,56 @@ if backend.triton_installed():
         OVERLAP: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
-        UNROLL: tl.constexpr,
     ):
-        """One row; with an ACTIVATION the gated product, for which a program takes a row of either half in turn."""
+        """One row; with an ACTIVATION the gated product, for which a program takes the same rows of both halves."""
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
-        if ACTIVATION != "":
-            both = tl.arange(0, 2 * BLOCK_ROWS)
-            column = tl.program_id(0) * BLOCK_ROWS + both // 2
-            row = column + (both % 2) * O
-            scale_row = column // ROWS + (both % 2) * ((O + ROWS - 1) // ROWS)
-        else:
-            column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-            row = column
-            scale_row = column // ROWS
+        column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         live = (column < O)[:, None]
-        place = tl.arange(0, 16)[None, None, :]
-        row_ptr = values_ptr + row.to(tl.int64)[:, None, None] * I
-        scale_row_ptr = scale_ptr + scale_row[:, None] * ((I + COLUMNS - 1) // COLUMNS)
-        group = tl.arange(0, BLOCK_GROUPS)
-        there = live & (group * 16 < I)[None, :]
-        loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
+        row_ptr = values_ptr + column.to(tl.int64)[:, None] * (I // 16 * SIZE)
+        # Rows of one block have the same scales.
+        one = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, 1 if ROWS % BLOCK_ROWS == 0 else BLOCK_ROWS)
+        alive = (one < O)[:, None]
+        scale_row = scale_ptr + (one // ROWS)[:, None] * ((I + COLUMNS - 1) // COLUMNS)
+        second_row = scale_row + (O + ROWS - 1) // ROWS * ((I + COLUMNS - 1) // COLUMNS)
+        second_ptr = row_ptr + O * (I // 16 * SIZE)
+        loaded = row_groups(row_ptr, live, 0, I // 16, SIZE, BLOCK_GROUPS)
+        if ACTIVATION != "":
+            second = row_groups(second_ptr, live, 0, I // 16, SIZE, BLOCK_GROUPS)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        total = tl.zeros((row.shape[0], BLOCK_GROUPS), tl.float32)
-        square = tl.zeros((BLOCK_GROUPS, 16), tl.float32)
-        for outer in tl.range(0, I // 16, UNROLL * BLOCK_GROUPS, num_stages=1):
-            for inner in tl.static_range(UNROLL):
-                group = outer + inner * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-                inside = group * 16 < I
-                there = live & inside[None, :]
-                if inner > 0 or I // 16 > UNROLL * BLOCK_GROUPS:
-                    loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
-                scale = tl.load(scale_row_ptr + (group * 16 // COLUMNS)[None, :], mask=there, other=0)
-                x, _ = first_and_second(x_ptr, group[:, None], inside[:, None], False)
-                if NORM:
-                    square += x * x
-                    if NORM_WEIGHT:
-                        norm, _ = first_and_second(norm_ptr, group[:, None], inside[:, None], False)
-                        x *= norm + offset
-                sums = group_sums(loaded, x[None, :, :], x[None, :, :], 2, False, DECODE)
-                total += scaled_by(sums, scale, False, EXPONENTS)
+        total = tl.zeros((BLOCK_ROWS, BLOCK_GROUPS), tl.float32)
+        total_up = tl.zeros((BLOCK_ROWS, BLOCK_GROUPS), tl.float32)
+        square = tl.zeros((1, BLOCK_GROUPS), tl.float32)
+        for start in tl.range(0, I // 16, BLOCK_GROUPS, num_stages=1):
+            following = row_groups(row_ptr, live, start + BLOCK_GROUPS, I // 16, SIZE, BLOCK_GROUPS)
+            if ACTIVATION != "":
+                second_following = row_groups(second_ptr, live, start + BLOCK_GROUPS, I // 16, SIZE, BLOCK_GROUPS)
+            col = octets(start, False, BLOCK_GROUPS)[None, :]
+            x = sixteen(x_ptr + col, col < I, BLOCK_GROUPS)
+            if NORM:
+                square += tl.sum(tl.reshape(x * x, (1, BLOCK_GROUPS, 16)), 2)
+                if NORM_WEIGHT:
+                    x *= sixteen(norm_ptr + col, col < I, BLOCK_GROUPS) + offset
+            scale = block_scales(scale_row, alive, start, I // 16, COLUMNS // 16, EXPONENTS, BLOCK_GROUPS)
+            total += eight_sums(loaded, x, BLOCK_GROUPS, DECODE, PTX) * scale
+            loaded = following
+            if ACTIVATION != "":
+                scale = block_scales(second_row, alive, start, I // 16, COLUMNS // 16, EXPONENTS, BLOCK_GROUPS)
+                total_up += eight_sums(second, x, BLOCK_GROUPS, DECODE, PTX) * scale
+                second = second_following
         live = column < O
-        y = tl.sum(total, 1)
+        factor = 1.0
         if NORM:
-            y *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / I + eps)
+            factor = tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / I + eps)
+        y = tl.sum(total, 1) * factor
         if BIAS:
-            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            y += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)
         if ACTIVATION != "":
-            gate, up = tl.split(tl.reshape(y, (BLOCK_ROWS, 2)))
-            y = _activate(gate, ACTIVATION) * up
-            column = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            up = tl.sum(total_up, 1) * factor
+            if BIAS:
+                up += tl.load(bias_ptr + O + column, mask=live, other=0.0).to(tl.float32)
+            y = _activate(y, ACTIVATION) * up
         if RESIDUAL:
             y += tl.load(residual_ptr + column, mask=column < O, other=0.0).to(tl.float32)
         tl.store(out_ptr + column, y.to(out_ptr.dtype.element_ty), mask=column < O)
@@ -210,8 +213,6 @@ if backend.triton_installed():
 MOST_ROWS = 16
 STAGES = 2 if HIP else 4
 """Tiles of a program of several rows in flight; LDS is 64 KiB on AMD cards."""
-UNROLL = 4
-"""Tiles of a program of one row that are in its registers at a time."""
 
 REASONS = {
     **PACKING_REASONS,
@@ -397,7 +398,7 @@ def _launch_row(
     size, cols = weight.shape
     size = size // 2 if kind else size
     block_rows, block_groups, num_warps = tile or rule(size, cols, gated=bool(kind))
-    values, scale, decode = as_read(weight)
+    read = in_words(weight)
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     overlap = overlaps(input)
     with backend.device_guard(input):
@@ -405,16 +406,16 @@ def _launch_row(
             (-(-size // block_rows), 1, 1),
             num_warps,
             (
-                input.contiguous(), norm, values, scale, input if bias is None else bias,
+                input.contiguous(), norm, read.values, read.scale, input if bias is None else bias,
                 input if residual is None else residual.contiguous(), out,
             ),
             (),
             (),
             (eps, offset),
             (
-                cols, size, weight.rows, weight.columns, weight.exponents, decode, prologue is not None, has_weight,
-                bias is not None, residual is not None, kind, overlap, block_rows, block_groups,
-                min(UNROLL, -(-cols // (GROUP * block_groups))),
+                cols, size, weight.rows, weight.columns, weight.exponents, read.size, read.decode, read.ptx,
+                prologue is not None, has_weight, bias is not None, residual is not None, kind, overlap, block_rows,
+                block_groups,
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -456,14 +457,12 @@ def _launch_rows(
 
 @functools.cache
 def rule(size: int, cols: int, *, gated: bool) -> Tile:
-    """Return rows, groups and warps of a program of one row: 64 elements a thread."""
+    """Return rows (of each half), groups and warps of a program of one row: a group a thread, of eight rows."""
     groups = cols // GROUP
-    block_groups = min(256, 1 << (groups - 1).bit_length())
+    block_groups = min(128, 1 << (groups - 1).bit_length())
     if groups % block_groups:  # a block that divides the columns needs no mask
-        block_groups = max(16, min(block_groups, groups & -groups))
-    halves = 2 if gated else 1
-    block_rows = 4 // halves
+        block_groups = max(32, min(block_groups, groups & -groups))
+    block_rows = 4 if gated else 8
     while size % block_rows:
         block_rows //= 2
-    threads = max(WAVE, min(512, block_rows * halves * block_groups * GROUP // 64))
-    return block_rows, block_groups, threads // WAVE
+    return block_rows, block_groups, max(WAVE, block_groups) // WAVE
