@@ -14,7 +14,7 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 from rewrite.runtime.core import backend
-from rewrite.runtime.core.launch import Target
+from rewrite.runtime.core.launch import WAVE, Target
 from rewrite.runtime.fp8.format import encode
 from rewrite.runtime.moe import block_experts as few
 from rewrite.runtime.moe.form import ExpertsForm, gating
@@ -186,6 +186,23 @@ def test_products(count: int, kind: str, device: torch.device, poisoned: None) -
     gate, up = (normed @ weight.T + layer.bias.double() for weight, layer in zip(dense, layers, strict=True))
     near(gated_linear(x, tuple(layers), nn.SiLU(), norm=norm), nn.functional.silu(gate) * up)
     assert not backend.fallbacks() or count == 40
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+def test_programs_that_share_rows(splits: int, device: torch.device, poisoned: None) -> None:
+    """Seven tiles of columns, the last one not whole; twice, since the counters have to be zeros again."""
+    rows, cols = 80, 208
+    weight = blocks(rows, cols, device, "eight")
+    x, residual = torch.randn(5, 1, cols, device=device), torch.randn(5, 1, rows, device=device)
+    bias, norm = torch.randn(rows, device=device), Norm(torch.rand(cols, device=device) + 0.5)
+    dense = _reference(weight, torch.float64)
+    for prologue, given in ((None, x), (norm.prologue(), norm(x))):
+        wanted = given.double() @ dense.T + bias.double() + residual.double()
+        for _ in range(2):
+            out = torch.full_like(residual, torch.nan)
+            tile = (32, 128 // WAVE, splits, 2)
+            block_linear._launch_rows(x, weight, bias, prologue, residual, out, tile)
+            assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
 def test_a_cast_model_is_the_original_s(device: torch.device) -> None:
