@@ -4,13 +4,14 @@ A chip that reads 3 TB/s of e2m1 has time for four or five instructions an eleme
 
     e2m1    all low halves of a word's four bytes become upper bytes of an fp16 at once, then all high ones: its three
             lower bits are the lowest two of the exponent and the highest of the mantissa there, which is 2^-14 of it
-            and a subnormal for some. 11 instructions for 8 elements, one each to widen and one to multiply
-    e4m3    two at a time by the conversion that NVIDIA's chips have from compute capability 8.9 on, or as `widened`
+            and a subnormal for some. 11 instructions for 8 elements, and for each one to widen, one to multiply
+    e4m3    two at a time by the conversion that NVIDIA's chips have from compute capability 8.9 on; where there is
+            none, a word's even bytes become two fp16 by shifts, times 2^-8, and then the odd ones
 
 Sums are fp32, and scaled once for a group. Which thread has what is left to the compiler, which orders the axes of a
 load by how many elements lie behind each other, and axes that are alike as it likes (Triton 3.8 otherwise than 3.6). So
-weights are loaded as rows of words or bytes, the input by its `octets`, and either reshaped: a group is a thread's in
-both, nothing passes through shared memory, and no barrier waits in the loop.
+weights are loaded as rows of words or bytes, the input by its `octets`, and either is reshaped: a group is a thread's
+in both, nothing passes through shared memory, and no barrier waits in the loop.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from .blocks import Blocks, as_read
 if backend.triton_installed():
     import triton
     import triton.language as tl
-
-    from .blocks import widened
 
     @triton.jit
     def row_groups(row_ptr, live, start, LAST: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -154,11 +153,15 @@ if backend.triton_installed():
         return tl.reshape(both, (x_ptr.shape[0], 16 * GROUPS))
 
     @triton.jit
-    def _quad_sums(word, x, sums):  # type: ignore[no-untyped-def]
-        """Add the products of words of four e4m3 with their columns `[…, 2, 2]`, in NVIDIA's instructions."""
+    def _quad_sums(word, x, sums, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Add the products of words of four e4m3 with their columns `[…, 2, 2]`; without PTX times 2^-8."""
         even, odd = tl.split(x)
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
+        if not PTX:
+            w0, w2 = _pair(((word << 8) & -0x7FFF8000) | ((word << 7) & 0x3F803F80))
+            w1, w3 = _pair((word & -0x7FFF8000) | ((word >> 1) & 0x3F803F80))
+            return sums + w0 * x0 + w2 * x2 + w1 * x1 + w3 * x3
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 pair;
@@ -190,12 +193,12 @@ if backend.triton_installed():
         """Return what groups of e4m3 sum up to without their scales, `[N R, GROUPS]`.
 
         Args:
-            loaded: `[N R, 4 GROUPS]` words with PTX, else `[N R, 16 GROUPS]` bytes.
+            loaded: `[N R, 4 GROUPS]` words with PTX or DECODE, else `[N R, 16 GROUPS]` of e4m3.
             x: `sixteen`'s, `[R, 16 GROUPS]`; row `r` is multiplied with every R-th of `loaded`.
         """
         R: tl.constexpr = x.shape[0]
         N: tl.constexpr = loaded.shape[0] // R
-        if PTX:
+        if PTX or DECODE:
             even, odd = tl.split(tl.reshape(loaded, (N, R, GROUPS, 2, 2)))
             w0, w2 = tl.split(even)
             w1, w3 = tl.split(odd)
@@ -203,10 +206,14 @@ if backend.triton_installed():
             x_even, x_odd = tl.split(x)
             x0, x2 = tl.split(x_even)
             x1, x3 = tl.split(x_odd)
-            sums = _quad_sums(w0, x0, tl.zeros((N, R, GROUPS), tl.float32))
-            sums = _quad_sums(w3, x3, _quad_sums(w2, x2, _quad_sums(w1, x1, sums)))
+            sums = _quad_sums(w0, x0, tl.zeros((N, R, GROUPS), tl.float32), PTX)
+            sums = _quad_sums(w1, x1, sums, PTX)
+            sums = _quad_sums(w2, x2, sums, PTX)
+            sums = _quad_sums(w3, x3, sums, PTX)
+            if DECODE:
+                sums *= 256.0
         else:
-            wide = tl.reshape(widened(loaded, DECODE, False), (N, R, GROUPS, 16))
+            wide = tl.reshape(loaded.to(tl.float32), (N, R, GROUPS, 16))
             sums = tl.sum(wide * tl.reshape(x, (1, R, GROUPS, 16)), axis=3)
         return tl.reshape(sums, (N * R, GROUPS))
 
@@ -252,10 +259,10 @@ class Read(NamedTuple):
 
 
 def in_words(weight: Blocks) -> Read:
-    """Return a weight as kernels of one row read it: groups of e2m1 as words, and of e4m3 where NVIDIA converts it."""
+    """Return a weight as kernels of one row read it: as words, but for e4m3 that AMD's chips convert."""
     values, scale, decode = as_read(weight)
     chip = chip_of(values)
     ptx = chip is not None and chip.backend == "cuda" and not decode
-    if ptx or weight.four:
+    if ptx or decode or weight.four:
         return Read(values.view(torch.int32), scale, 4, decode, ptx)
     return Read(values, scale, 16, decode, False)

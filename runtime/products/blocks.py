@@ -8,10 +8,10 @@ e4m3 with blocks of 128 x 128 and scales in fp32, or as exponents (DeepSeek, Qwe
 exponents of 32 columns of a row (OCP Microscaling Formats 1.0: MXFP4, gpt-oss: `*_blocks`, `*_scales`). An exponent
 is a byte b and stands for 2^(b - 127); of two elements in a byte the low half is the first.
 
-Kernels read 16 bytes at a time, a *group* of one block. e2m1 becomes an fp32 by two shifts: its exponent is put into the
-lowest bits of an fp32's, which is 2^-126 of it, a subnormal for some. That stays exact, since what it is multiplied with
-has 2^64 as a factor. e4m3 is decoded likewise, as an fp16, where a chip has no conversion; a byte that is no number then
-counts as 480. Kernels of one row have ways of their own (`block_groups`).
+Kernels read 16 bytes at a time, a *group* of one block. e2m1 becomes an fp32 by two shifts: its exponent is put into
+the lowest bits of an fp32's, which is 2^-126 of it, a subnormal for some. That stays exact, since what it is
+multiplied with has 2^64 as a factor. e4m3 is decoded likewise, as an fp16, where a chip has no conversion; a byte that
+is no number then counts as 480. Kernels of one row have ways of their own (`block_groups`).
 """
 
 from __future__ import annotations
