@@ -3,13 +3,13 @@
 A chip that reads 3 TB/s of e2m1 has time for four or five instructions an element, of e4m3 for nine; so each counts:
 
     e2m1    all low halves of a word's four bytes become upper bytes of an fp16 at once, then all high ones: its three
-            lower bits are the lowest two of the exponent and the highest of the mantissa there, which is 2^-14 of it
+            lower bits are the lowest two of the exponent and the highest of the mantissa, which is 2^-14 of it there
             and a subnormal for some. 11 instructions for 8 elements, and for each one to widen, one to multiply
     e4m3    two at a time by the conversion that NVIDIA's chips have from compute capability 8.9 on; where there is
             none, a word's even bytes become two fp16 by shifts, times 2^-8, and then the odd ones
 
 Sums are fp32, and scaled once for a group. Which thread has what is left to the compiler, which orders the axes of a
-load by how many elements lie behind each other, and axes that are alike as it likes (Triton 3.8 otherwise than 3.6). So
+load by how many elements lie behind each other, and axes that are alike as it likes (Triton 3.8 not as 3.6 does). So
 weights are loaded as rows of words or bytes, the input by its `octets`, and either is reshaped: a group is a thread's
 in both, nothing passes through shared memory, and no barrier waits in the loop.
 """

@@ -511,7 +511,7 @@ PROGRAMS = 3
 @functools.cache
 def rows_rule(size: int, tiles: int, processors: int) -> Tile:
     """Return rows of a program, warps, programs that share these and tiles in flight, of a row of `tiles` tiles."""
-    block_rows = 64 if size % 64 == 0 else 32
+    block_rows = 32 if HIP or size % 64 else 64
     wanted = PROGRAMS * processors // -(-size // block_rows)
     return block_rows, 128 // WAVE, max(1, min(wanted, tiles // STAGES)), STAGES
 
