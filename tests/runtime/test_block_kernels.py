@@ -21,6 +21,7 @@ from rewrite.runtime.moe.form import ExpertsForm, gating
 from rewrite.runtime.moe.grouped import grouped_experts
 from rewrite.runtime.products import block_linear
 from rewrite.runtime.products.block_groups import (
+    Read,
     block_scales,
     eight_sums,
     four_sums,
@@ -109,9 +110,9 @@ def _one_group(
     tl.store(out_ptr + row, sums * block_scales(scale_ptr + row, row >= 0, 0, 1, 1, EXPONENTS, 1))
 
 
-def group_products(weight: Blocks, x: Tensor) -> Tensor:
+def group_products(weight: Blocks, x: Tensor, read: Read | None = None) -> Tensor:
     """What kernels of one row compute of rows of one group."""
-    read = in_words(weight)
+    read = read or in_words(weight)
     out = torch.full((weight.shape[0],), torch.nan, device=x.device)
     form = (read.size, weight.four, weight.exponents, read.decode, read.ptx)
     _one_group[(1,)](x, read.values, read.scale, out, weight.shape[0], *form)
@@ -133,6 +134,15 @@ def test_every_code_at_every_place_of_a_group(place: int, device: torch.device) 
         number = wanted.isfinite()
         assert number.sum() >= 254
         assert torch.equal(group_products(weight, x)[number].double(), wanted[number])
+
+
+def test_bytes_that_a_chip_converts_are_read_as_they_are(device: torch.device) -> None:
+    """As on gfx950."""
+    x = torch.rand(32, device=device) + 0.5
+    codes = eights(5)[torch.arange(256) & 0x7F != 0x7F][:128].contiguous().to(device)
+    weight = Blocks(codes, torch.full((128, 1), 0.5, device=device), 1, 16)
+    got = group_products(weight, x, Read(codes, weight.scale, 16, False, False))
+    assert torch.equal(got, _reference(weight, torch.float32)[:, 5] * x[5])
 
 
 def eights(place: int) -> Tensor:
