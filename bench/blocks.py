@@ -1,11 +1,12 @@
 """Decode with published 8- and 4-bit weights (docs/published-formats.md), against the same weights in 16 bits.
 
-    python bench/blocks.py prepare PACKAGES                      # needs libcst; writes PACKAGES/{llama,gpt_oss}
-    python bench/blocks.py measure PACKAGES fp8|mxfp4 [--layers 32] [--batch 1,8] [--new 64] [--device cuda]
-    python bench/blocks.py tiles fp8|mxfp4                        # times other tiles of the kernels of one row
+    python bench/blocks.py prepare PACKAGES          # needs libcst; writes PACKAGES/{llama,gpt_oss}
+    python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]
+    python bench/blocks.py tiles fp8|mxfp4           # times other tiles of the kernels of one row
 
 Both models are the rewritten one. One has random weights in blocks; the other has what these stand for, in bf16. So
-their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn.
+their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn. Each
+format is measured in a process of its own, which prints as it goes and begins nothing new after its `--seconds`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -26,6 +28,8 @@ from rewrite.measure.runtime_part import runtime_part
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT, ROUNDS = 512, 5
+RESULT = "result "
+"""Begins the line that a process of one format tells its figures by."""
 
 
 def prepare(folder: Path) -> None:
@@ -108,7 +112,34 @@ def mxfp4_models(layers: int, small: bool, device: str) -> tuple[Any, Any, str]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Check that both models compute the same, then time them in turn."""
+    """Measure each format in a process of its own."""
+    kinds, layers = options.kinds.split(","), options.layers.split(",")
+    results = []
+    for kind, count in zip(kinds, layers * len(kinds) if len(layers) == 1 else layers, strict=False):
+        command = [sys.executable, __file__, "one", str(options.packages), kind, count]
+        for name in ("batch", "new", "device", "seconds"):
+            command += [f"--{name}", str(getattr(options, name))]
+        command += ["--small"] if options.small else []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(RESULT):
+                    results.append(json.loads(line.removeprefix(RESULT)))
+                else:
+                    print(line, end="", flush=True)
+        if process.returncode:
+            raise SystemExit(f"{kind}: exit code {process.returncode}")
+        if options.json is not None:
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_one(options: argparse.Namespace) -> None:
+    """Check that both models of a format compute the same, then time them in turn."""
+    begun = time.perf_counter()
+
+    def said(text: str) -> None:
+        print(f"{time.perf_counter() - begun:5.1f} s  {text}", flush=True)
+
     import torch
 
     sys.path.insert(0, str(options.packages))
@@ -116,32 +147,36 @@ def measure(options: argparse.Namespace) -> None:
     make = fp8_models if options.kind == "fp8" else mxfp4_models
     with torch.no_grad():
         plain, packed, name = make(options.layers, options.small, options.device)
-        vocabulary = plain.config.vocab_size
+        said(f"{options.kind}: two models of {options.layers} layers")
         for batch in (int(part) for part in options.batch.split(",")):
-            ids = torch.randint(1, vocabulary, (batch, CONTEXT), device=options.device)
+            ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)
             logits = [model(ids, logits_to_keep=8).logits.float() for model in (plain, packed)]
-            print(f"batch {batch}: prompt logits differ by {error(logits[1], logits[0]):.4f} of their norm")
+            prompt = error(logits[1], logits[0])
             kept = [
                 model.generate(
                     ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True
                 ).logits
                 for model in (plain, packed)
             ]
-            steps = [f"{error(b.float(), a.float()):.4f}" for a, b in zip(*kept, strict=True)]
-            print(f"  first steps' logits differ by {' '.join(steps)} of their norm (later ones: of other tokens)")
+            steps = [error(b.float(), a.float()) for a, b in zip(*kept, strict=True)]
+            said(f"batch {batch}: logits differ by {prompt:.4f} of their norm in the prompt, in the first steps by")
+            said("  " + " ".join(f"{step:.4f}" for step in steps) + " (later ones may be of other tokens)")
             times: dict[str, list[float]] = {"bf16": [], options.kind: []}
-            for _ in range(ROUNDS):
+            for turn in range(ROUNDS):
+                if turn > 1 and time.perf_counter() - begun > options.seconds:
+                    break
                 for label, model in (("bf16", plain), (options.kind, packed)):
                     times[label].append(per_token(model, ids, options.new, options.device))
             median = {label: statistics.median(found) for label, found in times.items()}
             ratio = median["bf16"] / median[options.kind]
-            print(
-                f"  decode: bf16 {median['bf16']:.3f} ms/token, {options.kind} {median[options.kind]:.3f} ms/token, "
-                f"{ratio:.2f} times as fast; all: {times}",
-                flush=True,
-            )
-        explain = importlib.import_module(name).explain
-        print("explain:", explain(packed), sep="\n")
+            both = ", ".join(f"{label} {found:.3f} ms/token" for label, found in median.items())
+            said(f"  decode: {both}, {ratio:.2f} times as fast")
+            found = {"kind": options.kind, "layers": options.layers, "batch": batch, "ratio": ratio, "ms": times}
+            print(RESULT + json.dumps({**found, "prompt": prompt, "steps": steps}), flush=True)
+            if time.perf_counter() - begun > options.seconds:
+                said("out of time")
+                break
+        print("explain:", importlib.import_module(name).explain(packed), sep="\n", flush=True)
 
 
 def error(got: Any, wanted: Any) -> float:
@@ -190,6 +225,7 @@ def fp8_tiles() -> None:
     """Time tiles of the kernels of FP8 layers at 8B widths."""
     import torch
 
+    from rewrite.runtime.core.launch import processors
     from rewrite.runtime.products import block_linear, linear
     from rewrite.runtime.products.blocks import Blocks
     from rewrite.runtime.products.prologue import Prologue
@@ -239,16 +275,19 @@ def fp8_tiles() -> None:
                 except Exception as error:  # a tile that a chip does not take
                     print("  ", tile, type(error).__name__, str(error)[:100])
             default = (
-                block_linear.rule(rows // 2 if one else rows, cols, gated=bool(one)) if count == 1 else "(32, 4, 4)"
+                block_linear.rule(rows // 2 if one else rows, cols, gated=bool(one))
+                if count == 1
+                else block_linear.rows_rule(rows, cols // 128, processors(0))
             )
             print("  default", default, "best", [(f"{us:.2f}", tile) for us, tile in sorted(results)[:6]], flush=True)
 
 
-def candidates(count: int, gated: bool) -> list[tuple[int, int, int]]:
+def candidates(count: int, gated: bool) -> list[tuple[int, ...]]:
     """Return tiles to try."""
     if count > 1:
-        return [(16, 2, 6), (16, 4, 6), (32, 4, 4), (32, 4, 8), (32, 8, 6), (64, 4, 6)]
-    rows = [(1, 128, 4), (1, 256, 4), (2, 64, 4), (2, 128, 4), (2, 256, 8), (4, 64, 4), (4, 128, 8)]
+        sizes = ((32, 4), (64, 4), (128, 8))
+        return [(*size, splits, stages) for size in sizes for splits in (1, 2, 4, 6, 8) for stages in (4, 6)]
+    rows = [(1, 128, 4), (2, 64, 2), (2, 128, 4), (2, 256, 8), (4, 64, 2), (4, 128, 4), (8, 128, 4)]
     return rows if gated else [(2 * r, g, w) for r, g, w in rows]
 
 
@@ -281,8 +320,8 @@ def mxfp4_tiles() -> None:
         index = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)])
         share, out = torch.rand(tokens, top_k, device=device, dtype=torch.bfloat16), torch.empty_like(x)
         results = []
-        firsts = [*itertools.product((2, 4, 8), (32, 64), (64, 128))]
-        seconds = [*itertools.product((1, 2, 4), (16, 32), (64, 128))]
+        firsts = [*itertools.product((2, 4, 8), (32,), (32, 64), (0, 1))]
+        seconds = [*itertools.product((2, 4, 8), (32,), (64, 128), (0, 1))]
         default = be.rule(parts[0], top_k)
         trials = [(first, default[1]) for first in firsts] + [(default[0], second) for second in seconds]
         for tiles in [default, *trials]:
@@ -310,12 +349,19 @@ def main() -> None:
     one.add_argument("packages", type=Path)
     two = commands.add_parser("measure")
     two.add_argument("packages", type=Path)
-    two.add_argument("kind", choices=("fp8", "mxfp4"))
-    two.add_argument("--layers", type=int, default=32)
-    two.add_argument("--batch", default="1,8")
-    two.add_argument("--new", type=int, default=64)
-    two.add_argument("--device", default="cuda")
-    two.add_argument("--small", action="store_true", help="a tiny model, to try the script")
+    two.add_argument("--kinds", default="fp8,mxfp4")
+    two.add_argument("--layers", default="16,12", help="of each kind: half of the models' as a rule")
+    two.add_argument("--json", type=Path)
+    one_kind = commands.add_parser("one", help="what `measure` starts for each format")
+    one_kind.add_argument("packages", type=Path)
+    one_kind.add_argument("kind", choices=("fp8", "mxfp4"))
+    one_kind.add_argument("layers", type=int)
+    for command in (two, one_kind):
+        command.add_argument("--batch", default="1,8")
+        command.add_argument("--new", type=int, default=64)
+        command.add_argument("--device", default="cuda")
+        command.add_argument("--seconds", type=float, default=60.0, help="after these a process begins nothing new")
+        command.add_argument("--small", action="store_true", help="tiny models, to try the script")
     three = commands.add_parser("tiles")
     three.add_argument("kind", choices=("fp8", "mxfp4"))
     options = parser.parse_args()
@@ -323,6 +369,8 @@ def main() -> None:
         prepare(options.packages)
     elif options.command == "measure":
         measure(options)
+    elif options.command == "one":
+        measure_one(options)
     else:
         {"fp8": fp8_tiles, "mxfp4": mxfp4_tiles}[options.kind]()
 

@@ -35,7 +35,6 @@ class Exemption:
 
 BYTES = "8 columns a head are 16 bytes, and a mask is one byte a slot"
 EXEMPTIONS = (
-    Exemption("spills", "block_linear", "8 bytes, once a program; not later", "8B, qkv", "cuda", "triton 3.4"),
     Exemption("scalar loads", "rotary", "a program of 8 heads of 64 columns has 2 elements a thread", "Llama 1B"),
     Exemption("scalar loads", "rotary_rows", "one row of a table: 256 bytes that one wave reads at once", chips="hip"),
     Exemption(

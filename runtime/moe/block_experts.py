@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, overlaps
-from ..products.blocks import GROUP, Blocks, as_read, dequantized, reason_against
+from ..core.tiles import Tile
+from ..products.block_groups import in_words
+from ..products.blocks import GROUP, Blocks, dequantized, reason_against
 from .form import ExpertsForm, Gating, gated, gating
 from .grouped import grouped_experts
 
@@ -44,7 +46,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.blocks import first_and_second, group_sums, scaled_by
+    from ..products.block_groups import block_scales, eight_sums, four_sums, octets, row_groups, sixteen
     from .form import gate_experts
 
     @triton.jit
@@ -65,10 +67,12 @@ if backend.triton_installed():
         BYTES: tl.constexpr,
         M: tl.constexpr,
         FOUR: tl.constexpr,
+        SIZE: tl.constexpr,
         ROWS: tl.constexpr,
         GROUPS: tl.constexpr,
         EXPONENTS: tl.constexpr,
         DECODE: tl.constexpr,
+        PTX: tl.constexpr,
         ACTIVATION: tl.constexpr,
         BOUNDED: tl.constexpr,
         INTERLEAVED: tl.constexpr,
@@ -76,7 +80,7 @@ if backend.triton_installed():
         OVERLAP: tl.constexpr,
         BLOCK_M: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
-        UNROLL: tl.constexpr,
+        AHEAD: tl.constexpr,
     ):
         """Compute BLOCK_M columns of one token's expert; BYTES has a row, GROUPS groups have one scale."""
         if OVERLAP:
@@ -92,20 +96,25 @@ if backend.triton_installed():
         row = column * 2 + both % 2 if INTERLEAVED else column + (both % 2) * M
         live = column < M
         scale_columns: tl.constexpr = (BYTES // 16 + GROUPS - 1) // GROUPS
-        row_ptr = values_ptr + expert * (2 * M * BYTES) + row[:, None, None] * BYTES
-        scales = scale_ptr + (expert * ((2 * M + ROWS - 1) // ROWS) + row // ROWS)[:, None] * scale_columns
-        place = tl.arange(0, 16)[None, None, :]
+        row_ptr = values_ptr + (expert * (2 * M) + row)[:, None] * (BYTES // 16 * SIZE)
+        scale_row = scale_ptr + (expert * ((2 * M + ROWS - 1) // ROWS) + row // ROWS)[:, None] * scale_columns
+        x_ptr += token * x_stride
+        following = row_groups(row_ptr, live[:, None], 0, BYTES // 16, SIZE, BLOCK_GROUPS)
         total = tl.zeros((2 * BLOCK_M, BLOCK_GROUPS), tl.float32)
-        for outer in tl.range(0, BYTES // 16, UNROLL * BLOCK_GROUPS, num_stages=1):
-            for inner in tl.static_range(UNROLL):
-                group = outer + inner * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-                inside = group * 16 < BYTES
-                there = live[:, None] & inside[None, :]
-                loaded = tl.load(row_ptr + group[None, :, None] * 16 + place, mask=there[:, :, None], other=0.0)
-                scale = tl.load(scales + (group // GROUPS)[None, :], mask=there, other=0)
-                first, second = first_and_second(x_ptr + token * x_stride, group[:, None], inside[:, None], FOUR)
-                sums = group_sums(loaded, first[None, :, :], second[None, :, :], 2, FOUR, DECODE)
-                total += scaled_by(sums, scale, FOUR, EXPONENTS)
+        for start in tl.range(0, BYTES // 16, BLOCK_GROUPS, num_stages=1):
+            loaded = following
+            if AHEAD:
+                following = row_groups(row_ptr, live[:, None], start + BLOCK_GROUPS, BYTES // 16, SIZE, BLOCK_GROUPS)
+            elif BYTES // 16 > BLOCK_GROUPS:
+                loaded = row_groups(row_ptr, live[:, None], start, BYTES // 16, SIZE, BLOCK_GROUPS)
+            scale = block_scales(scale_row, live[:, None], start, BYTES // 16, GROUPS, EXPONENTS, BLOCK_GROUPS)
+            col = octets(start, FOUR, BLOCK_GROUPS)[None, :]
+            inside = col < BYTES // 16 * (32 if FOUR else 16)
+            if FOUR:
+                total += four_sums(loaded, x_ptr + col, inside, BLOCK_GROUPS, PTX) * scale
+            else:
+                x = sixteen(x_ptr + col, inside, BLOCK_GROUPS)
+                total += eight_sums(loaded, x, BLOCK_GROUPS, DECODE, PTX) * scale
         y = tl.sum(total, 1)
         if BIASED:
             y += tl.load(bias_ptr + expert * (2 * M) + row, mask=live, other=0.0).to(tl.float32)
@@ -134,17 +143,19 @@ if backend.triton_installed():
         H: tl.constexpr,
         M: tl.constexpr,
         FOUR: tl.constexpr,
+        SIZE: tl.constexpr,
         ROWS: tl.constexpr,
         GROUPS: tl.constexpr,
         EXPONENTS: tl.constexpr,
         DECODE: tl.constexpr,
+        PTX: tl.constexpr,
         BIASED: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_K: tl.constexpr,
         BLOCK_H: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
-        UNROLL: tl.constexpr,
+        AHEAD: tl.constexpr,
     ):
         """Compute BLOCK_H columns of one token's output, over all of its experts at once.
 
@@ -155,54 +166,49 @@ if backend.triton_installed():
             tl.extra.cuda.gdc_launch_dependents()
         token = tl.program_id(1).to(tl.int64)
         row = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-        slot = tl.arange(0, BLOCK_K)
+        # Rows of all experts, an expert's BLOCK_K apart: a thread has those of one, and of its states no other's.
+        slot = tl.arange(0, BLOCK_H * BLOCK_K) % BLOCK_K
         chosen = slot < K
         expert = tl.load(index_ptr + token * index_stride + slot, mask=chosen, other=0).to(tl.int64)
         here = chosen & (expert >= 0) & (expert < E)  # another process has the others
         expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+        every = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H * BLOCK_K) // BLOCK_K
+        live = (chosen & (every < H))[:, None]
         scale_columns: tl.constexpr = (BYTES // 16 + GROUPS - 1) // GROUPS
-        row_ptr = values_ptr + expert[:, None, None, None] * (H * BYTES) + row[None, :, None, None] * BYTES
-        scales = scale_ptr + (expert[:, None] * ((H + ROWS - 1) // ROWS) + (row // ROWS)[None, :])[:, :, None] * (
-            scale_columns
-        )
-        live = chosen[:, None, None] & (row < H)[None, :, None]
-        gated_row = gated_ptr + (token * K + slot)[:, None, None] * M
-        place = tl.arange(0, 16)[None, None, None, :]
-        group = tl.arange(0, BLOCK_GROUPS)
-        there = live & (group * 16 < BYTES)[None, None, :]
-        loaded = tl.load(row_ptr + group[None, None, :, None] * 16 + place, mask=there[:, :, :, None], other=0.0)
+        row_ptr = values_ptr + (expert * H + every)[:, None] * (BYTES // 16 * SIZE)
+        scale_row = scale_ptr + (expert * ((H + ROWS - 1) // ROWS) + every // ROWS)[:, None] * scale_columns
+        states_ptr = gated_ptr + ((token * K + tl.arange(0, BLOCK_K)) * M)[:, None]
+        known = (tl.arange(0, BLOCK_K) < K)[:, None]
+        following = row_groups(row_ptr, live, 0, BYTES // 16, SIZE, BLOCK_GROUPS)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        total = tl.zeros((BLOCK_K, BLOCK_H, BLOCK_GROUPS), tl.float32)
-        for outer in tl.range(0, BYTES // 16, UNROLL * BLOCK_GROUPS, num_stages=1):
-            for inner in tl.static_range(UNROLL):
-                group = outer + inner * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-                inside = group * 16 < BYTES
-                there = live & inside[None, None, :]
-                if inner > 0 or BYTES // 16 > UNROLL * BLOCK_GROUPS:
-                    at = row_ptr + group[None, None, :, None] * 16 + place
-                    loaded = tl.load(at, mask=there[:, :, :, None], other=0.0)
-                scale = tl.load(scales + (group // GROUPS)[None, None, :], mask=there, other=0)
-                known = chosen[:, None, None] & inside[None, :, None]
-                first, second = first_and_second(gated_row, group[None, :, None], known, FOUR)
-                sums = group_sums(loaded, first[:, None, :, :], second[:, None, :, :], 3, FOUR, DECODE)
-                total += scaled_by(sums, scale, FOUR, EXPONENTS)
-        each = tl.sum(total, 2)
+        total = tl.zeros((BLOCK_H * BLOCK_K, BLOCK_GROUPS), tl.float32)
+        for start in tl.range(0, BYTES // 16, BLOCK_GROUPS, num_stages=1):
+            loaded = following
+            if AHEAD:
+                following = row_groups(row_ptr, live, start + BLOCK_GROUPS, BYTES // 16, SIZE, BLOCK_GROUPS)
+            elif BYTES // 16 > BLOCK_GROUPS:
+                loaded = row_groups(row_ptr, live, start, BYTES // 16, SIZE, BLOCK_GROUPS)
+            scale = block_scales(scale_row, live, start, BYTES // 16, GROUPS, EXPONENTS, BLOCK_GROUPS)
+            col = octets(start, FOUR, BLOCK_GROUPS)[None, :]
+            inside = known & (col < M)
+            if FOUR:
+                total += four_sums(loaded, states_ptr + col, inside, BLOCK_GROUPS, PTX) * scale
+            else:
+                x = sixteen(states_ptr + col, inside, BLOCK_GROUPS)
+                total += eight_sums(loaded, x, BLOCK_GROUPS, DECODE, PTX) * scale
+        each = tl.sum(total, 1)
         if BIASED:
-            biases = bias_ptr + expert[:, None] * H + row[None, :]
-            each += tl.load(biases, mask=chosen[:, None] & (row < H)[None, :], other=0.0).to(tl.float32)
+            biases = bias_ptr + expert * H + every
+            each += tl.load(biases, mask=chosen & (every < H), other=0.0).to(tl.float32)
         share = tl.load(shares_ptr + token * shares_stride + slot, mask=chosen, other=0.0).to(tl.float32) * scaling
-        y = tl.sum(tl.where(here[:, None], each * share[:, None], 0.0), 0)
+        y = tl.sum(tl.reshape(tl.where(here, each * share, 0.0), (BLOCK_H, BLOCK_K)), 1)
         if RESIDUAL:
             y += tl.load(residual_ptr + token * residual_stride + row, mask=row < H, other=0.0).to(tl.float32)
         tl.store(out_ptr + token * H + row, y.to(out_ptr.dtype.element_ty), mask=row < H)
 
     block_gate_up_kernel = Kernel(_block_gate_up_kernel)
     block_down_kernel = Kernel(_block_down_kernel)
-
-
-UNROLL = 4
-"""Tiles that a program has in its registers at a time."""
 
 
 class BlockExperts(NamedTuple):
@@ -336,7 +342,7 @@ def launch_block_experts(
     residual: Tensor | None,
     out: Tensor,
     how: Gating,
-    tiles: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
 ) -> None:
     """Write what the experts return for `x` `[N, H]`, plus `residual`, into `out`, by the kernels of few tokens."""
     (gate_up, down), (first_bias, second_bias) = parts[:2], parts.biases
@@ -347,37 +353,38 @@ def launch_block_experts(
     weights, weights_stride = rows.flatten(weights)
     added, added_stride = (x, x_stride) if residual is None else rows.flatten(residual)
     states = torch.empty(tokens, top_k, size, dtype=x.dtype, device=x.device)
-    (block_m, first_groups, first_threads), (block_h, second_groups, second_threads) = tiles or rule(parts, top_k)
+    first, second = tiles or rule(parts, top_k)
     overlap = overlaps(x)
-    (codes, scale, decode), (more, more_scale, _) = as_read(gate_up), as_read(down)
+    one, other = in_words(gate_up), in_words(down)
     with backend.device_guard(x):
         block_gate_up_kernel.launch(
-            (-(-size // block_m), top_k, tokens),
-            first_threads // WAVE,
-            (x, index, codes, scale, codes if first_bias is None else first_bias, states),
+            (-(-size // first[0]), top_k, tokens),
+            first[2] // WAVE,
+            (x, index, one.values, one.scale, x if first_bias is None else first_bias, states),
             (),
             (x_stride, index_stride),
             (how.alpha, how.largest, how.shift),
             (
-                experts, top_k, codes.shape[2], size, gate_up.four, gate_up.rows, _groups(gate_up), gate_up.exponents,
-                decode, how.activation, how.bounded, how.interleaved, first_bias is not None, overlap, block_m,
-                first_groups, min(UNROLL, -(-codes.shape[2] // (GROUP * first_groups))),
+                experts, top_k, gate_up.values.shape[2], size, gate_up.four, one.size, gate_up.rows, _groups(gate_up),
+                gate_up.exponents, one.decode, one.ptx, how.activation, how.bounded, how.interleaved,
+                first_bias is not None, overlap, first[0], first[1], bool(first[3]),
             ),
             overlap=overlap,
         )  # fmt: skip
         block_down_kernel.launch(
-            (-(-hidden_size // block_h), tokens, 1),
-            second_threads // WAVE,
+            (-(-hidden_size // second[0]), tokens, 1),
+            second[2] // WAVE,
             (
-                states, index, weights, more, more_scale, more if second_bias is None else second_bias, added, out,
+                states, index, weights, other.values, other.scale, x if second_bias is None else second_bias, added,
+                out,
             ),
             (),
             (index_stride, weights_stride, added_stride),
             (how.scaling,),
             (
-                experts, top_k, more.shape[2], hidden_size, size, down.four, down.rows, _groups(down), down.exponents,
-                decode, second_bias is not None, residual is not None, overlap, 1 << (top_k - 1).bit_length(), block_h,
-                second_groups, min(UNROLL, -(-more.shape[2] // (GROUP * second_groups))),
+                experts, top_k, down.values.shape[2], hidden_size, size, down.four, other.size, down.rows,
+                _groups(down), down.exponents, other.decode, other.ptx, second_bias is not None, residual is not None,
+                overlap, 1 << (top_k - 1).bit_length(), second[0], second[1], bool(second[3]),
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -388,11 +395,9 @@ def _groups(weight: Blocks) -> int:
     return (weight.columns // 2 if weight.four else weight.columns) // GROUP
 
 
-def rule(parts: BlockExperts, top_k: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return rows, groups and threads of a program of either kernel."""
+def rule(parts: BlockExperts, top_k: int) -> tuple[Tile, Tile]:
+    """Return rows, groups and threads of a program of either kernel, and whether it loads a tile ahead."""
     block_k = 1 << (top_k - 1).bit_length()
-    first = parts.gate_up.values.shape[2] // GROUP
-    second = parts.down.values.shape[2] // GROUP
-    groups = min(32 if parts.gate_up.four else 64, 1 << (first - 1).bit_length())
-    more = min(max(128 // block_k, 8), 1 << (second - 1).bit_length())
-    return (4, groups, 128), (2, more, 128)
+    first, second = (min(32, 1 << (part.values.shape[2] // GROUP - 1).bit_length()) for part in parts[:2])
+    rows = max(1, 16 // block_k)
+    return (4, first, max(WAVE, 32), 0), (rows, second, 128, 1)

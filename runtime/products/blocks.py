@@ -8,11 +8,10 @@ e4m3 with blocks of 128 x 128 and scales in fp32, or as exponents (DeepSeek, Qwe
 exponents of 32 columns of a row (OCP Microscaling Formats 1.0: MXFP4, gpt-oss: `*_blocks`, `*_scales`). An exponent
 is a byte b and stands for 2^(b - 127); of two elements in a byte the low half is the first.
 
-Kernels of one row read 16 bytes at a time, a *group* of one block: a thread multiplies a group, and scales the sum. So
-an element costs its conversion and one multiplication, whatever its block. e2m1 becomes an fp32 by two shifts: its
-exponent is put into the lowest bits of an fp32's, which is 2^-126 of it, a subnormal for some. That stays exact, since
-what it is multiplied with has 2^64 as a factor; an input beyond 2^63 would overflow. e4m3 is decoded likewise, as an
-fp16, where a chip has no conversion; a byte that is no number then counts as 480.
+Kernels read 16 bytes at a time, a *group* of one block. e2m1 becomes an fp32 by two shifts: its exponent is put into
+the lowest bits of an fp32's, which is 2^-126 of it, a subnormal for some. That stays exact, since what it is
+multiplied with has 2^64 as a factor. e4m3 is decoded likewise, as an fp16, where a chip has no conversion; a byte that
+is no number then counts as 480. Kernels of one row have ways of their own (`block_groups`).
 """
 
 from __future__ import annotations
@@ -70,35 +69,12 @@ if backend.triton_installed():
 
     @triton.jit
     def scaled_by(value, loaded, FOUR: tl.constexpr, EXPONENTS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return sums of groups times their scales, as these were loaded; those of e2m1 times 2^62 too."""
+        """Return numbers times their scales, as these were loaded; those of e2m1 times 2^62 too."""
         if EXPONENTS:
             exponent = loaded.to(tl.int32) - (127 - 62 if FOUR else 127)
             half = exponent >> 1
             return value * power(half) * power(exponent - half)
         return value * loaded.to(tl.float32)
-
-    @triton.jit
-    def first_and_second(x_ptr, group, mask, FOUR: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Load the input's columns for the elements of groups `[…, 1]`: of all low halves, and of all high ones."""
-        if FOUR:
-            x = tl.load(x_ptr + group * 32 + tl.arange(0, 32), mask=mask, other=0.0)
-            if len(x.shape) == 2:
-                low, high = tl.split(tl.reshape(x, (x.shape[0], 16, 2)))
-            else:
-                low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 16, 2)))
-            return low.to(tl.float32) * 18446744073709551616.0, high.to(tl.float32) * 18446744073709551616.0
-        else:
-            x = tl.load(x_ptr + group * 16 + tl.arange(0, 16), mask=mask, other=0.0).to(tl.float32)
-            return x, x
-
-    @triton.jit
-    def group_sums(loaded, first, second, AXIS: tl.constexpr, FOUR: tl.constexpr, DECODE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return the products of groups, without their scales; AXIS is the last one."""
-        if FOUR:
-            low, high = halves(loaded)
-            return tl.sum(low * first + high * second, axis=AXIS)
-        else:
-            return tl.sum(widened(loaded, DECODE, False) * first, axis=AXIS)
 
     @triton.jit
     def _dequantize_kernel(  # type: ignore[no-untyped-def]
@@ -188,7 +164,7 @@ def reason_against(weight: Blocks) -> str | None:
     *_, rows, cols = weight.shape
     in_bytes = weight.columns // 2 if weight.four else weight.columns
     wanted = (*weight.values.shape[:-2], -(-rows // weight.rows), -(-cols // weight.columns))
-    whole = in_bytes % GROUP == 0 and weight.values.shape[-1] % GROUP == 0
+    whole = in_bytes % GROUP == 0 and weight.values.shape[-1] % GROUP == 0 and weight.values.storage_offset() % 4 == 0
     lies = weight.values.is_contiguous() and weight.scale.is_contiguous()
     known = weight.exponents or (weight.scale.dtype in _NUMBERS and not weight.four)
     known = known and weight.values.dtype in (torch.uint8, torch.float8_e4m3fn)

@@ -14,12 +14,22 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 from rewrite.runtime.core import backend
-from rewrite.runtime.core.launch import Target
+from rewrite.runtime.core.launch import WAVE, Target
 from rewrite.runtime.fp8.format import encode
 from rewrite.runtime.moe import block_experts as few
 from rewrite.runtime.moe.form import ExpertsForm, gating
 from rewrite.runtime.moe.grouped import grouped_experts
 from rewrite.runtime.products import block_linear
+from rewrite.runtime.products.block_groups import (
+    Read,
+    block_scales,
+    eight_sums,
+    four_sums,
+    in_words,
+    octets,
+    row_groups,
+    sixteen,
+)
 from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, reason_against, widened
 from rewrite.runtime.products.linear import gated_linear, linear
 
@@ -76,6 +86,84 @@ def test_every_code_of_4_bits_times_every_exponent(device: torch.device) -> None
     assert torch.equal(dequantized(weight, torch.float32), _reference(weight, torch.float64).float())
 
 
+@triton.jit
+def _one_group(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    out_ptr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    FOUR: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    DECODE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # type: ignore[no-untyped-def]
+    row = tl.arange(0, ROWS)[:, None]
+    loaded = row_groups(values_ptr + row * SIZE, row >= 0, 0, 1, SIZE, 1)
+    x_ptr += octets(0, FOUR, 1)[None, :]
+    mask = octets(0, FOUR, 1)[None, :] >= 0
+    if FOUR:
+        sums = four_sums(loaded, x_ptr, mask, 1, PTX)
+    else:
+        sums = eight_sums(loaded, sixteen(x_ptr, mask, 1), 1, DECODE, PTX)
+    tl.store(out_ptr + row, sums * block_scales(scale_ptr + row, row >= 0, 0, 1, 1, EXPONENTS, 1))
+
+
+def group_products(weight: Blocks, x: Tensor, read: Read | None = None) -> Tensor:
+    """What kernels of one row compute of rows of one group."""
+    read = read or in_words(weight)
+    out = torch.full((weight.shape[0],), torch.nan, device=x.device)
+    form = (read.size, weight.four, weight.exponents, read.decode, read.ptx)
+    _one_group[(1,)](x, read.values, read.scale, out, weight.shape[0], *form)
+    return out
+
+
+@pytest.mark.parametrize("place", range(32))
+def test_every_code_at_every_place_of_a_group(place: int, device: torch.device) -> None:
+    """Each is multiplied with a column of its own: the sum has all 16 bits of e2m1 and its scale, or e4m3's number."""
+    x = (torch.arange(32, dtype=torch.float32, device=device) + 1) ** 2
+    codes = torch.zeros(256, 32, dtype=torch.uint8)
+    codes[:, place] = torch.arange(256) % 16
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+    exponents = (torch.arange(256, dtype=torch.uint8)[:, None] % 128) + 64
+    for weight in (Blocks(packed.to(device), exponents.to(device), 1, 32),) + (
+        (Blocks(eights(place).to(device), torch.full((256, 1), 0.5, device=device), 1, 16),) if place < 16 else ()
+    ):
+        wanted = _reference(weight, torch.float64)[:, place] * x[place].double()
+        number = wanted.isfinite()
+        assert number.sum() >= 254
+        assert torch.equal(group_products(weight, x)[number].double(), wanted[number])
+
+
+def test_bytes_that_a_chip_converts_are_read_as_they_are(device: torch.device) -> None:
+    """As on gfx950."""
+    x = torch.rand(32, device=device) + 0.5
+    codes = eights(5)[torch.arange(256) & 0x7F != 0x7F][:128].contiguous().to(device)
+    weight = Blocks(codes, torch.full((128, 1), 0.5, device=device), 1, 16)
+    got = group_products(weight, x, Read(codes, weight.scale, 16, False, False))
+    assert torch.equal(got, _reference(weight, torch.float32)[:, 5] * x[5])
+
+
+def eights(place: int) -> Tensor:
+    codes = torch.zeros(256, 16, dtype=torch.uint8)
+    codes[:, place] = torch.arange(256)
+    return codes.view(torch.float8_e4m3fn)
+
+
+def test_every_exponent_scales_a_group(device: torch.device) -> None:
+    exponents = torch.arange(255, dtype=torch.uint8)[:, None]
+    exponents = torch.cat((exponents, exponents[:1]))
+    for values, columns in (
+        (torch.full((256, 16), 0x22, dtype=torch.uint8), 32),
+        (eights(3)[0x38:0x39].expand(256, 16).contiguous(), 16),
+    ):
+        weight = Blocks(values.to(device), exponents.to(device), 1, columns)
+        wanted = _reference(weight, torch.float64).sum(1)
+        got = group_products(weight, torch.ones(32, device=device)).double()
+        assert torch.equal(got, wanted.float().double())
+
+
 @pytest.mark.parametrize("kind", ["eight", "exponents"])
 def test_weights_are_dequantised(kind: str, device: torch.device) -> None:
     weight = blocks(33, 80, device, kind)
@@ -108,6 +196,23 @@ def test_products(count: int, kind: str, device: torch.device, poisoned: None) -
     gate, up = (normed @ weight.T + layer.bias.double() for weight, layer in zip(dense, layers, strict=True))
     near(gated_linear(x, tuple(layers), nn.SiLU(), norm=norm), nn.functional.silu(gate) * up)
     assert not backend.fallbacks() or count == 40
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+def test_programs_that_share_rows(splits: int, device: torch.device, poisoned: None) -> None:
+    """Seven tiles of columns, the last one not whole; twice, since the counters have to be zeros again."""
+    rows, cols = 80, 208
+    weight = blocks(rows, cols, device, "eight")
+    x, residual = torch.randn(5, 1, cols, device=device), torch.randn(5, 1, rows, device=device)
+    bias, norm = torch.randn(rows, device=device), Norm(torch.rand(cols, device=device) + 0.5)
+    dense = _reference(weight, torch.float64)
+    for prologue, given in ((None, x), (norm.prologue(), norm(x))):
+        wanted = given.double() @ dense.T + bias.double() + residual.double()
+        for _ in range(2):
+            out = torch.full_like(residual, torch.nan)
+            tile = (32, 128 // WAVE, splits, 2)
+            block_linear._launch_rows(x, weight, bias, prologue, residual, out, tile)
+            assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
 def test_a_cast_model_is_the_original_s(device: torch.device) -> None:
