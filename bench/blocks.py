@@ -226,7 +226,7 @@ def fp8_tiles() -> None:
     import torch
 
     from rewrite.runtime.core.launch import processors
-    from rewrite.runtime.products import block_linear, linear
+    from rewrite.runtime.products import block_linear, block_rows, linear
     from rewrite.runtime.products.blocks import Blocks
     from rewrite.runtime.products.prologue import Prologue
 
@@ -268,7 +268,7 @@ def fp8_tiles() -> None:
                         if count == 1:
                             block_linear._launch_row(x, weight, None, given, None, out, one, tile)
                         else:
-                            block_linear._launch_rows(x, weight, None, given, None, out, tile)
+                            block_rows.launch_block_rows(x, weight, None, given, None, out, tile)
 
                 try:
                     results.append((replayed(scaled, copies), tile))
@@ -277,7 +277,7 @@ def fp8_tiles() -> None:
             default = (
                 block_linear.rule(rows // 2 if one else rows, cols, gated=bool(one))
                 if count == 1
-                else block_linear.rows_rule(rows, cols // 128, processors(0))
+                else block_rows.rows_rule(rows, cols // 128, processors(0))
             )
             print("  default", default, "best", [(f"{us:.2f}", tile) for us, tile in sorted(results)[:6]], flush=True)
 

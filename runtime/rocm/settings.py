@@ -190,7 +190,7 @@ def _is_compiler(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__")).startswith(("torch._dynamo.", "torch._functorch.", "torch._inductor."))
 
 
-def tunable_op(on: bool = True, *, tune: bool = False, force: bool = False) -> Configuration:
+def tunable_op(on: bool = True, *, tune: bool = False, record: bool = False, force: bool = False) -> Configuration:
     """Switch TunableOp, with which torch takes the fastest solution of rocBLAS and hipBLASLt for each product.
 
     Its results are in `TUNABLE_FILE`. With `tune` a product that is not there yet is tuned when it is first called,
@@ -199,6 +199,8 @@ def tunable_op(on: bool = True, *, tune: bool = False, force: bool = False) -> C
     Args:
         on: whether products take the tuned solutions.
         tune: whether products without one are tuned.
+        record: whether they are written down instead, by torch into `tunableop_untuned0.csv` of the working directory,
+            for another process to tune with `torch.cuda.tunable.tune_gemm_in_file`.
         force: also on a torch that was not built for ROCm, where there is nothing to choose from.
 
     Returns:
@@ -211,24 +213,37 @@ def tunable_op(on: bool = True, *, tune: bool = False, force: bool = False) -> C
     if enabled is not None and enabled != str(int(on)):
         return Configuration(f"PYTORCH_TUNABLEOP_ENABLED={enabled} decides: nothing set")
     before = tunable.is_enabled(), tunable.tuning_is_enabled(), tunable.get_filename()
+    yours = "PYTORCH_TUNABLEOP_RECORD_UNTUNED" in os.environ
+    records = hasattr(torch._C, "_cuda_record_untuned_enable") and not yours
+    recorded = records and tunable.record_untuned_is_enabled()
+    tune, record = on and tune and not record, on and record
     if on:
         tunable.set_filename(str(TUNABLE_FILE), insert_device_ordinal=True)
     tunable.enable(on)
-    tunable.tuning_enable(on and tune)
+    tunable.tuning_enable(tune)
+    if records:
+        tunable.record_untuned_enable(record)
     file = tunable.get_filename()
     there = on and os.path.exists(file)
     read = there and tunable.read_file(file)
 
     def restore() -> None:
         tunable.set_filename(before[2])
+        if records:
+            tunable.record_untuned_enable(recorded)
         tunable.tuning_enable(before[1])
         tunable.enable(before[0])
 
     settings = [
         Setting("TunableOp", on, "set" if on != before[0] else "as it was", "solutions found by tuning"),
-        Setting("TunableOp tunes", on and tune, "set" if (on and tune) != before[1] else "as it was", "new products"),
+        Setting("TunableOp tunes", tune, "set" if tune != before[1] else "as it was", "new products"),
     ]
+    if record:
+        outcome: Outcome = "yours" if yours else "not in this torch"
+        if records:
+            outcome = "as it was" if recorded else "set"
+        settings.append(Setting("TunableOp records", True, outcome, "new products, for tune_gemm_in_file"))
     if on:
-        state = "read" if read else "of other versions, not read" if there else "not there yet"
-        settings.append(Setting("TunableOp file", file, "set", state))
+        found = "read" if read else "of other versions, not read" if there else "not there yet"
+        settings.append(Setting("TunableOp file", file, "set", found))
     return Configuration(settings=tuple(settings), _undo=[restore])

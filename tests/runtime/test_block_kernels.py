@@ -30,6 +30,7 @@ from rewrite.runtime.products.block_groups import (
     row_groups,
     sixteen,
 )
+from rewrite.runtime.products.block_rows import launch_block_rows
 from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, reason_against, widened
 from rewrite.runtime.products.linear import gated_linear, linear
 
@@ -211,7 +212,7 @@ def test_programs_that_share_rows(splits: int, device: torch.device, poisoned: N
         for _ in range(2):
             out = torch.full_like(residual, torch.nan)
             tile = (32, 128 // WAVE, splits, 2)
-            block_linear._launch_rows(x, weight, bias, prologue, residual, out, tile)
+            launch_block_rows(x, weight, bias, prologue, residual, out, tile)
             assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 

@@ -149,6 +149,7 @@ class Tuner:
 
     def __init__(self) -> None:
         self.enabled, self.tuning, self.filename, self.read = False, True, "tunableop_results.csv", []
+        self.recording = False
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         functions: dict[str, Callable[..., object]] = {
@@ -159,10 +160,13 @@ class Tuner:
             "tuning_enable": lambda value: setattr(self, "tuning", value),
             "set_filename": self.set_filename,
             "read_file": lambda file: self.read.append(file) or True,
+            "record_untuned_is_enabled": lambda: self.recording,
+            "record_untuned_enable": lambda value: setattr(self, "recording", value),
         }
         for name, function in functions.items():
             monkeypatch.setattr(torch.cuda.tunable, name, function)
         monkeypatch.setattr(torch._C, "_cuda_tunableop_enable", None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_record_untuned_enable", None, raising=False)
 
     def set_filename(self, name: str, insert_device_ordinal: bool = False) -> None:
         self.filename = name.replace(".csv", "0.csv") if insert_device_ordinal else name
@@ -187,3 +191,23 @@ def test_tunable_op_keeps_its_file_in_the_package(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PYTORCH_TUNABLEOP_ENABLED", "0")
     assert "PYTORCH_TUNABLEOP_ENABLED=0 decides" in str(rocm.tunable_op(force=True))
     assert not tuner.enabled
+
+
+def test_products_are_written_down_for_another_process_to_tune(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tuner = Tuner()
+    tuner.patch(monkeypatch)
+    monkeypatch.setattr(rocm, "TUNABLE_FILE", tmp_path / "tunableop.csv")
+    with rocm.tunable_op(tune=True, record=True, force=True) as made:
+        assert (tuner.enabled, tuner.tuning, tuner.recording) == (True, False, True)
+        assert outcomes(made)["TunableOp records"] == "set"
+        rocm.tunable_op(force=True)
+        assert not tuner.recording
+    assert (tuner.enabled, tuner.tuning, tuner.recording) == (False, True, False)
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_RECORD_UNTUNED", "1")
+    assert outcomes(rocm.tunable_op(record=True, force=True))["TunableOp records"] == "yours"
+    assert not tuner.recording
+    monkeypatch.delenv("PYTORCH_TUNABLEOP_RECORD_UNTUNED")
+    monkeypatch.delattr(torch._C, "_cuda_record_untuned_enable")
+    assert outcomes(rocm.tunable_op(record=True, force=True))["TunableOp records"] == "not in this torch"
