@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..products.deferred import Deferred
+from ..products.put_off import Deferred
 from ..products.step_products import StepProducts
 from .masked_attention import masked_attention, takes_rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core import backend, deferring
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
-from ..products.deferred import Deferred
+from ..products.put_off import Deferred
 
 CASES = """
 kept = [tensor(1, 8, CONTEXT, 128) for _ in range(2)]

@@ -39,7 +39,8 @@ from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
 from ..core.target import CARRIED, CHAINS, CHANGES
 from ..products.chain import FUNCTIONS
-from ..products.step_products import Handlers, StepProducts
+from ..products.put_off import Handlers
+from ..products.step_products import StepProducts
 from .carried import carried_by
 from .changes import Before, Kept
 from .constants import StepConstants

@@ -135,12 +135,12 @@ def _attention(
 
     transformers before 5.23 makes a mask that hides nothing in every capture; torch has no fast kernel for it.
     """
-    given = [uncopied(step, one) for one in (query, key, value)]
+    q, k, v = (uncopied(step, one) for one in (query, key, value))
     mask = None if attn_mask is not None and hides_nothing(step, attn_mask) else attn_mask
-    if mask is attn_mask and all(one is other for one, other in zip(given, (query, key, value), strict=True)):
+    if mask is attn_mask and q is query and k is key and v is value:
         return None
-    _settle(step, *given, mask)
-    return F.scaled_dot_product_attention(*given, mask, dropout_p, is_causal, **named)
+    _settle(step, q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **named)
 
 
 def _layer_norm(
