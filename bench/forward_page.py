@@ -43,15 +43,25 @@ def write() -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the surroundings and the table."""
+    """Return a table for each run, with its surroundings."""
     timed = [row for row in rows if not row["error"]]
-    first = timed[0]
-    versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
-    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    body = "\n".join([*head, *(f"| {_line(row, cell)} |" for row in timed for cell in row["cells"])])
+    parts = []
+    for where in dict.fromkeys(map(_where, timed)):
+        head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+        of_run = [row for row in timed if _where(row) == where]
+        parts += [
+            f"{where}.",
+            "\n".join([*head, *(f"| {_line(row, cell)} |" for row in of_run for cell in row["cells"])]),
+        ]
     failed = [f"- `{row['name']}`: {row['error']}" for row in rows if row["error"]]
-    commit = f", commit {first['commit']}" if "commit" in first else ""
-    return "\n\n".join([f"{first['device']}, {versions}, {first['date']}{commit}.", body, *failed])
+    return "\n\n".join([*parts, *failed])
+
+
+def _where(row: Row) -> str:
+    """Return on what a row was measured, and when."""
+    versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+    commit = f", commit {row['commit']}" if "commit" in row else ""
+    return f"{row['device']}, {versions}, {row['date']}{commit}"
 
 
 def _line(row: Row, cell: Mapping[str, Any]) -> str:

@@ -150,7 +150,7 @@ def _measured(plan: Plan, subject: Subject, cell: Cell, entry: dict[str, Any], s
         low, high = timing.interval(values)
         entry["sides"][name] |= {"step_ms": median(values), "low": low, "high": high}
         if name != OURS and OURS in times:
-            entry["sides"][name]["ours"] = timing.ratio(values, times[OURS])
+            entry["sides"][name]["ours"] = timing.ratio(values, times[OURS], in_turn=entry["together"])
     sides.clear()
     _release(gpu)
 

@@ -53,14 +53,26 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
 
 
-def ratio(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """median(theirs) / median(ours) and its 95% interval over resampled rounds."""
+def ratio(theirs: Sequence[float], ours: Sequence[float], *, in_turn: bool = True) -> dict[str, float]:
+    """median(theirs) / median(ours) and its 95% interval over resampled rounds.
+
+    Args:
+        theirs: figures of the one side.
+        ours: of the other, in the same rounds.
+        in_turn: whether there were such rounds; sides that ran one after the other are resampled apart.
+
+    Raises:
+        ValueError: if sides that ran in turn have not as many figures.
+    """
     generator = random.Random(0)
-    pairs = list(zip(theirs, ours, strict=True))
+    pairs = list(zip(theirs, ours, strict=True)) if in_turn else []
     drawn = []
     for _ in range(RESAMPLES):
-        sample = generator.choices(pairs, k=len(pairs))
-        drawn.append(median(pair[0] for pair in sample) / median(pair[1] for pair in sample))
+        if in_turn:
+            first, second = zip(*generator.choices(pairs, k=len(pairs)), strict=True)
+        else:
+            first, second = (tuple(generator.choices(values, k=len(values))) for values in (theirs, ours))
+        drawn.append(median(first) / median(second))
     value = median(theirs) / median(ours)
     return {"value": value, "low": percentile(drawn, 0.025), "high": percentile(drawn, 0.975)}
 

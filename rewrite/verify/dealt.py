@@ -194,9 +194,13 @@ class Dealt:
         import torch.distributed as dist
 
         places = [self.folder / "theirs", self.folder / "ours"]
-        for model, place in zip((theirs, ours), places, strict=True):
-            model.save_pretrained(place)
+        refusals = [_refusal_to_save(model, place) for model, place in zip((theirs, ours), places, strict=True)]
         dist.barrier()
+        if any(refusals):
+            said = f"not written by this torch, nor is the original's: {refusals[0]}"
+            differ = f"the original's: {refusals[0] or 'written'}, the package's: {refusals[1] or 'written'}"
+            same = refusals[0] == refusals[1]
+            return self._everywhere("checkpoint", same, said if same else differ)
         written = [{p.name: p.read_bytes() for p in place.glob("*.safetensors")} for place in places]
         same = written[0] == written[1] and bool(written[0])
         size = sum(map(len, written[1].values()))
@@ -267,9 +271,36 @@ def _gradients_of(model: Any, prompt: Tensor) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().double()
+        found[name] = (_whole(gradient) if isinstance(gradient, DTensor) else gradient).detach().double()
     model.zero_grad(set_to_none=True)
     return found
+
+
+def _refusal_to_save(model: Any, place: Path) -> str:
+    """Save a model; return what torch says where it cannot put together what the ranks have, else nothing."""
+    try:
+        model.save_pretrained(place)
+    except ValueError as error:  # torch 2.11, of experts that are packed
+        return str(error).split(",")[0]
+    return ""
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return what ranks of one group have of a DTensor, put together; torch 2.11 does not take packed parts."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    (placement,) = tensor.placements
+    if not isinstance(placement, _StridedShard):
+        whole: Tensor = tensor.full_tensor()
+        return whole
+    own = tensor.to_local().contiguous()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    pieces = int(placement.split_factor)
+    packed = zip(*(part.chunk(pieces, placement.dim) for part in parts), strict=True)
+    return torch.cat([part for of_one in packed for part in of_one], placement.dim)
 
 
 def _error(truth: Tensor, got: Tensor, floor: float = 0.0) -> float:

@@ -217,7 +217,7 @@ class Written:
             return self.name(f"{start} + {place.flat} * {step}")
         wide = _wide(node.at)
         if node.kind == "div" and not isinstance(node.of[1], Read) and not self.interpreted:
-            inverse = float(1.0 / torch.tensor(node.of[1], dtype=wide))  # as torch does on a GPU
+            inverse = float((1.0 / torch.tensor(node.of[1], dtype=torch.float64)).to(wide))  # as torch does on a GPU
             node = Node("mul", node.dtype, node.shape, (node.of[0], inverse))
         if node.kind == "gather":
             return self._gathered(node, place)

@@ -324,3 +324,10 @@ def test_measuring_needs_neither_libcst_nor_click_nor_rich(plan: Plan, tmp_path:
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out.json").read_text())["complete"] is True
+
+
+def test_sides_that_ran_one_after_the_other_need_not_have_as_many_figures() -> None:
+    apart = timing.ratio([4.0, 4.1, 3.9], [2.0, 2.0], in_turn=False)
+    assert apart["low"] <= apart["value"] == 2.0 <= apart["high"]
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        timing.ratio([4.0, 4.1, 3.9], [2.0, 2.0])
