@@ -37,7 +37,7 @@ OURS = {
         "_linear_kernel _gated_kernel _skinny_linear_kernel _transposed_linear_kernel _fp8_skinny_kernel "
         "_experts_gate_up_kernel _experts_down_kernel _transposed_gate_up_kernel _transposed_down_kernel "
         "_router_logits_kernel _qkv_kernel _latent_query_kernel _block_linear_kernel _block_gate_up_kernel "
-        "_block_down_kernel _grouped_kernel"
+        "_block_rows_kernel _block_down_kernel _grouped_kernel"
     ),
     ATTENTION: (
         "_decode_attention_kernel _masked_attention_kernel _latent_attention_kernel _latent_values_kernel "
@@ -45,9 +45,9 @@ OURS = {
     ),
     ELEMENTWISE: (
         "_rms_norm_kernel _layer_norm_kernel _gated_norm_kernel _gated_activation_kernel _select_experts_kernel "
-        "_fp8_add_rms_norm_kernel _fp8_gated_activation_kernel _fp8_rows_kernel _block_rows_kernel "
-        "_rms_norm_backward_kernel _gated_activation_backward_kernel _cross_entropy_kernel _dequantize_kernel "
-        "_chain_kernel"
+        "_fp8_add_rms_norm_kernel _fp8_gated_activation_kernel _fp8_rows_kernel _dequantize_kernel _chain_kernel "
+        "_rms_norm_backward_kernel _layer_norm_backward_kernel _gated_activation_backward_kernel "
+        "_experts_gradient_kernel _sum_of_experts_kernel _cross_entropy_kernel"
     ),
     ROTARY: "_rotary_kernel _rotary_rows_kernel",
     COPIES: "_rope_cache_kernel _write_token_kernel",

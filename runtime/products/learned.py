@@ -38,8 +38,10 @@ def learned_projections(input: Tensor, projections: Sequence[nn.Module]) -> tupl
     """
     if not all(type(projection) is nn.Linear and not backend.observed(projection) for projection in projections):
         return None
-    weights = [projection._parameters["weight"] for projection in projections]
-    biases = [projection._parameters["bias"] for projection in projections]
+    own = [projection._parameters for projection in projections]
+    if not all("weight" in parameters and "bias" in parameters for parameters in own):  # a buffer, an attribute
+        return None
+    weights, biases = ([parameters[name] for parameters in own] for name in ("weight", "bias"))
     if not backend.learns(input, *weights, *biases) or not input.numel():
         return None
     present = [tensor for tensor in (*weights, *biases) if tensor is not None]

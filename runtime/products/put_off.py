@@ -75,6 +75,11 @@ class Deferred:
         raise NotImplementedError
 
     @property
+    def link(self) -> Any:
+        """What it is in a chain of functions, a `chain_text.Node`; None where it is no chain."""
+        return None
+
+    @property
     def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         """The function of torch that it is, and its operands; None where it is none that a chain may take in."""
         return None
