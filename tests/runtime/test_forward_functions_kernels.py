@@ -101,6 +101,25 @@ def test_joins_are_torchs(name: str, dtype: torch.dtype, device: torch.device, t
     assert ours.dtype == wanted.dtype
     assert torch.equal(ours, wanted)
     assert texts
+    loads = [line for text in texts for line in text.splitlines() if "tl.load" in line]
+    assert all("mask=" in line for line in loads)  # beyond a part's ends lies somebody else's memory
+
+
+VIEWS: dict[str, Function] = {
+    "two dimensions as one": lambda x, row: (x * row[:, None]).view(3, 84).transpose(0, 1) * 2,
+    "one as two": lambda x, row: ((x * row[:, None]).view(3, 84) + 1).view(3, 12, 7).transpose(1, 2) * 2,
+    "others of the same size": lambda x, row: (x * row[:, None]).view(3, 12, 7).transpose(1, 2) - x,
+    "all in another order": lambda x, row: (x * row[:, None]).permute(2, 0, 1) * x.permute(2, 0, 1),
+    "of a broadcast": lambda x, row: (row * 2).view(7, 1).expand(7, 12) + x,
+}
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["as torch", "free layout"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_viewed_is_taken_in(name: str, free: bool, device: torch.device, texts: list[str]) -> None:
+    x, row = numbers(device, torch.float32, 3, 7, 12), numbers(device, torch.float32, 7)
+    assert torch.equal(forward(VIEWS[name], x, row, free=free), VIEWS[name](x, row))
+    assert len(texts) == 1
 
 
 def test_a_join_of_nothing_is_torchs(device: torch.device, texts: list[str]) -> None:
@@ -172,6 +191,18 @@ def test_a_norm_is_the_last_stage_of_a_chain(
         assert summed is None or torch.equal(summed, sums)
     assert len(texts) == 2
     assert [text.count("tl.store") for text in texts] == [2, 1]  # a sum that nobody holds is not written
+
+
+def test_a_norm_of_two_dtypes_is_the_wider_one(device: torch.device, texts: list[str]) -> None:
+    x, weight = numbers(device, torch.float16, 5, 64), numbers(device, torch.float32, 64)
+    function = lambda: rms_norm(x * 2, weight, 1e-6)
+    with backend.use_backend("reference"):
+        wanted = function()
+    ours = forward(function)
+    assert ours.dtype == wanted.dtype == torch.float32
+    exact = exact_norm("RMSNorm", (x * 2).double(), weight.double(), weight.double())
+    assert_as_exact_as(wanted, ours, exact, torch.finfo(torch.float16).eps)
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("rows", [4097, 3])
