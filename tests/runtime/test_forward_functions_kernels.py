@@ -101,11 +101,20 @@ def test_joins_are_torchs(name: str, dtype: torch.dtype, device: torch.device, t
     assert ours.dtype == wanted.dtype
     assert torch.equal(ours, wanted)
     assert texts
-    loads = [line for text in texts for line in text.splitlines() if "tl.load" in line]
-    assert all("mask=" in line for line in loads)  # beyond a part's ends lies somebody else's memory
+
+
+def test_a_part_is_read_where_it_is(device: torch.device, texts: list[str]) -> None:
+    """Beyond its ends lies somebody else's memory, or none."""
+    x, y = numbers(device, torch.float32, 4, 8, 16), numbers(device, torch.float32, 4, 8, 16)
+    forward(lambda: torch.cat((x * 2, y), dim=1))
+    loads = [line for line in texts[0].splitlines() if "tl.load" in line]
+    assert len(loads) == 2
+    assert all("mask=" in line for line in loads)
+    assert "mask=" not in texts[0].splitlines()[-1]  # all of the result is there
 
 
 VIEWS: dict[str, Function] = {
+    "a stride that is no multiple": lambda x, row: (x.view(36, 7) * row).view(7, 36).t() + 1,
     "two dimensions as one": lambda x, row: (x * row[:, None]).view(3, 84).transpose(0, 1) * 2,
     "one as two": lambda x, row: ((x * row[:, None]).view(3, 84) + 1).view(3, 12, 7).transpose(1, 2) * 2,
     "others of the same size": lambda x, row: (x * row[:, None]).view(3, 12, 7).transpose(1, 2) - x,
