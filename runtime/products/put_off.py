@@ -40,7 +40,8 @@ _VIEWS = {
     torch.Tensor.view, torch.Tensor.transpose, torch.Tensor.permute, torch.Tensor.unsqueeze, torch.Tensor.squeeze,
     torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.Tensor.unflatten,
     torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.select, torch.Tensor.narrow,
-    torch.Tensor.unbind, torch.unbind,
+    torch.Tensor.unbind, torch.unbind, torch.Tensor.t, torch.t, torch.Tensor.swapaxes, torch.swapaxes,
+    torch.Tensor.movedim, torch.movedim, torch.narrow, torch.select, torch.Tensor.detach,
     *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")),
     torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split, torch.unflatten,
 }  # fmt: skip
