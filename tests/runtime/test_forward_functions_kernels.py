@@ -20,7 +20,7 @@ from rewrite.runtime.forward.functions import ForwardFunctions
 from rewrite.runtime.norms.add_layer_norm import add_layer_norm
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
-from rewrite.runtime.products import chain_rows, chain_text
+from rewrite.runtime.products import chain_place, chain_rows, chain_text
 from rewrite.runtime.products.chain_text import LARGE
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -347,3 +347,20 @@ def test_what_a_large_chain_took_in_is_not_written_besides(device: torch.device,
 def test_steps_alone_have_kernels_of_steps(device: torch.device) -> None:
     with torch.no_grad(), ForwardFunctions():
         assert not deferring.defers()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "into", "parts"),
+    [
+        ((2, 3, 4), (4, 8, 1), (3, 2, 4), [[(1, 1)], [(0, 1)], [(2, 1)]]),
+        ((3, 2, 2), (4, 2, 1), (3, 4), [[(0, 1)], [(1, 2), (2, 1)]]),
+        ((5, 4), (0, 1), (4,), [[(1, 1)]]),
+        ((3, 4), (4, 1), (3, 2, 2), None),
+        ((2, 2), (6, 1), (3, 4), None),
+        ((4, 2), (1, 3), (2, 4), None),
+    ],
+)
+def test_coordinates_are_sums_or_unknown(
+    shape: Any, strides: Any, into: Any, parts: Any, device: torch.device
+) -> None:
+    assert chain_place._parts(shape, strides, into) == parts
