@@ -11,7 +11,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "intermediate_size": 96, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2,
-        "vocab_size": 128, "max_position_embeddings": 4096,
+        "vocab_size": 128, "max_position_embeddings": 4096, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     },
     "1b": {  # Llama-3.2-1B
         "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -46,6 +46,9 @@ OTHER_NAMES = {
 }
 """Other spellings of a size in configuration classes."""
 
+LATENT = "qk_rope_head_dim"
+"""The field of models that keep latents: heads have parts of sizes of their own, and share none."""
+
 
 class ShapeDoesNotFit(UsageError):
     """A shape needs something that the model's configuration does not have."""
@@ -65,10 +68,12 @@ def config_for(config_class: Any, shape: str, **overrides: Any) -> Any:
     for name, value in {**SHAPES[shape], **overrides}.items():
         known = [spelling for spelling in (name, *OTHER_NAMES.get(name, ())) if spelling in defaults]
         if name == "head_dim":  # models read it where their configuration class does not declare it
-            known = [name]
+            known = [] if LATENT in defaults else [name]
         if name == "num_experts" and not known and shape != "tiny":
             raise ShapeDoesNotFit(shape, config_class.__name__, "experts")
         fields |= dict.fromkeys(known, value)
+    if LATENT in defaults:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     kinds = list(dict.fromkeys(defaults.get("layer_types") or ()))
     if len(kinds) > 1:
         fields["layer_types"] = [kinds[i % len(kinds)] for i in range(fields["num_hidden_layers"])]

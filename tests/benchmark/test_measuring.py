@@ -326,6 +326,17 @@ def test_measuring_needs_neither_libcst_nor_click_nor_rich(plan: Plan, tmp_path:
     assert json.loads((tmp_path / "out.json").read_text())["complete"] is True
 
 
+def test_a_small_model_that_keeps_latents_runs() -> None:
+    """Its heads have parts of their own sizes and share none, and its experts are chosen by group."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = presets.config_for(DeepseekV3Config, "tiny", num_experts=8)
+    assert config.first_k_dense_replace < config.num_hidden_layers
+    with torch.no_grad():
+        logits = DeepseekV3ForCausalLM._from_config(config)(torch.arange(4, 13)[None]).logits
+    assert bool(logits.isfinite().all())
+
+
 def test_sides_that_ran_one_after_the_other_need_not_have_as_many_figures() -> None:
     apart = timing.ratio([4.0, 4.1, 3.9], [2.0, 2.0], in_turn=False)
     assert apart["low"] <= apart["value"] == 2.0 <= apart["high"]
