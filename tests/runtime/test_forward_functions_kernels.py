@@ -364,3 +364,20 @@ def test_coordinates_are_sums_or_unknown(
     shape: Any, strides: Any, into: Any, parts: Any, device: torch.device
 ) -> None:
     assert chain_place._parts(shape, strides, into) == parts
+
+
+def test_in_inference_mode(device: torch.device, texts: list[str]) -> None:
+    x, weight = numbers(device, torch.float32, 6, 64), numbers(device, torch.float32, 64)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        summed = x * 2 + 1
+        summed *= 3
+        return F.layer_norm(summed, (64,), weight), summed, torch.cat((x, -x), dim=1)[:, 3:]
+
+    with torch.inference_mode():
+        wanted = function(x)
+        with layout.free(), ForwardFunctions(poisons=True):
+            ours = function(x)
+        for one, other in zip(ours, wanted, strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert len(texts) == 2
