@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import deferring
 from ..core.target import CHAINS
 from ..products.chain import FUNCTIONS, hides_nothing, in_order, uncopied
 from ..products.chain_rows import norm_of_chain
@@ -41,15 +39,16 @@ def scaled(x, scale, residual, *norm):
     return F.layer_norm(summed, (1024,), *norm), summed
 
 def rms(x, scale, residual, weight):
-    summed = x * scale + residual
-    return deferring.rms_norm(summed, weight, EPS), summed
+    with ForwardFunctions() as step:
+        summed = x * scale + residual
+        return step.rms_norm(summed, weight, EPS), summed
 
 rows = tensor(8, 2048, 1024), tensor(1024), tensor(8, 2048, 1024)
 case("rotation after a prefix", forward, turned, tensor(8, 201, 3072), tensor(196, 64), tensor(196, 64))
 case("quick GELU", forward, lambda x: x * torch.sigmoid(x * 1.702), tensor(32, 257, 4096))
 case("transposed", forward, lambda x: F.gelu(x).transpose(1, 2).contiguous(), tensor(8, 1599, 512))
 case("scale, sum, LayerNorm", forward, scaled, *rows, tensor(1024), tensor(1024))
-case("scale, sum, RMSNorm", forward, rms, *rows, tensor(1024))
+case("scale, sum, RMSNorm", rms, *rows, tensor(1024))
 """
 
 _MOST = (1 << 31) - 1
@@ -71,27 +70,11 @@ def functions(wanted: bool = True, *, poisons: bool = False) -> AbstractContextM
 class ForwardFunctions(PutsOff):
     """Puts off functions of any size, and sums and norms that this package's operators ask for."""
 
-    of_step = False
     largest = _MOST
 
     def __init__(self, *, poisons: bool = False):
         super().__init__(poisons=poisons)
         self.chains = _FUNCTIONS
-        self._asks: AbstractContextManager[None] = deferring.to(self)
-
-    def __enter__(self) -> ForwardFunctions:
-        """Begin a forward."""
-        self._asks = deferring.to(self)
-        self._asks.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Compute what the model still holds."""
-        self._asks.__exit__(kind, error, trace)
-        super().__exit__(kind, error, trace)
 
     def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
         """Put off a sum that a norm reads."""
@@ -109,16 +92,6 @@ class ForwardFunctions(PutsOff):
     def _norm(self, input: Tensor, norm: Norm) -> Tensor | None:
         with torch._C.DisableTorchFunction():
             return norm_of_chain(self, input, norm)
-
-    def normed(self, tensor: Tensor) -> None:
-        """No product takes in a norm of many rows."""
-
-    def product(self, input: Tensor, *product: Any) -> None:
-        """Products of many rows are computed at once."""
-
-    def write(self, write: Any, *places: Tensor) -> bool:
-        """Nothing is written late."""
-        return False
 
 
 def _attention(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..core import deferring
 from ..core.target import CHAINS
 
 Instead = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
@@ -104,6 +106,8 @@ class PutsOff(TorchFunctionMode):
         poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
     """
 
+    of_step = False
+    """Whether it is for steps of one token, which have kernels of their own."""
     largest = 1 << 16
     """Numbers of what a chain of functions gives (`chain`): in a step, more take longer than the launch they save."""
 
@@ -117,12 +121,21 @@ class PutsOff(TorchFunctionMode):
         """The same as handlers, asked last, whatever a call is given."""
         self._poisons = poisons
         self._deferred: dict[int, Deferred] = {}
+        self._asks: AbstractContextManager[None] = deferring.to(self)
+
+    def __enter__(self) -> PutsOff:
+        """Begin: this package's operators ask here first (`core.deferring`)."""
+        self._asks = deferring.to(self)
+        self._asks.__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Compute what the model still holds."""
         super().__exit__(kind, error, trace)
+        self._asks.__exit__(kind, error, trace)
         if kind is None:
             while self._deferred:  # the last first: what it was made of may then be of no use
                 self._compute(next(reversed(self._deferred)))
@@ -156,6 +169,26 @@ class PutsOff(TorchFunctionMode):
     def _holds(self) -> bool:
         """Return whether a call may read what was put off."""
         return bool(self._deferred)
+
+    def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off an RMSNorm; `core.deferring` says what each of these is given. By default nothing is put off."""
+        return None
+
+    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+        """Put off a LayerNorm."""
+        return None
+
+    def normed(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
+        """Return what a norm that was put off is computed from."""
+        return None
+
+    def product(self, input: Tensor, *product: Any) -> Tensor | None:
+        """Put off a product."""
+        return None
+
+    def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
+        """Put off a sum."""
+        return None
 
     def put_off(
         self, deferred: Deferred, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None

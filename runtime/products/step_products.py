@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import deferring
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import LAYER_NORM
 from . import memory
@@ -65,20 +63,11 @@ class StepProducts(PutsOff):
     ) -> None:
         super().__init__(instead, handlers, poisons=poisons)
         self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
-        self._norms: AbstractContextManager[None] = deferring.to(self)
-
-    def __enter__(self) -> StepProducts:
-        """Begin a step."""
-        self._norms = deferring.to(self)
-        self._norms.__enter__()
-        super().__enter__()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Compute what the model still holds."""
-        self._norms.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)
         self._sums.clear()
 
@@ -143,8 +132,9 @@ class StepProducts(PutsOff):
             bare = isinstance(found, Normed) and found.residual is None
             return (found.input, found.prologue) if bare else None  # type: ignore[union-attr]
 
-    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, prologue: Norm | None) -> Tensor | None:
+    def product(self, input: Tensor, *product: Any) -> Tensor | None:
         """Put off a product that knows its norm."""
+        weight, bias, prologue = product
         with torch._C.DisableTorchFunction():
             if not input.is_contiguous() or not takes_product(input, weight, bias):
                 return None
