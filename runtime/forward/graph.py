@@ -119,13 +119,14 @@ class ForwardGraph:
         weights: tensors of the model.
         device: of the model.
         pool: of the graphs' memory; None to run the forward again at each replay, for tests where there is no GPU.
-        freely: whether operators lay out their results as suits them (`core.layout`), and functions of torch are put
-            off (`forward.functions`).
+        free_layout: whether operators lay out their results as suits them (`core.layout`).
+        chained: whether functions of torch are put off (`forward.functions`).
     """
 
     def __init__(
-        self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any, freely: bool = False
-    ):
+        self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any,
+        *, free_layout: bool = False, chained: bool = False,
+    ):  # fmt: skip
         self.nbytes = 0
         """Bytes of device memory that came with it."""
         self.inputs: list[Tensor] = []
@@ -137,7 +138,7 @@ class ForwardGraph:
         self.pool = pool
 
         def its_way(call: Any) -> Any:
-            with layout.free(freely), functions(freely):
+            with layout.free(free_layout), functions(chained):
                 return run(call)
 
         if pool is None:

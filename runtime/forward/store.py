@@ -26,6 +26,9 @@ MOST_FAILURES = 3
 LOOKS_AGAIN = 64
 """Calls without a graph after which it is seen whether the reason is still there; after a look in vain, twice as many:
 a look that finds another model tries to capture it, which reads every weight."""
+KINDS_COMPILED = 8
+"""Kinds of calls for which kernels of chains are compiled, as sizes stand in their texts: that takes many times as long
+as a capture. Later kinds run functions one by one."""
 SHARE_OF_MEMORY = 8
 """Graphs of a model take at most one part in so many of the device's memory."""
 
@@ -69,6 +72,8 @@ class ForwardStore:
         self.reasons: Counter[str] = Counter()
         """How often a call ran without a graph, by reason."""
         self.replays = 0
+        self.compiled: set[Hashable] = set()
+        """The kinds of calls that kernels were compiled for."""
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
         self._needed: dict[Hashable, int] = {}
         self._changed: set[Hashable] = set()
@@ -76,6 +81,12 @@ class ForwardStore:
         self._since_look, self._look_after = 0, LOOKS_AGAIN
         self._stream: Any = None
         self._idle: Any = None
+
+    def may_compile(self, kind: Hashable) -> bool:
+        """Return whether kernels may be compiled for a kind of call."""
+        if len(self.compiled) < KINDS_COMPILED:
+            self.compiled.add(kind)
+        return kind in self.compiled
 
     def count(self, kind: Hashable) -> int:
         """Count a call without a graph; return how many are missing before it is worth capturing, 0 if none."""

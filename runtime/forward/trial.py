@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -14,11 +15,12 @@ from ..core.capture import CaptureFailed
 from ..core.compile_ahead import compile_all, variants
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
+from ..core.target import CHAINS
 from .draws import Draws
 from .fitness import Randomness, collector_of, unfit_model
 from .functions import functions
 from .graph import ForwardGraph, Run, Unsuitable
-from .store import ForwardStore, Kept
+from .store import KINDS_COMPILED, ForwardStore, Kept
 from .structure import NotUnderstood, form_of
 
 ROUNDS = 3
@@ -66,18 +68,17 @@ def attempt(
         store.tried = effects.snapshot_to_keep
         if not effects.are_none(store, kind, draws):  # more runs would have them too
             return expected
-        reason = _rehearsed(call, run, expected, device, store.without_graph)
+        reason = _rehearsed(store, kind, call, run, expected, device)
         snapshot = _ready(model, store, device)
-        if not reason:
-            try:
-                kept = _captured(store, snapshot, call, tensors, run, expected, freely=True)
-            except torch.OutOfMemoryError:
-                raise
-            except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
-                reason = _named(error)
-        if reason:
-            kept = _captured(store, snapshot, call, tensors, run, expected, freely=False)
-            kept = kept._replace(as_written=reason)
+        capture = functools.partial(_captured, store, snapshot, call, tensors, run, expected)
+        try:
+            kept = capture(free_layout=True, chained=not reason)
+        except torch.OutOfMemoryError:
+            raise
+        except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
+            reason = _named(error)
+            kept = capture(free_layout=False, chained=False)
+        kept = kept._replace(as_written=reason if CHAINS else "")
         if measures:
             kept = kept._replace(milliseconds=_times(kept.graph, snapshot, call, tensors, run))
         store.keep(kind, kept._replace(draws=draws))
@@ -203,7 +204,8 @@ def _captured(
     run: Run,
     expected: Any,
     *,
-    freely: bool,
+    free_layout: bool,
+    chained: bool,
 ) -> Kept:
     """Return a graph that computes `expected`.
 
@@ -216,7 +218,7 @@ def _captured(
     assert store.device is not None
     pool = store.pool() if store.device.type == "cuda" and not store.without_graph else None
     with derived.watching() as seen:
-        graph = ForwardGraph(run, call, snapshot.tensors, store.device, pool, freely)
+        graph = ForwardGraph(run, call, snapshot.tensors, store.device, pool, free_layout=free_layout, chained=chained)
     if seen.copies:
         raise Unsuitable("derived_weights")
     if any(own._version > 1 for own in graph.inputs):
@@ -233,18 +235,22 @@ def _captured(
     return Kept(graph, None)
 
 
-def _rehearsed(call: Any, run: Run, expected: Any, device: torch.device, without_graph: bool) -> str:
+def _rehearsed(store: ForwardStore, kind: Hashable, call: Any, run: Run, expected: Any, device: torch.device) -> str:
     """Run the forward with functions put off; return why they have to run one by one, empty if they need not.
 
     What nobody computed is NaN then. What is packed or made at the first use in a graph is there afterwards, before
     anybody looks at the model.
     """
+    if CHAINS and not store.may_compile(kind):
+        with rehearsing():
+            run(call)
+        return f"kernels were compiled for {KINDS_COMPILED} other kinds of calls"
 
     def freely(*, poisons: bool) -> Any:
         with layout.free(), functions(poisons=poisons):
             return run(call)
 
-    if not without_graph:
+    if not store.without_graph:
         compile_all(variants(lambda: freely(poisons=False), device), device)
     try:
         wanted: list[Tensor] = []

@@ -653,3 +653,15 @@ def test_functions_that_cannot_be_put_off_run_one_by_one(device: str, monkeypatc
         assert torch.allclose(ours, other, atol=1e-6)
     if device == "cuda":
         assert "its functions one by one: Unsuitable: by" in str(explain(model))
+
+
+def test_kernels_are_compiled_for_few_kinds_of_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their texts hold sizes: calls of ever other lengths would compile for ever."""
+    monkeypatch.setattr(store, "KINDS_COMPILED", 2)
+    model = made(device, lambda model, x, _: model.linear(x) * 2 + 1)
+    for rows in (1, 2, 3, 2):
+        assert torch.allclose(model(inputs(device, rows=rows)), plain(model, inputs(device, rows=rows)), atol=1e-6)
+    kept = store.store_of(model)
+    assert [bool(graph.as_written) for graph in kept.graphs.values()] == [False, True, False]
+    assert replays(model) == 1
+    assert "its functions one by one: kernels were compiled for" in str(explain(model))
