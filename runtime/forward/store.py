@@ -27,8 +27,8 @@ LOOKS_AGAIN = 64
 """Calls without a graph after which it is seen whether the reason is still there; after a look in vain, twice as many:
 a look that finds another model tries to capture it, which reads every weight."""
 KINDS_COMPILED = 8
-"""Kinds of calls for which kernels of chains are compiled, as sizes stand in their texts: that takes many times as long
-as a capture. Later kinds run functions one by one."""
+"""Kinds of calls for which kernels of chains are compiled, as sizes stand in their texts: that takes many times as
+long as a capture. Later kinds run functions one by one."""
 SHARE_OF_MEMORY = 8
 """Graphs of a model take at most one part in so many of the device's memory."""
 
