@@ -89,9 +89,10 @@ def text_of_rows(node: Node, outs: Sequence[tuple[Node, Tensor]], norm: Norm, ou
         f"row = tl.program_id(0) * {block_rows} + tl.arange(0, {block_rows})[:, None]",
         f"col = tl.arange(0, {block_columns})[None, :]",
         f"inside = col < {width}",
+        "zeros = row * 0 + col * 0",
         *([f"mask = {' & '.join(masks)}"] if masks else []),
     ]
-    text = Written("mask" if masks else "", not (out.is_cuda or pretends()))
+    text = Written("mask" if masks else "", not (out.is_cuda or pretends()), "zeros")
     leading = (*node.shape[:-1], 1)
 
     def coordinate(first: int, last: int) -> str | None:
@@ -122,7 +123,8 @@ def text_of_rows(node: Node, outs: Sequence[tuple[Node, Tensor]], norm: Norm, ou
 
 def _column(text: Written, parameter: Tensor) -> str:
     """Return the variable with a parameter of each column."""
-    before, text.mask = text.mask, "inside"
+    before = text.mask, text.zeros
+    text.mask, text.zeros = "inside", ""
     loaded = text.load(parameter, "col")
-    text.mask = before
+    text.mask, text.zeros = before
     return loaded

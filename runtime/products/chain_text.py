@@ -156,9 +156,12 @@ class Written:
     Args:
         mask: the variable that says which indices are there; empty where all are.
         interpreted: whether Triton's interpreter runs them.
+        zeros: the variable of zeros in the shape of a program, where coordinates have parts of that: what is loaded
+            under a mask has the mask's shape.
     """
 
-    def __init__(self, mask: str, interpreted: bool):
+    def __init__(self, mask: str, interpreted: bool, zeros: str = ""):
+        self.zeros = zeros
         self.lines: list[str] = []
         self.tensors: list[Tensor] = []
         self.interpreted = interpreted
@@ -187,6 +190,7 @@ class Written:
             self.tensors.append(tensor)
         if index.isdecimal():  # a block of one, as all else are blocks
             return self.name(f"tl.load({self._pointers[at]} + tl.full((1,), {index}, tl.int32))")
+        index = f"{index} + {self.zeros}" if self.mask and self.zeros else index
         return self.name(f"tl.load({self._pointers[at]} + {index}{self.masked})")
 
     @property
@@ -356,13 +360,14 @@ def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
     shape, last = node.shape, len(node.shape) - 1
     blocks = {dim: -(-shape[dim] // TILE) for dim in (turned, last)}
     masks = [f"(c{dim} < {shape[dim]})" for dim in (turned, last) if shape[dim] % TILE]
-    text = Written("mask" if masks else "", interpreted)
+    text = Written("mask" if masks else "", interpreted, "zeros")
     others = [1 if dim in blocks else size for dim, size in enumerate(shape)]
     head = [
         f"rest = tl.program_id(0) // {blocks[turned] * blocks[last]}",
         f"along = tl.program_id(0) // {blocks[last]} % {blocks[turned]} * {TILE}",
         f"c{turned} = (along + tl.arange(0, {TILE}))[:, None]",
         f"c{last} = (tl.program_id(0) % {blocks[last]} * {TILE} + tl.arange(0, {TILE}))[None, :]",
+        f"zeros = c{turned} * 0 + c{last} * 0",
         *([f"mask = {' & '.join(masks)}"] if masks else []),
     ]
 

@@ -215,9 +215,11 @@ def test_a_norm_of_two_dtypes_is_the_wider_one(device: torch.device, texts: list
 
 
 @pytest.mark.parametrize("rows", [4097, 3])
-def test_rows_that_share_a_program(rows: int, device: torch.device, texts: list[str]) -> None:
-    given = [numbers(device, torch.float32, *shape) for shape in ((rows, 32), (rows, 32), (32,))]
-    assert_exact(lambda x, y, weight: F.layer_norm(x + y, (32,), weight, None, 1e-5), *given)
+@pytest.mark.parametrize("width", [32, 24])
+def test_rows_that_share_a_program(rows: int, width: int, device: torch.device, texts: list[str]) -> None:
+    shapes = ((rows, width), (rows, 1), (width,), (width,))
+    given = [numbers(device, torch.float32, *shape) for shape in shapes]
+    assert_exact(lambda x, y, scale, w: F.layer_norm(x * scale + y, (width,), w, None, 1e-5), *given)
     assert len(texts) == 1
 
 
