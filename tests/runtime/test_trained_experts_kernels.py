@@ -13,6 +13,7 @@ from differentiated import all_as_exact, gradients
 from experts_of import Mixture, every_pair
 from tolerances import assert_same_gradient
 from torch import Tensor
+from torch.nn import functional as F
 
 from rewrite.runtime.core import backend
 
@@ -27,6 +28,7 @@ ACTIVATIONS = {
     "gelu_tanh": torch.nn.GELU(approximate="tanh"),
     "relu": torch.nn.ReLU(),
 }
+grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 brought grouped products")
 dtypes = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 
 
@@ -43,6 +45,7 @@ DRAWS = 16
 MIXTURES = [(1, 3, 1, 16, 8), (33, 6, 2, 24, 40), (7, 9, 8, 64, 72)]
 
 
+@grouped
 @dtypes
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("shape", MIXTURES, ids=str)
@@ -74,6 +77,7 @@ def _results(device: torch.device, shape: tuple[int, ...], kind: str, dtype: tor
     return [theirs, ours, truth]
 
 
+@grouped
 def test_experts_wider_than_a_block(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     *inputs, index = mixture(device, 9, 4, 2, 16, 40)
     dtype = KERNEL_DTYPES[-1] if not INTERPRETED else torch.float32
@@ -84,6 +88,7 @@ def test_experts_wider_than_a_block(device: torch.device, monkeypatch: pytest.Mo
         assert_same_gradient(at_once, walked)
 
 
+@grouped
 def test_experts_whose_weights_are_frozen_or_in_fp32(device: torch.device) -> None:
     """As a router's are in several families, with the gradients of the rest alone."""
     x, weights, gate_up, down, index = mixture(device, 9, 4, 2, 16, 24)
@@ -114,6 +119,7 @@ def test_experts_that_are_watched_are_called(device: torch.device) -> None:
     torch.testing.assert_close(module.down_proj.grad, wanted)
 
 
+@grouped
 def test_experts_keep_gate_and_up_alone(device: torch.device) -> None:
     """Besides what is there anyway, and numbers."""
     *inputs, index = mixture(device, 9, 4, 2, 16, 24)
@@ -143,6 +149,7 @@ def unsorted_weights(*given: Any) -> Any:
 trained_gradients = trained.gradients_of_gates
 
 
+@grouped
 @pytest.mark.parametrize("bug", [forgets_the_share, swaps_gate_and_up, unsorted_weights])
 def test_planted_bug_in_experts_is_caught(
     device: torch.device, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
