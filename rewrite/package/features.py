@@ -16,7 +16,7 @@ from rewrite.package.step_functions import may_call_functions
 
 FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
-    "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a decode step or a captured forward"),
+    "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
 }
 """What `--without` may name: the name in `core/target`, and what the package then does not have."""
