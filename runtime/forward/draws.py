@@ -40,6 +40,11 @@ class Draws(TorchFunctionMode):
             self._drawn.append(result)
         return result
 
+    @property
+    def are_there(self) -> bool:
+        """Whether anything was drawn."""
+        return bool(self._calls)
+
     def again(self) -> None:
         """Draw as many numbers."""
         for args, given in self._calls:

@@ -81,7 +81,7 @@ def attempt(
         kept = kept._replace(as_written=reason if CHAINS else "")
         if measures:
             kept = kept._replace(milliseconds=_times(kept.graph, snapshot, call, tensors, run))
-        store.keep(kind, kept._replace(draws=draws))
+        store.keep(kind, kept._replace(draws=draws if draws.are_there else None))
     except Unsuitable as error:
         store.refuse(kind, error.reason, error.detail)
     except CaptureFailed as error:
@@ -97,7 +97,8 @@ def attempt(
         store.refuse(kind, "not_capturable", _said(error))
     finally:
         draws.release()
-        torch.set_rng_state(generator)  # the call drew once, however often it was tried
+        if draws.are_there:
+            torch.set_rng_state(generator)  # the call drew once, however often it was tried
     return expected
 
 

@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..core import backend, layout
 from ..core.launch import overlaps, pretends
 from .chain_forms import CASTED, FORMS, NEVER, OUT, WRITTEN, Form, Maker, same
 from .chain_text import LARGE, TYPES, Node, Read, is_turned, launch_chain
-from .put_off import Deferred, PutsOff, is_slice
+from .put_off import Deferred, PutsOff, is_slice, tensors_of
 
 CASES = """
 def chained(function, *given):
@@ -115,18 +115,10 @@ def _on_the_way(step: PutsOff, node: Node) -> list[tuple[Node, Tensor]]:
     return [(other.node, place) for other, place in found if isinstance(other, Chain)]
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    for one in arguments:
-        if isinstance(one, (list, tuple)):
-            yield from _tensors(one)
-        elif isinstance(one, Tensor):
-            yield one
-
-
 def _where_it_runs(args: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
     """Return a tensor of the device on which a call's kernel would run, None where it is not to be put off."""
     values = (*args, *named.values())
-    tensors = [*_tensors(values)]
+    tensors = [*tensors_of(values)]
     devices = [torch.empty(0, device=one) for one in values if isinstance(one, torch.device)]
     like = next((tensor for tensor in tensors or devices if type(tensor) is Tensor), None)
     if like is None or not (like.is_cuda or pretends() or os.environ.get("TRITON_INTERPRET") == "1"):
