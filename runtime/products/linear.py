@@ -33,7 +33,7 @@ from ..parallel.forwards import summed
 from . import packing
 from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
-from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
+from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, several_rows_norm, shift_of
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -351,15 +351,9 @@ def gated_linear(
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
-            if is_one_row(input):
-                product = _gated(input, *parameters, kind, prologue)
-                if product is not None:
-                    return product
-            else:
-                product = few_rows(input, *parameters, prologue, None)
-                if product is not None:
-                    gate, up = product.chunk(2, dim=-1)
-                    return gated_activation(gate, up, activation)
+            product = (_gated if is_one_row(input) else _gated_rows)(input, *parameters, kind, prologue)
+            if product is not None:
+                return product
         elif isinstance(parameters, str):
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
@@ -437,9 +431,8 @@ def launch_product(
     if one_row:
         launch_linear(input, Weight(weight), bias, prologue, residual, out, shape, activation, factor)
     else:
-        if isinstance(prologue, LayerNormPrologue):
-            raise TypeError("a LayerNorm of several rows is a kernel of its own")
-        launch_skinny_linear(input, weight, bias, prologue, residual, out, shape, activation, factor)
+        norm = several_rows_norm(prologue)
+        launch_skinny_linear(input, weight, bias, norm, residual, out, shape, activation, factor)
     return True
 
 
@@ -502,6 +495,18 @@ def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prolog
         return None
     out = input.new_empty((*input.shape[:-1], rows))
     launch_gated(input, Weight(weight), bias, kind, prologue, out, shape)
+    return out
+
+
+def _gated_rows(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Norm | None) -> Tensor | None:
+    """Return what `_gated` does for several rows, whose norm is an RMSNorm."""
+    rows, cols = weight.shape
+    count = input.numel() // cols
+    shape = tile_for(skinny_kind(count), rows, cols, weight)
+    if shape is None:
+        return None
+    out = input.new_empty((*input.shape[:-1], rows // 2))
+    launch_skinny_linear(input, weight, bias, several_rows_norm(prologue), None, out, shape, kind, gated=True)
     return out
 
 

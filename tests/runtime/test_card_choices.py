@@ -67,7 +67,7 @@ def test_the_rule_of_several_rows_is_near_the_best_that_was_measured(kind: str) 
         tile = ",".join(map(str, tiles.rule(kind, rows, cols, 2, 132)))
         if row["kind"] == kind and tile in row["us"]:
             lost.append(row["us"][tile] / min(us for name, us in row["us"].items() if name != "torch"))
-    assert len(lost) >= 36
+    assert len(lost) >= 31  # five sizes have a tile that no chain had: it was chosen in whole steps
     assert statistics.geometric_mean(lost) < 1.02
     assert max(lost) < 1.13
 
