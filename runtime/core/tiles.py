@@ -247,12 +247,12 @@ def _whole_share(rows: int, cols: int, processors: int) -> Tile | None:
     of each kernel. Where there is one program for each 64 rows, and two fill every processor, it has more. In whole
     steps of a Llama of 1B on an H100 (Triton 3.6, 2026-11-25), 8 rows, against what the rest of `_several_rule` gives:
     a step 1.217 → 1.146 ms. In chains of launches of one product, which all wait for each other, it is no faster; and
-    fewer columns are better not shared.
+    fewer columns are better not shared, and the sums of more than four programs take longer.
     """
     block_rows, block_cols, warps, stages = 64, 256, 4, 2
     tiles = -(-rows // block_rows)
     splits, rest = divmod(cols, 2 * block_cols)
-    if not rest and cols >= 2048 and 0.9 * processors < tiles * splits <= 1.5 * processors:
+    if not rest and splits == 4 and 0.9 * processors < tiles * splits <= 1.5 * processors:
         return block_rows, block_cols, warps, splits, stages
     fills = 1.7 * processors < tiles <= 2 * processors
     return (block_rows, block_cols, warps, 1, stages) if fills and cols <= 2048 and cols % block_cols == 0 else None
