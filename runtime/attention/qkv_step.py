@@ -68,7 +68,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.linear import normalised, scaled, statistics
+    from ..products.one_row import normalised, scaled, statistics
     from .rope_cache import pair_columns, rotated, store_pairs
 
     @triton.jit(do_not_specialize=["capacity"])

@@ -29,7 +29,7 @@ from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.prologue import Prologue
 from rewrite.runtime.products.skinny import launch_skinny_linear, takes_norm
 
-linear_module = importlib.import_module("rewrite.runtime.products.linear")
+one_row = importlib.import_module("rewrite.runtime.products.one_row")
 
 qkv_module = importlib.import_module("rewrite.runtime.attention.qkv_step")
 
@@ -337,7 +337,7 @@ def test_torch_s_own_products_run_where_the_table_says_so(
     names = dict.fromkeys(heard)
     assert [name.split()[0] for name in names] == ["qkv", "linear", "gated"]
     tiles.try_out(dict.fromkeys((*names, tiles.key("linear", 128, hidden, 4))))
-    kernels = [linear_module.linear_kernel, linear_module.gated_kernel, qkv_module.qkv_kernel]
+    kernels = [one_row.linear_kernel, one_row.gated_kernel, qkv_module.qkv_kernel]
     for kernel in kernels:
         monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: pytest.fail("a kernel ran"))
     try:
