@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,9 @@ from transformers.cache_utils import Cache
 from ..cache.names import NAMES
 from ..core import backend
 from .fitness import is_elsewhere, settings, unfit_call
-from .graph import Run
+from .graph import AsItIs, Given, Run
+from .lengths import text_of
+from .padding import Cut, InBucket
 from .store import ForwardStore, store_of
 from .structure import NotUnderstood, form_of
 from .switch import get_forward_graphs
@@ -84,35 +86,67 @@ def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         return nn.Module.__call__(model, *arguments, **keywords)
     with backend.device_guard(given):
         if kind in store.graphs:
-            replayed, outputs = _replayed(store, kind, tensors)
+            replayed, outputs = _replayed(store, kind, lambda _: AsItIs(call, tensors))
             if replayed:
+                return outputs
+        measures = mode != "always"
+        if mode != "exact":
+            served, outputs = _in_bucket(model, store, kind, call, measures)
+            if served:
                 return outputs
         refusal = store.refusal(kind)
         if refusal is None:
             run = _runner(model)
-            if mode == "auto" and store.count(kind):
+            if measures and store.count(kind):
                 return run(call)  # the parts of the model are not worth a graph of their own yet
             with store.lock:
-                return attempt(model, store, kind, call, tensors, run, mode == "auto" and not without_graph)
+                return attempt(model, store, kind, call, tensors, run, measures and not without_graph)
     store.reasons[refusal.reason] += 1
     return nn.Module.__call__(model, *arguments, **keywords)
 
 
-def _replayed(store: ForwardStore, kind: Hashable, tensors: list[Tensor]) -> tuple[bool, Any]:
+def _in_bucket(model: Any, store: ForwardStore, kind: Hashable, call: Any, measures: bool) -> tuple[bool, Any]:
+    """Return whether a text is served by its bucket, because calls like it have several lengths, and its outputs."""
+    text = text_of(model, call, settings())
+    if text is None or not store.has_lengths(text.family, text.length) or text.family in store.unpadded:
+        return False, None
+    if text.reason:
+        store.leave_lengths(text.family, text.reason)
+        return False, None
+    kept = store.graphs.get(text.kind)
+    if kept is not None and kept.cut is not None:
+        if text.length < kept.cut.shortest or (text.is_padded and store.is_repeated(kind)):
+            return False, None
+        replayed, outputs = _replayed(store, text.kind, lambda cut: InBucket(text, cut))
+        if replayed:
+            return True, outputs
+    if store.refusal(text.kind) is not None:
+        return False, None
+    run = _runner(model)
+    if measures and store.count(text.kind):
+        return True, run(call)
+    with store.lock:
+        measures = measures and not store.without_graph
+        tensors = [tensor for tensor in text.tensors if tensor is not None]
+        return True, attempt(model, store, text.kind, call, tensors, run, measures, text)
+
+
+def _replayed(store: ForwardStore, kind: Hashable, given_of: Callable[[Cut], Given]) -> tuple[bool, Any]:
     """Return whether a graph stood for the call, and its outputs."""
     with store.lock:
         kept, snapshot = store.graphs.get(kind), store.snapshot
         if kept is None or snapshot is None:  # another thread was here
             return False, None
+        given = given_of(kept.cut or Cut(()))
         if snapshot.is_mapped():
             with store.in_order():
-                kept.graph.launch(tensors)
+                given.launch(kept.graph)
                 if snapshot.is_current():
                     store.graphs.move_to_end(kind)
                     store.replays += 1
                     if kept.draws is not None and not store.without_graph:
                         kept.draws.again()
-                    return True, kept.graph.results(tensors)
+                    return True, given.results(kept.graph)
         store.release()
     return False, None
 

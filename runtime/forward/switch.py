@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-MODES = ("auto", "never", "always")
+MODES = ("auto", "exact", "never", "always")
 ENVIRONMENT_VARIABLE = "REWRITE_FORWARD_GRAPHS"
 
 _chosen: str | None = None
@@ -15,8 +15,9 @@ _chosen: str | None = None
 def set_forward_graphs(mode: str) -> None:
     """Choose when the forward of a model replays a graph: one of `MODES`.
 
-    `auto` captures the second call with inputs of the same shapes and keeps the graph where it was faster; `always`
-    captures the first call and does not measure; `never` runs every forward as the model's code does.
+    `auto` captures the second call with inputs of the same shapes and keeps the graph where it was faster, and pads
+    texts of several lengths where that is proved to change nothing; `exact` pads nothing; `always` captures the first
+    call and does not measure; `never` runs every forward as the model's code does.
 
     Raises:
         ValueError: if `mode` is not one of `MODES`.

@@ -1,0 +1,264 @@
+"""Texts of many lengths share graphs: a call is padded on the right to the next bucket.
+
+    text = text_of(model, call, settings())
+    graph.launch(text.tensors, text.fills)  # of a graph of `text.padded()`
+
+What is padded is known by name: `input_ids` [B, S], `inputs_embeds` [B, S, D], `token_type_ids`, `position_ids` and
+`attention_mask` [B, S], [B, Q, S] or [B, H, Q, S]. The mask hides the padding, and is made where none is given.
+Whether that changes the result is not known by name: `padding` proves it for each bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .structure import NotUnderstood, form_of
+
+STEP = 32
+"""Lengths up to 256 are padded to multiples of this: calls of few tokens wait for the host, whatever their length."""
+PARTS = 8
+"""Longer ones to an eighth of the next power of two: at most a fifth of the tokens is padding."""
+TEXT = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
+"""Arguments that have the length of the text."""
+MASK = "attention_mask"
+
+
+def bucket_of(length: int, most: int | None = None) -> int:
+    """Return the length that a text is padded to; not more than `most`, which the model has positions for."""
+    step = max(STEP, (1 << (length - 1).bit_length()) // PARTS)
+    bucket = -(-length // step) * step
+    return most if most is not None and length <= most < bucket else bucket
+
+
+def least_of(bucket: int, most: int | None = None) -> int:
+    """Return the length of the shortest text that is padded to a bucket."""
+    least = bucket
+    while least > 1 and bucket_of(least - 1, most) == bucket:
+        least -= 1
+    return least
+
+
+class Fill(NamedTuple):
+    """What stands in a tensor where the text has ended, and where a mask shows what is there."""
+
+    hidden: float
+    shown: float = 0
+
+    def write(self, own: Tensor, given: Tensor | None, length: int) -> None:
+        """Write a text's tensor into one of the bucket's length; where none is given, a mask that shows the text."""
+        if given is None:
+            own[:, :length] = self.shown
+            own[:, length:] = self.hidden
+            return
+        region = own
+        longer = [dim for dim in range(own.dim()) if own.shape[dim] != given.shape[dim]]
+        for dim in longer:  # of a mask of queries and keys: padded queries see the text, so that none sees nothing
+            last = dim == longer[-1]
+            own.narrow(dim, length, own.shape[dim] - length).fill_(self.hidden if last else self.shown)
+            region = region.narrow(dim, 0, length)
+        region.copy_(given)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A call whose tensors are those of a text.
+
+    Args:
+        others: its other arguments, by name.
+        given: the text's tensors, by name; None for a mask that is made.
+        fills: what each is padded with.
+        length: of the text.
+        bucket: that it is padded to.
+        most: positions of the model, where its configuration says.
+        family: what it has in common with calls of other lengths, and other numbers of texts.
+        kind: what it has in common with calls of the same bucket, which is what a graph is for.
+        reason: why it is not padded, a key of `REASONS`; empty where it may be.
+    """
+
+    others: dict[str, Any]
+    given: dict[str, Tensor | None]
+    fills: tuple[Fill, ...]
+    length: int
+    bucket: int
+    most: int | None
+    family: Hashable
+    kind: Hashable
+    reason: str = ""
+
+    @property
+    def call(self) -> Any:
+        """The call as it was made, every argument by its name."""
+        return (), {**{name: tensor for name, tensor in self.given.items() if tensor is not None}, **self.others}
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """The text's tensors, in the order of a graph's inputs."""
+        return list(self.given.values())
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a graph of its own shape would have less to do."""
+        return self.length < self.bucket or any(tensor is None for tensor in self.given.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one of its tensors in the bucket."""
+        tensor = self.given[name]
+        if tensor is None:
+            return (_rows(self.given), self.bucket)
+        dims = _length_dims(name, tensor, self.length)
+        return tuple(self.bucket if dim in dims else size for dim, size in enumerate(tensor.shape))
+
+    def padded(self) -> tuple[Any, list[Tensor]]:
+        """Return the call that the bucket's graph is for, and its tensors."""
+        like = next(tensor for tensor in self.given.values() if tensor is not None)
+        made: dict[str, Tensor] = {}
+        for (name, tensor), fill in zip(self.given.items(), self.fills, strict=True):
+            dtype = torch.int64 if tensor is None else tensor.dtype
+            made[name] = torch.empty(self.shape(name), dtype=dtype, device=like.device)
+            fill.write(made[name], tensor, self.length)
+        return ((), {**made, **self.others}), list(made.values())
+
+    def shortened(self, length: int, *, shown: bool = False) -> Text:
+        """Return the call with its first `length` tokens; `shown`: with a mask of two dimensions that hides none."""
+        given: dict[str, Tensor | None] = {}
+        for name, tensor in self.given.items():
+            given[name] = tensor
+            if tensor is not None:
+                for dim in _length_dims(name, tensor, self.length):
+                    tensor = tensor.narrow(dim, 0, length)
+                given[name] = torch.ones_like(tensor) if shown and name == MASK and tensor.dim() == 2 else tensor
+        return replace(self, given=given, length=length)
+
+    def hiding(self, tokens: int) -> Text | None:
+        """Return the call with its first tokens hidden, as padding on the left is; None if it has no plain mask."""
+        mask = self.given.get(MASK)
+        if mask is None or mask.dim() != 2 or not 0 < tokens < self.length:
+            return None
+        mask = torch.ones_like(mask)
+        mask[:, :tokens] = 0
+        return replace(self, given={**self.given, MASK: mask})
+
+
+def text_of(model: Any, call: Any, settings: Hashable) -> Text | None:
+    """Return a call as that of a text, None where it is none."""
+    given = _by_name(model, call)
+    if given is None:
+        return None
+    texts = {name: value for name in TEXT if (value := given.pop(name, None)) is not None}
+    if not all(type(value) is Tensor for value in texts.values()):
+        return None
+    main = texts.get("input_ids", texts.get("inputs_embeds"))
+    if main is None or main.dim() != (2 if "input_ids" in texts else 3) or not main.numel():
+        return None
+    length = main.shape[1]
+    reason = _reason(model, texts, length)
+    made = {**texts, MASK: texts.get(MASK)}
+    if MASK not in texts and not _takes_mask(type(model)):
+        reason, made = reason or "lengths_mask", texts
+    others: list[Tensor] = []
+    try:
+        form = form_of(given, others)
+        hash(form)
+    except (NotUnderstood, TypeError):
+        return None
+    family = ("lengths", form, settings, *[(name, tensor.dim(), tensor.dtype) for name, tensor in texts.items()])
+    most = most_tokens(model)
+    fills = tuple(_fill(model, name, tensor) for name, tensor in made.items())
+    reason = reason or ("lengths_arguments" if others else "")
+    text = Text(given, made, fills, length, bucket_of(length, most), most, family, None, reason)
+    return text if text.reason else replace(text, kind=(family, *[text.shape(name) for name in made]))
+
+
+def _reason(model: Any, texts: dict[str, Tensor], length: int) -> str:
+    """Return why tensors of a text cannot be padded, a key of `REASONS`; empty where they can."""
+    rows = _rows(texts)
+    for name, tensor in texts.items():
+        dims = _length_dims(name, tensor, length)
+        plain = tensor.dim() == (3 if name == "inputs_embeds" else 2) or (name == MASK and tensor.dim() in (3, 4))
+        if not plain or tensor.shape[0] not in (1, rows) or any(tensor.shape[dim] != length for dim in dims):
+            return "lengths_arguments"
+        if name == MASK and tensor.dim() > 2 and (length == 1 or tensor.shape[-2] not in (1, length)):
+            return "lengths_arguments"
+    return "lengths_positions" if "position_ids" in texts and MASK not in texts else ""
+
+
+def _rows(given: dict[str, Any]) -> int:
+    main = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+    return int(main.shape[0])
+
+
+def _length_dims(name: str, tensor: Tensor, length: int) -> tuple[int, ...]:
+    """Return the dimensions of a text's tensor that have its length."""
+    if name == MASK and tensor.dim() > 2:
+        keys = tensor.dim() - 1
+        return (keys - 1, keys) if tensor.shape[keys - 1] == length else (keys,)
+    return (1,)
+
+
+def _fill(model: Any, name: str, tensor: Tensor | None) -> Fill:
+    if name == MASK:
+        if tensor is not None and tensor.dim() == 4 and tensor.is_floating_point():  # is added to scores
+            return Fill(torch.finfo(tensor.dtype).min)
+        return Fill(0, 1)
+    if name == "input_ids":  # positions of RoBERTa count what is no padding
+        return Fill(max(0, _number(model, "pad_token_id") or 0))
+    return Fill(0)
+
+
+def most_tokens(model: Any) -> int | None:
+    """Return how many positions the configuration says that a model has; what it has is seen when it runs."""
+    found = _number(model, "max_position_embeddings")
+    return found if found is not None and found > 0 else None
+
+
+def special_tokens(model: Any) -> list[int]:
+    """Return the ids that the configuration gives a meaning."""
+    found: list[int] = []
+    for name, value in vars(_text_config(model)).items():
+        if name.endswith("token_id"):
+            found += [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+    return found
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    inner = getattr(config, "get_text_config", None)
+    return config if inner is None else inner()
+
+
+def _number(model: Any, name: str) -> int | None:
+    value = getattr(_text_config(model), name, None)
+    return value if isinstance(value, int) else None
+
+
+def _by_name(model: Any, call: Any) -> dict[str, Any] | None:
+    """Return all arguments by name; None where some have none."""
+    arguments: Sequence[Any]
+    arguments, keywords = call
+    names = _names(type(model))
+    if len(arguments) > len(names) or not keywords.keys().isdisjoint(names[: len(arguments)]):
+        return None
+    return {**dict(zip(names, arguments, strict=False)), **keywords}
+
+
+@functools.lru_cache(maxsize=256)
+def _names(kind: type) -> tuple[str, ...]:
+    """Return the names of a forward's arguments in their order, without `self`, up to the first that has none."""
+    names: list[str] = []
+    for parameter in [*inspect.signature(kind.forward).parameters.values()][1:]:  # type: ignore[attr-defined]
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            break
+        names.append(parameter.name)
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_mask(kind: type) -> bool:
+    return MASK in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]

@@ -1,0 +1,311 @@
+"""Proves for a model and a bucket that texts may be padded to it.
+
+    padding = Padding(model, text, run)
+    call, tensors = padding.tried(expected)  # once the call itself has run, and was seen to do nothing else
+    graph = ...                              # of `call`
+    cut = padding.proved(graph)
+    graph.results(text.tensors, cut.dims, text.length)
+
+Two texts are tried, the call's own and its first quarter of the bucket, and if there is a mask a third with padding
+on the left. Padded, each has to give what it gives by itself, at every position that it has; and nothing at all may
+change where other tokens, embeddings, types and positions stand in the padding. Which dimensions of an output are the
+length is read from the shapes with and without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .agreement import compare, compare_positions, equal, tensors_in
+from .graph import ForwardGraph, Run, Unsuitable
+from .lengths import MASK, Text, special_tokens
+from .structure import form_of
+
+PROVED_PART = 4
+"""The shorter text has this part of the bucket's length: whoever reads the padding, or counts it, is far off."""
+
+
+class Cut(NamedTuple):
+    """How outputs of a bucket's graph become those of a text."""
+
+    dims: tuple[tuple[int, ...], ...]
+    """The dimensions that are the length, of each tensor in its order."""
+    shortest: int = 1
+    """Length from which on a replay is faster than the forward of a text that is not padded."""
+
+
+class InBucket(NamedTuple):
+    """A text that a graph of its bucket serves."""
+
+    text: Text
+    cut: Cut
+
+    @property
+    def call(self) -> Any:
+        """The call without padding."""
+        return self.text.call
+
+    def launch(self, graph: ForwardGraph) -> None:
+        """Run a graph on its padded tensors."""
+        graph.launch(self.text.tensors, self.text.fills, self.text.length)
+
+    def results(self, graph: ForwardGraph) -> Any:
+        """Return what that computed, without the padding."""
+        return graph.results(self.text.tensors, self.cut.dims, self.text.length)
+
+
+class _Case(NamedTuple):
+    """A text that is tried, what it gives by itself, and its tensors with something else in their padding."""
+
+    text: Text
+    wanted: Any
+    other: list[Tensor]
+
+
+class Padding:
+    """A trial of a bucket.
+
+    Args:
+        model: whose forward it is.
+        text: the call.
+        run: runs the forward.
+    """
+
+    def __init__(self, model: Any, text: Text, run: Run):
+        self._text, self._run = text, run
+        self._garbage = Garbage(model)
+        self._cases: list[_Case] = []
+        self._dims: tuple[tuple[int, ...], ...] = ()
+
+    def tried(self, expected: Any) -> tuple[Any, list[Tensor]]:
+        """Return the padded call and its tensors, once texts have been run with padding.
+
+        Args:
+            expected: what the call gave without padding.
+
+        Raises:
+            Unsuitable: if one does not give what it does by itself.
+        """
+        text = self._text
+        short = text.shortened(max(1, min(text.length, text.bucket // PROVED_PART)), shown=True)
+        left = text.hiding(text.length // 3)
+        for one in (short, text, left):
+            if one is not None:
+                wanted = expected if one is text else self._run(one.call)
+                self._cases.append(self._tried(one, wanted))
+        return text.padded()
+
+    def _tried(self, text: Text, wanted: Any) -> _Case:
+        call, _ = text.padded()
+        other = self._other(call, text)
+        try:
+            with Bounds():
+                found, changed = self._run(call), self._run(other)
+        except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
+            raise Unsuitable("lengths_reach", " ".join(str(error).split())[:200]) from error
+        if not self._cases:
+            self._dims = _dims(wanted, found, text)
+        _agree(wanted, _cut(tensors_in(found), self._dims, text.length), self._dims)
+        _same(*[_cut(tensors_in(value), self._dims, text.length) for value in (found, changed)])
+        return _Case(text, wanted, tensors_in(other))
+
+    def proved(self, graph: ForwardGraph) -> Cut:
+        """Return how a bucket's graph is used, once it has given what the forward does.
+
+        Raises:
+            Unsuitable: if it gives something else.
+        """
+        for text, wanted, other in self._cases:
+            given = InBucket(text, Cut(self._dims))
+            given.launch(graph)
+            found = given.results(graph)
+            if _layout(found) != _layout(wanted):
+                raise Unsuitable("lengths_outputs", "outputs of another form or layout")
+            _agree(wanted, tensors_in(found), self._dims)
+            graph.launch(other)
+            _same(tensors_in(found), tensors_in(given.results(graph)))
+        return Cut(self._dims)
+
+    def _other(self, call: Any, text: Text) -> Any:
+        """Return a padded call with something else in its padding."""
+        named = {**call[1]}
+        for name in text.given:
+            if name != MASK:
+                named[name] = self._garbage.behind(named[name], name, text.length)
+        return (), named
+
+
+class Garbage:
+    """What stands behind a text, to see whether it has influence."""
+
+    def __init__(self, model: Any):
+        self._special = special_tokens(model)
+        self._vocabulary = _vocabulary(model)
+
+    def behind(self, padded: Tensor, name: str, length: int) -> Tensor:
+        """Return a padded tensor [B, P, ...] with other values from `length` on."""
+        known, made = padded[:, :length], padded.clone()
+        shape = padded[:, length:].shape
+        generator = torch.Generator().manual_seed(length)
+        if name == "inputs_embeds":
+            made[:, length:] = torch.randn(shape, generator=generator).to(made) * 2 * known.float().std(correction=0)
+        elif name == "input_ids" and self._vocabulary:
+            ids = torch.randint(self._vocabulary, shape, generator=generator)
+            special = [token for token in self._special if 0 <= token < self._vocabulary]
+            first = min(len(special), shape[1])
+            ids[:, :first] = torch.tensor(special[:first])
+            made[:, length:] = ids.to(made)
+        else:  # values that are known to be allowed
+            places = torch.randint(length, (shape[1],), generator=generator).to(made.device)
+            made[:, length:] = known[:, places]
+        return made
+
+
+def _vocabulary(model: Any) -> int:
+    """Return how many token ids a model has embeddings for, 0 if it does not say."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return 0
+
+
+def _dims(wanted: Any, padded: Any, text: Text) -> tuple[tuple[int, ...], ...]:
+    """Return which dimensions of each output are the length: the text's without padding, the bucket's with it.
+
+    Raises:
+        Unsuitable: if another one differs.
+    """
+    found: list[tuple[int, ...]] = []
+    if _classes(wanted) != _classes(padded):
+        raise Unsuitable("lengths_outputs", "outputs of another form")
+    for short, long in zip(tensors_in(wanted), tensors_in(padded), strict=True):
+        sizes = [*zip(short.shape, long.shape, strict=True)] if short.dim() == long.dim() else [(0, 1)]
+        changed = [dim for dim, (size, other) in enumerate(sizes) if size != other]
+        if any(sizes[dim] != (text.length, text.bucket) for dim in changed):
+            said = f"{tuple(short.shape)} of {text.length} tokens, {tuple(long.shape)} of {text.bucket}"
+            raise Unsuitable("lengths_outputs", said)
+        found.append(tuple(changed))
+    return tuple(found)
+
+
+def _classes(value: Any) -> Hashable:
+    return form_of(value, [], lambda tensor: tensor.dtype)
+
+
+def _layout(value: Any) -> Hashable:
+    """Return the form of something without the strides of dimensions that have one place."""
+
+    def described(tensor: Tensor) -> Hashable:
+        strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+        return tensor.shape, tuple(strides), tensor.dtype
+
+    return form_of(value, [], described)
+
+
+def _cut(tensors: list[Tensor], dims: tuple[tuple[int, ...], ...], length: int) -> list[Tensor]:
+    found: list[Tensor] = []
+    for tensor, cut in zip(tensors, dims, strict=True):
+        for dim in cut:
+            tensor = tensor.narrow(dim, 0, length)
+        found.append(tensor)
+    return found
+
+
+def _agree(wanted: Any, found: list[Tensor], dims: tuple[tuple[int, ...], ...]) -> None:
+    """Compare outputs as a whole, and position by position: a few that differ are lost among many.
+
+    Raises:
+        Unsuitable: if they differ by more than rounding in another order.
+    """
+    tensors = tensors_in(wanted)
+    try:
+        compare(tensors, found)
+        for tensor, other, cut in zip(tensors, found, dims, strict=True):
+            if cut and tensor.is_floating_point():
+                compare_positions(tensor, other, {0, cut[0]})
+    except Unsuitable as error:
+        raise Unsuitable("lengths_differ", error.detail) from error
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> None:
+    if not all(map(equal, one, other)):
+        raise Unsuitable("lengths_read")
+
+
+class Bounds(TorchFunctionMode):
+    """Looks at every index into a table before it is used: on a GPU one that is out of bounds ends the process."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch.
+
+        Raises:
+            Unsuitable: if it would read behind a table.
+        """
+        given = kwargs or {}
+        if (check := _INDEXED.get(func)) is not None:
+            check(*args, **given)
+        return func(*args, **given)
+
+
+class _Checks(Protocol):
+    def __call__(self, *args: Any, **named: Any) -> None: ...
+
+
+def _within(index: Tensor, size: int) -> None:
+    if index.numel() and not bool(((index >= -size) & (index < size)).all()):
+        raise LookupError(f"index {int(index.max())} in a table of {size}")
+
+
+def _embedding(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
+    _within(input, weight.shape[0])
+
+
+def _raw_embedding(weight: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
+    _within(indices, weight.shape[0])
+
+
+def _along(input: Tensor, dim: int, index: Tensor, *_: Any, **__: Any) -> None:
+    _within(index, input.shape[dim])
+
+
+def _take_along(input: Tensor, indices: Tensor, dim: int | None = None, **_: Any) -> None:
+    _within(indices, input.numel() if dim is None else input.shape[dim])
+
+
+def _item(input: Tensor, index: Any, *_: Any, **__: Any) -> None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, Tensor) for part in parts):
+        dim = 0
+        taken = [_dims_taken(part) for part in parts]
+        for number, part in enumerate(parts):
+            if part is Ellipsis:
+                dim = input.dim() - sum(taken[number + 1 :])
+            elif isinstance(part, Tensor) and part.dtype not in (torch.bool, torch.uint8):
+                _within(part, input.shape[dim])
+            dim += taken[number]
+
+
+def _dims_taken(part: Any) -> int:
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
+
+
+_INDEXED: dict[Callable[..., Any], _Checks] = {
+    F.embedding: _embedding,
+    torch.embedding: _raw_embedding,
+    torch.gather: _along,
+    Tensor.gather: _along,
+    torch.index_select: _along,
+    Tensor.index_select: _along,
+    torch.take_along_dim: _take_along,
+    Tensor.__getitem__: _item,
+}
