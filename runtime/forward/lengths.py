@@ -158,7 +158,7 @@ def text_of(model: Any, call: Any, settings: Hashable) -> Text | None:
     if main is None or main.dim() != (2 if "input_ids" in texts else 3) or not main.numel():
         return None
     length = main.shape[1]
-    reason = _reason(model, texts, length)
+    reason = _reason(texts, length)
     made = {**texts, MASK: texts.get(MASK)}
     if MASK not in texts and not _takes_mask(type(model)):
         reason, made = reason or "lengths_mask", texts
@@ -169,14 +169,15 @@ def text_of(model: Any, call: Any, settings: Hashable) -> Text | None:
     except (NotUnderstood, TypeError):
         return None
     family = ("lengths", form, settings, *[(name, tensor.dim(), tensor.dtype) for name, tensor in texts.items()])
-    most = most_tokens(model)
-    fills = tuple(_fill(model, name, tensor) for name, tensor in made.items())
+    config = _text_config(model)
+    most = _most_tokens(config)
+    fills = tuple(_fill(config, name, tensor) for name, tensor in made.items())
     reason = reason or ("lengths_arguments" if others else "")
     text = Text(given, made, fills, length, bucket_of(length, most), most, family, None, reason)
     return text if text.reason else replace(text, kind=(family, *[text.shape(name) for name in made]))
 
 
-def _reason(model: Any, texts: dict[str, Tensor], length: int) -> str:
+def _reason(texts: dict[str, Tensor], length: int) -> str:
     """Return why tensors of a text cannot be padded, a key of `REASONS`; empty where they can."""
     rows = _rows(texts)
     for name, tensor in texts.items():
@@ -202,19 +203,19 @@ def _length_dims(name: str, tensor: Tensor, length: int) -> tuple[int, ...]:
     return (1,)
 
 
-def _fill(model: Any, name: str, tensor: Tensor | None) -> Fill:
+def _fill(config: Any, name: str, tensor: Tensor | None) -> Fill:
     if name == MASK:
         if tensor is not None and tensor.dim() == 4 and tensor.is_floating_point():  # is added to scores
             return Fill(torch.finfo(tensor.dtype).min)
         return Fill(0, 1)
     if name == "input_ids":  # positions of RoBERTa count what is no padding
-        return Fill(max(0, _number(model, "pad_token_id") or 0))
+        return Fill(max(0, _number(config, "pad_token_id") or 0))
     return Fill(0)
 
 
-def most_tokens(model: Any) -> int | None:
+def _most_tokens(config: Any) -> int | None:
     """Return how many positions the configuration says that a model has; what it has is seen when it runs."""
-    found = _number(model, "max_position_embeddings")
+    found = _number(config, "max_position_embeddings")
     return found if found is not None and found > 0 else None
 
 
@@ -233,8 +234,8 @@ def _text_config(model: Any) -> Any:
     return config if inner is None else inner()
 
 
-def _number(model: Any, name: str) -> int | None:
-    value = getattr(_text_config(model), name, None)
+def _number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
     return value if isinstance(value, int) else None
 
 

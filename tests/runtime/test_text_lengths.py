@@ -348,7 +348,7 @@ def test_planted_bugs_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) 
     """A mask that hides nothing, a cut in the wrong place, a check of the padding that sees nothing."""
     calls = [call(device, length) for length in (40, 50, 41)]
     with monkeypatch.context() as patch:
-        patch.setattr(lengths, "_fill", lambda model, name, tensor: lengths.Fill(1, 1))
+        patch.setattr(lengths, "_fill", lambda *given: lengths.Fill(1, 1))
         model = made(device)
         check(model, *calls)
         assert refused(model) == {"lengths_differ"}
