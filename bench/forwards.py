@@ -2,11 +2,12 @@
 
     python bench/forwards.py measure PACKAGES --rows ROWS [--device cuda] [--names bert,vit] [--batches 1,32]
     python bench/forwards.py measure PACKAGES --rows ROWS --tiny --device cpu --names bert
+    python bench/forwards.py lengths PACKAGES --rows ROWS [--names bert,modernbert,xlm_roberta] [--calls 60]
     python bench/forwards.py render
 
 `measure` writes the packages that are missing and starts a process for each model. They build, compile and capture
-side by side; then they are timed one after the other, so that nothing else runs meanwhile. `render` writes
-docs/forwards.md from the rows.
+side by side; then they are timed one after the other, so that nothing else runs meanwhile. `lengths` gives text
+encoders texts of many lengths, one model after another in one process. `render` writes docs/forwards.md from the rows.
 """
 
 from __future__ import annotations
@@ -51,9 +52,18 @@ def main() -> None:
     measured.add_argument("--rows", type=Path, required=True)
     measured.add_argument("--names", default=",".join(model.name for model in MODELS))
     measured.add_argument("--limit-seconds", type=float, default=540)
+    many = commands.add_parser("lengths")
+    many.add_argument("package_folder", type=Path)
+    many.add_argument("--rows", type=Path, required=True)
+    many.add_argument("--names", default="bert,modernbert,xlm_roberta")
+    many.add_argument("--calls", type=int, default=60)
+    many.add_argument("--seconds", type=float, default=8.0, help="after which a pass of one batch size ends")
+    many.add_argument("--device", default="cuda")
+    many.add_argument("--tiny", action="store_true")
     commands.add_parser("render")
     given = made.parse_args()
-    {"measure": measure, "child": run_child, "render": lambda _: forward_page.write()}[given.command](given)
+    does = {"measure": measure, "child": run_child, "lengths": lengths, "render": lambda _: forward_page.write()}
+    does[given.command](given)
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -132,6 +142,23 @@ def run_child(given: argparse.Namespace) -> None:
     given.row.parent.mkdir(parents=True, exist_ok=True)
     given.row.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
     print(forward_page.told(row), flush=True)
+
+
+def lengths(given: argparse.Namespace) -> None:
+    """Give each model texts of many lengths, and write a row for each."""
+    import forward_lengths
+    from forward_run import Cells
+
+    given.rows.mkdir(parents=True, exist_ok=True)
+    for name in given.names.split(","):
+        model = BY_NAME[name]
+        if error := package(given.package_folder, model.file):
+            print(f"{model.file}: {error}", flush=True)
+            continue
+        given.package = given.package_folder / model.file
+        row = forward_lengths.Lengths(Cells(model, given), given).measured()
+        (given.rows / f"lengths-{name}.json").write_text(json.dumps(row, indent=1) + "\n", "utf-8")
+        print(forward_lengths.told(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Texts of many lengths, one call after another: the original and its rewritten model in turn, outputs compared.
+
+What an embedding server sees: one text of 8 to 500 tokens a call, or eight of them padded to the longest. The first
+pass has the captures in it, the second one has none left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from forward_run import Cells
+from torch import Tensor
+
+from rewrite.benchmark.forward import LARGEST_ERROR, SMALLEST_ERROR
+from rewrite.measure import timing
+from rewrite.verify.models import model_inputs
+
+SHORTEST, LONGEST = 8, 500
+BATCHES = (1, 8)
+PASSES = ("first pass", "second pass")
+EVERY = 10
+"""One call in so many is compared with fp32."""
+
+
+class Lengths:
+    """One model; every batch size has its own texts.
+
+    Args:
+        cells: both models.
+        given: the options of `bench/forwards.py lengths`.
+    """
+
+    def __init__(self, cells: Cells, given: argparse.Namespace):
+        self.cells, self.given = cells, given
+        self.longest = 60 if given.tiny else LONGEST
+        if given.device == "cpu":
+            cells.ours._forward_without_graph = True
+        self.exact = copy.deepcopy(cells.theirs).float()
+
+    def measured(self) -> dict[str, Any]:
+        """Return ms of both sides by batch size and pass, errors, the graphs and their memory."""
+        row: dict[str, Any] = {"name": self.cells.model.name, "published": self.cells.model.published, "batches": {}}
+        row["device"] = torch.cuda.get_device_name() if self.given.device != "cpu" else "CPU"
+        for batch in BATCHES:
+            row["batches"][batch] = self._batch(batch)
+        return row
+
+    def _batch(self, batch: int) -> dict[str, Any]:
+        calls = list(texts(self.cells.ours.config, batch, self.given.calls, self.longest, self.given.device))
+        for call in calls[:3]:
+            self._run(self.cells.theirs, call)
+        found: dict[str, Any] = {name: self._pass(calls) for name in PASSES}
+        found["errors"] = self._errors(calls)
+        store = self.cells.store.store_of(self.cells.ours)
+        found |= {"graphs": len(store.graphs), "graphs_mib": store.nbytes / 2**20, "replays": store.replays}
+        found["explain"] = str(self.cells.explain(self.cells.ours))
+        return found
+
+    def _pass(self, calls: list[dict[str, Tensor]]) -> dict[str, Any]:
+        times: dict[str, list[float]] = {"original": [], "ours": []}
+        started = time.monotonic()
+        for call in calls:
+            for name, model in (("original", self.cells.theirs), ("ours", self.cells.ours)):
+                times[name].append(timing.wall_ms(self.given.device, lambda model=model, call=call: model(**call)))
+            if time.monotonic() - started > self.given.seconds:
+                break
+        summed = {
+            name: {"median_ms": median(ms), "total_ms": sum(ms), "worst_ms": max(ms)} for name, ms in times.items()
+        }
+        slower = sum(ours > original for ours, original in zip(times["ours"], times["original"], strict=True))
+        return {**summed, "calls": len(times["ours"]), "calls_slower": slower}
+
+    def _errors(self, calls: list[dict[str, Tensor]]) -> dict[str, Any]:
+        """Return the largest error against fp32 of each side at positions that no mask hides, and if they agree."""
+        errors = {"original": 0.0, "ours": 0.0}
+        agrees = True
+        for call in calls[::EVERY]:
+            truth = self._run(self.exact, call)
+            one = {name: self._error(truth, self._run(model, call), call["attention_mask"]) for name, model in (
+                ("original", self.cells.theirs), ("ours", self.cells.ours))}  # fmt: skip
+            agrees = agrees and one["ours"] <= max(LARGEST_ERROR * one["original"], SMALLEST_ERROR)
+            errors = {name: max(errors[name], one[name]) for name in errors}
+        return {**errors, "agrees": agrees}
+
+    def _error(self, truth: dict[str, Tensor], found: dict[str, Tensor], mask: Tensor) -> float:
+        worst = 0.0
+        for name, wanted in truth.items():
+            other = found[name].float()
+            if wanted.shape[:2] == mask.shape:
+                wanted, other = wanted[mask.bool()], other[mask.bool()]
+            worst = max(worst, ((other - wanted).norm() / wanted.norm()).item())
+        return worst
+
+    def _run(self, model: Any, call: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return dict(model_inputs.tensors(model(**call)))
+
+
+def texts(config: Any, batch: int, calls: int, longest: int, device: str) -> Iterator[dict[str, Tensor]]:
+    """The arguments of calls as a tokenizer makes them: ids [batch, longest of these texts], and their mask."""
+    drawn = random.Random(batch)
+    generator = torch.Generator().manual_seed(batch)
+    for _ in range(calls):
+        lengths = torch.tensor([drawn.randint(SHORTEST, longest) for _ in range(batch)])
+        most = int(lengths.max())
+        ids = torch.randint(5, model_inputs.vocabulary(config), (batch, most), generator=generator)
+        mask = (torch.arange(most) < lengths[:, None]).long()
+        padding = config.pad_token_id or 0
+        yield {"input_ids": torch.where(mask.bool(), ids, padding).to(device), "attention_mask": mask.to(device)}
+
+
+def told(row: dict[str, Any]) -> str:
+    """Return a row as lines of text."""
+    lines = []
+    for batch, cell in row["batches"].items():
+        for name in PASSES:
+            original, ours = cell[name]["original"], cell[name]["ours"]
+            lines.append(
+                f"{row['name']} batch {batch}, {name} of {cell[name]['calls']}: median {original['median_ms']:.2f} → "
+                f"{ours['median_ms']:.2f} ms, total {original['total_ms']:.0f} → {ours['total_ms']:.0f} ms, worst "
+                f"{original['worst_ms']:.0f} → {ours['worst_ms']:.0f} ms, {cell[name]['calls_slower']} slower"
+            )
+        lines.append(
+            f"  {cell['graphs']} graphs, {cell['graphs_mib']:.0f} MiB, {cell['replays']} replays, "
+            f"errors {cell['errors']}"
+        )
+    return "\n".join([*lines, "  " + row["batches"][BATCHES[-1]]["explain"].replace("\n", "\n  ")[:1500]])
