@@ -145,6 +145,15 @@ class Text:
         mask[:, :tokens] = 0
         return replace(self, given={**self.given, MASK: mask})
 
+    def unmarked(self) -> Text | None:
+        """Return the call with padding tokens in its last third; None if a mask or no ids are given."""
+        ids = self.given.get("input_ids")
+        if ids is None or self.given.get(MASK, ids) is not None or self.length < 3:
+            return None
+        ids = ids.clone()
+        ids[:, -(self.length // 3) :] = self.fills[list(self.given).index("input_ids")].hidden
+        return replace(self, given={**self.given, "input_ids": ids})
+
 
 def text_of(model: Any, call: Any, settings: Hashable) -> Text | None:
     """Return a call as that of a text, None where it is none."""
@@ -160,7 +169,8 @@ def text_of(model: Any, call: Any, settings: Hashable) -> Text | None:
     length = main.shape[1]
     reason = _reason(texts, length)
     made = {**texts, MASK: texts.get(MASK)}
-    if MASK not in texts and not _takes_mask(type(model)):
+    kind: type = type(model)
+    if MASK not in texts and not _takes_mask(kind):
         reason, made = reason or "lengths_mask", texts
     others: list[Tensor] = []
     try:
@@ -243,7 +253,8 @@ def _by_name(model: Any, call: Any) -> dict[str, Any] | None:
     """Return all arguments by name; None where some have none."""
     arguments: Sequence[Any]
     arguments, keywords = call
-    names = _names(type(model))
+    kind: type = type(model)
+    names = _names(kind)
     if len(arguments) > len(names) or not keywords.keys().isdisjoint(names[: len(arguments)]):
         return None
     return {**dict(zip(names, arguments, strict=False)), **keywords}

@@ -6,10 +6,10 @@
     cut = padding.proved(graph)
     graph.results(text.tensors, cut.dims, text.length)
 
-Two texts are tried, the call's own and its first quarter of the bucket, and if there is a mask a third with padding
-on the left. Padded, each has to give what it gives by itself, at every position that it has; and nothing at all may
-change where other tokens, embeddings, types and positions stand in the padding. Which dimensions of an output are the
-length is read from the shapes with and without padding.
+Texts are tried: the call's own, its first quarter of the bucket, and one with padding on the left, or if there is no
+mask with padding tokens, which the model may hide by itself. Padded, each has to give what it gives by itself, at
+every position that it has; and nothing at all may change where other tokens, embeddings, types and positions stand in
+the padding. Which dimensions of an output are the length is read from the shapes with and without padding.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class Padding:
         """
         text = self._text
         short = text.shortened(max(1, min(text.length, text.bucket // PROVED_PART)), shown=True)
-        left = text.hiding(text.length // 3)
-        for one in (short, text, left):
+        for one in (short, text, text.hiding(text.length // 3), text.unmarked()):
             if one is not None:
                 wanted = expected if one is text else self._run(one.call)
                 self._cases.append(self._tried(one, wanted))

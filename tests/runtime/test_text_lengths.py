@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from rewrite.runtime.core.explain import explain
-from rewrite.runtime.forward import fitness, lengths, padding, store, switch
+from rewrite.runtime.forward import agreement, fitness, lengths, padding, store, switch
 from rewrite.runtime.forward.captured import CapturedForward
 
 VOCABULARY, POSITIONS, WIDTH, HEADS = 50, 80, 16, 2
@@ -290,10 +290,10 @@ def _ends(model: Encoder, given: dict[str, Any]) -> Any:
     return given["x"] + ends[..., None]
 
 
-def _no_bias(model: Encoder, given: dict[str, Any]) -> Any:
-    if given["mask"] is not None:
-        given["mask"].fill_(1)  # which hides nothing
-    return given["x"]
+def _hides_by_itself(model: Encoder, given: dict[str, Any]) -> Any:
+    if given["mask"] is None:
+        return given["x"] * (given["ids"] != model.config.pad_token_id)[..., None]
+    return given["x"] * (given["mask"] != 0)[..., None]
 
 
 REFUSED: list[tuple[Act, str]] = [
@@ -302,6 +302,7 @@ REFUSED: list[tuple[Act, str]] = [
     (_from_the_end, "lengths_differ"),
     (_by_length, "lengths_differ"),
     (_last, "lengths_differ"),
+    (_hides_by_itself, "lengths_differ"),
     (_halves, "lengths_outputs"),
     (_less_one, "lengths_outputs"),
     (_flat, "lengths_outputs"),
@@ -488,3 +489,15 @@ def test_a_call_that_does_more_is_not_tried(device: str) -> None:
 def test_buckets(length: int, most: int | None, bucket: int, least: int) -> None:
     assert lengths.bucket_of(length, most) == bucket
     assert lengths.least_of(bucket, most) == least
+
+
+def test_positions_are_compared_by_themselves() -> None:
+    """One position of a thousand that is wrong is less than rounding takes the whole."""
+    wanted = torch.randn(1, 1000, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = wanted.clone()
+    agreement.compare([wanted], [found])
+    found[0, 500] *= 1.5
+    agreement.compare([wanted], [found])
+    with pytest.raises(padding.Unsuitable, match=r"at one position by 0\.[2-6]"):
+        agreement.compare_positions(wanted, found, {0, 1})
+    agreement.compare_positions(wanted, wanted + wanted * 0.01, {0, 1})
