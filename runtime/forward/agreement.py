@@ -35,6 +35,8 @@ def compare_positions(wanted: Tensor, found: Tensor, dims: Collection[int]) -> N
     Raises:
         Unsuitable: if they are further apart in one than rounding in another order takes them.
     """
+    if not wanted.is_floating_point() or not wanted.numel():
+        return
     finite = wanted.isfinite()
     wide = torch.float64 if wanted.itemsize > 4 else torch.float32
     one, other = (torch.where(finite, tensor, 0).to(wide) for tensor in (wanted, found))

@@ -26,11 +26,12 @@ from ..cache.names import NAMES
 from ..core import backend
 from .fitness import is_elsewhere, settings, unfit_call
 from .graph import AsItIs, Given, Run
-from .lengths import text_of
+from .lengths import Text, text_of
+from .packing import packed_text
 from .padding import Cut, InBucket
 from .store import ForwardStore, store_of
 from .structure import NotUnderstood, form_of
-from .switch import get_forward_graphs
+from .switch import get_forward_graphs, get_ragged_batches
 from .trial import attempt
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -85,11 +86,15 @@ def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         store.reasons[reason or "observed"] += 1
         return nn.Module.__call__(model, *arguments, **keywords)
     with backend.device_guard(given):
+        measures = mode != "always"
+        if get_ragged_batches():
+            served, outputs = _packed(model, store, call, measures)
+            if served:
+                return outputs
         if kind in store.graphs:
             replayed, outputs = _replayed(store, kind, lambda _: AsItIs(call, tensors))
             if replayed:
                 return outputs
-        measures = mode != "always"
         if mode != "exact":
             served, outputs = _in_bucket(model, store, kind, call, measures)
             if served:
@@ -115,7 +120,25 @@ def _in_bucket(model: Any, store: ForwardStore, kind: Hashable, call: Any, measu
         return False, None
     kept = store.graphs.get(text.kind)
     if kept is not None and kept.cut is not None:
-        if text.length < kept.cut.shortest or (text.is_padded and store.is_repeated(kind)):
+        if text.is_padded and store.is_repeated(kind):
+            return False, None
+    return _served(model, store, text, measures)
+
+
+def _packed(model: Any, store: ForwardStore, call: Any, measures: bool) -> tuple[bool, Any]:
+    """Return whether a batch is served by a graph whose layers run on the tokens that it shows, and its outputs."""
+    text = text_of(model, call, settings())
+    if text is None or ("packed", text.family) in store.unpadded:
+        return False, None
+    packed = packed_text(text)
+    return (False, None) if packed is None else _served(model, store, packed, measures)
+
+
+def _served(model: Any, store: ForwardStore, text: Text, measures: bool) -> tuple[bool, Any]:
+    """Return whether a text is served by the graph of its kind, which it may try to capture, and its outputs."""
+    kept = store.graphs.get(text.kind)
+    if kept is not None and kept.cut is not None:
+        if text.length < kept.cut.shortest:
             return False, None
         replayed, outputs = _replayed(store, text.kind, lambda cut: InBucket(text, cut))
         if replayed:
@@ -124,11 +147,11 @@ def _in_bucket(model: Any, store: ForwardStore, kind: Hashable, call: Any, measu
         return False, None
     run = _runner(model)
     if measures and store.count(text.kind):
-        return True, run(call)
+        return True, run(text.call)
     with store.lock:
         measures = measures and not store.without_graph
         tensors = [tensor for tensor in text.tensors if tensor is not None]
-        return True, attempt(model, store, text.kind, call, tensors, run, measures, text)
+        return True, attempt(model, store, text.kind, text.call, tensors, run, measures, text)
 
 
 def _replayed(store: ForwardStore, kind: Hashable, given_of: Callable[[Cut], Given]) -> tuple[bool, Any]:

@@ -80,6 +80,7 @@ class Text:
         family: what it has in common with calls of other lengths, and other numbers of texts.
         kind: what it has in common with calls of the same bucket, which is what a graph is for.
         reason: why it is not padded, a key of `REASONS`; empty where it may be.
+        tokens: that its layers run on, where they are packed (`packing`).
     """
 
     others: dict[str, Any]
@@ -91,6 +92,7 @@ class Text:
     family: Hashable
     kind: Hashable
     reason: str = ""
+    tokens: int = 0
 
     @property
     def call(self) -> Any:
@@ -101,6 +103,11 @@ class Text:
     def tensors(self) -> list[Tensor | None]:
         """The text's tensors, in the order of a graph's inputs."""
         return list(self.given.values())
+
+    @property
+    def rows(self) -> int:
+        """How many texts it has."""
+        return _rows(self.given)
 
     @property
     def is_padded(self) -> bool:

@@ -38,6 +38,8 @@ class Cut(NamedTuple):
     """The dimensions that are the length, of each tensor in its order."""
     shortest: int = 1
     """Length from which on a replay is faster than the forward of a text that is not padded."""
+    tokens: int = 0
+    """That its layers run on, where they are packed."""
 
 
 class InBucket(NamedTuple):
@@ -75,10 +77,11 @@ class Padding:
         model: whose forward it is.
         text: the call.
         run: runs the forward.
+        run_padded: runs the forward of the bucket, which may be another one.
     """
 
-    def __init__(self, model: Any, text: Text, run: Run):
-        self._text, self._run = text, run
+    def __init__(self, model: Any, text: Text, run: Run, run_padded: Run):
+        self._text, self._run, self._run_padded = text, run, run_padded
         self._garbage = Garbage(model)
         self._cases: list[_Case] = []
         self._dims: tuple[tuple[int, ...], ...] = ()
@@ -93,8 +96,10 @@ class Padding:
             Unsuitable: if one does not give what it does by itself.
         """
         text = self._text
-        short = text.shortened(max(1, min(text.length, text.bucket // PROVED_PART)), shown=True)
-        for one in (short, text, text.hiding(text.length // 3), text.unmarked()):
+        most = text.tokens // text.rows if text.tokens else text.length
+        short = text.shortened(max(1, min(text.length, text.bucket // PROVED_PART, most)), shown=True)
+        left = None if text.tokens else text.hiding(text.length // 3)  # whose first token is hidden, and may be pooled
+        for one in (short, text, left, text.unmarked()):
             if one is not None:
                 wanted = expected if one is text else self._run(one.call)
                 self._cases.append(self._tried(one, wanted))
@@ -105,12 +110,12 @@ class Padding:
         other = self._other(call, text)
         try:
             with Bounds():
-                found, changed = self._run(call), self._run(other)
+                found, changed = self._run_padded(call), self._run_padded(other)
         except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
             raise Unsuitable("lengths_reach", " ".join(str(error).split())[:200]) from error
         if not self._cases:
             self._dims = _dims(wanted, found, text)
-        _agree(wanted, _cut(tensors_in(found), self._dims, text.length), self._dims)
+        self._agree(text, wanted, _cut(tensors_in(found), self._dims, text.length))
         _same(*[_cut(tensors_in(value), self._dims, text.length) for value in (found, changed)])
         return _Case(text, wanted, tensors_in(other))
 
@@ -126,10 +131,36 @@ class Padding:
             found = given.results(graph)
             if _layout(found) != _layout(wanted):
                 raise Unsuitable("lengths_outputs", "outputs of another form or layout")
-            _agree(wanted, tensors_in(found), self._dims)
+            self._agree(text, wanted, tensors_in(found))
             graph.launch(other)
             _same(tensors_in(found), tensors_in(given.results(graph)))
-        return Cut(self._dims)
+        return Cut(self._dims, tokens=self._text.tokens)
+
+    def _agree(self, text: Text, wanted: Any, found: list[Tensor]) -> None:
+        """Compare outputs as a whole, and position by position: a few that differ are lost among many.
+
+        Of a batch whose layers were packed, only what the mask shows is compared.
+
+        Raises:
+            Unsuitable: if they differ by more than rounding in another order.
+        """
+        mask = text.given.get(MASK) if text.tokens else None
+        try:
+            for tensor, other, cut in zip(tensors_in(wanted), found, self._dims, strict=True):
+                if not cut or mask is None:
+                    compare([tensor], [other])
+                    if cut:
+                        compare_positions(tensor, other, {0, cut[0]})
+                elif cut != (1,) or tensor.shape[:2] != mask.shape:
+                    raise Unsuitable("packed_outputs")
+                else:
+                    shown = mask != 0
+                    compare([tensor[shown]], [other[shown]])
+                    compare_positions(tensor[shown], other[shown], {0})
+        except Unsuitable as error:
+            if error.reason == "differs":
+                raise Unsuitable("packed_differ" if text.tokens else "lengths_differ", error.detail) from error
+            raise
 
     def _other(self, call: Any, text: Text) -> Any:
         """Return a padded call with something else in its padding."""
@@ -214,22 +245,6 @@ def _cut(tensors: list[Tensor], dims: tuple[tuple[int, ...], ...], length: int) 
             tensor = tensor.narrow(dim, 0, length)
         found.append(tensor)
     return found
-
-
-def _agree(wanted: Any, found: list[Tensor], dims: tuple[tuple[int, ...], ...]) -> None:
-    """Compare outputs as a whole, and position by position: a few that differ are lost among many.
-
-    Raises:
-        Unsuitable: if they differ by more than rounding in another order.
-    """
-    tensors = tensors_in(wanted)
-    try:
-        compare(tensors, found)
-        for tensor, other, cut in zip(tensors, found, dims, strict=True):
-            if cut and tensor.is_floating_point():
-                compare_positions(tensor, other, {0, cut[0]})
-    except Unsuitable as error:
-        raise Unsuitable("lengths_differ", error.detail) from error
 
 
 def _same(one: list[Tensor], other: list[Tensor]) -> None:

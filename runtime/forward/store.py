@@ -159,7 +159,7 @@ class ForwardStore:
     def refuse(self, kind: Hashable, reason: str, detail: str = "") -> None:
         """Remember that a kind of call is not captured."""
         self.refused[kind] = Refusal(reason, detail)
-        if reason != "slower" and not reason.startswith("lengths_"):
+        if reason != "slower" and not reason.startswith(("lengths_", "packed_")):
             self._failures += 1
         if self._failures >= MOST_FAILURES and not self.graphs:
             self.whole = Refusal(reason, detail)
@@ -276,12 +276,18 @@ def _lines(store: ForwardStore) -> Iterator[str]:
         times += f", its functions one by one: {kept.as_written}" if kept.as_written else ""
         if kept.cut is not None:
             shapes += f" and texts from {kept.cut.shortest} tokens on"
+            shapes += f", packed into {kept.cut.tokens}" if kept.cut.tokens else ""
         yield f"in a graph for {shapes or 'no tensors'}{times}, {kept.graph.nbytes / 2**20:.1f} MiB"
     if store.replays:
         yield f"{store.replays} calls replayed a graph"
     for refusal in dict.fromkeys(store.unpadded.values()):
         said_why = f" ({refusal.detail})" if refusal.detail else ""
-        yield f"texts of other lengths do not share a graph: {REASONS[refusal.reason]}{said_why}"
+        what = (
+            "batches are not packed"
+            if refusal.reason.startswith("packed_")
+            else "texts of other lengths do not share a graph"
+        )
+        yield f"{what}: {REASONS[refusal.reason]}{said_why}"
     said = [*store.refused.values(), *([store.whole] if store.whole is not None else [])]
     details = {refusal.reason: refusal.detail for refusal in said if refusal.detail}
     for reason, count in sorted(store.reasons.items()):

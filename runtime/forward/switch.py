@@ -9,7 +9,10 @@ from collections.abc import Iterator
 MODES = ("auto", "exact", "never", "always")
 ENVIRONMENT_VARIABLE = "REWRITE_FORWARD_GRAPHS"
 
+RAGGED_VARIABLE = "REWRITE_RAGGED_BATCHES"
+
 _chosen: str | None = None
+_ragged: bool | None = None
 
 
 def set_forward_graphs(mode: str) -> None:
@@ -46,3 +49,28 @@ def _checked(mode: str) -> str:
     if mode not in MODES:
         raise ValueError(f"unknown mode '{mode}' of {ENVIRONMENT_VARIABLE}: choose one of {', '.join(MODES)}")
     return mode
+
+
+def set_ragged_batches(wanted: bool) -> None:
+    """Choose whether layers run on the tokens alone that a mask shows, where it hides a quarter of a batch or more.
+
+    What stands at hidden positions of the outputs is another number then, mostly zero. It is off by default.
+    """
+    global _ragged
+    _ragged = wanted
+
+
+def get_ragged_batches() -> bool:
+    """Return the choice in force: the last `set_ragged_batches`, else whether `REWRITE_RAGGED_BATCHES` is `1`."""
+    return _ragged if _ragged is not None else os.environ.get(RAGGED_VARIABLE, "0") == "1"
+
+
+@contextlib.contextmanager
+def use_ragged_batches(wanted: bool = True) -> Iterator[None]:
+    """Choose that for the length of a `with` block."""
+    global _ragged
+    previous, _ragged = _ragged, wanted
+    try:
+        yield
+    finally:
+        _ragged = previous

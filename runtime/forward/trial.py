@@ -22,6 +22,7 @@ from .fitness import Randomness, collector_of, unfit_model
 from .functions import functions
 from .graph import AsItIs, ForwardGraph, Given, Run, Unsuitable
 from .lengths import Text, least_of
+from .packing import packed_run
 from .padding import Cut, InBucket, Padding
 from .store import ForwardStore, Kept
 from .structure import NotUnderstood, form_of
@@ -32,7 +33,9 @@ WORTH = 0.97
 """A replay has to take less than this part of the forward's time."""
 MOST_COPIED = 2**26
 """Bytes of tensors without a version, made in inference mode, that are compared by their values."""
-OF_ALL_BUCKETS = ("lengths_outputs", "lengths_differ", "lengths_read")
+OF_ALL_BUCKETS = (
+    "lengths_outputs", "lengths_differ", "lengths_read", "packed_layers", "packed_outputs", "packed_differ"
+)  # fmt: skip
 """Reasons why texts are padded to no bucket; others are of one."""
 ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What code raises that cannot run during a capture."""
@@ -74,9 +77,10 @@ def attempt(
         store.tried = effects.snapshot_to_keep
         if not effects.are_none(store, kind, draws):  # more runs would have them too
             return expected
-        wanted, padding = expected, None
+        wanted, padding, own = expected, None, run
         if text is not None:
-            padding = Padding(model, text, run)
+            run = packed_run(model, own, text.tokens) if text.tokens else own
+            padding = Padding(model, text, own, run)
             call, tensors = padding.tried(expected)
             wanted = run(call)
         reason = _rehearsed(store, kind, call, run, wanted, device, is_bucket=text is not None)
@@ -92,7 +96,7 @@ def attempt(
         kept = kept._replace(as_written=reason if CHAINS else "")
         if padding is not None and text is not None:
             cut = padding.proved(kept.graph)
-            kept = _timed_texts(kept, cut, snapshot, text, run) if measures else kept._replace(cut=cut)
+            kept = _timed_texts(kept, cut, snapshot, text, own) if measures else kept._replace(cut=cut)
         elif measures:
             kept = kept._replace(milliseconds=_times(kept.graph, snapshot, AsItIs(call, tensors), run))
         store.keep(kind, kept._replace(draws=draws if draws.are_there else None))
