@@ -44,6 +44,7 @@ REASONS = {
     "lengths_differ": "a padded text gives something else",
     "lengths_read": "what stands in the padding has influence",
     "packed_layers": "the model has no layers of one class, one behind the other, that are given the hidden states",
+    "packed_reach": "the layers do not run on a packed batch, as where attention is not torch's own function",
     "packed_outputs": "an output has the length of the texts in another place than behind their number",
     "packed_differ": "a packed batch gives something else",
     "slower": "a replay was not faster than the forward itself",

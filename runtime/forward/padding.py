@@ -111,8 +111,12 @@ class Padding:
         try:
             with Bounds():
                 found, changed = self._run_padded(call), self._run_padded(other)
+        except (Unsuitable, torch.OutOfMemoryError):
+            raise
         except (RuntimeError, ValueError, LookupError, TypeError, AssertionError) as error:
-            raise Unsuitable("lengths_reach", " ".join(str(error).split())[:200]) from error
+            raise Unsuitable(
+                "packed_reach" if text.tokens else "lengths_reach", " ".join(str(error).split())[:200]
+            ) from error
         if not self._cases:
             self._dims = _dims(wanted, found, text)
         self._agree(text, wanted, _cut(tensors_in(found), self._dims, text.length))

@@ -33,9 +33,17 @@ WORTH = 0.97
 """A replay has to take less than this part of the forward's time."""
 MOST_COPIED = 2**26
 """Bytes of tensors without a version, made in inference mode, that are compared by their values."""
-OF_ALL_BUCKETS = (
-    "lengths_outputs", "lengths_differ", "lengths_read", "packed_layers", "packed_outputs", "packed_differ"
-)  # fmt: skip
+OF_ALL_BUCKETS = frozenset(
+    {
+        "lengths_outputs",
+        "lengths_differ",
+        "lengths_read",
+        "packed_layers",
+        "packed_reach",
+        "packed_outputs",
+        "packed_differ",
+    }
+)
 """Reasons why texts are padded to no bucket; others are of one."""
 ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What code raises that cannot run during a capture."""
