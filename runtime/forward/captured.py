@@ -122,7 +122,10 @@ def _in_bucket(model: Any, store: ForwardStore, kind: Hashable, call: Any, measu
     if kept is not None and kept.cut is not None:
         if text.is_padded and store.is_repeated(kind):
             return False, None
-    return _served(model, store, text, measures)
+    served, outputs = _served(model, store, text, measures)
+    if not served and (refusal := store.refused.get(text.kind)) is not None:
+        store.reasons[refusal.reason] += 1
+    return served, outputs
 
 
 def _packed(model: Any, store: ForwardStore, call: Any, measures: bool) -> tuple[bool, Any]:

@@ -76,7 +76,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     Raises:
         Unsuitable: if there are none.
     """
-    found: list[nn.ModuleList] = []
+    found: list[nn.Module] = []
     waiting = [model]
     while waiting:
         for child in waiting.pop().children():
@@ -86,7 +86,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
                 waiting.append(child)
     if not found:
         raise Unsuitable("packed_layers")
-    return list(max(found, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters())))
+    return list(max(found, key=_size).children())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class Packing(TorchFunctionMode):
@@ -140,8 +144,8 @@ class Packing(TorchFunctionMode):
         packed = (1, self._tokens)
         if any((tensor.shape[0], tensor.shape[-2]) != packed for tensor in (query, key, value)):
             return F.scaled_dot_product_attention(query, key, value, *args, **named)
-        whole = (self._unpacked(tensor[0].transpose(0, 1)).transpose(1, 2) for tensor in (query, key, value))
-        out = F.scaled_dot_product_attention(*whole, *args, **named)
+        q, k, v = (self._unpacked(tensor[0].transpose(0, 1)).transpose(1, 2) for tensor in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, *args, **named)
         return self._packed(out.transpose(1, 2)).transpose(1, 2)
 
     def _packed(self, tensor: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def _lines(store: ForwardStore) -> Iterator[str]:
         yield f"in a graph for {shapes or 'no tensors'}{times}, {kept.graph.nbytes / 2**20:.1f} MiB"
     if store.replays:
         yield f"{store.replays} calls replayed a graph"
-    for refusal in dict.fromkeys(store.unpadded.values()):
+    for refusal in {refusal.reason: refusal for refusal in store.unpadded.values()}.values():
         said_why = f" ({refusal.detail})" if refusal.detail else ""
         what = (
             "batches are not packed"

@@ -234,6 +234,8 @@ def test_positions_counted_from_the_mask(device: str) -> None:
     assert buckets(kept) == [32, 64]
     assert {refusal.reason for refusal in kept.refused.values()} == {"lengths_reach"}
     assert not refused(model), "other buckets stay"
+    check(model, call(device, 67))
+    assert f"in no graph 2 ×: {fitness.REASONS['lengths_reach']}" in str(explain(model))
 
 
 def test_a_decoder_that_is_called_once(device: str) -> None:
