@@ -149,6 +149,9 @@ def _served(model: Any, store: ForwardStore, text: Text, measures: bool) -> tupl
     if store.refusal(text.kind) is not None:
         return False, None
     run = _runner(model)
+    if not store.has_room():
+        store.reasons["full"] += 1
+        return True, run(text.call)
     if measures and store.count(text.kind):
         return True, run(text.call)
     with store.lock:
@@ -168,8 +171,7 @@ def _replayed(store: ForwardStore, kind: Hashable, given_of: Callable[[Cut], Giv
             with store.in_order():
                 given.launch(kept.graph)
                 if snapshot.is_current():
-                    store.graphs.move_to_end(kind)
-                    store.replays += 1
+                    store.use(kind)
                     if kept.draws is not None and not store.without_graph:
                         kept.draws.again()
                     return True, given.results(kept.graph)

@@ -48,6 +48,7 @@ REASONS = {
     "packed_outputs": "an output has the length of the texts in another place than behind their number",
     "packed_differ": "a packed batch gives something else",
     "slower": "a replay was not faster than the forward itself",
+    "full": "there are as many graphs as are kept, and all are in use",
     "memory": "the graph takes more memory than is given to graphs",
     "out_of_memory": "the memory does not suffice for the graph",
     "reentrant": "the call comes from inside another forward that is being captured",

@@ -32,6 +32,9 @@ KINDS_COMPILED = 8
 """Kinds of calls for which kernels of chains are compiled, as sizes stand in their texts: that takes many times as
 long as a capture. Later kinds run functions one by one; of buckets, each of which serves many lengths, twice as many
 do not."""
+IDLE = 4096
+"""Calls after which a graph that none of them used makes room for one of another bucket: where there are more buckets
+than graphs, taking turns would cost more than any graph gains."""
 REPEATED, RECENT = 16, 64
 """A length that had so many of the last texts that were padded gets a graph of its own."""
 SHARE_OF_MEMORY = 8
@@ -86,6 +89,9 @@ class ForwardStore:
         self._lengths: dict[Hashable, int | None] = {}
         """The one length of calls that have the rest in common, None once there were several."""
         self._recent: deque[int] = deque(maxlen=RECENT)
+        self._calls = 0
+        self._last: dict[Hashable, int] = {}
+        """The number of the call that last used a graph."""
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
         self._needed: dict[Hashable, int] = {}
         self._changed: set[Hashable] = set()
@@ -106,6 +112,20 @@ class ForwardStore:
         """Note the kind of a padded call; return whether it is worth a graph of its own."""
         self._recent.append(hash(kind))
         return self._recent.count(hash(kind)) >= REPEATED and kind not in self.refused
+
+    def use(self, kind: Hashable) -> None:
+        """Note that a graph is replayed."""
+        self.graphs.move_to_end(kind)
+        self.replays += 1
+        self._calls += 1
+        self._last[kind] = self._calls
+
+    def has_room(self) -> bool:
+        """Note a call without a graph; return whether there may be one more without dropping one that is in use."""
+        self._calls += 1
+        if len(self.graphs) < GRAPHS_KEPT:
+            return True
+        return self._calls - self._last[next(iter(self.graphs))] > IDLE
 
     def may_compile(self, kind: Hashable, *, is_bucket: bool = False) -> bool:
         """Return whether kernels may be compiled for a kind of call."""
@@ -139,7 +159,8 @@ class ForwardStore:
     def keep(self, kind: Hashable, kept: Kept) -> None:
         """Take a graph; those used longest ago go where there are too many, all others where they are too large."""
         most = self._most_bytes()
-        if most is not None and kept.graph.nbytes > most:
+        others = self.nbytes if kept.cut is not None else 0  # a bucket does not drop what others use
+        if most is not None and kept.graph.nbytes + others > most:
             self.refuse(kind, "memory", f"{kept.graph.nbytes / 2**20:.0f} MiB")
             return
         if most is not None and kept.graph.nbytes + self.nbytes > most:
@@ -148,11 +169,12 @@ class ForwardStore:
         while len(self.graphs) >= GRAPHS_KEPT:
             self._evict(next(iter(self.graphs)))
         self.graphs[kind] = kept
+        self._last[kind] = self._calls
         self._look_after = LOOKS_AGAIN
 
     def _evict(self, kind: Hashable) -> None:
         """Drop a graph; it takes twice as many calls as before to be captured again, lest kinds take turns."""
-        del self.graphs[kind]
+        del self.graphs[kind], self._last[kind]
         self._uses.pop(kind, None)
         self._needed[kind] = min(2 * self._needed.get(kind, 2), 1024)
 
@@ -194,6 +216,7 @@ class ForwardStore:
     def release(self) -> None:
         """Forget everything: the model changed, or its memory is wanted."""
         self.graphs.clear()
+        self._last.clear()
         self.refused.clear()
         self._uses.clear()
         self._needed.clear()

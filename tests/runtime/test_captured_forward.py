@@ -463,6 +463,7 @@ def test_few_graphs_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_kind_that_was_dropped_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = store.ForwardStore(made("cpu"))
     kept.graphs["kind"] = None  # type: ignore[assignment]
+    kept._last["kind"] = 0
     kept._evict("kind")
     assert [kept.count("kind") for _ in range(4)] == [3, 2, 1, 0]
     assert [kept.count("other") for _ in range(2)] == [1, 0]

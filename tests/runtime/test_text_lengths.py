@@ -402,6 +402,18 @@ def test_a_length_that_comes_again_and_again_gets_its_own(device: str, monkeypat
     assert (len(kept.graphs), kept.replays) == (3, 7)
 
 
+def test_buckets_do_not_take_turns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph makes room for another bucket's only where nobody used it for long."""
+    monkeypatch.setattr(store, "GRAPHS_KEPT", 2)
+    monkeypatch.setattr(store, "IDLE", 8)
+    model = made(device)
+    kept = check(model, *[call(device, length) for length in (70, 40, 80, 20, 41, 71, 21)])
+    assert (buckets(kept), kept.replays) == ([64], 1)
+    assert f"in no graph 4 ×: {fitness.REASONS['full']}" in str(explain(model))
+    kept = check(model, *[call(device, 42)] * 5, call(device, 22), call(device, 20))
+    assert buckets(kept) == [32, 64]
+
+
 def test_switches(device: str) -> None:
     model = made(device)
     with switch.use_forward_graphs("exact"):
