@@ -118,14 +118,15 @@ def _in_bucket(model: Any, store: ForwardStore, kind: Hashable, call: Any, measu
     if text.reason:
         store.leave_lengths(text.family, text.reason)
         return False, None
-    kept = store.graphs.get(text.kind)
-    if kept is not None and kept.cut is not None:
-        if text.is_padded and store.is_repeated(kind):
+    for one in (text,) if text.rows == text.row_bucket else (text, text.with_its_rows()):
+        if one.is_padded and one.kind in store.graphs and store.is_repeated(kind):
             return False, None
-    served, outputs = _served(model, store, text, measures)
-    if not served and (refusal := store.refused.get(text.kind)) is not None:
-        store.reasons[refusal.reason] += 1
-    return served, outputs
+        served, outputs = _served(model, store, one, measures)
+        if served:
+            return True, outputs
+        if (refusal := store.refused.get(one.kind)) is not None:
+            store.reasons[refusal.reason] += 1
+    return False, None
 
 
 def _packed(model: Any, store: ForwardStore, call: Any, measures: bool) -> tuple[bool, Any]:
@@ -141,7 +142,7 @@ def _served(model: Any, store: ForwardStore, text: Text, measures: bool) -> tupl
     """Return whether a text is served by the graph of its kind, which it may try to capture, and its outputs."""
     kept = store.graphs.get(text.kind)
     if kept is not None and kept.cut is not None:
-        if text.length < kept.cut.shortest:
+        if not kept.cut.serves(text):
             return False, None
         replayed, outputs = _replayed(store, text.kind, lambda cut: InBucket(text, cut))
         if replayed:

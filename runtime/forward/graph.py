@@ -26,6 +26,10 @@ Run = Callable[[Any], Any]
 """Runs the model's forward on `(arguments, keywords)`."""
 
 
+Part = tuple[tuple[int, int], ...]
+"""Of a tensor: how many of the first places of which dimensions; all of the others."""
+
+
 class Replays(Protocol):
     """A captured graph."""
 
@@ -77,23 +81,22 @@ class Outputs:
             self._groups.setdefault(_storage(tensor) if tensor.numel() else id(tensor), []).append(tensor)
         self.made = [tensor for group in self._groups.values() for tensor in group]
 
-    def copied(self, inputs: Sequence[Tensor | None], dims: Sequence[tuple[int, ...]] = (), length: int = 0) -> Any:
+    def copied(self, inputs: Sequence[Tensor | None], parts: Sequence[Part] = ()) -> Any:
         """Return a copy in memory of its own, arguments in it those of `inputs`.
 
         Args:
             inputs: what the forward was given.
-            dims: the dimensions of each tensor that are cut to `length`, in the tensors' order.
-            length: of the text, where it was padded.
+            parts: of each tensor in their order, where a text was padded.
 
         Raises:
             Unsuitable: if tensors that are cut share memory.
         """
         copies: dict[int, Tensor] = {}
-        cuts = {id(tensor): cut for tensor, cut in zip(self._tensors, dims, strict=True)} if dims else {}
+        cuts = {id(tensor): cut for tensor, cut in zip(self._tensors, parts, strict=True)} if parts else {}
         for group in self._groups.values():
             if len(group) == 1:
                 cut = cuts.get(id(group[0]))
-                copies[id(group[0])] = _copied_part(group[0], cut, length) if cut else group[0].clone()
+                copies[id(group[0])] = _copied_part(group[0], cut) if cut else group[0].clone()
             elif any(cuts.get(id(tensor)) for tensor in group):
                 raise Unsuitable("lengths_outputs", "outputs share memory")
             else:
@@ -114,11 +117,11 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _copied_part(tensor: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
-    """Return a copy of the first `length` places of dimensions, laid out in the same order without gaps."""
+def _copied_part(tensor: Tensor, part: Part) -> Tensor:
+    """Return a copy of a part, laid out in the same order without gaps."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    for dim in dims:
-        tensor = tensor.narrow(dim, 0, length)
+    for dim, size in part:
+        tensor = tensor.narrow(dim, 0, size)
     return torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -230,16 +233,15 @@ class ForwardGraph:
         else:
             self._graph.replay()
 
-    def results(self, tensors: Sequence[Tensor | None], dims: Sequence[tuple[int, ...]] = (), length: int = 0) -> Any:
+    def results(self, tensors: Sequence[Tensor | None], parts: Sequence[Part] = ()) -> Any:
         """Return what the last launch computed, which the caller may keep; of a text without its padding.
 
         Args:
             tensors: of the call.
-            dims: the dimensions of each output that are the length.
-            length: of the text.
+            parts: of each output that belong to the text.
         """
         assert self._outputs is not None
-        return self._outputs.copied(tensors, dims, length)
+        return self._outputs.copied(tensors, parts)
 
 
 class Given(Protocol):

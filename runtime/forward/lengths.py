@@ -37,6 +37,12 @@ def bucket_of(length: int, most: int | None = None) -> int:
     return most if most is not None and length <= most < bucket else bucket
 
 
+def rows_of(rows: int) -> int:
+    """Return the number of texts that a batch is padded to: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power > 2 and rows <= power * 3 // 4 else power
+
+
 def least_of(bucket: int, most: int | None = None) -> int:
     """Return the length of the shortest text that is padded to a bucket."""
     least = bucket
@@ -52,18 +58,25 @@ class Fill(NamedTuple):
     shown: float = 0
 
     def write(self, own: Tensor, given: Tensor | None, length: int) -> None:
-        """Write a text's tensor into one of the bucket's length; where none is given, a mask that shows the text."""
+        """Write a text's tensor into one of the bucket's; where none is given, a mask that shows the text.
+
+        Further rows are the first one again, so that they are texts like others.
+        """
         if given is None:
             own[:, :length] = self.shown
             own[:, length:] = self.hidden
             return
+        rows = given.shape[0]
+        whole, own = own, own[:rows]
         region = own
-        longer = [dim for dim in range(own.dim()) if own.shape[dim] != given.shape[dim]]
+        longer = [dim for dim in range(1, own.dim()) if own.shape[dim] != given.shape[dim]]
         for dim in longer:  # of a mask of queries and keys: padded queries see the text, so that none sees nothing
             last = dim == longer[-1]
             own.narrow(dim, length, own.shape[dim] - length).fill_(self.hidden if last else self.shown)
             region = region.narrow(dim, 0, length)
         region.copy_(given)
+        if rows < whole.shape[0]:
+            whole[rows:] = own[:1]
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,7 @@ class Text:
         fills: what each is padded with.
         length: of the text.
         bucket: that it is padded to.
+        row_bucket: number of texts that the batch is padded to.
         most: positions of the model, where its configuration says.
         family: what it has in common with calls of other lengths, and other numbers of texts.
         kind: what it has in common with calls of the same bucket, which is what a graph is for.
@@ -88,6 +102,7 @@ class Text:
     fills: tuple[Fill, ...]
     length: int
     bucket: int
+    row_bucket: int
     most: int | None
     family: Hashable
     kind: Hashable
@@ -110,17 +125,43 @@ class Text:
         return _rows(self.given)
 
     @property
+    def least(self) -> int:
+        """Length of the shortest text that is padded to its bucket."""
+        return least_of(self.bucket, self.most)
+
+    @property
+    def fewest(self) -> int:
+        """Number of texts of the smallest batch that is padded to as many."""
+        others = (rows for rows in range(1, self.row_bucket) if rows_of(rows) == self.row_bucket)
+        return next(others, self.row_bucket)
+
+    @property
     def is_padded(self) -> bool:
         """Whether a graph of its own shape would have less to do."""
-        return self.length < self.bucket or any(tensor is None for tensor in self.given.values())
+        return (
+            self.length < self.bucket
+            or self.rows < self.row_bucket
+            or any(tensor is None for tensor in self.given.values())
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one of its tensors in the bucket."""
         tensor = self.given[name]
         if tensor is None:
-            return (_rows(self.given), self.bucket)
+            return (self.row_bucket, self.bucket)
         dims = _length_dims(name, tensor, self.length)
-        return tuple(self.bucket if dim in dims else size for dim, size in enumerate(tensor.shape))
+        shape = [self.bucket if dim in dims else size for dim, size in enumerate(tensor.shape)]
+        if shape[0] == self.rows:
+            shape[0] = self.row_bucket
+        return tuple(shape)
+
+    def with_kind(self) -> Text:
+        """Return the text with the kind that it has."""
+        return replace(self, kind=(self.family, *[self.shape(name) for name in self.given]))
+
+    def with_its_rows(self) -> Text:
+        """Return the text as one whose length alone is padded."""
+        return replace(self, row_bucket=self.rows).with_kind()
 
     def padded(self) -> tuple[Any, list[Tensor]]:
         """Return the call that the bucket's graph is for, and its tensors."""
@@ -132,14 +173,15 @@ class Text:
             fill.write(made[name], tensor, self.length)
         return ((), {**made, **self.others}), list(made.values())
 
-    def shortened(self, length: int, *, shown: bool = False) -> Text:
-        """Return the call with its first `length` tokens; `shown`: with a mask of two dimensions that hides none."""
+    def shortened(self, length: int, rows: int, *, shown: bool = False) -> Text:
+        """Return the call with its first tokens and texts; `shown`: with a mask of two dimensions that hides none."""
         given: dict[str, Tensor | None] = {}
         for name, tensor in self.given.items():
             given[name] = tensor
             if tensor is not None:
                 for dim in _length_dims(name, tensor, self.length):
                     tensor = tensor.narrow(dim, 0, length)
+                tensor = tensor[:rows]
                 given[name] = torch.ones_like(tensor) if shown and name == MASK and tensor.dim() == 2 else tensor
         return replace(self, given=given, length=length)
 
@@ -190,8 +232,11 @@ def text_of(model: Any, call: Any, settings: Hashable) -> Text | None:
     most = _most_tokens(config)
     fills = tuple(_fill(config, name, tensor) for name, tensor in made.items())
     reason = reason or ("lengths_arguments" if others else "")
-    text = Text(given, made, fills, length, bucket_of(length, most), most, family, None, reason)
-    return text if text.reason else replace(text, kind=(family, *[text.shape(name) for name in made]))
+    text = Text(
+        others=given, given=made, fills=fills, length=length, bucket=bucket_of(length, most),
+        row_bucket=rows_of(_rows(texts)), most=most, family=family, kind=None, reason=reason,
+    )  # fmt: skip
+    return text if text.reason else text.with_kind()
 
 
 def _reason(texts: dict[str, Tensor], length: int) -> str:

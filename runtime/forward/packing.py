@@ -43,6 +43,7 @@ def packed_text(text: Text) -> Text | None:
     mask = text.given.get(MASK)
     if text.reason or mask is None or mask.dim() != 2 or mask.shape[0] < 2:
         return None
+    text = text.with_its_rows()
     places = mask.shape[0] * text.bucket
     eighths = -(-int((mask != 0).sum().item()) * EIGHTHS // places)
     if not 0 < eighths <= MOST_EIGHTHS:

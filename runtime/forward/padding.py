@@ -4,12 +4,13 @@
     call, tensors = padding.tried(expected)  # once the call itself has run, and was seen to do nothing else
     graph = ...                              # of `call`
     cut = padding.proved(graph)
-    graph.results(text.tensors, cut.dims, text.length)
+    graph.results(text.tensors, cut.parts(text))
 
-Texts are tried: the call's own, its first quarter of the bucket, and one with padding on the left, or if there is no
-mask with padding tokens, which the model may hide by itself. Padded, each has to give what it gives by itself, at
-every position that it has; and nothing at all may change where other tokens, embeddings, types and positions stand in
-the padding. Which dimensions of an output are the length is read from the shapes with and without padding.
+Texts are tried: the call's own, its first quarter of the bucket and of the batch, and one with padding on the left, or
+if there is no mask with padding tokens, which the model may hide by itself. Padded, each has to give what it gives by
+itself, at every position that it has; and nothing at all may change where other tokens, embeddings, types and
+positions stand in the padding. Which dimensions of an output are the length, and which the number of texts, is read
+from the shapes with and without padding.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .agreement import compare, compare_positions, equal, tensors_in
-from .graph import ForwardGraph, Run, Unsuitable
+from .graph import ForwardGraph, Part, Run, Unsuitable
 from .lengths import MASK, Text, special_tokens
 from .structure import form_of
 
@@ -31,15 +32,35 @@ PROVED_PART = 4
 """The shorter text has this part of the bucket's length: whoever reads the padding, or counts it, is far off."""
 
 
+class Dims(NamedTuple):
+    """Dimensions of a tensor that are the length of the texts, and those that are their number."""
+
+    length: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
 class Cut(NamedTuple):
     """How outputs of a bucket's graph become those of a text."""
 
-    dims: tuple[tuple[int, ...], ...]
-    """The dimensions that are the length, of each tensor in its order."""
+    dims: tuple[Dims, ...]
+    """Of each tensor in their order."""
     shortest: int = 1
     """Length from which on a replay is faster than the forward of a text that is not padded."""
+    fewest: int = 1
+    """Number of texts from which on it is."""
     tokens: int = 0
     """That its layers run on, where they are packed."""
+
+    def parts(self, text: Text) -> list[Part]:
+        """Return what of each output is the text's."""
+        return [
+            (*((dim, text.length) for dim in dims.length), *((dim, text.rows) for dim in dims.rows))
+            for dims in self.dims
+        ]
+
+    def serves(self, text: Text) -> bool:
+        """Return whether a replay is faster than a text's own forward."""
+        return text.length >= self.shortest and text.rows >= self.fewest
 
 
 class InBucket(NamedTuple):
@@ -59,7 +80,7 @@ class InBucket(NamedTuple):
 
     def results(self, graph: ForwardGraph) -> Any:
         """Return what that computed, without the padding."""
-        return graph.results(self.text.tensors, self.cut.dims, self.text.length)
+        return graph.results(self.text.tensors, self.cut.parts(self.text))
 
 
 class _Case(NamedTuple):
@@ -84,7 +105,7 @@ class Padding:
         self._text, self._run, self._run_padded = text, run, run_padded
         self._garbage = Garbage(model)
         self._cases: list[_Case] = []
-        self._dims: tuple[tuple[int, ...], ...] = ()
+        self._cut = Cut(())
 
     def tried(self, expected: Any) -> tuple[Any, list[Tensor]]:
         """Return the padded call and its tensors, once texts have been run with padding.
@@ -97,7 +118,13 @@ class Padding:
         """
         text = self._text
         most = text.tokens // text.rows if text.tokens else text.length
-        short = text.shortened(max(1, min(text.length, text.bucket // PROVED_PART, most)), shown=True)
+        length = max(1, min(text.length, text.bucket // PROVED_PART, most))
+        rows = text.rows
+        if text.row_bucket > text.fewest:  # other batches of the bucket are padded, if not this one
+            rows = max(2, min(rows, text.row_bucket // PROVED_PART))  # of one text a tensor may be that of all
+            if (rows, text.row_bucket) == (length, text.bucket):
+                rows += 1  # so that an output's dimension is the one or the other
+        short = text.shortened(length, rows, shown=True)
         left = None if text.tokens else text.hiding(text.length // 3)  # whose first token is hidden, and may be pooled
         for one in (short, text, left, text.unmarked()):
             if one is not None:
@@ -118,9 +145,10 @@ class Padding:
                 "packed_reach" if text.tokens else "lengths_reach", " ".join(str(error).split())[:200]
             ) from error
         if not self._cases:
-            self._dims = _dims(wanted, found, text)
-        self._agree(text, wanted, _cut(tensors_in(found), self._dims, text.length))
-        _same(*[_cut(tensors_in(value), self._dims, text.length) for value in (found, changed)])
+            self._cut = Cut(_dims(wanted, found, text), tokens=self._text.tokens)
+        parts = self._cut.parts(text)
+        self._agree(text, wanted, _cut(tensors_in(found), parts))
+        _same(*[_cut(tensors_in(value), parts) for value in (found, changed)])
         return _Case(text, wanted, tensors_in(other))
 
     def proved(self, graph: ForwardGraph) -> Cut:
@@ -130,7 +158,7 @@ class Padding:
             Unsuitable: if it gives something else.
         """
         for text, wanted, other in self._cases:
-            given = InBucket(text, Cut(self._dims))
+            given = InBucket(text, self._cut)
             given.launch(graph)
             found = given.results(graph)
             if _layout(found) != _layout(wanted):
@@ -138,7 +166,7 @@ class Padding:
             self._agree(text, wanted, tensors_in(found))
             graph.launch(other)
             _same(tensors_in(found), tensors_in(given.results(graph)))
-        return Cut(self._dims, tokens=self._text.tokens)
+        return self._cut
 
     def _agree(self, text: Text, wanted: Any, found: list[Tensor]) -> None:
         """Compare outputs as a whole, and position by position: a few that differ are lost among many.
@@ -150,12 +178,12 @@ class Padding:
         """
         mask = text.given.get(MASK) if text.tokens else None
         try:
-            for tensor, other, cut in zip(tensors_in(wanted), found, self._dims, strict=True):
-                if not cut or mask is None:
+            for tensor, other, dims in zip(tensors_in(wanted), found, self._cut.dims, strict=True):
+                if not dims.length or mask is None:
                     compare([tensor], [other])
-                    if cut:
-                        compare_positions(tensor, other, {0, cut[0]})
-                elif cut != (1,) or tensor.shape[:2] != mask.shape:
+                    if dims.length or dims.rows:
+                        compare_positions(tensor, other, {0, *dims.length[:1], *dims.rows[:1]})
+                elif dims.length != (1,) or tensor.shape[:2] != mask.shape:
                     raise Unsuitable("packed_outputs")
                 else:
                     shown = mask != 0
@@ -171,7 +199,7 @@ class Padding:
         named = {**call[1]}
         for name in text.given:
             if name != MASK:
-                named[name] = self._garbage.behind(named[name], name, text.length)
+                named[name] = self._garbage.around(named[name], name, text)
         return (), named
 
 
@@ -182,23 +210,27 @@ class Garbage:
         self._special = special_tokens(model)
         self._vocabulary = _vocabulary(model)
 
-    def behind(self, padded: Tensor, name: str, length: int) -> Tensor:
-        """Return a padded tensor [B, P, ...] with other values from `length` on."""
-        known, made = padded[:, :length], padded.clone()
-        shape = padded[:, length:].shape
-        generator = torch.Generator().manual_seed(length)
+    def around(self, padded: Tensor, name: str, text: Text) -> Tensor:
+        """Return a padded tensor [B, P, ...] with other values where the text is not."""
+        rows = min(text.rows, padded.shape[0])
+        known = padded[:rows, : text.length]
+        generator = torch.Generator().manual_seed(text.length)
         if name == "inputs_embeds":
-            made[:, length:] = torch.randn(shape, generator=generator).to(made) * 2 * known.float().std(correction=0)
+            other = torch.randn(padded.shape, generator=generator).to(padded) * 2 * known.float().std(correction=0)
+            other = other.to(padded.dtype)
         elif name == "input_ids" and self._vocabulary:
-            ids = torch.randint(self._vocabulary, shape, generator=generator)
-            special = [token for token in self._special if 0 <= token < self._vocabulary]
-            first = min(len(special), shape[1])
-            ids[:, :first] = torch.tensor(special[:first])
-            made[:, length:] = ids.to(made)
+            ids = torch.randint(self._vocabulary, padded.shape, generator=generator)
+            special = torch.tensor([token for token in self._special if 0 <= token < self._vocabulary])
+            first = min(len(special), text.bucket - text.length)
+            ids[:, text.length : text.length + first] = special[:first]
+            ids[rows:, : len(special)] = special[: text.bucket]
+            other = ids.to(padded)
         else:  # values that are known to be allowed
-            places = torch.randint(length, (shape[1],), generator=generator).to(made.device)
-            made[:, length:] = known[:, places]
-        return made
+            places = torch.randint(text.length, (padded.shape[1],), generator=generator).to(padded.device)
+            texts = torch.randint(rows, (padded.shape[0],), generator=generator).to(padded.device)
+            other = known[texts][:, places]
+        other[:rows, : text.length] = known
+        return other
 
 
 def _vocabulary(model: Any) -> int:
@@ -209,22 +241,25 @@ def _vocabulary(model: Any) -> int:
         return 0
 
 
-def _dims(wanted: Any, padded: Any, text: Text) -> tuple[tuple[int, ...], ...]:
-    """Return which dimensions of each output are the length: the text's without padding, the bucket's with it.
+def _dims(wanted: Any, padded: Any, text: Text) -> tuple[Dims, ...]:
+    """Return which dimensions of each output are the length or the number of texts, with padding and without.
 
     Raises:
         Unsuitable: if another one differs.
     """
-    found: list[tuple[int, ...]] = []
+    found: list[Dims] = []
     if _classes(wanted) != _classes(padded):
         raise Unsuitable("lengths_outputs", "outputs of another form")
+    length, rows = (text.length, text.bucket), (text.rows, text.row_bucket)
     for short, long in zip(tensors_in(wanted), tensors_in(padded), strict=True):
         sizes = [*zip(short.shape, long.shape, strict=True)] if short.dim() == long.dim() else [(0, 1)]
         changed = [dim for dim, (size, other) in enumerate(sizes) if size != other]
-        if any(sizes[dim] != (text.length, text.bucket) for dim in changed):
-            said = f"{tuple(short.shape)} of {text.length} tokens, {tuple(long.shape)} of {text.bucket}"
-            raise Unsuitable("lengths_outputs", said)
-        found.append(tuple(changed))
+        if any(sizes[dim] not in (length, rows) for dim in changed):
+            said = [f"{tuple(shape)} of {count} × {tokens}" for shape, count, tokens in (
+                (short.shape, rows[0], length[0]), (long.shape, rows[1], length[1]))]  # fmt: skip
+            raise Unsuitable("lengths_outputs", ", ".join(said))
+        lengths = tuple(dim for dim in changed if sizes[dim] == length)
+        found.append(Dims(lengths, tuple(dim for dim in changed if dim not in lengths)))
     return tuple(found)
 
 
@@ -242,11 +277,11 @@ def _layout(value: Any) -> Hashable:
     return form_of(value, [], described)
 
 
-def _cut(tensors: list[Tensor], dims: tuple[tuple[int, ...], ...], length: int) -> list[Tensor]:
+def _cut(tensors: list[Tensor], parts: list[Part]) -> list[Tensor]:
     found: list[Tensor] = []
-    for tensor, cut in zip(tensors, dims, strict=True):
-        for dim in cut:
-            tensor = tensor.narrow(dim, 0, length)
+    for tensor, part in zip(tensors, parts, strict=True):
+        for dim, size in part:
+            tensor = tensor.narrow(dim, 0, size)
         found.append(tensor)
     return found
 

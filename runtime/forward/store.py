@@ -298,7 +298,7 @@ def _lines(store: ForwardStore) -> Iterator[str]:
         times = "" if kept.milliseconds is None else ", {:.2f} → {:.2f} ms".format(*kept.milliseconds)
         times += f", its functions one by one: {kept.as_written}" if kept.as_written else ""
         if kept.cut is not None:
-            shapes += f" and texts from {kept.cut.shortest} tokens on"
+            shapes += f" and texts from {kept.cut.fewest} × {kept.cut.shortest} tokens on"
             shapes += f", packed into {kept.cut.tokens}" if kept.cut.tokens else ""
         yield f"in a graph for {shapes or 'no tensors'}{times}, {kept.graph.nbytes / 2**20:.1f} MiB"
     if store.replays:

@@ -21,7 +21,7 @@ from .draws import Draws
 from .fitness import Randomness, collector_of, unfit_model
 from .functions import functions
 from .graph import AsItIs, ForwardGraph, Given, Run, Unsuitable
-from .lengths import Text, least_of
+from .lengths import Text
 from .packing import packed_run
 from .padding import Cut, InBucket, Padding
 from .store import ForwardStore, Kept
@@ -314,13 +314,13 @@ def _timed_texts(kept: Kept, cut: Cut, snapshot: Snapshot, text: Text, run: Run)
     Raises:
         Unsuitable: if it is slower for this one, too.
     """
-    least = min(text.length, least_of(text.bucket, text.most))
+    least, fewest = min(text.length, text.least), min(text.rows, text.fewest)
     try:
-        times = _times(kept.graph, snapshot, InBucket(text.shortened(least), cut), run)
+        times = _times(kept.graph, snapshot, InBucket(text.shortened(least, fewest), cut), run)
     except Unsuitable:
-        least = text.length
+        least, fewest = text.length, text.rows
         times = _times(kept.graph, snapshot, InBucket(text, cut), run)
-    return kept._replace(milliseconds=times, cut=cut._replace(shortest=least))
+    return kept._replace(milliseconds=times, cut=cut._replace(shortest=least, fewest=fewest))
 
 
 def _times(graph: ForwardGraph, snapshot: Snapshot, given: Given, run: Run) -> tuple[float, float]:

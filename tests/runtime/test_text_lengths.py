@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from rewrite.runtime.core.explain import explain
-from rewrite.runtime.forward import agreement, fitness, lengths, padding, store, switch
+from rewrite.runtime.forward import agreement, captured, fitness, lengths, padding, store, switch
 from rewrite.runtime.forward.captured import CapturedForward
 
 VOCABULARY, POSITIONS, WIDTH, HEADS = 50, 80, 16, 2
@@ -170,7 +170,7 @@ def test_lengths_share_the_graph_of_a_bucket(device: str) -> None:
     model = made(device)
     kept = check(model, *[call(device, length) for length in (40, 50, 33, 64, 57, 9, 32, 1, 70, 80)])
     assert (len(kept.graphs), buckets(kept), kept.replays) == (4, [32, 64, 80], 6)
-    assert "in a graph for 2×64, 2×64 and texts from 1 tokens on" in str(explain(model))
+    assert "in a graph for 2×64, 2×64 and texts from 1 × 1 tokens on" in str(explain(model))
     assert not refused(model)
 
 
@@ -214,6 +214,49 @@ def test_what_a_text_is_given(device: str, name: str) -> None:
     kept = check(model, *[call(device, length, **ARGUMENTS[name](length)) for length in (40, 50, 41, 64, 40)])
     assert not refused(model)
     assert (len(kept.graphs), buckets(kept), kept.replays) == (2, [64], 3), "the first length keeps its own"
+
+
+def rows_of(kept: store.ForwardStore) -> set[tuple[int, ...]]:
+    return {tuple(graph.graph.inputs[0].shape) for graph in kept.graphs.values() if graph.cut is not None}
+
+
+@pytest.mark.parametrize("name", [None, *ARGUMENTS])
+def test_batches_share_the_graph_of_a_bucket(device: str, name: str | None) -> None:
+    model = made(device)
+
+    def given(length: int, rows: int) -> dict[str, Any]:
+        more = {} if name is None else ARGUMENTS[name](length)
+        more = {key: value[:1].expand(rows, *value.shape[1:]) if isinstance(value, Tensor) and value.shape[0] == 2
+                else value for key, value in more.items()}  # fmt: skip
+        return call(device, length, rows, **more)
+
+    kept = check(model, given(40, 2), *[given(length, rows) for length, rows in ((50, 6), (41, 5), (64, 5), (33, 6))])
+    assert not refused(model)
+    assert ({shape[:2] for shape in rows_of(kept)}, kept.replays) == ({(6, 64)}, 3)
+    kept = check(model, given(50, 9), given(50, 1), given(51, 1))
+    assert ({shape[:2] for shape in rows_of(kept)}, kept.replays) == ({(6, 64), (12, 64), (1, 64)}, 4)
+
+
+def test_a_batch_that_is_not_padded_has_a_bucket_for_its_length(device: str) -> None:
+    """As where the padded one is slower."""
+    model = made(device)
+    kept = check(model, call(device, 40, 5), call(device, 50, 2))
+    text = lengths.text_of(model, ((), call(device, 50, 5)), captured.settings())
+    assert text is not None
+    kept.refuse(text.kind, "slower")
+    kept = check(model, call(device, 50, 5), call(device, 60, 5))
+    assert (rows_of(kept), kept.replays) == ({(2, 64), (5, 64)}, 1)
+
+
+def _others(model: Encoder, given: dict[str, Any]) -> Any:
+    return given["x"] - given["x"].mean(0, keepdim=True)
+
+
+def test_texts_that_know_each_other_are_not_padded(device: str) -> None:
+    model = made(device, _others)
+    kept = check(model, call(device, 40), call(device, 50, 5), call(device, 52, 5))
+    assert refused(model) == {"lengths_differ"}
+    assert not buckets(kept)
 
 
 @pytest.mark.parametrize("length", [40, 64])
@@ -357,7 +400,7 @@ def test_planted_bugs_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) 
         assert refused(model) == {"lengths_differ"}
     with monkeypatch.context() as patch:
         inner = padding._dims
-        patch.setattr(padding, "_dims", lambda *given: tuple(dims[:0] for dims in inner(*given)))
+        patch.setattr(padding, "_dims", lambda *given: tuple(padding.Dims((), ()) for _ in inner(*given)))
         model = made(device)
         check(model, *calls)
         assert not buckets(store.store_of(model))
@@ -455,9 +498,9 @@ def test_a_bucket_serves_texts_that_it_is_faster_for(monkeypatch: pytest.MonkeyP
     kept = store.Kept(None, None)  # type: ignore[arg-type]
     run: Any = None
     found = trial._timed_texts(kept, padding.Cut(()), run, text, run)
-    assert (asked, found.cut, found.milliseconds) == ([33, 50], padding.Cut((), 50), (2.0, 1.0))
+    assert (asked, found.cut, found.milliseconds) == ([33, 50], padding.Cut((), 50, 2), (2.0, 1.0))
     with pytest.raises(trial.Unsuitable):
-        trial._timed_texts(kept, padding.Cut(()), run, text.shortened(49), run)
+        trial._timed_texts(kept, padding.Cut(()), run, text.shortened(49, 2), run)
 
 
 def test_shorter_texts_than_that_run_as_they_are(device: str) -> None:
@@ -500,7 +543,7 @@ def test_a_call_that_does_more_is_not_tried(device: str) -> None:
         (512, 512, 512, 449), (513, None, 640, 513), (70, 77, 77, 65), (78, 77, 96, 78), (5000, None, 5120, 4097),
     ],
 )  # fmt: skip
-def test_buckets(length: int, most: int | None, bucket: int, least: int) -> None:
+def test_lengths_of_buckets(length: int, most: int | None, bucket: int, least: int) -> None:
     assert lengths.bucket_of(length, most) == bucket
     assert lengths.least_of(bucket, most) == least
 
@@ -515,3 +558,9 @@ def test_positions_are_compared_by_themselves() -> None:
     with pytest.raises(padding.Unsuitable, match=r"at one position by 0\.[2-6]"):
         agreement.compare_positions(wanted, found, {0, 1})
     agreement.compare_positions(wanted, wanted + wanted * 0.01, {0, 1})
+
+
+def test_numbers_of_texts_in_buckets() -> None:
+    assert [lengths.rows_of(rows) for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 17, 24, 25)] == [
+        1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 16, 24, 24, 32
+    ]  # fmt: skip
