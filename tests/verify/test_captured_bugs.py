@@ -37,8 +37,8 @@ BUGS = {
 PADDED = {
     "the mask of padding hides nothing": ("return Fill(0, 1)", "return Fill(1, 1)"),
     "the padding is kept": (
-        "for dim in dims:\n        tensor = tensor.narrow(dim, 0, length)",
-        "for dim in dims:\n        tensor = tensor.narrow(dim, tensor.shape[dim] - length, length)",
+        "for dim, size in part:\n        tensor = tensor.narrow(dim, 0, size)",
+        "for dim, size in part:\n        tensor = tensor.narrow(dim, tensor.shape[dim] - size, size)",
     ),
 }
 """Bugs in how texts are padded, which the proof of a bucket sees; the check sees them where that is left out."""
