@@ -150,7 +150,9 @@ def _served(model: Any, store: ForwardStore, text: Text, measures: bool) -> tupl
     if store.refusal(text.kind) is not None:
         return False, None
     run = _runner(model)
-    if not store.has_room():
+    with store.lock:
+        has_room = store.has_room()
+    if not has_room:
         store.reasons["full"] += 1
         return True, run(text.call)
     if measures and store.count(text.kind):

@@ -5,6 +5,8 @@ On a CPU the forward is run again in place of a replay; on a GPU (`-m gpu`) it i
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -511,6 +513,30 @@ def test_shorter_texts_than_that_run_as_they_are(device: str) -> None:
     before = kept.replays
     check(model, call(device, 44), call(device, 45))
     assert kept.replays == before + 1
+
+
+def test_threads_get_their_own_texts(device: str) -> None:
+    model = made(device)
+    calls = [call(device, length) for length in range(30, 70)]
+    wanted = [plain(model, **given) for given in calls]
+    check(model, *calls[:2])
+    wrong: list[int] = []
+
+    def work(start: int) -> None:
+        stream = contextlib.nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
+        with torch.no_grad(), stream:
+            for number in range(start, len(calls), 2):
+                found = model(**calls[number]).last_hidden_state
+                if not torch.allclose(found, wanted[number].last_hidden_state, atol=1e-4):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in (0, 1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert store.store_of(model).replays > 60
 
 
 def test_a_changed_model_is_noticed(device: str) -> None:
