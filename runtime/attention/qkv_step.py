@@ -60,7 +60,7 @@ def qkv(model, columns, norm=prologue, **form):
 
 for model in LLAMAS:
     case(model.name, qkv, model, model.head_dim)
-case("8B, LayerNorm", qkv, LLAMA_8B, 128, lambda size: LayerNormPrologue(tensor(size), tensor(size), EPS))
+case("8B, LayerNorm", qkv, LLAMA_8B, 128, layer_norm)
 case("1B, 32 columns", qkv, LLAMA_1B, 32, interleaved=True, half_table=True)
 """
 

@@ -69,10 +69,8 @@ for model in LLAMAS:
 
 def plain(model, activation):
     size, inner = model.hidden_size, model.intermediate_size
-    norm = LayerNormPrologue(tensor(size), tensor(size), EPS)
-    return launch_product(
-        tensor(1, 1, size), tensor(inner, size), tensor(inner), norm, None, tensor(1, 1, inner), activation
-    )
+    given = tensor(1, 1, size), tensor(inner, size), tensor(inner)
+    return launch_product(*given, layer_norm(size), None, tensor(1, 1, inner), activation)
 
 for model in LLAMAS:
     case(f"{model.name}, norm, GELU", plain, model, "gelu")
