@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.own import own_cache_of
 from ..core import backend
+from ..core.compile_ahead import Compilation
 from .carried import argument_of_states
 from .graph import DecodeGraph
 
@@ -50,6 +51,8 @@ class GraphStore:
         """What was tried in vain, by the key of the sampling; by None if it concerns them all."""
         self.has_reread = False
         """Whether a step was found to read something on the model that is another one than when it was proved."""
+        self.compilations: dict[int, Compilation] = {}
+        """Of the kernels of prompts and steps, by batch size, where a call began without them."""
         self.gives_back_plain = False
         """Whether the model was seen to give a growing cache back as it was given one."""
 

@@ -110,5 +110,11 @@ TURNS = {
     "tokens looked up in the text": bug(
         "of the drafts that are right one is taken", "runtime/decode.py", "state.taken.copy_(taken)", "pass"
     ),
+    "begun without kernels": bug(
+        "the token of a plain step not written down",
+        "runtime/decode.py",
+        "self.logits, self.scores = choose(logits, self._graph.state, self._sampling)",
+        "self.logits, self.scores = logits, logits",
+    ),
 }
 """Bugs that show in the loop's check of this name alone."""
