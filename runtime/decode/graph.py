@@ -537,16 +537,24 @@ class DecodeGraph:
             sampling: what follows a step.
             loading: of the compiler, if it was begun.
         """
-        runs, length = [self._step_with(sampling)], self.cache.length
-        rows, capacity = self.cache.batch_size, self.cache.capacity
-        for count in (tokens, self._policy.fewest_tokens):
-            if (padded := self.prompts.length_for(rows, count, capacity)) is not None:
-                runs.append(PromptGraph(self.model, self.cache, self._accepted, padded).run)
-                break
-        found = self._variants(*runs)
+        length = self.cache.length
+        found = self._variants(*self.launching(tokens, sampling))
         self.cache.rewind(length)
         _WARM.add(self.model)
         return Compilation(found, self.device, loading)
+
+    def launching(self, tokens: int, sampling: Sampling) -> list[Callable[[], None]]:
+        """Return what launches the kernels of a call: a step with a sampling, and a prompt that a graph could read.
+
+        Args:
+            tokens: of the prompt; the shortest there is stands for one that no graph reads.
+            sampling: what follows a step.
+        """
+        runs, rows = [self._step_with(sampling)], self.cache.batch_size
+        for count in (tokens, self._policy.fewest_tokens):
+            if (length := self.prompts.length_for(rows, count, self.cache.capacity)) is not None:
+                return [*runs, PromptGraph(self.model, self.cache, self._accepted, length).run]
+        return runs
 
     def plain_step(self) -> Tensor:
         """Return the logits `[B, V]` of the step as the model computes it with a growing cache.
