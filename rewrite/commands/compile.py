@@ -17,7 +17,7 @@ from rewrite.kernels.chips import CHIPS
     short_help="Compile a package's kernels ahead of time.",
     examples=(
         "rewrite compile ./optimized_llama --target H100 --weights ./Llama-3.2-1B",
-        "rewrite compile ./optimized_llama --target sm_90 --shape 8b --batch 1,8 --cache ~/.triton/cache",
+        "rewrite compile ./optimized_llama --target sm_90 --shape 8b --batch 1,8",
     ),
 )
 @click.argument("folder", metavar="DIR", type=FOLDER)

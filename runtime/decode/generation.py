@@ -14,7 +14,6 @@ import contextlib
 import copy
 import functools
 import sys
-from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -29,7 +28,7 @@ from ..cache.grown import takes_padding
 from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..cache.nested import UnknownState
 from ..core import backend
-from ..core.capture import CAPTURING, CaptureFailed, index_of
+from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
 from ..core.target import CHANGES, GROWS, RANKS
@@ -46,6 +45,7 @@ from .head_start import PlainStep, has_head_start
 from .lookup import look_up
 from .plan import Plan, planned
 from .policy import GraphPolicy
+from .progress import Progress
 from .proof import StepChanges, StepDiffers, StepFails, StepReads
 from .sampling import Lookup, Sampling, graph_forms
 from .spread import plain_inside
@@ -204,7 +204,7 @@ class _Generation:
             self.plan.share_randomness()
         graph = self._graph()
         plainly = assistant is None and self._has_head_start(graph)
-        program: Program | None = None
+        program: Program | PlainStep | None = None
         with self._refusing(graph):
             if plainly:
                 logits = self._read_plainly(graph)
@@ -216,7 +216,7 @@ class _Generation:
         first = self._first_token(logits)
         self._begin(graph, first, start)
         reader = self._reader()
-        progress = _Progress(self.device, self.sampling.sample, Arrival(graph, start, 1, self.plan))
+        progress = Progress(self.device, self.sampling.sample, Arrival(graph, start, 1, self.plan))
         if program is None:
             graph, program = self._decode_plainly(graph, reader, progress, start)
         graph = self._decode(graph, program, reader, progress, start)
@@ -466,7 +466,7 @@ class _Generation:
         return Reader(call.input_ids, call.steps, call.criteria, pad, call.has_stop_strings, call.streamer)
 
     def _decode_plainly(
-        self, graph: DecodeGraph, reader: Reader, progress: _Progress, start: int
+        self, graph: DecodeGraph, reader: Reader, progress: Progress, start: int
     ) -> tuple[DecodeGraph, Program | PlainStep]:
         """Take plain steps until the kernels are there; return the graph, and the step with which to go on."""
         step, steps = PlainStep(graph, self.sampling), self.call.steps
@@ -497,7 +497,7 @@ class _Generation:
             return graph, PlainStep(graph, self.sampling)
 
     def _take(
-        self, graph: DecodeGraph, program: Program | PlainStep, count: int, progress: _Progress, start: int
+        self, graph: DecodeGraph, program: Program | PlainStep, count: int, progress: Progress, start: int
     ) -> None:
         """Take steps, whose tokens will arrive together."""
         for _ in range(count):
@@ -509,7 +509,7 @@ class _Generation:
         progress.made += count
 
     def _decode(
-        self, graph: DecodeGraph, program: Program | PlainStep, reader: Reader, progress: _Progress, start: int
+        self, graph: DecodeGraph, program: Program | PlainStep, reader: Reader, progress: Progress, start: int
     ) -> DecodeGraph:
         """Replay until the reader has seen the end; return the graph that holds it."""
         if self.lookup is not None:
@@ -624,58 +624,3 @@ class _Generation:
                 self.kept_logits.append(logits.clone())
             if self.call.config.output_scores:
                 self.kept_scores.append(scores.clone())
-
-
-class _Progress:
-    """How far a call is.
-
-    Args:
-        device: that draws.
-        draws: whether it does.
-        first: the first token.
-    """
-
-    def __init__(self, device: torch.device, draws: bool, first: Arrival):
-        self.waiting = deque([first])
-        """What the host has not read."""
-        self.made = 1
-        """Tokens, as far as the device was told to make them."""
-        self.stopped = False
-        """Whether the host has seen the end."""
-        self._random = _Randomness(device) if draws else None
-        self._marks: list[Any] = []
-        self.mark()
-
-    def read(self, reader: Reader) -> None:
-        """Let the host read what arrives next."""
-        self.stopped = reader.read(self.waiting.popleft().tokens())
-
-    def mark(self) -> None:
-        """Note where the random generator stands behind a token."""
-        if self._random is not None:
-            self._marks.append(self._random.mark())
-
-    def restore(self, count: int) -> None:
-        """Let it stand where it stood behind `count` tokens."""
-        if self._random is not None:
-            self._random.restore(self._marks[count - 1])
-
-
-class _Randomness:
-    """Where the device's random generator stands, without asking the device."""
-
-    def __init__(self, device: torch.device):
-        self._generator = None
-        if device.type == "cuda":
-            self._generator = torch.cuda.default_generators[index_of(device)]
-
-    def mark(self) -> Any:
-        """Return where it stands."""
-        return torch.get_rng_state() if self._generator is None else self._generator.get_offset()
-
-    def restore(self, mark: Any) -> None:
-        """Let it stand there again."""
-        if self._generator is None:
-            torch.set_rng_state(mark)
-        else:
-            self._generator.set_offset(mark)

@@ -82,8 +82,8 @@ CAPTURED = (
     bug(
         "a replay too few",
         "runtime/decode.py",
-        "for _ in range(count):\n                program.replay()",
-        "for _ in range(count):\n                graph.state.position.add_(0) if made % 7 == 0 else program.replay()",
+        "for _ in range(count):\n            program.replay()",
+        "for _ in range(count):\n            graph.state.position.add_(0) if progress.made % 7 == 0 else program.replay()",
     ),
 )
 """Bugs that show only where steps are captured."""
