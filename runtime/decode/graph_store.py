@@ -174,6 +174,9 @@ def describe(model: nn.Module) -> list[str]:
     if store is None:
         return []
     lines = [f"no graph: {detail}" for _, detail in store.refused.values() if detail]
+    under_way = [str(batch) for batch, one in sorted(store.compilations.items()) if not one.is_done()]
+    if under_way:
+        lines.append(f"kernels being compiled: batch {', '.join(under_way)}; tokens are chosen without meanwhile")
     for (batch, capacity), graph in list(store.graphs.items()):
         lines.append(f"graph: batch {batch}, capacity {capacity}, {graph.nbytes / 2**20:.1f} MiB of cache")
         if graph.prompts.lengths:

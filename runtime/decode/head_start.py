@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core import backend
 from ..core.compile_ahead import Compilation
 from .greedy import choose
+from .policy import policy_of
 from .sampling import Sampling
 
 if TYPE_CHECKING:
@@ -63,4 +64,5 @@ def has_head_start(model: Any, graph: DecodeGraph, compilation: Compilation | No
         return False
     if compilation is not None and compilation.is_done():
         return False
-    return not (graph.cache.stateful_layers or graph.carried)
+    copies = policy_of(model).before_replay is not None  # of the weights, for kernels: torch's operators read both
+    return not (copies or graph.cache.stateful_layers or graph.carried)

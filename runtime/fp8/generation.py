@@ -21,5 +21,4 @@ class Fp8GraphGeneration(GraphGeneration):
     Llama, random weights), where pads that are seen give 1 and more.
     """
 
-    starts_plainly = False
     graph_policy: ClassVar[GraphPolicy] = GraphPolicy(fewest_tokens=2, tolerance=0.5, before_replay=refresh)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 SWITCH = "_step_without_graph"
 """Set on a model, it makes the loop run on any device, its step as plain calls."""
-BEGINS = "starts_plainly"
-"""Set on a model, it says whether its first tokens are chosen without kernels: every check but one is of the graph."""
 MARK = "_within_window"
 """Set on a class, the loop runs for texts that a sliding window of its cache holds."""
 PADS = "_takes_padding"
@@ -138,7 +136,6 @@ def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:
     pair = bench.fresh(variant, bench.implementations()[0], dtype)
     if bench.options.device == "cpu":
         setattr(pair.rewritten, SWITCH, True)
-    setattr(pair.rewritten, BEGINS, False)
     return pair
 
 

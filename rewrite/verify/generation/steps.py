@@ -15,8 +15,9 @@ from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import seed_all
+from ..models.sides import BEGINS
 from ..models.workbench import Workbench, on_original
-from .loop import BEGINS, LONGER, NEW, SWITCH, Package, batch_of, generate, loop_pair
+from .loop import LONGER, NEW, SWITCH, Package, batch_of, generate, loop_pair
 from .texts import near_tie, noise_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def step_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     yield CheckRun("decode loop, a step for each token", partial(_step_for_each, bench, variant))
     yield CheckRun("decode loop, no steps behind the end", partial(_none_behind_the_end, bench, variant))
     yield CheckRun("decode loop, steps round as the original's", partial(_rounded, bench, variant))
-    if getattr(bench.subject.rewritten, BEGINS, False) is None:
+    if hasattr(bench.subject.rewritten, BEGINS):
         yield CheckRun("decode loop, begun without kernels", partial(_begun_plainly, bench, variant))
 
 
