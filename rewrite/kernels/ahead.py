@@ -6,11 +6,14 @@ Imports neither torch nor triton: each card has a process of its own, with an em
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -121,16 +124,40 @@ def _compiled(plan: Ahead, card: Card, cache: Path, progress: Callable[[str], No
 
 
 def _building(folder: Path) -> dict[str, str]:
-    """Return what a process needs to build C functions that are linked with a driver, which need not be here."""
+    """Return what a process needs to build C functions that are linked with a driver, which need not be here.
+
+    Nothing where there is no compiler, or no header of Python: then they are built where kernels are launched.
+    """
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return {}
-    empty = folder / "empty.c"
-    empty.write_text("", encoding="utf-8")
-    library = folder / "libcuda.so.1"
-    command = [compiler, "-shared", "-o", str(library), f"-Wl,-soname,{library.name}", str(empty)]
+    text = folder / "driver.c"
+    # a linker leaves out a library of which nothing is used, and what it made could not be loaded there
+    functions = "".join(f"void {name}(void) {{}}\n" for name in _functions_of_the_driver())
+    text.write_text(f"#include <Python.h>\n{functions}", encoding="utf-8")
+    library, header = folder / "libcuda.so.1", sysconfig.get_path("include")
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-I",
+        header,
+        "-o",
+        str(library),
+        f"-Wl,-soname,{library.name}",
+        str(text),
+    ]
     done = subprocess.run(command, capture_output=True, check=False)
+    (folder / "libcuda.so").symlink_to(library)  # by which Triton 3.4 asks for it
     return {} if done.returncode else {BUILDS: "1", "TRITON_LIBCUDA_PATH": str(folder)}
+
+
+def _functions_of_the_driver() -> list[str]:
+    """Return the names of CUDA's driver that Triton's C functions may call."""
+    spec = importlib.util.find_spec("triton")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [file for folder in folders for file in Path(folder, "backends", "nvidia").glob("driver.*")]
+    return sorted({name for file in files for name in re.findall(r"\bcu[A-Z]\w+(?=\()", file.read_text("utf-8"))})
 
 
 def _shorten(folder: Path) -> None:

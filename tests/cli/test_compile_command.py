@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,31 @@ def test_what_it_wants_to_be_told(package: Path, rewrite: CommandLine, monkeypat
     shown = rewrite("compile", str(package), "--target", "H100", "--shape", "tiny")
     assert shown.code == 1
     assert "could not be compiled for H100: no word" in shown.err
+
+
+@needs_triton
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_what_is_linked_with_a_driver_that_is_not_here_asks_for_it(tmp_path: Path) -> None:
+    environment = ahead._building(tmp_path)
+    assert environment["TRITON_LIBCUDA_PATH"] == str(tmp_path)
+    (tmp_path / "uses.c").write_text("int cuInit(unsigned); int uses(void) { return cuInit(0); }")
+    for library in ("-l:libcuda.so.1", "-lcuda"):  # as Triton 3.6 and 3.4 ask for it
+        command = ["gcc", "uses.c", "-shared", "-fPIC", "-o", "uses.so", "-L.", library]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        assert b"libcuda.so.1\0" in (tmp_path / "uses.so").read_bytes()
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_for_the_gpu_that_is_here(package: Path, rewrite: CommandLine, tmp_path: Path) -> None:
+    copy = tmp_path / "llama"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("kernels"))
+    shown = rewrite("compile", str(copy), "--shape", "tiny", "--context", "512", "--json", "-")
+    assert shown.code == 0, shown.err
+    ((folder, names),) = json.loads(shown.out)["folders"].items()
+    assert Path(folder).name.startswith(launch.target(torch.cuda.current_device()).arch)
+    assert {"rms_norm", "gated", "decode_attention", "best_of_block"} <= set(names)
 
 
 def test_a_chip_stands_for_its_cards() -> None:
