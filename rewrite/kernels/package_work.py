@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rewrite.errors import VerificationError
 from rewrite.measure.runtime_part import runtime_part
 
 from .cards import Card
@@ -58,8 +59,7 @@ def work(
     if target.backend == "hip":  # what a runtime asks as it is imported
         torch.version.hip = "0"
     triton.runtime.driver.set_active(Driver(target))
-    models = importlib.import_module("rewrite.benchmark.models")
-    subject = models.load(Path(package), original)
+    subject = _subject(package, original)
     runtime = str(importlib.import_module(subject.rewritten.__module__).__package__)
     launch = runtime_part(runtime, "core/launch")
     launch._pretended = launch.Target(target.backend, target.arch, target.processors, target.shared_of_group)
@@ -85,10 +85,10 @@ def _work_here(
     """Capture steps and prompts on the GPU that is here, and print a line for each kernel in Triton's cache then."""
     import torch
 
-    models = importlib.import_module("rewrite.benchmark.models")
-    subject = models.load(Path(package), original)
+    subject = _subject(package, original)
     runtime = str(importlib.import_module(subject.rewritten.__module__).__package__)
     graphs, sampling = runtime_part(runtime, "decode/graph"), runtime_part(runtime, "decode/sampling")
+    models = importlib.import_module("rewrite.benchmark.models")
     model = models.build(subject.rewritten, _configuration(subject, config, dtype), dtype, "cuda")
     for batch in batches:
         for context in contexts:
@@ -102,6 +102,19 @@ def _work_here(
     for number, file in enumerate(files):
         name = file.stem.strip("_").removesuffix("_kernel")
         print(MARK + json.dumps([name, arch, number + 1, len(files)]), flush=True)
+
+
+def _subject(package: str, original: str | None) -> Any:
+    """Return the classes of a package.
+
+    Raises:
+        VerificationError: its main class reads more than a text, or generates none.
+    """
+    models = importlib.import_module("rewrite.benchmark.models")
+    try:
+        return models.load(Path(package), original)
+    except VerificationError as error:
+        raise VerificationError(f"only models of text alone are compiled ahead of time ({error})") from error
 
 
 def _take_tables(runtime: str, device: str) -> None:
