@@ -19,6 +19,8 @@ from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph_store import store_of
 
+GraphGeneration.starts_plainly = False
+
 TOKENS = 256
 ROUNDS = 7
 

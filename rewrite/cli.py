@@ -48,6 +48,7 @@ COMMANDS = {
     "apply": "Rewrite a model into a folder (the default command).",
     "bench": "Measure a package against its original.",
     "check": "Say whether packages are up to date; for CI and pre-commit.",
+    "compile": "Compile a package's kernels ahead of time.",
     "completion": "Print the completion script of a shell.",
     "diff": "Show what a package changed against its original.",
     "eject": "Drop the lock and the guard, and leave plain files.",

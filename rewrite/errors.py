@@ -215,6 +215,13 @@ class KernelsNotPlanned(RewriteError):
         super().__init__(f"the step of '{model}' could not be compiled for {card}: {why}")
 
 
+class KernelsNotCompiled(RewriteError):
+    """The kernels of a package could not be compiled ahead of time."""
+
+    def __init__(self, package: object, card: str, why: str):
+        super().__init__(f"the kernels of {package} could not be compiled for {card}: {why}")
+
+
 class NeedsGpu(UsageError):
     """Something is to be tuned where it cannot run."""
 

@@ -63,6 +63,7 @@ def measure(plan: Plan, side: str, cell: Cell) -> dict[str, Any]:
     import torch
 
     from rewrite.measure.presets import config_for
+    from rewrite.verify.models import sides
 
     from . import models
 
@@ -77,6 +78,8 @@ def measure(plan: Plan, side: str, cell: Cell) -> dict[str, Any]:
         )
     vocab = int(model.config.get_text_config().vocab_size)
     prompt = torch.randint(vocab, (cell.batch, cell.context), device=plan.device)
+    if hasattr(model, sides.BEGINS):  # as it is for everybody else
+        setattr(model, sides.BEGINS, None)
     gpu = plan.device != "cpu"
     held = 0
     if gpu:

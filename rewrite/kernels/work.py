@@ -68,7 +68,7 @@ def pretended(chip: Chip, launch: Any) -> Any:
     """Let Triton and the runtime's `launch` act as on a chip for the rest of the process; return Triton."""
     launch.pretend(launch.Target(chip.backend, chip.arch, chip.processors, chip.shared_of_group))
     triton = importlib.import_module("triton")
-    triton.runtime.driver.set_active(_Driver(chip))
+    triton.runtime.driver.set_active(Driver(chip))
     return triton
 
 
@@ -76,19 +76,26 @@ def _tell(row: Row) -> None:
     print(MARK + json.dumps(row.to_json()), flush=True)
 
 
-class _Driver:
-    """What Triton asks of the driver of a GPU in order to compile for it."""
+class Driver:
+    """What Triton asks of the driver of a GPU in order to compile for it.
+
+    Args:
+        chip: that the GPU has.
+    """
 
     def __init__(self, chip: Chip):
         self.chip = chip
 
     def get_current_target(self) -> Any:
+        """Return it, as Triton's compiler takes it."""
         compiler = importlib.import_module("triton.backends.compiler")
         arch = self.chip.arch
         return compiler.GPUTarget(self.chip.backend, int(arch[3:]) if arch.startswith("sm_") else arch, self.chip.wave)
 
     def get_current_device(self) -> int:
+        """Return the first."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
         return 0

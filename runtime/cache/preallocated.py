@@ -103,6 +103,11 @@ class PreallocatedCache(Cache):
         return layers[0].length if layers else self._tokens
 
     @property
+    def is_full(self) -> bool:
+        """Whether there is no slot left, as far as the host knows."""
+        return self.length == self.capacity
+
+    @property
     def is_written(self) -> bool:
         """Whether every layer of states has one."""
         return all(states.tensors([layer]) for layer in self.stateful_layers)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from . import shipped
 
 HIP = torch.version.hip is not None
 WAVE = 64 if HIP else 32
@@ -160,6 +163,21 @@ def chip_of(tensor: torch.Tensor) -> Target | None:
     return _pretended or (target(tensor.get_device()) if tensor.is_cuda else None)
 
 
+def _use_shipped(tensor: torch.Tensor) -> None:
+    """Let kernels that were compiled ahead be found before one is compiled."""
+    if tensor.is_cuda and _pretended is None:
+        shipped.use(target(tensor.get_device()).arch)
+
+
+def describe(model: torch.nn.Module) -> list[str]:
+    """Return a line on kernels that were compiled ahead, for `explain`."""
+    device: Any = getattr(model, "device", None)
+    if device is None or device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return []
+    line = shipped.use(target(torch.cuda.current_device() if device.index is None else device.index).arch)
+    return [line] if line else []
+
+
 class LauncherNotBuilt(RuntimeError):
     """The C compiler failed on the function with which Triton launches a kernel."""
 
@@ -189,6 +207,7 @@ class Launch:
 
     def __call__(self) -> Any:
         """Compile."""
+        _use_shipped(self.arguments[0])
         return self.kernel.jit_function.warmup(*self.arguments, grid=self.grid, **self.options)
 
 
@@ -312,6 +331,7 @@ class Kernel:
         if variant is not None:
             variant[grid](*arguments)
             return
+        _use_shipped(tensors[0])
         try:
             variant = self.jit_function[grid](*arguments, **self._options(num_warps, overlap, tensors[0]))
         except subprocess.CalledProcessError as error:

@@ -14,8 +14,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -29,7 +28,8 @@ from ..cache.grown import takes_padding
 from ..cache.names import NAMES, argument_of, given_back, passed_on
 from ..cache.nested import UnknownState
 from ..core import backend
-from ..core.capture import CAPTURING, CaptureFailed, index_of
+from ..core.capture import CAPTURING, CaptureFailed
+from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
 from ..core.target import CHANGES, GROWS, RANKS
 from ..parallel.shards import local
@@ -41,9 +41,11 @@ from .drafted import DraftedLoop, fits
 from .fitness import Call, Unfit, assists, has_own_inputs, keeps_cache, length_of, lookup_of, unfit, with_cache
 from .graph import DecodeGraph, Program, UnknownCache
 from .graph_store import GraphStore, Refusal, store_of
+from .head_start import PlainStep, has_head_start
 from .lookup import look_up
 from .plan import Plan, planned
 from .policy import GraphPolicy
+from .progress import Progress
 from .proof import StepChanges, StepDiffers, StepFails, StepReads
 from .sampling import Lookup, Sampling, graph_forms
 from .spread import plain_inside
@@ -71,6 +73,10 @@ class GraphGeneration(GenerationMixin):
     """Generation through a decode graph where that gives the same as transformers' own loop."""
 
     graph_policy: ClassVar[GraphPolicy] = GraphPolicy()
+
+    starts_plainly: bool | None = None
+    """Whether the first tokens are chosen in torch's own operators while kernels are compiled (`head_start`); None for
+    where steps are captured. With False the first call's tokens are those of the second, near-ties too."""
 
     _step_without_graph = False
     """Take this loop on any device with the step as plain calls; for tests, where there is no GPU."""
@@ -183,6 +189,7 @@ class _Generation:
         self.dynamic = call.cache if isinstance(call.cache, DynamicCache) else DynamicCache()
         self.watches = has_own_inputs(model, call)
         self.assistant: Assistant | None = None
+        self.loading: CompilerLoading | None = None
         self.sampling = self._sampling()
         self.kept_logits: list[Tensor] = []
         self.kept_scores: list[Tensor] = []
@@ -196,18 +203,41 @@ class _Generation:
         if self.sampling.sample:
             self.plan.share_randomness()
         graph = self._graph()
+        plainly = assistant is None and self._has_head_start(graph)
+        program: Program | PlainStep | None = None
+        with self._refusing(graph):
+            if plainly:
+                logits = self._read_plainly(graph)
+            else:
+                logits = self._prefill(graph)
+                program = self._proved(graph, logits.argmax(-1), assistant)
+        # From here on tokens are drawn and streamed: there is no way back.
+        start = graph.cache.length
+        first = self._first_token(logits)
+        self._begin(graph, first, start)
+        reader = self._reader()
+        progress = Progress(self.device, self.sampling.sample, Arrival(graph, start, 1, self.plan))
+        if program is None:
+            graph, program = self._decode_plainly(graph, reader, progress, start)
+        graph = self._decode(graph, program, reader, progress, start)
+        finished = self._finish(graph, reader, start)
+        if plainly and graph.is_proved and start == self.prompt_length:
+            self._capture_prompt(graph)
+        return finished
+
+    @contextlib.contextmanager
+    def _refusing(self, graph: DecodeGraph) -> Iterator[None]:
+        """Remember what a block finds out of a step that cannot be captured.
+
+        Raises:
+            Unfit: in place of that.
+        """
         is_new = not graph.is_proved
         before: Any = None
         if CHANGES and is_new:
             before = Before(self.model, [], keeps=True)
         try:
-            logits = self._prefill(graph)
-            graph.prove(logits.argmax(-1), self.sampling)
-            program = self._program(graph)
-            if self.lookup is not None:
-                self._prepare_window(graph, logits.argmax(-1))
-            if assistant is not None:
-                self._assist(graph, assistant)
+            yield
         except StepDiffers as error:
             raise self._refuse(graph, "step_differs", error=error) from error
         except StepFails as error:
@@ -226,13 +256,16 @@ class _Generation:
             raise self._out_of_memory(error) from error
         if is_new:
             self.store.settle(self.model, graph)
-        # From here on tokens are drawn and streamed: there is no way back.
-        start = graph.cache.length
-        first = self._first_token(logits)
-        self._begin(graph, first, start)
-        reader = self._reader()
-        graph = self._decode(graph, program, reader, start)
-        return self._finish(graph, reader, start)
+
+    def _proved(self, graph: DecodeGraph, tokens: Tensor, assistant: Any = None) -> Program:
+        """Return the graph of a step that has been compared with the model's, of the tokens `[B]` that come next."""
+        graph.prove(tokens, self.sampling)
+        program = self._program(graph)
+        if self.lookup is not None:
+            self._prepare_window(graph, tokens)
+        if assistant is not None:
+            self._assist(graph, assistant)
+        return program
 
     def _sampling(self) -> Sampling:
         """Return what the graph does with the logits."""
@@ -272,6 +305,19 @@ class _Generation:
         graph.cache.load(self.dynamic)
         return graph
 
+    def _has_head_start(self, graph: DecodeGraph) -> bool:
+        """Return whether the first tokens are chosen without kernels."""
+        if self.watches or self.lookup is not None or self.plan.ranks is not None:
+            return False
+        return has_head_start(self.model, graph, self.store.compilations.get(self.batch_size))
+
+    def _read_plainly(self, graph: DecodeGraph) -> Tensor:
+        """Read the prompt without kernels, while the compiler is loaded; return as `_prefill` does."""
+        if self.captures and self.batch_size not in self.store.compilations:
+            self.loading = CompilerLoading(self.device)
+        with taking_turns(), backend.plainly():
+            return self._prefill(graph)
+
     def _prefill(self, graph: DecodeGraph) -> Tensor:
         """Read the prompt and return the logits `[B, V]` of the first token in fp32."""
         name, cache = self.call.cache_name, self._cache_for_the_prompt(graph)
@@ -301,9 +347,9 @@ class _Generation:
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
-        plain = not self.watches and self._is_unpadded()
+        takes_graph = not (self.watches or backend.runs_plainly()) and self._is_unpadded()
         graph.watch(None)
-        last = graph.read_prompt(ids, ordinary, self.sampling) if plain else ordinary()
+        last = graph.read_prompt(ids, ordinary, self.sampling) if takes_graph else ordinary()
         if self.sampling.reads_ids and graph.cache.length != self.prompt_length:
             raise Unfit("processor_needs_ids")
         mask = self.call.mask
@@ -419,9 +465,55 @@ class _Generation:
         call = self.call
         return Reader(call.input_ids, call.steps, call.criteria, pad, call.has_stop_strings, call.streamer)
 
-    def _decode(self, graph: DecodeGraph, program: Program, reader: Reader, start: int) -> DecodeGraph:
+    def _decode_plainly(
+        self, graph: DecodeGraph, reader: Reader, progress: Progress, start: int
+    ) -> tuple[DecodeGraph, Program | PlainStep]:
+        """Take plain steps until the kernels are there; return the graph, and the step with which to go on."""
+        step, steps = PlainStep(graph, self.sampling), self.call.steps
+        compilation = self.store.compilations.get(self.batch_size)
+        with taking_turns():
+            progress.read(reader)
+            if compilation is None:
+                self._take(graph, step, 1, progress, start)  # makes what the model computes once and keeps
+                if not progress.stopped:
+                    progress.read(reader)
+                compilation = graph.compiling(self.prompt_length, self.sampling, self.loading)
+                self.store.compilations[self.batch_size] = compilation
+            while not (progress.stopped or progress.made == steps or compilation.is_done() or graph.cache.is_full):
+                self._take(graph, step, 1, progress, start)
+                progress.read(reader)
+        if progress.stopped or progress.made == steps:
+            return graph, step
+        compilation.wait()
+        if graph.cache.is_full:
+            graph = self._larger(graph, steps - progress.made)
+        try:
+            with self._refusing(graph):
+                if self.captures:
+                    torch.cuda.empty_cache()  # what only plain calls needed
+                return graph, self._proved(graph, graph.state.input_ids[:, 0])
+        except Unfit as unfitting:
+            backend.count_fallback("generate", unfitting.reason, self.model)
+            return graph, PlainStep(graph, self.sampling)
+
+    def _take(
+        self, graph: DecodeGraph, program: Program | PlainStep, count: int, progress: Progress, start: int
+    ) -> None:
+        """Take steps, whose tokens will arrive together."""
+        for _ in range(count):
+            program.replay()
+            progress.mark()
+            self._keep(program.logits, program.scores)
+        graph.cache.grow(count)
+        progress.waiting.append(Arrival(graph, start + progress.made, count, self.plan))
+        progress.made += count
+
+    def _decode(
+        self, graph: DecodeGraph, program: Program | PlainStep, reader: Reader, progress: Progress, start: int
+    ) -> DecodeGraph:
         """Replay until the reader has seen the end; return the graph that holds it."""
         if self.lookup is not None:
+            assert isinstance(program, Program)
             if self.lookup.ngram:
                 look_up(graph.state, self.lookup, self.sampling.eos)
             loop = DraftedLoop(
@@ -429,46 +521,55 @@ class _Generation:
                 self.assistant,
             )  # fmt: skip
             return loop.run(graph, program)
-        steps = self.call.steps
-        random = _Randomness(self.device) if self.sampling.sample else None
-        marks = [random.mark()] if random else []
-        waiting = deque([Arrival(graph, start, 1, self.plan)])
-        made, stopped = 1, False
+        steps, waiting = self.call.steps, progress.waiting
         chunk, ahead = STREAMED_CHUNK if self.plan.streams else CHUNK, 2
         outlives = self.plan.keeps_cache or graph.carried.argument in self.call.inputs
         if graph.carried.always_outlive or (outlives and (graph.cache.stateful_layers or graph.carried)):
             chunk, ahead = 1, 1  # states cannot go back to the end
-        while not stopped and (made < steps or waiting):
-            if made == steps or len(waiting) == ahead:
-                stopped = reader.read(waiting.popleft().tokens())
+        while not progress.stopped and (progress.made < steps or waiting):
+            if progress.made == steps or len(waiting) == ahead:
+                progress.read(reader)
                 continue
-            if graph.cache.length == graph.cache.capacity:
-                stopped = any(reader.read(waiting.popleft().tokens()) for _ in range(len(waiting)))
-                if not stopped:
-                    graph, program = self._grow(graph, steps - made)
+            if graph.cache.is_full:
+                while waiting and not progress.stopped:
+                    progress.read(reader)
+                if not progress.stopped:
+                    graph, program = self._grow(graph, steps - progress.made, program)
                 continue
-            count = min(chunk, steps - made, graph.cache.capacity - graph.cache.length)
-            for _ in range(count):
-                program.replay()
-                if random:
-                    marks.append(random.mark())
-                self._keep(program.logits, program.scores)
-            graph.cache.grow(count)
-            waiting.append(Arrival(graph, start + made, count, self.plan))
-            made += count
-        if random:
-            random.restore(marks[reader.count - 1])
+            count = min(chunk, steps - progress.made, graph.cache.capacity - graph.cache.length)
+            self._take(graph, program, 1 if isinstance(program, PlainStep) else count, progress, start)
+        progress.restore(reader.count)
         return graph
 
-    def _grow(self, graph: DecodeGraph, room: int) -> tuple[DecodeGraph, Program]:
-        """Move to a larger cache, with a graph of its own."""
+    def _grow(
+        self, graph: DecodeGraph, room: int, program: Program | PlainStep | None = None
+    ) -> tuple[DecodeGraph, Any]:
+        """Move to a larger cache, with a graph of its own, or with plain steps after such."""
+        larger = self._larger(graph, room)
+        if isinstance(program, PlainStep):
+            return larger, PlainStep(larger, self.sampling)
+        return larger, larger.program(self.sampling)
+
+    def _larger(self, graph: DecodeGraph, room: int) -> DecodeGraph:
+        """Move to a larger cache."""
         capacity = graph.cache.capacity
         needed = capacity + min(room, capacity)
         larger = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
         larger.cache.clear()
         larger.take_over(graph)
         self.store.drop(graph)
-        return larger, larger.program(self.sampling)
+        return larger
+
+    def _capture_prompt(self, graph: DecodeGraph) -> None:
+        """Read the prompt once more, as the next call will: that captures it."""
+        rows, tokens = self.call.input_ids.shape
+        if CHANGES or graph.prompts.length_for(rows, tokens, graph.cache.capacity) is None:
+            return
+        graph.cache.clear()
+        try:
+            self._prefill(graph)
+        except torch.OutOfMemoryError:
+            self.store.release()
 
     def _finish(self, graph: DecodeGraph, reader: Reader, start: int) -> Any:
         """Return what transformers' loop returns."""
@@ -523,23 +624,3 @@ class _Generation:
                 self.kept_logits.append(logits.clone())
             if self.call.config.output_scores:
                 self.kept_scores.append(scores.clone())
-
-
-class _Randomness:
-    """Where the device's random generator stands, without asking the device."""
-
-    def __init__(self, device: torch.device):
-        self._generator = None
-        if device.type == "cuda":
-            self._generator = torch.cuda.default_generators[index_of(device)]
-
-    def mark(self) -> Any:
-        """Return where it stands."""
-        return torch.get_rng_state() if self._generator is None else self._generator.get_offset()
-
-    def restore(self, mark: Any) -> None:
-        """Let it stand there again."""
-        if self._generator is None:
-            torch.set_rng_state(mark)
-        else:
-            self._generator.set_offset(mark)

@@ -34,7 +34,7 @@ from ..cache.own import own_cache_of, own_like
 from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
-from ..core.compile_ahead import Variants, compile_all, compiler_loading, variants
+from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
 from ..core.target import CARRIED, CHAINS, CHANGES
@@ -48,7 +48,7 @@ from .fitness import unmasked_window
 from .greedy import choose
 from .nudge import Nudged
 from .policy import policy_of
-from .prompt_graph import PromptGraphs
+from .prompt_graph import PromptGraph, PromptGraphs
 from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
 from .sampling import Sampling, StepState
 from .step_inputs import StepInputs
@@ -516,16 +516,56 @@ class DecodeGraph:
         return run
 
     def _compile(self, *runs: Callable[[], None]) -> None:
-        """Compile the kernels of all runs side by side; what cannot be captured is compiled as it runs.
+        """Compile the kernels of all runs side by side; what cannot be captured is compiled as it runs."""
+        compile_all(self._variants(*runs), self.device)
+
+    def _variants(self, *runs: Callable[[], None]) -> Variants:
+        """Return the kernels of runs, as far as they can be captured; none where steps are plain calls.
 
         What a model computes once and keeps must be there: a graph that is thrown away has only room for it.
         """
-        if not self.captures:
-            return
         jobs: Variants = {}
-        for run in runs:
+        for run in runs if self.captures else ():
             jobs |= variants(run, self.device)
-        compile_all(jobs, self.device)
+        return jobs
+
+    def compiling(self, tokens: int, sampling: Sampling, loading: CompilerLoading | None) -> Compilation:
+        """Begin to compile the kernels of prompts, a step and a sampling in threads, between two plain steps.
+
+        Args:
+            tokens: of a prompt that a graph might read; the shortest there is stands for one that none does.
+            sampling: what follows a step.
+            loading: of the compiler, if it was begun.
+        """
+        length = self.cache.length
+        found = self._variants(*self.launching(tokens, sampling))
+        self.cache.rewind(length)
+        _WARM.add(self.model)
+        return Compilation(found, self.device, loading)
+
+    def launching(self, tokens: int, sampling: Sampling) -> list[Callable[[], None]]:
+        """Return what launches the kernels of a call: a step with a sampling, and a prompt that a graph could read.
+
+        Args:
+            tokens: of the prompt; the shortest there is stands for one that no graph reads.
+            sampling: what follows a step.
+        """
+        runs, rows = [self._step_with(sampling)], self.cache.batch_size
+        for count in (tokens, self._policy.fewest_tokens):
+            if (length := self.prompts.length_for(rows, count, self.cache.capacity)) is not None:
+                return [*runs, PromptGraph(self.model, self.cache, self._accepted, length).run]
+        return runs
+
+    def plain_step(self) -> Tensor:
+        """Return the logits `[B, V]` of the step as the model computes it with a growing cache.
+
+        The cache is not told: `grow` does that, as after a replay.
+        """
+        length = self.cache.length
+        with self._as_for_decoding():
+            logits = self._ordinary_step(length)
+        self.cache.rewind(length)
+        return logits
 
     def take_over(self, other: DecodeGraph) -> None:
         """Continue where a graph with less capacity ended."""
@@ -533,7 +573,7 @@ class DecodeGraph:
         self.carried.copy_from(other.carried)
         self.cache.fused = other.cache.fused
         self.watch(other.watched)
-        self._proved |= {(self._kind, 1)} | {key for key in other._proved if key[0] == self._kind}
+        self._proved |= {key for key in other._proved if key[0] == self._kind}
         self._hiding |= other._hiding & {self._kind}
         self._kept |= other._kept
         self._attention_mask.fill_(1)

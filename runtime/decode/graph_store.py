@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..cache.own import own_cache_of
 from ..core import backend
+from ..core.compile_ahead import Compilation
 from .carried import argument_of_states
 from .graph import DecodeGraph
 
@@ -50,6 +51,8 @@ class GraphStore:
         """What was tried in vain, by the key of the sampling; by None if it concerns them all."""
         self.has_reread = False
         """Whether a step was found to read something on the model that is another one than when it was proved."""
+        self.compilations: dict[int, Compilation] = {}
+        """Of the kernels of prompts and steps, by batch size, where a call began without them."""
         self.gives_back_plain = False
         """Whether the model was seen to give a growing cache back as it was given one."""
 
@@ -171,6 +174,9 @@ def describe(model: nn.Module) -> list[str]:
     if store is None:
         return []
     lines = [f"no graph: {detail}" for _, detail in store.refused.values() if detail]
+    under_way = [str(batch) for batch, one in sorted(store.compilations.items()) if not one.is_done()]
+    if under_way:
+        lines.append(f"kernels being compiled: batch {', '.join(under_way)}; tokens are chosen without meanwhile")
     for (batch, capacity), graph in list(store.graphs.items()):
         lines.append(f"graph: batch {batch}, capacity {capacity}, {graph.nbytes / 2**20:.1f} MiB of cache")
         if graph.prompts.lengths:

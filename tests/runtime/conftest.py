@@ -14,9 +14,16 @@ import torch
 from rewrite.runtime.aiter import calls as aiter_calls
 from rewrite.runtime.aiter import gemm as aiter_gemm
 from rewrite.runtime.core import aiter_probe, backend
+from rewrite.runtime.decode.generation import GraphGeneration
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+
+
+@pytest.fixture(autouse=True)
+def graph_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls of `generate()` wait for kernels, so that what is tested is the graph; `test_head_start` does not."""
+    monkeypatch.setattr(GraphGeneration, "starts_plainly", False)
 
 
 @pytest.fixture

@@ -90,8 +90,8 @@ KEYS = (
         "random numbers drawn beyond the end",
         ENDED,
         "loop",
-        old="random.restore(marks[reader.count - 1])",
-        new="random.restore(marks[-1])",
+        old="self._random.restore(self._marks[count - 1])",
+        new="self._random.restore(self._marks[-1])",
     ),
     bug(
         "qwen2_5_vl",

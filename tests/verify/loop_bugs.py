@@ -82,8 +82,8 @@ CAPTURED = (
     bug(
         "a replay too few",
         "runtime/decode.py",
-        "for _ in range(count):\n                program.replay()",
-        "for _ in range(count):\n                graph.state.position.add_(0) if made % 7 == 0 else program.replay()",
+        "for _ in range(count):\n            program.replay()",
+        "for _ in range(count):\n            _ = None if progress.made % 7 == 0 else program.replay()",
     ),
 )
 """Bugs that show only where steps are captured."""
@@ -109,6 +109,12 @@ TURNS = {
     ),
     "tokens looked up in the text": bug(
         "of the drafts that are right one is taken", "runtime/decode.py", "state.taken.copy_(taken)", "pass"
+    ),
+    "begun without kernels": bug(
+        "the token of a plain step not written down",
+        "runtime/decode.py",
+        "self.logits, self.scores = choose(logits, self._graph.state, self._sampling)",
+        "self.logits, self.scores = logits, logits",
     ),
 }
 """Bugs that show in the loop's check of this name alone."""

@@ -15,8 +15,10 @@ from ..judging.tolerances import bound
 from ..judging.verdict import Figure
 from ..models.configs import Variant
 from ..models.inputs import seed_all
+from ..models.sides import BEGINS
 from ..models.workbench import Workbench, on_original
 from .loop import LONGER, NEW, SWITCH, Package, batch_of, generate, loop_pair
+from .texts import near_tie, noise_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +38,8 @@ def step_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     yield CheckRun("decode loop, a step for each token", partial(_step_for_each, bench, variant))
     yield CheckRun("decode loop, no steps behind the end", partial(_none_behind_the_end, bench, variant))
     yield CheckRun("decode loop, steps round as the original's", partial(_rounded, bench, variant))
+    if hasattr(bench.subject.rewritten, BEGINS):
+        yield CheckRun("decode loop, begun without kernels", partial(_begun_plainly, bench, variant))
 
 
 @contextlib.contextmanager
@@ -72,6 +76,21 @@ def _step_for_each(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
     if len(steps) > made - 1:
         raise Mismatch(f"{len(steps)} steps for {made} tokens, of which the prompt gives the first")
     return {"tokens": made, "steps": len(steps)}
+
+
+def _begun_plainly(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """A first call whose first tokens are chosen in torch's own operators, and the one after it, of padded rows."""
+    pair = loop_pair(bench, variant, "float32")
+    package = Package.of(bench.subject.rewritten)
+    setattr(pair.rewritten, BEGINS, True)
+    batch = batch_of(bench, variant, 3, 11, "begun")
+    original = on_original(generate, pair.original, batch, NEW, 0, do_sample=False, disable_compile=True)
+    noise = on_original(noise_of, bench, variant, "float32", batch, original)
+    figures: dict[str, Figure] = {}
+    for _ in range(2):
+        with package.taken(pair.rewritten):
+            figures = {**near_tie(original, generate(pair.rewritten, batch, NEW, 0, do_sample=False), noise)}
+    return figures
 
 
 def _none_behind_the_end(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
