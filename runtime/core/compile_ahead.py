@@ -167,12 +167,16 @@ class Compilation:
             torch.cuda.set_device(index_of(self._device))
             if self._loading is not None:
                 self._loading.wait()
-            while threading.main_thread().is_alive():
-                self._compile(self._jobs.popleft())
-        except IndexError:
-            return
+            while threading.main_thread().is_alive() and (job := self._next()) is not None:
+                self._compile(job)
         except Exception as error:  # is raised where it is waited for
             self._errors.append(error)
+
+    def _next(self) -> Launch | None:
+        try:
+            return self._jobs.popleft()
+        except IndexError:  # another thread has taken the last one
+            return None
 
     def _compile(self, job: Launch) -> None:
         with _not_compiling():

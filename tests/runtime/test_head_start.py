@@ -273,15 +273,16 @@ def test_threads_take_short_turns_only_while_somebody_wants_it() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_what_no_compiler_fails_with_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [KeyError, IndexError])
+def test_what_no_compiler_fails_with_is_raised(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
 
     def broken() -> None:
-        raise KeyError("a bug")
+        raise kind("a bug")
 
     job: Any = type("Job", (), {"length": 1, "__call__": lambda self: broken()})()
     compilation = Compilation({0: job}, torch.device("cuda", 0))
-    with pytest.raises(KeyError, match="a bug"):
+    with pytest.raises(kind, match="a bug"):
         compilation.wait()
     assert compilation.is_done()
 
