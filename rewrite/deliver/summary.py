@@ -11,7 +11,7 @@ from rewrite.deliver import verification
 from rewrite.deliver.bisection import MOST_SECONDS
 from rewrite.deliver.headline import headline
 from rewrite.engine.decode_loops import YES
-from rewrite.package import shared
+from rewrite.package import features, shared
 from rewrite.transform import COMMON_REASONS, Stage
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def show_written(
         screen.line("", f"what was there before is in {place.shown.with_name(place.backup.name)}")
     if package.shared is not None:
         screen.line("runtime", _shared(package.shared))
+    if absent := [name for name in features.ON_REQUEST if name in package.lock.options.without]:
+        screen.line("runtime", f"without {', '.join(absent)}: --with NAME brings it")
     main = headline(build.source, build.rewritten.decode_loops)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:

@@ -44,6 +44,10 @@ class Wish:
     dry_run: bool = False
     runtime: Path | None = None
     """The runtime that the packages are to share; None is the one that each has."""
+    wanted: Sequence[str] = ()
+    """What the runtime is to have from now on, keys of `features.FEATURES`."""
+    unwanted: Sequence[str] = ()
+    """What it is to have no longer."""
     together: Sequence[Path] = ()
     """The packages that are synced in this run."""
 
@@ -76,7 +80,7 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
         verification.require_libraries("verification")
     with screen.working(f"rewriting {folder}"):
         source = rebuild.source_of(folder, lock, wish.given, wish.library)
-        renewed = rebuild.renewed(folder, lock, source, wish.runtime)
+        renewed = rebuild.renewed(folder, lock, source, wish.runtime, wish.wanted, wish.unwanted)
     _say(screen, renewed, wish.accepted)
     _show(screen, folder, lock, renewed, wish)
     whole = lock.intact and not wish.resolved and not _damaged(folder, lock, renewed.package)
