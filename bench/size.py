@@ -67,8 +67,8 @@ when the package is made or later (`rewrite sync DIR --with training`):
 
 Where it can be seen that something is needed it comes without asking, and a line of the screen says so: `formats`
 where the checkpoint that the model was named by, or that of `--weights`, has `weight_block_size` in its `config.json`;
-`training` with `--with fuse_loss` or `--with spare_activation`. A package keeps what it has: one that was made when all
-of this came along keeps it in `rewrite sync`, and in `rewrite MODEL --out DIR` over it.
+`training` with `--with fuse_loss` or `--with spare_activation`. A package keeps what it has: one that was made when
+all of this came along keeps it in `rewrite sync`, and in `rewrite MODEL --out DIR` over it.
 
 Nothing fails for want of it. Gradients are then torch's, of the operators that the original has; a model whose tensors
 are dealt to ranks generates in transformers' own loop; layers with scales for blocks are called as transformers has
@@ -82,7 +82,7 @@ the command that brings what was missing.
 {choices}
 
 `--without` is kept in `rewrite.lock`, as `--with` is. A shared runtime ([sharing.md](sharing.md)) leaves out what all
-its packages leave out. Transforms are left out with `--skip`; the table has those with which {least} lines go, or more.
+its packages leave out. Transforms are left out with `--skip`; the table has those with which {least} lines go.
 
 ## The second package
 

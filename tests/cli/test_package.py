@@ -105,6 +105,8 @@ def test_what_is_left_out_is_kept_in_the_lock_and_by_sync(here: Path, package: P
     assert {path.name: path.read_bytes() for path in (here / "small" / "runtime").iterdir()} == made
     done = rewrite("verify", here / "small", "--tp", "2")
     assert (done.code, f"rewrite sync {here / 'small'} --with ranks" in done.err) == (2, True)
+    done = rewrite("bench", here / "small", "--tp", "2")
+    assert (done.code, "was made without ranks: rewrite sync" in done.err) == (2, True)
     lock = json.loads((here / "small" / "rewrite.lock").read_text())
     lock["options"]["without"] = ["thing"]
     (here / "small" / "rewrite.lock").write_text(json.dumps(lock))
