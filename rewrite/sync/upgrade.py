@@ -176,14 +176,20 @@ def _require_installed(folder: Path, library: Installed | None) -> None:
 
 
 def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:
-    """Say rule by rule what became of its places."""
+    """Say rule by rule what became of its places, and of those that find what they found how many they are."""
     screen.line("source", describe(renewed.source))
-    for number, change in enumerate(renewed.rules):
-        if not change.applied and not change.moved:
+    label = "rules"
+    if same := [change for change in renewed.rules if change.applied and not change.moved]:
+        places = sum(change.applied for change in same)
+        screen.line(label, f"{len(same)} as before, at {places} place{'s'[: places > 1]}", "dim")
+        label = ""
+    for change in renewed.rules:
+        if not change.moved:
             continue
         counts = f"applied {change.applied} · unchanged {len(change.unchanged)} · newly matches {len(change.new)}"
         style = "red" if change.lost else "dim"
-        screen.line("rules" if not number else "", f"{change.rule}: {counts} · lost {len(change.lost)}", style)
+        screen.line(label, f"{change.rule}: {counts} · lost {len(change.lost)}", style)
+        label = ""
         for site in change.new:
             screen.line("", f"  newly matches {_line(site)}", "green")
         for lost in change.lost:

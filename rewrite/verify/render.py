@@ -206,11 +206,15 @@ def _config_fields(fields: Sequence[ConfigField], verbose: bool) -> Iterator[str
 
 
 def _unasked(asked: Sequence[Asked]) -> Iterator[str]:
-    """The arguments that no check gave and the outputs that none compared, class by class."""
+    """The arguments that no check gave and the outputs that none compared, of classes that lack the same ones once."""
+    alike: dict[tuple[str, frozenset[str]], list[Asked]] = {}
     for one in asked:
         if one.missed:
-            text = f"{len(one.missed)} of {one.names} {one.kind}: {', '.join(one.missed)}"
-            yield from _wrap(f"not verified  {one.model_class}: {text}", " " * 14)
+            alike.setdefault((one.kind, frozenset(one.missed)), []).append(one)
+    for (kind, missed), classes in alike.items():
+        first, names = classes[0], ", ".join(one.model_class for one in classes)
+        of = f" of {first.names}" if len({one.names for one in classes}) == 1 else ""
+        yield from _wrap(f"not verified  {names}: {len(missed)}{of} {kind}: {', '.join(first.missed)}", " " * 14)
 
 
 def _figure(value: Figure) -> str:
