@@ -97,6 +97,8 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     _check_edits(folder, lock, merged.package, source.transformers_root, wish)
     output.check_shared(folder, renewed.package, wish.replaced, wish.together)
     if wish.dry_run:
+        if not wish.views:
+            _show_diff(screen, folder, lock, merged.package, wish)
         screen.line("written", "nothing (--dry-run)")
         return Result(0, rules=renewed.rules)
     return _deliver(screen, folder, lock, replace(renewed, package=merged.package), seen, wish)
@@ -107,8 +109,7 @@ def _deliver(
 ) -> Result:
     """Put a package in place if its folder is still as it was `seen` when the merge began."""
     package = renewed.package
-    before = original.text_of(folder / lock.modeling)
-    screen.show_diff(before, package.files[lock.modeling].decode("utf-8"), lock.modeling, wish.diff_style)
+    _show_diff(screen, folder, lock, package, wish)
     dropped = [name for name in wish.replaced if name in output.edited_files(folder, lock)]
     if dropped:
         aside = {output.free_name(folder, name, ".edited"): (folder / name).read_bytes() for name in dropped}
@@ -204,6 +205,11 @@ def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:
             screen.line("", f"  done upstream {_line(taken.site)}: {taken.why}")
         for site in change.gone:
             screen.line("", f"  no longer there upstream {_line(site)}")
+
+
+def _show_diff(screen: Screen, folder: Path, lock: Lock, package: Package, wish: Wish) -> None:
+    before = original.text_of(folder / lock.modeling)
+    screen.show_diff(before, package.files[lock.modeling].decode("utf-8"), lock.modeling, wish.diff_style)
 
 
 def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish) -> None:

@@ -118,6 +118,9 @@ def test_what_was_not_asked_for_is_said() -> None:
     assert verdict.to_json()["asked"][0]["missed"] == ["odd"]
     classes = (Asked("One", "arguments", 3, ("odd",)), Asked("Two", "arguments", 3, ("odd",)))
     assert "not verified  One, Two: 1 of 3 arguments: odd" in render(replace(verdict, asked=classes))
+    quick = replace(verdict, model_class="One", asked=classes, options=Options(quick=True))
+    assert "not verified  One: 1 of 3 arguments: odd" in render(quick)
+    assert "not verified  1 other class: 1 arguments, which --quick leaves out" in render(quick)
 
 
 def test_what_was_not_asked_for_is_one_line_where_something_failed() -> None:
