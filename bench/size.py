@@ -59,7 +59,7 @@ code of the file writes to a module. In a pull request `.gitattributes` folds al
 ## What comes on request
 
 A new package has what one GPU, a checkpoint in 16 or 32 bits, generation and forwards need. The rest is asked for,
-when the package is made or later (`rewrite sync DIR --with training`):
+when the package is made or later (`rewrite sync DIR --with training`; `rewrite explain training` says what it is):
 
 | | lines of runtime | more | what it brings |
 |---|---|---|---|

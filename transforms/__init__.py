@@ -68,6 +68,6 @@ def select(
     there = {transform.name: transform for transform in available(place)}
     for name in (*only, *skip, *also):
         if name not in there:
-            raise UnknownTransform(name, [*there, *(beside if name in also else ())])
+            raise UnknownTransform(name, [*there, *(() if name in skip else beside)])
     chosen = only or tuple(name for name, transform in there.items() if not transform.on_request)
     return [there[name] for name in there if name in (*chosen, *also) and name not in skip]

@@ -211,7 +211,7 @@ def _with(library: Installed | None, job: Job, screen: Screen) -> int:
     from rewrite.upstream import verifiable
     from rewrite.upstream.source import resolve, weights_fit
 
-    transforms = select(job.only, job.skip, job.also, job.out, FEATURES)
+    transforms = select(job.only, job.skip, job.also, job.out, FEATURES if job.also else ())
     with screen.working(f"finding {job.model}"):
         source = resolve(job.model, job.trust_remote_code, job.revision, library)
     if job.verify:

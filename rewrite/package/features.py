@@ -22,7 +22,7 @@ FEATURES = {
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
     "training": (
         "TRAINING",
-        "gradients by kernels: torch differentiates its own operators, as in the original",
+        "gradients by kernels, where torch would differentiate the operators of the original",
     ),
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""

@@ -149,6 +149,8 @@ def test_what_is_wanted_and_not_wanted_is_said(here: Path, package: Path, rewrit
     done = rewrite("sync", here / "package", "--with", "fp8")
     assert (done.code, "transforms are those of the lock" in done.err) == (2, True)
     assert "did you mean training?" in rewrite(*given, "--with", "trainin").err
+    assert "did you mean training?" in rewrite("explain", "trainin").err
+    assert "`rewrite sync DIR --with ranks`" in rewrite("explain", "ranks").out
     (here / "pyproject.toml").write_text('[tool.rewrite]\nwithout = ["ranks"]\nwith = ["fp8", "training"]\n')
     assert rewrite("modeling_tiny.py", "--no-verify", "--out", here / "small", "--with", "ranks").code == 0
     assert read_lock(here / "small").options.without == ("formats", "training")  # typed goes before written
