@@ -180,9 +180,11 @@ def _loops(loops: Mapping[str, str], main: str) -> Iterator[str]:
     for name in names:
         if name in plain[:1]:
             yield f"in a captured graph, on a GPU: {', '.join(plain)}"
+        elif name in plain:
+            continue
         elif loops[name].startswith(YES):
             yield f"in a captured graph, on a GPU: {name}{loops[name].removeprefix(YES)}"
-        elif name not in plain:
+        else:
             yield f"not in a graph: {name}: {loops[name].removeprefix('no: ')}"
     if not loops:
         yield "nothing: no class of this file generates"

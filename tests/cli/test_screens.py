@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rewrite.cli import COMMANDS, cli
 from rewrite.commands.options import Command
-from rewrite.deliver import report
+from rewrite.deliver import report, summary
 from rewrite.show.progress import Work, duration, in_pipe
 from rewrite.show.step import Step
 
@@ -189,3 +189,12 @@ def test_a_verdict_has_a_line_for_each_check() -> None:
     assert '        {"detail": "", "figures": {"max": 0.0}, "name": "é", "status": "passed"},' in lines
     assert sum("missed" in line for line in lines) == 1
     assert len(lines) == 18
+
+
+def test_a_class_that_generates_is_named_once() -> None:
+    loops = {"First": "yes", "Second": "yes", "Third": "yes, as far as it goes", "Fourth": "no: it has none"}
+    assert [*summary._loops(loops, "First")] == [
+        "in a captured graph, on a GPU: First, Second",
+        "in a captured graph, on a GPU: Third, as far as it goes",
+        "not in a graph: Fourth: it has none",
+    ]
