@@ -2,11 +2,12 @@
 
     python bench/forwards.py measure PACKAGES --rows ROWS [--device cuda] [--names bert,vit] [--batches 1,32]
     python bench/forwards.py measure PACKAGES --rows ROWS --tiny --device cpu --names bert
+    python bench/forwards.py lengths PACKAGES --rows ROWS [--names bert,modernbert] [--calls 60]
     python bench/forwards.py render
 
 `measure` writes the packages that are missing and starts a process for each model. They build, compile and capture
-side by side; then they are timed one after the other, so that nothing else runs meanwhile. `render` writes
-docs/forwards.md from the rows.
+side by side; then they are timed one after the other, so that nothing else runs meanwhile. `lengths` does the same
+with texts of many lengths. `render` writes docs/forwards.md from the rows.
 """
 
 from __future__ import annotations
@@ -51,9 +52,30 @@ def main() -> None:
     measured.add_argument("--rows", type=Path, required=True)
     measured.add_argument("--names", default=",".join(model.name for model in MODELS))
     measured.add_argument("--limit-seconds", type=float, default=540)
+    many = commands.add_parser("lengths")
+    many.add_argument("packages", type=Path)
+    many.add_argument("--rows", type=Path, required=True)
+    many.add_argument("--names", default="bert,modernbert,xlm_roberta")
+    many.add_argument("--limit-seconds", type=float, default=180)
+    one = commands.add_parser("lengths-child", help=argparse.SUPPRESS)
+    one.add_argument("name")
+    one.add_argument("package", type=Path)
+    one.add_argument("row", type=Path)
+    for parser in (many, one):
+        parser.add_argument("--device", default="cuda")
+        parser.add_argument("--calls", type=int, default=60)
+        parser.add_argument("--warm-seconds", type=float, default=60, help="after which no more is captured")
+        parser.add_argument("--seconds", type=float, default=6, help="after which a batch size is no longer timed")
+        parser.add_argument("--tiny", action="store_true")
     commands.add_parser("render")
     given = made.parse_args()
-    {"measure": measure, "child": run_child, "render": lambda _: forward_page.write()}[given.command](given)
+    {
+        "measure": measure,
+        "child": run_child,
+        "lengths": measure,
+        "lengths-child": run_lengths,
+        "render": lambda _: forward_page.write(),
+    }[given.command](given)
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -85,10 +107,15 @@ class Child:
         self.log, self.ready = row.with_suffix(".log"), row.with_suffix(".ready")
         for path in (row, self.ready):
             path.unlink(missing_ok=True)
-        command = [sys.executable, str(ROOT / "bench" / "forwards.py"), "child", name]
+        lengths = given.command == "lengths"
+        command = [sys.executable, str(ROOT / "bench" / "forwards.py"), "lengths-child" if lengths else "child", name]
         command += [str(given.packages / BY_NAME[name].file), str(row)]
-        command += ["--device", given.device, "--batches", given.batches, "--sides", given.sides]
-        command += ["--compiled-batches", given.compiled_batches, "--seconds", str(given.seconds)]
+        command += ["--device", given.device, "--seconds", str(given.seconds)]
+        if lengths:
+            command += ["--calls", str(given.calls), "--warm-seconds", str(given.warm_seconds)]
+        else:
+            command += ["--batches", given.batches, "--sides", given.sides]
+            command += ["--compiled-batches", given.compiled_batches]
         command += ["--tiny"] if given.tiny else []
         found = {**environment(given.device), "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1"}
         with self.log.open("w", encoding="utf-8") as log:
@@ -132,6 +159,20 @@ def run_child(given: argparse.Namespace) -> None:
     given.row.parent.mkdir(parents=True, exist_ok=True)
     given.row.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
     print(forward_page.told(row), flush=True)
+
+
+def run_lengths(given: argparse.Namespace) -> None:
+    """Build one model, give it texts of many lengths until their graphs are there, wait, and measure."""
+    import forward_lengths
+    from forward_run import Cells
+
+    lengths = forward_lengths.Lengths(Cells(BY_NAME[given.name], given), given)
+    lengths.prepare()
+    given.row.with_suffix(".ready").touch()
+    sys.stdin.readline()
+    row = lengths.measured()
+    given.row.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
+    print(forward_lengths.told(row), flush=True)
 
 
 if __name__ == "__main__":

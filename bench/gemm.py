@@ -32,7 +32,7 @@ from rewrite.runtime.core import capture, launch, tiles
 from rewrite.runtime.products.skinny import HEIGHTS, Form
 from rewrite.tuning.candidates import one_row
 
-linear = importlib.import_module("rewrite.runtime.products.linear")
+linear = importlib.import_module("rewrite.runtime.products.one_row")
 skinny = importlib.import_module("rewrite.runtime.products.skinny")
 
 PEAK = 3.35e12

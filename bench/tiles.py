@@ -110,7 +110,7 @@ def measured(kind: str, size: str, device: int) -> dict[str, Any]:
     from rewrite.runtime.core.launch import rehearsing
     from rewrite.runtime.products.prologue import Prologue
 
-    linear = importlib.import_module("rewrite.runtime.products.linear")
+    linear = importlib.import_module("rewrite.runtime.products.one_row")
     skinny = importlib.import_module("rewrite.runtime.products.skinny")
     rows, cols = map(int, size.split("x"))
     outputs, count = 2 * rows if kind == "gated" else rows, COUNTS.get(kind, 1)

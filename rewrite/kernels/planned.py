@@ -114,7 +114,7 @@ def _launches(chip: Any, model: str, rows: int, cuobjdump: Path) -> Iterator[Pla
 
 def _shares(moved: int, kernels: list[str]) -> list[int]:
     """Return what each launch of a part moves: the first all of it, of experts two thirds and one third."""
-    if len(kernels) == 2 and "experts" in kernels[0]:
+    if len(kernels) == 2 and ("experts" in kernels[0] or "joined" in kernels[0]):
         return [2 * moved // 3, moved - 2 * moved // 3]
     return [moved, *[0] * (len(kernels) - 1)] if kernels else []
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rewrite.runtime.fp8.format import Quantized, dtype_for
 from rewrite.runtime.moe.form import ExpertsForm
 from rewrite.runtime.moe.selection import RoutingRule
-from rewrite.runtime.products.prologue import Prologue
+from rewrite.runtime.products.prologue import LayerNormPrologue, Prologue
 
 from .cases import tensor
 from .models import Mixture, Model
@@ -21,6 +21,11 @@ LONG_CONTEXT = 32768
 PROMPT = 4096
 """Tokens."""
 EPS = 1e-5
+
+
+def layer_norm(size: int) -> LayerNormPrologue:
+    """Return a LayerNorm, for a kernel that computes it itself."""
+    return LayerNormPrologue(tensor(size), tensor(size), EPS)
 
 
 def prologue(size: int) -> Prologue:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from rewrite.runtime.attention import decode_attention, qkv_step, rope_cache
-from rewrite.runtime.moe import experts, router
-from rewrite.runtime.products import gated_activation, linear
+from rewrite.runtime.attention import decode_attention, qkv_rows, qkv_step, rope_cache
+from rewrite.runtime.moe import experts, joined_experts, router
+from rewrite.runtime.products import linear
 
 from .cases import int64, tensor
 from .models import Step
@@ -49,7 +48,9 @@ def parts(step: Step, rows: int) -> Iterator[Part]:
     def product(name: str, out: int, cols: int, normed: bool) -> Part:
         return Part(name, step.layers, out * cols * WORD, lambda: _product(rows, out, cols, normed))
 
-    if rows == 1 and not step.head_norms:
+    if rows > 1:
+        yield Part("qkv", step.layers, packed * size * WORD, lambda: _qkv_rows(step, rows, packed))
+    elif not step.head_norms:
         yield Part("qkv", step.layers, packed * size * WORD, lambda: _qkv(step, packed))
     else:
         yield product("qkv", packed, size, True)
@@ -59,13 +60,9 @@ def parts(step: Step, rows: int) -> Iterator[Part]:
     yield product("o", size, width, False)
     if step.mixture is not None:
         yield from _experts(step, rows)
-    elif rows == 1:
-        weight = 2 * model.intermediate_size * size * WORD
-        yield Part("gate-up", step.layers, weight, lambda: _gated(step))
-        yield product("down", size, model.intermediate_size, False)
     else:
-        yield product("gate-up", 2 * model.intermediate_size, size, True)
-        yield Part("activation", step.layers, 0, lambda: _activation(step, rows))
+        weight = 2 * model.intermediate_size * size * WORD
+        yield Part("gate-up", step.layers, weight, lambda: _gated(step, rows))
         yield product("down", size, model.intermediate_size, False)
     head = model.vocabulary * size * WORD
     yield Part("head", 1, head, lambda: _product(rows, model.vocabulary, size, True))
@@ -92,6 +89,19 @@ def _qkv(step: Step, packed: int) -> object:
     return qkv_step.launch_qkv(x, weight, None, prologue(model.hidden_size), *kept, at, _rotation(step, 1), tile)
 
 
+def _qkv_rows(step: Step, rows: int, packed: int) -> object:
+    model = step.model
+    weight, x = tensor(packed, model.hidden_size), tensor(rows, 1, model.hidden_size)
+    form = qkv_rows.form_for_rows(x, weight, model.head_dim, step.head_norms)
+    if form is None:
+        _product(rows, packed, model.hidden_size, True)
+        return _rope(step, rows, packed, model.heads * model.head_dim)
+    kept, at = cache(model, rows, CAPACITY), int64(1)
+    of_head = prologue(model.head_dim) if step.head_norms else None
+    norms = (prologue(model.hidden_size), of_head, of_head)
+    return qkv_rows.launch_qkv_rows(x, weight, None, norms, *kept, at, _rotation(step, rows), form)
+
+
 def _rope(step: Step, rows: int, packed: int, width: int) -> object:
     model = step.model
     rest = (packed - width) // 2
@@ -110,14 +120,10 @@ def _attend(step: Step, rows: int) -> object:
     return decode_attention.launch(query, *kept, int64(1), int64(rows), counted.int(), rule, split)
 
 
-def _gated(step: Step) -> object:
+def _gated(step: Step, rows: int) -> object:
     size, inner = step.model.hidden_size, step.model.intermediate_size
-    return linear._gated(tensor(1, 1, size), tensor(2 * inner, size), None, "silu", prologue(size))
-
-
-def _activation(step: Step, rows: int) -> Tensor:
-    gate, up = tensor(rows, 1, 2 * step.model.intermediate_size).chunk(2, -1)
-    return gated_activation.gated_activation(gate, up, nn.SiLU())
+    product = linear._gated if rows == 1 else linear._gated_rows
+    return product(tensor(rows, 1, size), tensor(2 * inner, size), None, "silu", prologue(size))
 
 
 def _experts(step: Step, rows: int) -> Iterator[Part]:
@@ -129,7 +135,10 @@ def _experts(step: Step, rows: int) -> Iterator[Part]:
         "router", step.layers, sizes.experts * sizes.hidden_size * WORD, lambda: router.router(x, gate, norm=norm)
     )
     chosen, scores = int64(rows, sizes.top_k), tensor(rows, sizes.top_k)
-    # every token reads its own experts: until they are sorted, one that two tokens take is read twice
     one = 3 * sizes.hidden_size * sizes.intermediate_size * WORD
-    moved = rows * sizes.top_k * one
-    yield Part("experts", step.layers, moved, lambda: experts.fused_experts(x, weights, chosen, scores, residual=x))
+    pairs = rows * sizes.top_k
+    if joined_experts.are_joined(rows, sizes.top_k, sizes.experts, x.dtype):  # else one that two take is read twice
+        pairs = round(sizes.experts * (1.0 - (1.0 - sizes.top_k / sizes.experts) ** rows))
+    yield Part(
+        "experts", step.layers, pairs * one, lambda: experts.fused_experts(x, weights, chosen, scores, residual=x)
+    )

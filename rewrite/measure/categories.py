@@ -36,8 +36,9 @@ OURS = {
     GEMM: (
         "_linear_kernel _gated_kernel _skinny_linear_kernel _transposed_linear_kernel _fp8_skinny_kernel "
         "_experts_gate_up_kernel _experts_down_kernel _transposed_gate_up_kernel _transposed_down_kernel "
-        "_router_logits_kernel _qkv_kernel _latent_query_kernel _block_linear_kernel _block_gate_up_kernel "
-        "_block_rows_kernel _block_down_kernel _grouped_kernel"
+        "_joined_gate_up_kernel _joined_down_kernel "
+        "_router_logits_kernel _qkv_kernel _qkv_rows_kernel _latent_query_kernel _block_linear_kernel "
+        "_block_gate_up_kernel _block_rows_kernel _block_down_kernel _grouped_kernel"
     ),
     ATTENTION: (
         "_decode_attention_kernel _masked_attention_kernel _latent_attention_kernel _latent_values_kernel "

@@ -18,7 +18,13 @@ CALLED_FROM_OUTSIDE = {
     "decode/graph": ("DecodeGraph",),
     "decode/graph_store": ("release_graphs", "store_of"),
     "forward/store": ("captured_kinds", "release_forwards"),
-    "forward/switch": ("get_forward_graphs", "set_forward_graphs", "use_forward_graphs"),
+    "forward/switch": (
+        "get_forward_graphs",
+        "set_forward_graphs",
+        "set_ragged_batches",
+        "use_forward_graphs",
+        "use_ragged_batches",
+    ),
     "loss/chunked_loss": ("use_chunked_loss",),
     "products/gemm": ("PATHS", "by_path", "forget", "listen"),
 }

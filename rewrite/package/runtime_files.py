@@ -37,7 +37,13 @@ _ALWAYS = {
 _EXPORTS = {
     "core": ("explain", "get_backend", "set_backend", "use_backend"),
     "decode": ("DecodeGraph", "release_graphs"),
-    "forward": ("release_forwards", "set_forward_graphs", "use_forward_graphs"),
+    "forward": (
+        "release_forwards",
+        "set_forward_graphs",
+        "set_ragged_batches",
+        "use_forward_graphs",
+        "use_ragged_batches",
+    ),
     "loss": ("use_chunked_loss",),
 }
 """What users call of the runtime, by room; of a room that a package does not have, nothing."""

@@ -5,8 +5,8 @@ B rows of one token, H and Hk heads, D head_dim, I hidden_size, p the position o
     q, k, v = norm(x) [W_q; W_k; W_v]ᵀ + b
     query = rotate(q_norm(q))          keys[:, :, p] = rotate(k_norm(k))          values[:, :, p] = v
 
-One row without query and key norms is one kernel, in which a program computes pairs of columns and rotates them;
-everything else is the product and `rope_cache`.
+One row without query and key norms is one kernel, in which a program computes pairs of columns and rotates them; 2 to
+32 rows are one likewise (`qkv_rows`). Everything else is the product and `rope_cache`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from ..core.tiles import Tile
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear
 from ..products.linear import before, few_rows, is_one_row, takes_few_rows, tile_for
-from ..products.prologue import LayerNormPrologue, Norm, Prologue, norm_arguments, prologue_of, shift_of
+from ..products.prologue import (
+    LayerNormPrologue,
+    Norm,
+    Prologue,
+    norm_arguments,
+    prologue_of,
+    several_rows_norm,
+    shift_of,
+)
+from .qkv_rows import form_for_rows, launch_qkv_rows
 from .rope_cache import Rotation, rope_cache, writable
 from .rotary import rotary
 
@@ -51,7 +60,7 @@ def qkv(model, columns, norm=prologue, **form):
 
 for model in LLAMAS:
     case(model.name, qkv, model, model.head_dim)
-case("8B, LayerNorm", qkv, LLAMA_8B, 128, lambda size: LayerNormPrologue(tensor(size), tensor(size), EPS))
+case("8B, LayerNorm", qkv, LLAMA_8B, 128, layer_norm)
 case("1B, 32 columns", qkv, LLAMA_1B, 32, interleaved=True, half_table=True)
 """
 
@@ -59,7 +68,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.linear import normalised, scaled, statistics
+    from ..products.one_row import normalised, scaled, statistics
     from .rope_cache import pair_columns, rotated, store_pairs
 
     @triton.jit(do_not_specialize=["capacity"])
@@ -208,6 +217,13 @@ def qkv_step(
                     return launch_qkv(
                         x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
                     )
+            elif few and not is_one_row(x) and (heads := _head_norms(q_norm, k_norm, head_dim)) is not None:
+                form = form_for_rows(x, weight, head_dim, heads != (None, None))
+                if form is not None:
+                    norms = (several_rows_norm(prologue), *heads)
+                    return launch_qkv_rows(
+                        x, weight, bias, norms, layer.keys, layer.values, past_key_values.position, rotation, form
+                    )
             product = few_rows(x, weight, bias, prologue, None) if few else None
             if product is None:
                 product = F.linear(x if prologue is None or norm is None else norm(x), weight, bias)
@@ -318,12 +334,26 @@ def _norm_rope_cache(
     return rope_cache(q, k, v, keys, values, position, rotation, q_prologue, k_prologue)
 
 
+def _head_norms(
+    q_norm: nn.Module | None, k_norm: nn.Module | None, head_dim: int
+) -> tuple[Prologue | None, Prologue | None] | None:
+    """Return both norms for a kernel; None where one of them is something else than an RMSNorm over one head."""
+    of_query, of_key = (None if norm is None else _of_one_head(norm, head_dim) for norm in (q_norm, k_norm))
+    known = (of_query is None) == (q_norm is None) and (of_key is None) == (k_norm is None)
+    return (of_query, of_key) if known else None
+
+
+def _of_one_head(norm: nn.Module, head_dim: int) -> Prologue | None:
+    prologue = prologue_of(norm)
+    fits = prologue is not None and prologue.weight is not None and prologue.weight.shape == (head_dim,)
+    return prologue if fits else None
+
+
 def _over_one_head(x: Tensor, norm: nn.Module | None, head_dim: int) -> tuple[Tensor, Prologue | None]:
     """Return the norm for the kernel where it is an RMSNorm over one head; any other is computed here."""
     if norm is None:
         return x, None
-    prologue = prologue_of(norm)
-    if prologue is not None and prologue.weight is not None and prologue.weight.shape == (head_dim,):
+    if (prologue := _of_one_head(norm, head_dim)) is not None:
         return x, prologue
     return _heads(x, norm, head_dim).transpose(1, 2).reshape(x.shape), None
 

@@ -204,14 +204,14 @@ def rope_cache(
             (heads + 2 * kv_heads, batch, 1),
             max(1, 32 // WAVE),
             (
-                q, k, v, _weight(q_norm, q), _weight(k_norm, q), cos, sin, position, query, keys, values,
+                q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, position, query, keys, values,
             ),
             (capacity,),
             (
                 q.stride(0), k.stride(0), v.stride(0),
                 0 if rotation is None or cos.shape[0] == 1 else cos.stride(0),
             ),
-            (*_scale(q_norm), *_scale(k_norm)),
+            (*head_scale(q_norm), *head_scale(k_norm)),
             (
                 heads, kv_heads, head_dim, columns,
                 rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
@@ -222,11 +222,13 @@ def rope_cache(
     return query
 
 
-def _weight(norm: Prologue | None, other: Tensor) -> Tensor:
+def head_weight(norm: Prologue | None, other: Tensor) -> Tensor:
+    """Return the weight of a norm over a head; `other` where there is none."""
     return other if norm is None or norm.weight is None else norm.weight
 
 
-def _scale(norm: Prologue | None) -> tuple[float, float]:
+def head_scale(norm: Prologue | None) -> tuple[float, float]:
+    """Return eps and offset of a norm over a head."""
     return (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -25,10 +25,13 @@ from transformers.cache_utils import Cache
 from ..cache.names import NAMES
 from ..core import backend
 from .fitness import is_elsewhere, settings, unfit_call
-from .graph import Run
+from .graph import AsItIs, Given, Run
+from .lengths import Text, text_of
+from .packing import packed_text
+from .padding import Cut, InBucket
 from .store import ForwardStore, store_of
 from .structure import NotUnderstood, form_of
-from .switch import get_forward_graphs
+from .switch import get_forward_graphs, get_ragged_batches
 from .trial import attempt
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -83,36 +86,98 @@ def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         store.reasons[reason or "observed"] += 1
         return nn.Module.__call__(model, *arguments, **keywords)
     with backend.device_guard(given):
+        measures = mode != "always"
+        if get_ragged_batches():
+            served, outputs = _packed(model, store, call, measures)
+            if served:
+                return outputs
         if kind in store.graphs:
-            replayed, outputs = _replayed(store, kind, tensors)
+            replayed, outputs = _replayed(store, kind, lambda _: AsItIs(call, tensors))
             if replayed:
+                return outputs
+        if mode != "exact":
+            served, outputs = _in_bucket(model, store, kind, call, measures)
+            if served:
                 return outputs
         refusal = store.refusal(kind)
         if refusal is None:
             run = _runner(model)
-            if mode == "auto" and store.count(kind):
+            if measures and store.count(kind):
                 return run(call)  # the parts of the model are not worth a graph of their own yet
             with store.lock:
-                return attempt(model, store, kind, call, tensors, run, mode == "auto" and not without_graph)
+                return attempt(model, store, kind, call, tensors, run, measures and not without_graph)
     store.reasons[refusal.reason] += 1
     return nn.Module.__call__(model, *arguments, **keywords)
 
 
-def _replayed(store: ForwardStore, kind: Hashable, tensors: list[Tensor]) -> tuple[bool, Any]:
+def _in_bucket(model: Any, store: ForwardStore, kind: Hashable, call: Any, measures: bool) -> tuple[bool, Any]:
+    """Return whether a text is served by its bucket, because calls like it have several lengths, and its outputs."""
+    text = text_of(model, call, settings())
+    if text is None or not store.has_lengths(text.family, text.length) or text.family in store.unpadded:
+        return False, None
+    if text.reason:
+        store.leave_lengths(text.family, text.reason)
+        return False, None
+    for one in (text,) if text.rows == text.row_bucket else (text, text.with_its_rows()):
+        if one.is_padded and one.kind in store.graphs and store.is_repeated(kind):
+            return False, None
+        served, outputs = _served(model, store, one, measures)
+        if served:
+            return True, outputs
+        if (refusal := store.refused.get(one.kind)) is not None:
+            store.reasons[refusal.reason] += 1
+    return False, None
+
+
+def _packed(model: Any, store: ForwardStore, call: Any, measures: bool) -> tuple[bool, Any]:
+    """Return whether a batch is served by a graph whose layers run on the tokens that it shows, and its outputs."""
+    text = text_of(model, call, settings())
+    if text is None or ("packed", text.family) in store.unpadded:
+        return False, None
+    packed = packed_text(text)
+    return (False, None) if packed is None else _served(model, store, packed, measures)
+
+
+def _served(model: Any, store: ForwardStore, text: Text, measures: bool) -> tuple[bool, Any]:
+    """Return whether a text is served by the graph of its kind, which it may try to capture, and its outputs."""
+    kept = store.graphs.get(text.kind)
+    if kept is not None and kept.cut is not None:
+        if not kept.cut.serves(text):
+            return False, None
+        replayed, outputs = _replayed(store, text.kind, lambda cut: InBucket(text, cut))
+        if replayed:
+            return True, outputs
+    if store.refusal(text.kind) is not None:
+        return False, None
+    run = _runner(model)
+    with store.lock:
+        has_room = store.has_room()
+    if not has_room:
+        store.reasons["full"] += 1
+        return True, run(text.call)
+    if measures and store.count(text.kind):
+        return True, run(text.call)
+    with store.lock:
+        measures = measures and not store.without_graph
+        tensors = [tensor for tensor in text.tensors if tensor is not None]
+        return True, attempt(model, store, text.kind, text.call, tensors, run, measures, text)
+
+
+def _replayed(store: ForwardStore, kind: Hashable, given_of: Callable[[Cut], Given]) -> tuple[bool, Any]:
     """Return whether a graph stood for the call, and its outputs."""
     with store.lock:
         kept, snapshot = store.graphs.get(kind), store.snapshot
         if kept is None or snapshot is None:  # another thread was here
             return False, None
+        given = given_of(kept.cut or Cut(()))
         if snapshot.is_mapped():
             with store.in_order():
-                kept.graph.launch(tensors)
+                given.launch(kept.graph)
                 if snapshot.is_current():
-                    store.graphs.move_to_end(kind)
-                    store.replays += 1
+                    store.use(kind)
                     if kept.draws is not None and not store.without_graph:
                         kept.draws.again()
-                    return True, kept.graph.results(tensors)
+                    return True, given.results(kept.graph)
         store.release()
     return False, None
 

@@ -10,8 +10,8 @@ Every tensor that comes out is the caller's own: the next replay writes to other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,15 @@ from torch import Tensor
 from ..core import layout
 from ..core.capture import capture
 from .functions import functions
+from .lengths import Fill
 from .structure import form_of, is_rebuilt, with_tensors
 
 Run = Callable[[Any], Any]
 """Runs the model's forward on `(arguments, keywords)`."""
+
+
+Part = tuple[tuple[int, int], ...]
+"""Of a tensor: how many of the first places of which dimensions; all of the others."""
 
 
 class Replays(Protocol):
@@ -57,6 +62,7 @@ class Outputs:
     def __init__(self, value: Any, inputs: list[Tensor], weights: list[Tensor], device: torch.device):
         tensors: list[Tensor] = []
         self.form: Hashable = form_of(value, tensors)
+        self._tensors = tensors
         if not is_rebuilt(value):
             raise Unsuitable("outputs", f"a {type(value).__name__} with attributes of its own")
         self._value = value
@@ -75,24 +81,48 @@ class Outputs:
             self._groups.setdefault(_storage(tensor) if tensor.numel() else id(tensor), []).append(tensor)
         self.made = [tensor for group in self._groups.values() for tensor in group]
 
-    def copied(self, inputs: list[Tensor]) -> Any:
-        """Return a copy in memory of its own, arguments in it those of `inputs`."""
+    def copied(self, inputs: Sequence[Tensor | None], parts: Sequence[Part] = ()) -> Any:
+        """Return a copy in memory of its own, arguments in it those of `inputs`.
+
+        Args:
+            inputs: what the forward was given.
+            parts: of each tensor in their order, where a text was padded.
+
+        Raises:
+            Unsuitable: if tensors that are cut share memory.
+        """
         copies: dict[int, Tensor] = {}
+        cuts = {id(tensor): cut for tensor, cut in zip(self._tensors, parts, strict=True)} if parts else {}
         for group in self._groups.values():
             if len(group) == 1:
-                copies[id(group[0])] = group[0].clone()
+                cut = cuts.get(id(group[0]))
+                copies[id(group[0])] = _copied_part(group[0], cut) if cut else group[0].clone()
+            elif any(cuts.get(id(tensor)) for tensor in group):
+                raise Unsuitable("lengths_outputs", "outputs share memory")
             else:
                 copies.update(_copied_together(group))
 
         def instead(tensor: Tensor) -> Tensor:
             number = self._given.get(id(tensor))
-            return inputs[number] if number is not None else copies.get(id(tensor), tensor)
+            if number is None:
+                return copies.get(id(tensor), tensor)
+            if (given := inputs[number]) is None:
+                raise Unsuitable("lengths_outputs", "the mask, which is made")
+            return given
 
         return with_tensors(self._value, instead)
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _copied_part(tensor: Tensor, part: Part) -> Tensor:
+    """Return a copy of a part, laid out in the same order without gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    for dim, size in part:
+        tensor = tensor.narrow(dim, 0, size)
+    return torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _copied_together(group: list[Tensor]) -> dict[int, Tensor]:
@@ -183,16 +213,61 @@ class ForwardGraph:
         assert self._outputs is not None
         return self._outputs.made
 
-    def launch(self, tensors: list[Tensor]) -> None:
-        """Run the forward on tensors of the form that it was captured with."""
-        for own, given in zip(self.inputs, tensors, strict=True):
-            own.copy_(given)
+    def launch(self, tensors: Sequence[Tensor | None], fills: Sequence[Fill] = (), length: int = 0) -> None:
+        """Run the forward on tensors of the form that it was captured with, or on those of a text, which are padded.
+
+        Args:
+            tensors: of the call, None for a mask that is made.
+            fills: what each is padded with.
+            length: of the text.
+        """
+        if fills:
+            for own, given, fill in zip(self.inputs, tensors, fills, strict=True):
+                fill.write(own, given, length)
+        else:
+            for own, given in zip(self.inputs, tensors, strict=True):
+                assert given is not None
+                own.copy_(given)
         if self._graph is None:
             self._again()
         else:
             self._graph.replay()
 
-    def results(self, tensors: list[Tensor]) -> Any:
-        """Return what the last launch computed, which the caller may keep."""
+    def results(self, tensors: Sequence[Tensor | None], parts: Sequence[Part] = ()) -> Any:
+        """Return what the last launch computed, which the caller may keep; of a text without its padding.
+
+        Args:
+            tensors: of the call.
+            parts: of each output that belong to the text.
+        """
         assert self._outputs is not None
-        return self._outputs.copied(tensors)
+        return self._outputs.copied(tensors, parts)
+
+
+class Given(Protocol):
+    """A call, and how a graph serves it."""
+
+    @property
+    def call(self) -> Any:
+        """Its `(arguments, keywords)`."""
+
+    def launch(self, graph: ForwardGraph) -> None:
+        """Run a graph on its tensors."""
+
+    def results(self, graph: ForwardGraph) -> Any:
+        """Return what that computed."""
+
+
+class AsItIs(NamedTuple):
+    """A call with the shapes that a graph was captured with."""
+
+    call: Any
+    tensors: list[Tensor]
+
+    def launch(self, graph: ForwardGraph) -> None:
+        """Run a graph on its tensors."""
+        graph.launch(self.tensors)
+
+    def results(self, graph: ForwardGraph) -> Any:
+        """Return what that computed."""
+        return graph.results(self.tensors)

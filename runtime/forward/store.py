@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,9 +16,11 @@ from ..core.snapshot import Snapshot
 from .draws import Draws
 from .fitness import REASONS, device_of
 from .graph import ForwardGraph
+from .padding import Cut
 
-GRAPHS_KEPT = 8
-"""Graphs that a model keeps; the one used longest ago goes first."""
+GRAPHS_KEPT = 24
+"""Graphs that a model keeps, the one used longest ago goes first: texts up to 512 tokens have 12 buckets, so these are
+two numbers of texts. They share memory, up to `SHARE_OF_MEMORY`."""
 KINDS_KNOWN = 256
 """Kinds of calls that are counted, or known not to be worth a graph."""
 MOST_FAILURES = 3
@@ -28,7 +30,13 @@ LOOKS_AGAIN = 64
 a look that finds another model tries to capture it, which reads every weight."""
 KINDS_COMPILED = 8
 """Kinds of calls for which kernels of chains are compiled, as sizes stand in their texts: that takes many times as
-long as a capture. Later kinds run functions one by one."""
+long as a capture. Later kinds run functions one by one; of buckets, each of which serves many lengths, twice as many
+do not."""
+IDLE = 4096
+"""Calls after which a graph that none of them used makes room for one of another bucket: where there are more buckets
+than graphs, taking turns would cost more than any graph gains."""
+REPEATED, RECENT = 16, 64
+"""A length that had so many of the last texts that were padded gets a graph of its own."""
 SHARE_OF_MEMORY = 8
 """Graphs of a model take at most one part in so many of the device's memory."""
 
@@ -50,6 +58,8 @@ class Kept(NamedTuple):
     """Why its functions run one by one, as the modeling file has them; empty where they do not."""
     draws: Draws | None = None
     """Random numbers that every call draws."""
+    cut: Cut | None = None
+    """How it serves shorter texts; None where it does not."""
 
 
 class ForwardStore:
@@ -74,6 +84,14 @@ class ForwardStore:
         self.replays = 0
         self.compiled: set[Hashable] = set()
         """The kinds of calls that kernels were compiled for."""
+        self.unpadded: dict[Hashable, Refusal] = {}
+        """Why texts are not padded, by what such calls have in common."""
+        self._lengths: dict[Hashable, int | None] = {}
+        """The one length of calls that have the rest in common, None once there were several."""
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._calls = 0
+        self._last: dict[Hashable, int] = {}
+        """The number of the call that last used a graph."""
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
         self._needed: dict[Hashable, int] = {}
         self._changed: set[Hashable] = set()
@@ -82,9 +100,36 @@ class ForwardStore:
         self._stream: Any = None
         self._idle: Any = None
 
-    def may_compile(self, kind: Hashable) -> bool:
+    def has_lengths(self, family: Hashable, length: int) -> bool:
+        """Note the length of a text; return whether calls like it had others, too."""
+        if len(self._lengths) > KINDS_KNOWN:
+            self._lengths.clear()
+        if self._lengths.setdefault(family, length) != length:
+            self._lengths[family] = None
+        return self._lengths[family] is None
+
+    def is_repeated(self, kind: Hashable) -> bool:
+        """Note the kind of a padded call; return whether it is worth a graph of its own."""
+        self._recent.append(hash(kind))
+        return self._recent.count(hash(kind)) >= REPEATED and kind not in self.refused
+
+    def use(self, kind: Hashable) -> None:
+        """Note that a graph is replayed."""
+        self.graphs.move_to_end(kind)
+        self.replays += 1
+        self._calls += 1
+        self._last[kind] = self._calls
+
+    def has_room(self) -> bool:
+        """Note a call without a graph; return whether there may be one more without dropping one that is in use."""
+        self._calls += 1
+        if len(self.graphs) < GRAPHS_KEPT:
+            return True
+        return self._calls - self._last[next(iter(self.graphs))] > IDLE
+
+    def may_compile(self, kind: Hashable, *, is_bucket: bool = False) -> bool:
         """Return whether kernels may be compiled for a kind of call."""
-        if len(self.compiled) < KINDS_COMPILED:
+        if len(self.compiled) < KINDS_COMPILED * (2 if is_bucket else 1):
             self.compiled.add(kind)
         return kind in self.compiled
 
@@ -114,7 +159,8 @@ class ForwardStore:
     def keep(self, kind: Hashable, kept: Kept) -> None:
         """Take a graph; those used longest ago go where there are too many, all others where they are too large."""
         most = self._most_bytes()
-        if most is not None and kept.graph.nbytes > most:
+        others = self.nbytes if kept.cut is not None else 0  # a bucket does not drop what others use
+        if most is not None and kept.graph.nbytes + others > most:
             self.refuse(kind, "memory", f"{kept.graph.nbytes / 2**20:.0f} MiB")
             return
         if most is not None and kept.graph.nbytes + self.nbytes > most:
@@ -123,23 +169,30 @@ class ForwardStore:
         while len(self.graphs) >= GRAPHS_KEPT:
             self._evict(next(iter(self.graphs)))
         self.graphs[kind] = kept
+        self._last[kind] = self._calls
         self._look_after = LOOKS_AGAIN
 
     def _evict(self, kind: Hashable) -> None:
         """Drop a graph; it takes twice as many calls as before to be captured again, lest kinds take turns."""
-        del self.graphs[kind]
+        del self.graphs[kind], self._last[kind]
         self._uses.pop(kind, None)
         self._needed[kind] = min(2 * self._needed.get(kind, 2), 1024)
 
     def refuse(self, kind: Hashable, reason: str, detail: str = "") -> None:
         """Remember that a kind of call is not captured."""
         self.refused[kind] = Refusal(reason, detail)
-        if reason != "slower":
+        if reason != "slower" and not reason.startswith(("lengths_", "packed_")):
             self._failures += 1
         if self._failures >= MOST_FAILURES and not self.graphs:
             self.whole = Refusal(reason, detail)
         while len(self.refused) > KINDS_KNOWN:
             self.refused.popitem(last=False)
+
+    def leave_lengths(self, family: Hashable, reason: str, detail: str = "") -> None:
+        """Remember that texts are not padded in calls that have the rest in common."""
+        if len(self.unpadded) > KINDS_KNOWN:
+            self.unpadded.clear()
+        self.unpadded[family] = Refusal(reason, detail)
 
     def refuse_all(self, reason: str) -> None:
         """Remember that no call of the model is captured, as it is now."""
@@ -163,10 +216,13 @@ class ForwardStore:
     def release(self) -> None:
         """Forget everything: the model changed, or its memory is wanted."""
         self.graphs.clear()
+        self._last.clear()
         self.refused.clear()
         self._uses.clear()
         self._needed.clear()
         self._changed.clear()
+        self.unpadded.clear()
+        self._recent.clear()
         self.snapshot = self.tried = self.whole = None
         self._failures = 0
 
@@ -241,9 +297,20 @@ def _lines(store: ForwardStore) -> Iterator[str]:
         shapes = _shapes_of(kept.graph.inputs)
         times = "" if kept.milliseconds is None else ", {:.2f} → {:.2f} ms".format(*kept.milliseconds)
         times += f", its functions one by one: {kept.as_written}" if kept.as_written else ""
+        if kept.cut is not None:
+            shapes += f" and texts from {kept.cut.fewest} × {kept.cut.shortest} tokens on"
+            shapes += f", packed into {kept.cut.tokens}" if kept.cut.tokens else ""
         yield f"in a graph for {shapes or 'no tensors'}{times}, {kept.graph.nbytes / 2**20:.1f} MiB"
     if store.replays:
         yield f"{store.replays} calls replayed a graph"
+    for refusal in {refusal.reason: refusal for refusal in store.unpadded.values()}.values():
+        said_why = f" ({refusal.detail})" if refusal.detail else ""
+        what = (
+            "batches are not packed"
+            if refusal.reason.startswith("packed_")
+            else "texts of other lengths do not share a graph"
+        )
+        yield f"{what}: {REASONS[refusal.reason]}{said_why}"
     said = [*store.refused.values(), *([store.whole] if store.whole is not None else [])]
     details = {refusal.reason: refusal.detail for refusal in said if refusal.detail}
     for reason, count in sorted(store.reasons.items()):

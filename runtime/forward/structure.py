@@ -30,8 +30,17 @@ class NotUnderstood(TypeError):
         super().__init__(type(value).__name__)
 
 
-def form_of(value: Any, tensors: list[Tensor]) -> Hashable:
+def _of_tensor(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def form_of(value: Any, tensors: list[Tensor], described: Callable[[Tensor], Hashable] = _of_tensor) -> Hashable:
     """Return what a graph depends on in `value`, and append its tensors in their order.
+
+    Args:
+        value: arguments or outputs.
+        tensors: is appended to.
+        described: what it depends on in a tensor.
 
     Raises:
         NotUnderstood: if a part of it is of an unknown class, or a tensor is no plain strided one.
@@ -41,13 +50,13 @@ def form_of(value: Any, tensors: list[Tensor]) -> Hashable:
         if value.layout is not torch.strided or value.is_quantized or value.is_neg() or value.is_conj():
             raise NotUnderstood(value)
         tensors.append(value)
-        return value.shape, value.stride(), value.dtype
+        return described(value)
     if kind in _HOST:
         return kind, value
     if kind in _SEQUENCES:
-        return kind, *[form_of(part, tensors) for part in value]
+        return kind, *[form_of(part, tensors, described) for part in value]
     if kind in _MAPPINGS or isinstance(value, ModelOutput):
-        return kind, *[(name, form_of(part, tensors)) for name, part in value.items()]
+        return kind, *[(name, form_of(part, tensors, described)) for name, part in value.items()]
     if isinstance(value, Enum):
         return value
     raise NotUnderstood(value)

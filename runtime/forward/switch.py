@@ -6,17 +6,21 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-MODES = ("auto", "never", "always")
+MODES = ("auto", "exact", "never", "always")
 ENVIRONMENT_VARIABLE = "REWRITE_FORWARD_GRAPHS"
 
+RAGGED_VARIABLE = "REWRITE_RAGGED_BATCHES"
+
 _chosen: str | None = None
+_ragged: bool | None = None
 
 
 def set_forward_graphs(mode: str) -> None:
     """Choose when the forward of a model replays a graph: one of `MODES`.
 
-    `auto` captures the second call with inputs of the same shapes and keeps the graph where it was faster; `always`
-    captures the first call and does not measure; `never` runs every forward as the model's code does.
+    `auto` captures the second call with inputs of the same shapes and keeps the graph where it was faster, and pads
+    texts of several lengths where that is proved to change nothing; `exact` pads nothing; `always` captures the first
+    call and does not measure; `never` runs every forward as the model's code does.
 
     Raises:
         ValueError: if `mode` is not one of `MODES`.
@@ -45,3 +49,28 @@ def _checked(mode: str) -> str:
     if mode not in MODES:
         raise ValueError(f"unknown mode '{mode}' of {ENVIRONMENT_VARIABLE}: choose one of {', '.join(MODES)}")
     return mode
+
+
+def set_ragged_batches(wanted: bool) -> None:
+    """Choose whether layers run on the tokens alone that a mask shows, where it hides a quarter of a batch or more.
+
+    What stands at hidden positions of the outputs is another number then, mostly zero. It is off by default.
+    """
+    global _ragged
+    _ragged = wanted
+
+
+def get_ragged_batches() -> bool:
+    """Return the choice in force: the last `set_ragged_batches`, else whether `REWRITE_RAGGED_BATCHES` is `1`."""
+    return _ragged if _ragged is not None else os.environ.get(RAGGED_VARIABLE, "0") == "1"
+
+
+@contextlib.contextmanager
+def use_ragged_batches(wanted: bool = True) -> Iterator[None]:
+    """Choose that for the length of a `with` block."""
+    global _ragged
+    previous, _ragged = _ragged, wanted
+    try:
+        yield
+    finally:
+        _ragged = previous

@@ -16,32 +16,48 @@ from ..core.compile_ahead import compile_all, variants
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
 from ..core.target import CHAINS
+from .agreement import compare, equal
 from .draws import Draws
 from .fitness import Randomness, collector_of, unfit_model
 from .functions import functions
-from .graph import ForwardGraph, Run, Unsuitable
-from .store import KINDS_COMPILED, ForwardStore, Kept
+from .graph import AsItIs, ForwardGraph, Given, Run, Unsuitable
+from .lengths import Text
+from .packing import packed_run
+from .padding import Cut, InBucket, Padding
+from .store import ForwardStore, Kept
 from .structure import NotUnderstood, form_of
 
 ROUNDS = 3
 """Times that forward and replay are measured in turn; the shortest of each counts."""
 WORTH = 0.97
 """A replay has to take less than this part of the forward's time."""
-TOLERANCES = {torch.float16: 0.1, torch.bfloat16: 0.1}
-"""Largest relative distance of an output of a graph, by dtype: in a capture transformers makes masks that it leaves
-out otherwise, and attention with a mask rounds in another order. A graph that computes something else gives 1."""
-TOLERANCE = 1e-3
-"""The same for wider dtypes."""
-
-
 MOST_COPIED = 2**26
 """Bytes of tensors without a version, made in inference mode, that are compared by their values."""
+OF_ALL_BUCKETS = frozenset(
+    {
+        "lengths_outputs",
+        "lengths_differ",
+        "lengths_read",
+        "packed_layers",
+        "packed_reach",
+        "packed_outputs",
+        "packed_differ",
+    }
+)
+"""Reasons why texts are padded to no bucket; others are of one."""
 ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What code raises that cannot run during a capture."""
 
 
 def attempt(
-    model: nn.Module, store: ForwardStore, kind: Hashable, call: Any, tensors: list[Tensor], run: Run, measures: bool
+    model: nn.Module,
+    store: ForwardStore,
+    kind: Hashable,
+    call: Any,
+    tensors: list[Tensor],
+    run: Run,
+    measures: bool,
+    text: Text | None = None,
 ) -> Any:
     """Run the forward of a call, which is returned, and capture it for those to come.
 
@@ -53,6 +69,7 @@ def attempt(
         tensors: those in `call`.
         run: runs the forward on something like `call`.
         measures: whether the graph is kept only where it is faster.
+        text: the call, where what is captured is the padded one of its bucket, whose kind `kind` is.
     """
     device = tensors[0].device
     try:
@@ -68,9 +85,15 @@ def attempt(
         store.tried = effects.snapshot_to_keep
         if not effects.are_none(store, kind, draws):  # more runs would have them too
             return expected
-        reason = _rehearsed(store, kind, call, run, expected, device)
+        wanted, padding, own = expected, None, run
+        if text is not None:
+            run = packed_run(model, own, text.tokens) if text.tokens else own
+            padding = Padding(model, text, own, run)
+            call, tensors = padding.tried(expected)
+            wanted = run(call)
+        reason = _rehearsed(store, kind, call, run, wanted, device, is_bucket=text is not None)
         snapshot = _ready(model, store, device)
-        capture = functools.partial(_captured, store, snapshot, call, tensors, run, expected)
+        capture = functools.partial(_captured, store, snapshot, call, tensors, run, wanted)
         try:
             kept = capture(free_layout=True, chained=not reason)
         except torch.OutOfMemoryError:
@@ -79,11 +102,17 @@ def attempt(
             reason = _named(error)
             kept = capture(free_layout=False, chained=False)
         kept = kept._replace(as_written=reason if CHAINS else "")
-        if measures:
-            kept = kept._replace(milliseconds=_times(kept.graph, snapshot, call, tensors, run))
+        if padding is not None and text is not None:
+            cut = padding.proved(kept.graph)
+            kept = _timed_texts(kept, cut, snapshot, text, own) if measures else kept._replace(cut=cut)
+        elif measures:
+            kept = kept._replace(milliseconds=_times(kept.graph, snapshot, AsItIs(call, tensors), run))
         store.keep(kind, kept._replace(draws=draws if draws.are_there else None))
     except Unsuitable as error:
-        store.refuse(kind, error.reason, error.detail)
+        if text is not None and error.reason in OF_ALL_BUCKETS:
+            store.leave_lengths(text.family, error.reason, error.detail)
+        else:
+            store.refuse(kind, error.reason, error.detail)
     except CaptureFailed as error:
         cause = error.__cause__
         reason, detail = (cause.reason, cause.detail) if isinstance(cause, Unsuitable) else ("not_capturable", error)
@@ -141,14 +170,14 @@ class Effects:
         if self._random.is_drawn(draws):
             raise Unsuitable("random")
         for tensor, (before, version) in zip(self._inputs, self._before, strict=True):
-            if _version(tensor) != version or not _equal(tensor, before):
+            if _version(tensor) != version or not equal(tensor, before):
                 raise Unsuitable("changes_inputs")
         if self._too_many:
             raise Unsuitable("inference_tensors")
         written = not all(
-            map(_equal, _sums(self._snapshot.tensors), self._sums)
+            map(equal, _sums(self._snapshot.tensors), self._sums)
         )  # through `.data`, which nobody counts
-        if written or not all(_equal(tensor, before) for tensor, before in self._copies):
+        if written or not all(equal(tensor, before) for tensor, before in self._copies):
             raise Unsuitable("changes_state")
         if self._snapshot.versions() == self._versions and self._snapshot.is_current():
             return True
@@ -159,10 +188,6 @@ class Effects:
 
 def _sums(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.sum(dtype=torch.float64 if tensor.is_floating_point() else None) for tensor in tensors]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _version(tensor: Tensor) -> int:
@@ -232,20 +257,29 @@ def _captured(
         graph.launch(tensors)
         found: list[Tensor] = []
         form_of(graph.results(tensors), found)
-    _compare(wanted, found)
+    compare(wanted, found)
     return Kept(graph, None)
 
 
-def _rehearsed(store: ForwardStore, kind: Hashable, call: Any, run: Run, expected: Any, device: torch.device) -> str:
+def _rehearsed(
+    store: ForwardStore,
+    kind: Hashable,
+    call: Any,
+    run: Run,
+    expected: Any,
+    device: torch.device,
+    *,
+    is_bucket: bool,
+) -> str:
     """Run the forward with functions put off; return why they have to run one by one, empty if they need not.
 
     What nobody computed is NaN then. What is packed or made at the first use in a graph is there afterwards, before
     anybody looks at the model.
     """
-    if CHAINS and not store.may_compile(kind):
+    if CHAINS and not store.may_compile(kind, is_bucket=is_bucket):
         with rehearsing():
             run(call)
-        return f"kernels were compiled for {KINDS_COMPILED} other kinds of calls"
+        return f"kernels were compiled for {len(store.compiled)} other kinds of calls"
 
     def freely(*, poisons: bool) -> Any:
         with layout.free(), functions(poisons=poisons):
@@ -260,7 +294,7 @@ def _rehearsed(store: ForwardStore, kind: Hashable, call: Any, run: Run, expecte
             value = freely(poisons=True)
         if form_of(value, found) != form_of(expected, wanted):
             raise Unsuitable("differs", "outputs of another form")
-        _compare(wanted, found)
+        compare(wanted, found)
     except torch.OutOfMemoryError:
         raise
     except ERRORS as error:
@@ -274,26 +308,22 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {_said(error)}"
 
 
-def _compare(wanted: list[Tensor], found: list[Tensor]) -> None:
-    for tensor, other in zip(wanted, found, strict=True):
-        if (distance := _distance(tensor, other)) > TOLERANCES.get(tensor.dtype, TOLERANCE):
-            raise Unsuitable("differs", f"by {distance:.3g}")
+def _timed_texts(kept: Kept, cut: Cut, snapshot: Snapshot, text: Text, run: Run) -> Kept:
+    """Return a bucket's graph for texts that it is faster for than their own forward: all, or those not shorter.
+
+    Raises:
+        Unsuitable: if it is slower for this one, too.
+    """
+    least, fewest = min(text.length, text.least), min(text.rows, text.fewest)
+    try:
+        times = _times(kept.graph, snapshot, InBucket(text.shortened(least, fewest), cut), run)
+    except Unsuitable:
+        least, fewest = text.length, text.rows
+        times = _times(kept.graph, snapshot, InBucket(text, cut), run)
+    return kept._replace(milliseconds=times, cut=cut._replace(shortest=least, fewest=fewest))
 
 
-def _distance(expected: Tensor, found: Tensor) -> float:
-    """Return the relative distance of two tensors of the same shape; infinite where they differ and may not."""
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(expected, found) else float("inf")
-    finite = expected.isfinite()
-    if not torch.equal(finite, found.isfinite()):
-        return float("inf")
-    wide = torch.complex128 if expected.is_complex() else torch.float64 if expected.itemsize > 4 else torch.float32
-    one, other = (torch.where(finite, tensor, 0).to(wide) for tensor in (expected, found))
-    norm, apart = one.norm().item(), (one - other).norm().item()
-    return apart / norm if norm else apart
-
-
-def _times(graph: ForwardGraph, snapshot: Snapshot, call: Any, tensors: list[Tensor], run: Run) -> tuple[float, float]:
+def _times(graph: ForwardGraph, snapshot: Snapshot, given: Given, run: Run) -> tuple[float, float]:
     """Return milliseconds of the forward and of a replay, each with the wait for its end.
 
     Raises:
@@ -302,11 +332,11 @@ def _times(graph: ForwardGraph, snapshot: Snapshot, call: Any, tensors: list[Ten
 
     def replay() -> None:
         snapshot.is_mapped()
-        graph.launch(tensors)
+        given.launch(graph)
         snapshot.is_current()
-        graph.results(tensors)
+        given.results(graph)
 
-    rounds = [(_milliseconds(lambda: run(call)), _milliseconds(replay)) for _ in range(ROUNDS)]
+    rounds = [(_milliseconds(lambda: run(given.call)), _milliseconds(replay)) for _ in range(ROUNDS)]
     forward, replayed = min(times[0] for times in rounds), min(times[1] for times in rounds)
     if replayed > WORTH * forward:
         raise Unsuitable("slower", f"{replayed:.2f} ms against {forward:.2f} ms")

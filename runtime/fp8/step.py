@@ -20,7 +20,8 @@ from torch import Tensor
 from ..core import backend
 from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile, entry, key
-from ..products.linear import Weight, is_one_row, launch_gated, launch_linear
+from ..products.linear import is_one_row
+from ..products.one_row import Weight, launch_gated, launch_linear
 from ..products.prologue import Norm, norm_arguments
 from .format import Quantized, as_read
 

@@ -17,6 +17,7 @@ from ..core import backend, rows
 from ..products import packing
 from .experts import MAX_TOKENS, _op, _sorting_pays
 from .form import ExpertsForm, Gating, gating
+from .joined_experts import are_joined
 
 OFFERS: dict[str, dict[str, str]] = {
     "ExpertParts": {},
@@ -84,7 +85,9 @@ def add_experts(
     index = top_k_index.reshape(-1, top_k_index.shape[-1])
     if not isinstance(found, str) and not capturing:
         nbytes = found[0].nbytes + found[1].nbytes
-        found = "many_tokens" if _sorting_pays(index.shape[0], index.shape[1], len(experts), nbytes) else found
+        given = (index.shape[0], index.shape[1], len(experts))
+        joined = are_joined(*given, found[0].dtype)
+        found = "many_tokens" if not joined and _sorting_pays(*given, nbytes) else found
     if isinstance(found, str):
         backend.count_fallback("add_experts", found, experts)
         return False

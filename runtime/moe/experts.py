@@ -27,6 +27,7 @@ from .block_experts import block_experts, block_experts_of
 from .by_aiter import experts_by_aiter
 from .form import ExpertsForm, Gating, form_of, gated, gating
 from .grouped import grouped_experts
+from .joined_experts import are_joined, launch_joined
 from .mxfp4 import MxExperts
 from .trained import fits as fits_training
 from .trained import trained_experts
@@ -386,8 +387,11 @@ def unsafe(
         return "gradient"
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast"
-    each, down = top_k_index.shape[1] / ranks, experts.down_proj
-    return "many_tokens" if sorting_is_faster(top_k_index.shape[0], each, down) else None  # type: ignore[arg-type]
+    tokens, top_k = top_k_index.shape
+    down: Tensor = experts.down_proj  # type: ignore[assignment]
+    if not form.transposed and are_joined(tokens, top_k / ranks, down.shape[0], hidden_states.dtype):
+        return None
+    return "many_tokens" if sorting_is_faster(tokens, top_k / ranks, down) else None
 
 
 def _lies_so(form: ExpertsForm, tensors: list[Tensor]) -> bool:
@@ -504,7 +508,9 @@ def _launch(
         pairs = (gate_up_proj, down_proj), (biases[0], biases[1])
         launch_transposed(hidden_states, index, weights, *pairs, residual, out, how, first)
     else:
-        _launch_packed(hidden_states, index, weights, gate_up_proj, down_proj, residual, out, how, first)
+        joined = are_joined(index.shape[0], index.shape[1], down_proj.shape[0], hidden_states.dtype)
+        launch = launch_joined if joined else _launch_packed
+        launch(hidden_states, index, weights, gate_up_proj, down_proj, residual, out, how, first)
     return out
 
 

@@ -17,13 +17,11 @@ parts run one after the other. A weight in 8 bits is read by the same kernels, w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core import backend, deferring
-from ..core.launch import Kernel, overlaps
 from ..core.local import is_local
 from ..core.rows import KERNEL_DTYPES
 from ..core.rows import few_rows as few_rows_of
@@ -33,7 +31,8 @@ from ..parallel.forwards import summed
 from . import packing
 from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
-from .prologue import LayerNormPrologue, Norm, norm_arguments, prologue_of, shift_of
+from .one_row import Weight, launch_gated, launch_linear
+from .prologue import Norm, prologue_of, several_rows_norm
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -70,206 +69,13 @@ for model in LLAMAS:
 
 def plain(model, activation):
     size, inner = model.hidden_size, model.intermediate_size
-    norm = LayerNormPrologue(tensor(size), tensor(size), EPS)
-    return launch_product(
-        tensor(1, 1, size), tensor(inner, size), tensor(inner), norm, None, tensor(1, 1, inner), activation
-    )
+    given = tensor(1, 1, size), tensor(inner, size), tensor(inner)
+    return launch_product(*given, layer_norm(size), None, tensor(1, 1, inner), activation)
 
 for model in LLAMAS:
     case(f"{model.name}, norm, GELU", plain, model, "gelu")
 case("1B, LayerNorm, GELU tanh", plain, LLAMA_1B, "gelu_tanh")
 """
-
-if backend.triton_installed():
-    import triton
-    import triton.language as tl
-
-    from .blocks import widened
-    from .gated_activation import _activate
-
-    @triton.jit
-    def scaled(x_ptr, norm_ptr, col, mask, offset, NORM: tl.constexpr, WEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Load columns of the input, times the norm's weight where there is one, and their squares; all fp32."""
-        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
-        square = x * x
-        if NORM and WEIGHT:
-            x *= tl.load(norm_ptr + col, mask=mask, other=0.0).to(tl.float32) + offset
-        return x, square
-
-    @triton.jit
-    def statistics(x_ptr, eps, I: tl.constexpr, BLOCK_COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
-        """Return mean and inverse deviation of a row, both of what it is beyond its first element.
-
-        So a mean far from zero takes no digits from the variance: it is at most I times the variance, squared.
-        """
-        first = tl.load(x_ptr).to(tl.float32)
-        total = tl.zeros([BLOCK_COLS], tl.float32)
-        square = tl.zeros([BLOCK_COLS], tl.float32)
-        for start in tl.static_range(0, I, BLOCK_COLS):
-            col = start + tl.arange(0, BLOCK_COLS)
-            x = tl.load(x_ptr + col, mask=col < I, other=0.0).to(tl.float32)
-            x = tl.where(col < I, x - first, 0.0)
-            total += x
-            square += x * x
-        mean = tl.sum(total, 0) / I
-        variance = tl.maximum(tl.sum(square, 0) / I - mean * mean, 0.0)
-        return mean + first, tl.rsqrt(variance + eps)
-
-    @triton.jit
-    def normalised(  # type: ignore[no-untyped-def]
-        x_ptr, norm_ptr, shift_ptr, col, mask, offset, mean, inverse, WEIGHT: tl.constexpr, SHIFT: tl.constexpr
-    ):
-        """Load columns of the input as a LayerNorm leaves them, in fp32."""
-        x = (tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32) - mean) * inverse
-        if WEIGHT:
-            x *= tl.load(norm_ptr + col, mask=mask, other=0.0).to(tl.float32) + offset
-        if SHIFT:
-            x += tl.load(shift_ptr + col, mask=mask, other=0.0).to(tl.float32)
-        return x
-
-    @triton.jit
-    def _linear_kernel(  # type: ignore[no-untyped-def]
-        x_ptr,
-        norm_ptr,
-        shift_ptr,
-        weight_ptr,
-        scale_ptr,
-        bias_ptr,
-        residual_ptr,
-        out_ptr,
-        eps,
-        offset,
-        factor,
-        I: tl.constexpr,  # noqa: E741
-        O: tl.constexpr,  # noqa: E741
-        SCALED: tl.constexpr,
-        DECODE: tl.constexpr,
-        FNUZ: tl.constexpr,
-        NORM: tl.constexpr,
-        NORM_WEIGHT: tl.constexpr,
-        CENTRED: tl.constexpr,
-        SHIFT: tl.constexpr,
-        BIAS: tl.constexpr,
-        ACTIVATION: tl.constexpr,
-        RESIDUAL: tl.constexpr,
-        OVERLAP: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_COLS: tl.constexpr,
-    ):
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
-        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        live = row < O
-        weight_row = weight_ptr + row[:, None] * I
-        col = tl.arange(0, BLOCK_COLS)
-        weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-        if SCALED:
-            scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        if CENTRED:
-            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
-            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
-        else:
-            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-        total = widened(weight, DECODE, FNUZ) * x
-        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
-            col = start + tl.arange(0, BLOCK_COLS)
-            weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            if CENTRED:
-                x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
-            else:
-                x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-                square += more
-            total += widened(weight, DECODE, FNUZ) * x
-        y = tl.sum(total, 1)
-        if SCALED:
-            y *= scale
-        if NORM and not CENTRED:
-            y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
-        if BIAS:
-            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
-        if ACTIVATION != "":
-            y = _activate(y, ACTIVATION)
-        y *= factor
-        if RESIDUAL:
-            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
-
-    @triton.jit
-    def _gated_kernel(  # type: ignore[no-untyped-def]
-        x_ptr,
-        norm_ptr,
-        shift_ptr,
-        weight_ptr,
-        scale_ptr,
-        bias_ptr,
-        out_ptr,
-        eps,
-        offset,
-        I: tl.constexpr,  # noqa: E741
-        O: tl.constexpr,  # noqa: E741
-        SCALED: tl.constexpr,
-        DECODE: tl.constexpr,
-        FNUZ: tl.constexpr,
-        NORM: tl.constexpr,
-        NORM_WEIGHT: tl.constexpr,
-        CENTRED: tl.constexpr,
-        SHIFT: tl.constexpr,
-        BIAS: tl.constexpr,
-        ACTIVATION: tl.constexpr,
-        OVERLAP: tl.constexpr,
-        BLOCK_ROWS: tl.constexpr,
-        BLOCK_COLS: tl.constexpr,
-    ):
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
-        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        live = row < O
-        gate_row = weight_ptr + row[:, None] * I
-        up_row = gate_row + O * I
-        col = tl.arange(0, BLOCK_COLS)
-        gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-        up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-        if SCALED:
-            gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-            up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        if CENTRED:
-            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
-            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
-        else:
-            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-        gates = widened(gate, DECODE, FNUZ) * x
-        ups = widened(up, DECODE, FNUZ) * x
-        for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
-            col = start + tl.arange(0, BLOCK_COLS)
-            gate = tl.load(gate_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            up = tl.load(up_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
-            if CENTRED:
-                x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
-            else:
-                x, more = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
-                square += more
-            gates += widened(gate, DECODE, FNUZ) * x
-            ups += widened(up, DECODE, FNUZ) * x
-        g = tl.sum(gates, 1)
-        u = tl.sum(ups, 1)
-        if SCALED:
-            g *= gate_scale
-            u *= up_scale
-        if NORM and not CENTRED:
-            inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
-            g *= inverse
-            u *= inverse
-        if BIAS:
-            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
-            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
-
-    linear_kernel = Kernel(_linear_kernel)
-    gated_kernel = Kernel(_gated_kernel)
 
 
 def linear(
@@ -351,15 +157,9 @@ def gated_linear(
         input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
-            if is_one_row(input):
-                product = _gated(input, *parameters, kind, prologue)
-                if product is not None:
-                    return product
-            else:
-                product = few_rows(input, *parameters, prologue, None)
-                if product is not None:
-                    gate, up = product.chunk(2, dim=-1)
-                    return gated_activation(gate, up, activation)
+            product = (_gated if is_one_row(input) else _gated_rows)(input, *parameters, kind, prologue)
+            if product is not None:
+                return product
         elif isinstance(parameters, str):
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
@@ -437,61 +237,9 @@ def launch_product(
     if one_row:
         launch_linear(input, Weight(weight), bias, prologue, residual, out, shape, activation, factor)
     else:
-        if isinstance(prologue, LayerNormPrologue):
-            raise TypeError("a LayerNorm of several rows is a kernel of its own")
-        launch_skinny_linear(input, weight, bias, prologue, residual, out, shape, activation, factor)
+        norm = several_rows_norm(prologue)
+        launch_skinny_linear(input, weight, bias, norm, residual, out, shape, activation, factor)
     return True
-
-
-class Weight(NamedTuple):
-    """A weight as the kernels of one row read it."""
-
-    values: Tensor
-    """`[O, I]`, in the input's dtype or in 8 bits."""
-    scale: Tensor | None = None
-    """`[O]`, fp32, what the rows of a weight in 8 bits are times; None for 1."""
-    decode: bool = False
-    """Whether the values are bytes, of a format that the device does not convert."""
-    fnuz: bool = False
-    """Whether the bytes are of e4m3fnuz, and not of e4m3fn."""
-
-
-def launch_linear(
-    input: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    prologue: Norm | None,
-    residual: Tensor | None,
-    out: Tensor,
-    shape: Tile,
-    activation: str = "",
-    factor: float = 1.0,
-) -> None:
-    """Run the kernel of `linear` with a tile."""
-    block_rows, block_cols, num_warps = shape
-    values, scale, decode, fnuz = weight
-    rows, cols = values.shape
-    norm, eps, offset, has_weight = norm_arguments(prologue, input)
-    shift = shift_of(prologue)
-    overlap = overlaps(input)
-    with backend.device_guard(input):
-        linear_kernel.launch(
-            (-(-rows // block_rows), 1, 1),
-            num_warps,
-            (
-                input.contiguous(), norm, _or(shift, input), values, _or(scale, input), _or(bias, input),
-                _or(residual, input).contiguous(), out,
-            ),
-            (),
-            (),
-            (eps, offset, factor),
-            (
-                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
-                isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, activation,
-                residual is not None, overlap, block_rows, block_cols,
-            ),
-            overlap=overlap,
-        )  # fmt: skip
 
 
 def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Norm | None) -> Tensor | None:
@@ -505,43 +253,18 @@ def _gated(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prolog
     return out
 
 
-def launch_gated(
-    input: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    kind: str,
-    prologue: Norm | None,
-    out: Tensor,
-    shape: Tile,
-) -> None:
-    """Run the kernel of `gated_linear` with a tile."""
-    block_rows, block_cols, num_warps = shape
-    values, scale, decode, fnuz = weight
-    rows, cols = values.shape[0] // 2, values.shape[1]
-    norm, eps, offset, has_weight = norm_arguments(prologue, input)
-    shift = shift_of(prologue)
-    overlap = overlaps(input)
-    with backend.device_guard(input):
-        gated_kernel.launch(
-            (-(-rows // block_rows), 1, 1),
-            num_warps,
-            (input.contiguous(), norm, _or(shift, input), values, _or(scale, input), _or(bias, input), out),
-            (),
-            (),
-            (eps, offset),
-            (
-                cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
-                isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, kind, overlap,
-                block_rows, block_cols,
-            ),
-            overlap=overlap,
-        )  # fmt: skip
+def _gated_rows(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str, prologue: Norm | None) -> Tensor | None:
+    """Return what `_gated` does for several rows, whose norm is an RMSNorm."""
+    rows, cols = weight.shape
+    count = input.numel() // cols
+    shape = tile_for(skinny_kind(count), rows, cols, weight)
+    if shape is None:
+        return None
+    out = input.new_empty((*input.shape[:-1], rows // 2))
+    launch_skinny_linear(input, weight, bias, several_rows_norm(prologue), None, out, shape, kind, gated=True)
+    return out
 
 
 def tile_for(kind: str, rows: int, cols: int, weight: Tensor) -> Tile | None:
     """Return the tile for a weight: `tiles.tile` on its device; None for torch's own operators."""
     return tile(kind, rows, cols, weight.element_size(), weight.get_device() if weight.is_cuda else None)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor

@@ -60,6 +60,17 @@ def norm_arguments(prologue: Norm | None, input: Tensor) -> tuple[Tensor, float,
     return prologue.weight.contiguous(), prologue.eps, prologue.offset, True
 
 
+def several_rows_norm(norm: Norm | None) -> Prologue | None:
+    """Return the norm, which is computed for several rows in a product's kernel.
+
+    Raises:
+        TypeError: it is a LayerNorm, which has a kernel of its own there.
+    """
+    if isinstance(norm, LayerNormPrologue):
+        raise TypeError("a LayerNorm of several rows is a kernel of its own")
+    return norm
+
+
 def shift_of(prologue: Norm | None) -> Tensor | None:
     """Return what the norm adds at the end."""
     return prologue.bias if isinstance(prologue, LayerNormPrologue) else None

@@ -49,7 +49,7 @@ if backend.triton_installed():
 
     from ..core.arrivals import publish
     from .gated_activation import _activate
-    from .linear import normalised, statistics
+    from .one_row import normalised, statistics
 
     @triton.jit
     def _row(  # type: ignore[no-untyped-def]

@@ -65,9 +65,10 @@ def test_the_rule_of_several_rows_is_near_the_best_that_was_measured(kind: str) 
     for row in json.loads(SEVERAL.read_text("utf-8")):
         rows, cols = map(int, row["size"].split("x"))
         tile = ",".join(map(str, tiles.rule(kind, rows, cols, 2, 132)))
-        if row["kind"] == kind and tile in row["us"]:
+        whole = tiles._whole_share(rows, cols, 132)  # chosen in whole steps
+        if row["kind"] == kind and whole is None and tile in row["us"]:
             lost.append(row["us"][tile] / min(us for name, us in row["us"].items() if name != "torch"))
-    assert len(lost) >= 36
+    assert len(lost) >= 33
     assert statistics.geometric_mean(lost) < 1.02
     assert max(lost) < 1.13
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from rewrite.runtime.core import backend
+from rewrite.runtime.core import arrivals, backend
+from rewrite.runtime.moe.joined_experts import are_joined
 
 experts = importlib.import_module("rewrite.runtime.moe.experts")
 router = importlib.import_module("rewrite.runtime.moe.router")
@@ -194,6 +195,56 @@ def test_experts_shapes(device: torch.device, poisoned: None, shape: tuple[int, 
 def test_experts_activations_and_fp32_weights(device: torch.device, kind: str, dtype: torch.dtype) -> None:
     x, index, weights, *others = mixture(device, dtype, 2, 6, 3, 64, 48)
     check_experts((x, index, weights.float(), *others), kind)
+
+
+# tokens, experts, experts a token, hidden size, intermediate size: several tokens take the same experts
+JOINED = [(8, 5, 3, 72, 40), (17, 6, 2, 63, 60), (32, 8, 8, 64, 100), (2, 1, 1, 136, 129)]
+HALVES = [dtype for dtype in KERNEL_DTYPES if dtype.itemsize == 2]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("shape", JOINED, ids=str)
+def test_experts_that_tokens_share_are_read_once(
+    device: torch.device, poisoned: None, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*given: Any) -> None:
+        raise AssertionError("a program for each pair")
+
+    monkeypatch.setattr(experts, "_launch_packed", forbidden)
+    inputs = mixture(device, dtype, *shape)
+    for _ in range(2):  # the second finds the counters as the first left them
+        check_experts(inputs)
+    check_experts((*inputs[:5], None), "gelu")
+    assert not any(counters.any() for counters in arrivals._by_stream.get((inputs[0].get_device(), 0), []))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_computes_its_own_shared_experts(device: torch.device, poisoned: None, ranks: int) -> None:
+    check_parts(mixture(device, torch.float16, 9, 8, 3, 72, 40), ranks, PLAIN, None, None)
+
+
+def test_a_token_that_names_an_expert_twice(device: torch.device, poisoned: None) -> None:
+    x, index, *others = mixture(device, torch.float16, 6, 4, 3, 64, 48)
+    index[::2, 2] = index[::2, 0]
+    check_experts((x, index, *others))
+
+
+def test_bits_of_shared_experts_do_not_change(device: torch.device) -> None:
+    inputs = mixture(device, torch.float16, 8, 5, 3, 72, 40)
+    first = experts._op(*inputs, "silu")
+    assert all(torch.equal(first, experts._op(*inputs, "silu")) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "top_k", "joined", "apart"),
+    [((128, 2048, 768), 8, (8, 16, 32), (1, 2, 4)), ((8, 64, 64), 2, (2, 32), ())],
+)
+def test_experts_are_shared_where_it_was_measured_to_pay(
+    shape: tuple[int, ...], top_k: int, joined: tuple[int, ...], apart: tuple[int, ...]
+) -> None:
+    assert all(are_joined(tokens, top_k, shape[0], torch.bfloat16) for tokens in joined)
+    assert not any(are_joined(tokens, top_k, shape[0], torch.bfloat16) for tokens in (*apart, 33))
+    assert not any(are_joined(tokens, top_k, shape[0], torch.float32) for tokens in joined)
 
 
 @layouts

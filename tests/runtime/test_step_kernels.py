@@ -13,7 +13,10 @@ from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
 from rewrite.runtime.attention.decode_attention import ScoreRule, Split, _reference, decode_attention, launch
+from rewrite.runtime.attention.qkv_rows import launch_qkv_rows
 from rewrite.runtime.attention.qkv_step import qkv_step
+from rewrite.runtime.attention.rope_cache import Rotation
+from rewrite.runtime.attention.rotary import rotary
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import arrivals, backend, tiles
 from rewrite.runtime.core.capture import capture
@@ -26,7 +29,7 @@ from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.prologue import Prologue
 from rewrite.runtime.products.skinny import launch_skinny_linear, takes_norm
 
-linear_module = importlib.import_module("rewrite.runtime.products.linear")
+one_row = importlib.import_module("rewrite.runtime.products.one_row")
 
 qkv_module = importlib.import_module("rewrite.runtime.attention.qkv_step")
 
@@ -163,6 +166,101 @@ def test_forms_of_skinny_products(
     assert not any(counters.any() for counters in arrivals._by_stream.get((exact.get_device(), 0), []))
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("form", WHOLE + SPLIT, ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 192, 56), (17, 200, 51)])
+def test_forms_of_gated_products(
+    form: tuple[int, ...],
+    rows: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    poisoned: None,
+) -> None:
+    norm = Norm(inputs).to(device, dtype)
+    prologue = norm.prologue() if takes_norm(torch.empty(0, dtype=dtype)) else None
+    weight = (torch.randn(2 * outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+    x, bias = torch.randn(rows, inputs, device=device).to(dtype), torch.randn(2 * outputs, device=device).to(dtype)
+    got = torch.full((rows, outputs), torch.nan, device=device, dtype=dtype)
+    launch_skinny_linear(x, weight, bias, prologue, None, got, form, "silu", gated=True)
+
+    def plain(kind: torch.dtype) -> Tensor:
+        rounded = x.to(kind)
+        if prologue is not None:
+            rounded = rms_norm(rounded, norm.weight.to(kind), 1e-5)
+        gate, up = nn.functional.linear(rounded, weight.to(kind), bias.to(kind)).chunk(2, -1)
+        return nn.functional.silu(gate) * up
+
+    with backend.use_backend("reference"):
+        assert_as_exact_as(plain(dtype), got, plain(torch.float64), torch.finfo(dtype).eps)
+
+
+ROTATIONS = [(16, False, False), (8, False, True), (8, True, False), (0, False, False)]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("columns", "interleaved", "half_table"), ROTATIONS)
+@pytest.mark.parametrize(
+    ("form", "normed", "batch"),
+    [((32, 32, 4, 1), False, 3), ((64, 32, 2, 3), False, 17), ((16, 32, 1, 1), True, 5), ((16, 32, 1, 3), True, 32)],
+    ids=str,
+)
+def test_queries_and_cache_writes_of_several_rows(
+    form: tuple[int, ...],
+    normed: bool,
+    batch: int,
+    columns: int,
+    interleaved: bool,
+    half_table: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    poisoned: None,
+) -> None:
+    heads, kv_heads, head_dim, hidden, capacity = 5, 2, 16, 96, 12
+    weight = (torch.randn((heads + 2 * kv_heads) * head_dim, hidden, device=device) * hidden**-0.5).to(dtype)
+    bias, x = (torch.randn(size, device=device).to(dtype) for size in ((len(weight),), (batch, 1, hidden)))
+    of_heads = [(torch.rand(head_dim, device=device) + 0.5).to(dtype) for _ in range(2)] if normed else [None, None]
+    angle = torch.rand(batch, 1, max(columns // 2 if half_table else columns, 1), device=device)
+    tables = (angle.cos().to(dtype), angle.sin().to(dtype))
+    position, sizes = torch.tensor([7], device=device), [count * head_dim for count in (heads, kv_heads, kv_heads)]
+    prologue = Prologue(torch.ones(hidden, device=device, dtype=dtype), 1e-5) if takes_norm(x) else None
+
+    def written(keys: Tensor, values: Tensor, query: Tensor) -> Tensor:
+        for cached in (keys, values):
+            assert not cached[:, :, :7].any()
+            assert not cached[:, :, 8:].any()
+        return torch.cat([t.flatten(1) for t in (query, keys[:, :, 7], values[:, :, 7])], 1)
+
+    def caches(kind: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=kind) for _ in range(2)]
+
+    def plain(kind: torch.dtype) -> Tensor:
+        keys, values = caches(kind)
+        rounded = x.to(kind) if prologue is None else rms_norm(x.to(kind), prologue.weight.to(kind), 1e-5)
+        both = nn.functional.linear(rounded, weight.to(kind), bias.to(kind))
+        parts = [part.view(batch, 1, -1, head_dim).transpose(1, 2) for part in both.split(sizes, -1)]
+        query, key = (
+            part if norm is None else rms_norm(part, norm.to(kind), 1e-5)
+            for part, norm in zip(parts, of_heads, strict=False)
+        )
+        if columns:
+            cos, sin = (table.to(kind) for table in tables)
+            query, key = rotary(
+                query, key, cos, sin, partial=True, interleaved=interleaved, half_table=half_table,
+            )  # fmt: skip
+        keys[:, :, 7:8], values[:, :, 7:8] = key, parts[2]
+        return written(keys, values, query)
+
+    keys, values = caches(dtype)
+    norms = (prologue, *(None if norm is None else Prologue(norm, 1e-5) for norm in of_heads))
+    rotation = Rotation(*tables, interleaved, half_table) if columns else None
+    query = launch_qkv_rows(x, weight, bias, norms, keys, values, position, rotation, form)
+    with backend.use_backend("reference"):
+        wanted, exact = plain(dtype), plain(torch.float64)
+    assert_as_exact_as(wanted, written(keys, values, query), exact, torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("form", [(16, 32, 1), (32, 32, 2, 6, 3)], ids=str)
 def test_a_norm_sums_its_squares_over_the_splits(
     form: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -239,7 +337,7 @@ def test_torch_s_own_products_run_where_the_table_says_so(
     names = dict.fromkeys(heard)
     assert [name.split()[0] for name in names] == ["qkv", "linear", "gated"]
     tiles.try_out(dict.fromkeys((*names, tiles.key("linear", 128, hidden, 4))))
-    kernels = [linear_module.linear_kernel, linear_module.gated_kernel, qkv_module.qkv_kernel]
+    kernels = [one_row.linear_kernel, one_row.gated_kernel, qkv_module.qkv_kernel]
     for kernel in kernels:
         monkeypatch.setattr(kernel, "launch", lambda *arguments, **options: pytest.fail("a kernel ran"))
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.bert import modeling_bert
 from transformers.models.siglip import modeling_siglip
 
 from rewrite.verify import Options
@@ -23,7 +24,7 @@ from .copies import generated, planted
 BUGS = {
     "outputs handed out as they are": ("group[0].clone()", "group[0]"),
     "inputs not copied in": ("own.copy_(given)", "pass"),
-    "arguments told apart by shape alone": ("return value.shape, value.stride(), value.dtype", "return ()"),
+    "arguments told apart by shape alone": ("return tensor.shape, tensor.stride(), tensor.dtype", "return ()"),
     "a number drawn where none is": ("if others != before:", "if others == before:"),
     "the model not known to itself": ("self._model_id = id(model)", "pass"),
     "a hook unseen": ("(self._filled if registry else self._empty).append(registry)", "pass"),
@@ -33,14 +34,32 @@ BUGS = {
 }
 
 
+PADDED = {
+    "the mask of padding hides nothing": ("return Fill(0, 1)", "return Fill(1, 1)"),
+    "the padding is kept": (
+        "for dim, size in part:\n        tensor = tensor.narrow(dim, 0, size)",
+        "for dim, size in part:\n        tensor = tensor.narrow(dim, tensor.shape[dim] - size, size)",
+    ),
+}
+"""Bugs in how texts are padded, which the proof of a bucket sees; the check sees them where that is left out."""
+PROOF = (
+    ("def _agree(self, ", "def _agree(self, *_):\n        return\n\n    def _agrees(self, "),
+    ("if not all(map(equal, one, other)):", "if False:"),
+)
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return generated(tmp_path_factory.mktemp("packages") / "siglip", "siglip")
 
 
-def checked(package: Path) -> Check:
-    original = modeling_siglip.SiglipVisionModel
-    rewritten = sides.load(sides.locate(package)).SiglipVisionModel
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return generated(tmp_path_factory.mktemp("packages") / "bert", "bert")
+
+
+def checked(package: Path, original: type = modeling_siglip.SiglipVisionModel) -> Check:
+    rewritten = getattr(sides.load(sides.locate(package)), original.__name__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bench = Workbench(
         Subject(original, rewritten, False), small_variants(original, False, {})[:1], Options(device=device)
@@ -62,3 +81,14 @@ def test_a_bug_in_the_captured_forward_is_caught(name: str, package: Path, tmp_p
     file = next(file for file in files if BUGS[name][0] in file.read_text("utf-8"))
     file.write_text(planted(file.read_text("utf-8"), *BUGS[name]), "utf-8")
     assert checked(broken).status == "failed"
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("proved", [True, False])
+def test_a_bug_in_padded_texts_is_refused_or_caught(name: str, proved: bool, texts: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(texts, broken)
+    file = broken / "runtime" / "forward.py"
+    for bug in (PADDED[name], *(() if proved else PROOF)):
+        file.write_text(planted(file.read_text("utf-8"), *bug), "utf-8")
+    assert checked(broken, modeling_bert.BertModel).status == ("passed" if proved else "failed")

@@ -18,7 +18,7 @@ from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
 from ..judging.verdict import Figure
 from ..models.inputs import Padding, seed_all
-from ..models.model_inputs import TEXT, make, tensors
+from ..models.model_inputs import SMALL, TEXT, Sizes, make, tensors
 from ..models.workbench import Pair, Workbench, comparable, lent, on_original
 from .forward import real_rows
 
@@ -29,6 +29,8 @@ SWITCH = "_forward_without_graph"
 """Set on a model, it makes a call take the way of a captured forward on any device."""
 CALLS, MORE_ROWS = 5, 2
 """Calls with inputs of their own, the first of which captures, and which of them has a row more."""
+LENGTHS = (9, 13, 8, 12)
+"""Tokens of texts that may share a graph, if the package pads them."""
 
 
 def captured_checks(bench: Workbench) -> Iterator[CheckRun]:
@@ -56,6 +58,10 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
     with switch.use_forward_graphs("always"):
         for padding in _paddings(bench):
             figures |= {f"{padding} {n}": v for n, v in _calls(bench, pair, dtype, padding, maximum).items()}
+            if bench.base.inputs == TEXT:
+                figures |= {
+                    f"{padding} lengths, {n}": v for n, v in _lengths(bench, pair, dtype, padding, maximum).items()
+                }
         if not bench.options.quick:
             _outputs_of_zeros(bench, dtype, maximum)
             figures |= _after_changes(bench, pair, store.store_of(pair.rewritten), dtype, maximum)
@@ -108,6 +114,17 @@ def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: 
         found = {**found, **_named(outputs, number)}
     if not all(bool(((tensor == before) | (tensor != tensor)).all()) for tensor, before in kept):
         raise Mismatch("a later call wrote to what an earlier one had returned")
+    return near_exact(expected, found, maximum)
+
+
+def _lengths(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: str) -> dict[str, Figure]:
+    """Compare texts of several lengths, which may be padded to share a graph."""
+    expected: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for number, length in enumerate(LENGTHS):
+        arguments = _arguments(bench, pair.original.config, dtype, padding, number, Sizes(length))
+        expected |= _named(on_original(_outputs, pair.original, arguments), number)
+        found |= _named(_outputs(pair.rewritten, arguments), number)
     return near_exact(expected, found, maximum)
 
 
@@ -229,12 +246,14 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 """What is done to both models before a call, one after another."""
 
 
-def _arguments(bench: Workbench, config: Any, dtype: str, padding: Padding, number: int) -> dict[str, Any]:
+def _arguments(
+    bench: Workbench, config: Any, dtype: str, padding: Padding, number: int, sizes: Sizes = SMALL
+) -> dict[str, Any]:
     import torch
 
     seed = bench.seed_for(bench.subject.name, "captured", padding, number)
     rows = 3 if number == MORE_ROWS else 2
-    made = make(bench.base.inputs, config, rows, seed, getattr(torch, dtype), padding)
+    made = make(bench.base.inputs, config, rows, seed, getattr(torch, dtype), padding, sizes)
     arguments: dict[str, Any] = {name: value.to(bench.options.device) for name, value in made.items()}
     return arguments | ({"use_cache": False} if bench.subject.accepts("use_cache") else {})
 
