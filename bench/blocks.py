@@ -37,7 +37,9 @@ def prepare(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     for name in ("llama", "gpt_oss"):
         command = [sys.executable, "-m", "rewrite.cli", name, "--out", str(folder / name)]
-        subprocess.run([*command, "--no-verify", "--diff", "none", "--force"], check=True, env=environment)
+        subprocess.run(
+            [*command, "--no-verify", "--with", "formats", "--diff", "none", "--force"], check=True, env=environment
+        )
 
 
 def fp8_models(layers: int, small: bool, device: str) -> tuple[Any, Any, str]:

@@ -17,13 +17,15 @@ from pathlib import Path
 from rewrite.engine.build import Build, build
 from rewrite.package import runtime_files
 from rewrite.package.assemble import assemble
-from rewrite.package.features import FEATURES, forms_of
+from rewrite.package.features import FEATURES, ON_REQUEST, forms_of
 from rewrite.package.lock import Options
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
 
 MODELS = ("llama", "qwen3_moe", "gemma2", "bert", "gpt2", "t5", "whisper", "mamba2", "deepseek_v3")
 MAIN = "llama"
+BESIDE = ("mistral", "qwen3", "gemma2", "qwen3_moe", "t5", "bert")
+"""Packages that share a runtime with that of `MAIN`."""
 KINDS = ("code", "docstring", "comment", "blank")
 ROOMS = {
     "attention": "attention of a decode step and of prompts, rotary embeddings",
@@ -31,11 +33,11 @@ ROOMS = {
     "core": "backends, launches, what `explain` counts",
     "decode": "`generate()` with a step in a captured graph",
     "forward": "forwards in captured graphs",
-    "norms": "norms with their backward, residual sums",
+    "norms": "norms, residual sums",
     "origin": "the guard that watches transformers",
     "package": "Auto classes, the self-test, checkpoints, saving with code",
     "parallel": "tensors that are dealt to several ranks",
-    "products": "matrix products of a step, gated activations, blocks with scales",
+    "products": "matrix products of a step, gated activations",
     "upstream": "what this package takes from transformers",
     "__init__": "what users call of it",
 }
@@ -46,13 +48,32 @@ Made by `python bench/size.py --write docs/size.md` with transformers {version},
 
 A package of Llama has {files} files; beyond its modeling file ({modeling} lines) {lines} lines of Python, nearly all
 of them the runtime: the definitions that the modeling file leads to, and nothing else. Kernels for what no module of
-the file can be (a LayerNorm, an indexer's keys) are not there, nor is what no class of it is marked for (states that
-are carried from call to call without a cache), nor what looks for states that nobody marked, where no code of the file
-writes to a module. In a pull request `.gitattributes` folds all of it.
+the file can be (a LayerNorm, a `Conv1D`, an indexer's keys) are not there, nor is what no class of it is marked for
+(states that are carried from call to call without a cache), nor what looks for states that nobody marked, where no
+code of the file writes to a module. In a pull request `.gitattributes` folds all of it.
 
 | file | lines | code | docstrings | comments | blank | what it is |
 |---|---|---|---|---|---|---|
 {rooms}
+
+## What comes on request
+
+A new package has what one GPU, a checkpoint in 16 or 32 bits, generation and forwards need. The rest is asked for,
+when the package is made or later (`rewrite sync DIR --with training`; `rewrite explain training` says what it is):
+
+| | lines of runtime | more | what it brings |
+|---|---|---|---|
+{requests}
+
+Where it can be seen that something is needed it comes without asking, and a line of the screen says so: `formats`
+where the checkpoint that the model was named by, or that of `--weights`, has `weight_block_size` in its `config.json`;
+`training` with `--with fuse_loss` or `--with spare_activation`. A package keeps what it has: one that was made when
+all of this came along keeps it in `rewrite sync`, and in `rewrite MODEL --out DIR` over it.
+
+Nothing fails for want of it. Gradients are then torch's, of the operators that the original has; a model whose tensors
+are dealt to ranks generates in transformers' own loop; layers with scales for blocks are called as transformers has
+them. `explain(model)` counts each of these calls (`training_left_out`, `ranks_left_out`, `formats_left_out`) and names
+the command that brings what was missing.
 
 ## What can be left out
 
@@ -60,11 +81,16 @@ writes to a module. In a pull request `.gitattributes` folds all of it.
 |---|---|---|---|
 {choices}
 
-`--without` is kept in `rewrite.lock`, and `rewrite sync` keeps to it; `rewrite MODEL --out DIR` that does not name it
-puts everything back. What is left out is no error: a model whose tensors are dealt to ranks generates with
-transformers' own loop (`several_devices` in `explain`), modules of a checkpoint with scales for blocks are called as
-transformers has them. A shared runtime ([sharing.md](sharing.md)) leaves out what all its packages leave out.
-Transforms are left out with `--skip`; the table has those with which at least {least} lines go.
+`--without` is kept in `rewrite.lock`, as `--with` is. A shared runtime ([sharing.md](sharing.md)) leaves out what all
+its packages leave out. Transforms are left out with `--skip`; the table has those with which {least} lines go.
+
+## The second package
+
+With a runtime that both share ([sharing.md](sharing.md)), beside a package of Llama:
+
+| model | modeling file | more of runtime | `__init__.py` and `upstream.py` | together |
+|---|---|---|---|---|
+{second}
 
 ## What brings the rest
 
@@ -82,14 +108,14 @@ needed by several.
 {models}
 """
 LEAST = 50
+OPTIONS = Options(without=ON_REQUEST)
 TOGETHER = {
-    ("capture_forward",): "all of these; `generate()` in a captured graph stays",
-    (
-        "capture_forward",
-        "static_cache",
-        "decode_layers",
-    ): "captured graphs, kernels of a decode step; others stay",
+    ("capture_forward", "decode_layers"): "and a layer's step in few kernels; `generate()` in a captured graph stays",
+    ("capture_forward", "static_cache", "decode_layers"): "captured graphs, kernels of a decode step; others stay",
 }
+"""What is skipped together, and what a package then does not have."""
+ALONE = "static_cache", "the kernels of the file; `generate()` in a captured graph stays, and its products' kernels"
+"""A transform alone, and what a package then does not have."""
 
 
 def kinds(text: str) -> Counter[str]:
@@ -116,18 +142,22 @@ def built(model: str, skip: tuple[str, ...] = ()) -> Build:
 
 def files(model: str) -> dict[str, str]:
     """Return the Python files of a package."""
-    package = assemble(built(model), select(), Options(), Path(f"optimized_{model}"))
+    package = assemble(built(model), select(), OPTIONS, Path(f"optimized_{model}"))
     return {name: data.decode() for name, data in package.files.items() if name.endswith(".py")}
 
 
-def runtime_lines(model: str, skip: tuple[str, ...] = (), without: Collection[str] = ()) -> int:
+def runtime_lines(model: str, skip: tuple[str, ...] = (), without: Collection[str] = ON_REQUEST) -> int:
     """Return the lines of the rooms of a package."""
+    return lines_of(uses_of(model, skip), without)
+
+
+def uses_of(model: str, skip: tuple[str, ...] = ()) -> list[str]:
+    """Return what a modeling file uses of the runtime, with its forms."""
     rewritten = built(model, skip).rewritten
-    uses = [*rewritten.runtime, *forms_of(rewritten.text)]
-    return lines_of(uses, without)
+    return [*rewritten.runtime, *forms_of(rewritten.text)]
 
 
-def lines_of(uses: Sequence[str], without: Collection[str] = ()) -> int:
+def lines_of(uses: Sequence[str], without: Collection[str] = ON_REQUEST) -> int:
     """Return the lines of the runtime that some uses need."""
     made = runtime_files.files(runtime_files.closure_of(uses, "cuda", without))
     return sum(len(text.decode().splitlines()) for text in made.values())
@@ -145,18 +175,39 @@ def page(models: Iterable[str]) -> str:
         rooms.append(f"| `{name}` | {found.total():,} | {' | '.join(cells)} | {ROOMS[stem]} |")
     whole = sum(counted.values(), Counter())
     rooms.append(f"| together | {whole.total():,} | {' | '.join(f'{whole[kind]:,}' for kind in KINDS)} | |")
-    package = assemble(built(MAIN), select(), Options(), Path(f"optimized_{MAIN}"))
+    package = assemble(built(MAIN), select(), OPTIONS, Path(f"optimized_{MAIN}"))
     return PAGE.format(
         version=resolve(MAIN).transformers_version,
         files=len(package.files),
         modeling=len(made[modeling].splitlines()),
         lines=f"{sum(len(text.splitlines()) for name, text in made.items() if name != modeling):,}",
         rooms="\n".join(rooms),
+        requests="\n".join(requests()),
         choices="\n".join(choices()),
+        second="\n".join(map(second, BESIDE)),
         least=LEAST,
         uses="\n".join(only()),
         models="\n".join(map(row, models)),
     )
+
+
+def requests() -> list[str]:
+    """Return what a user can ask for, by how many lines come."""
+    base = runtime_lines(MAIN)
+    sets = {f"`--with {name}`": ({name}, FEATURES[name][1]) for name in ON_REQUEST}
+    sets["all three"] = ({*ON_REQUEST}, "what packages had before it was asked for")
+    found = [(runtime_lines(MAIN, (), {*ON_REQUEST} - asked), name, what) for name, (asked, what) in sets.items()]
+    shown = [f"| {name} | {lines:,} | {lines - base:,} | {what} |" for lines, name, what in sorted(found)]
+    return [f"| as it comes, `upstream.py` aside | {base:,} | | |", *shown]
+
+
+def second(model: str) -> str:
+    """Return what a package of another model adds to a repository with one of `MAIN`."""
+    made = files(model)
+    modeling = sum(len(text.splitlines()) for name, text in made.items() if name.startswith("modeling_"))
+    more = lines_of(sorted({*uses_of(MAIN), *uses_of(model)})) - lines_of(uses_of(MAIN))
+    rest = sum(len(made[name].splitlines()) for name in ("__init__.py", "runtime/__init__.py", "runtime/upstream.py"))
+    return f"| {model} | {modeling:,} | {more:,} | {rest:,} | {modeling + more + rest:,} |"
 
 
 def choices() -> list[str]:
@@ -165,23 +216,27 @@ def choices() -> list[str]:
     summaries = {transform.name: transform.summary for transform in select()}
     rewrote = [report.name for report in built(MAIN).rewritten.transforms if report.rewritten]
     found = [
-        (runtime_lines(MAIN, without=(name,)), f"`--without {name}`", what) for name, (_, what) in FEATURES.items()
+        (runtime_lines(MAIN, without={*ON_REQUEST, name}), f"`--without {name}`", what)
+        for name, (_, what) in FEATURES.items()
+        if name not in ON_REQUEST
     ]
     found += [(runtime_lines(MAIN, (name,)), f"`--skip {name}`", f"*{summaries[name]}*") for name in rewrote]
     found = [each for each in found if base - each[0] >= LEAST]
     for skip, what in TOGETHER.items():
-        name = " ".join(["every `--without`,", *(f"`--skip {transform}`" for transform in skip)])
+        name = " ".join(f"`--skip {transform}`" for transform in skip)
         found.append((runtime_lines(MAIN, skip, tuple(FEATURES)), name, what))
+    alone, what = ALONE
+    others = tuple(name for name in rewrote if name != alone)
+    found.append((runtime_lines(MAIN, others, tuple(FEATURES)), f"`--only {alone}`", what))
     shown = [
         f"| {name} | {lines:,} | {base - lines:,} | {what} |" for lines, name, what in sorted(found, reverse=True)
     ]
-    return [f"| everything, `upstream.py` aside | {base:,} | | nothing |", *shown]
+    return [f"| as it comes, `upstream.py` aside | {base:,} | | what comes on request |", *shown]
 
 
 def only() -> list[str]:
     """Return the lines that only one use brings, for each."""
-    rewritten = built(MAIN).rewritten
-    uses = [*rewritten.runtime, *forms_of(rewritten.text)]
+    uses = uses_of(MAIN)
     base = lines_of(uses)
     found = [(base - lines_of([use for use in uses if use != name]), name) for name in uses]
     return [f"| `{name}` | {lines:,} |" for lines, name in sorted(found, reverse=True) if lines >= LEAST]

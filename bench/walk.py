@@ -371,7 +371,7 @@ def _page(walk: Walk, sizes: dict[str, Size], before: str | None) -> str:
 
 Made by `python bench/walk.py --write docs/walk.md` on {_machine(walk)}. \
 Every command was run in a git repository, on a terminal of {COLUMNS} columns, and what it left was checked.
-Verifications are quick ones (`--quick`); a full one takes minutes on such a machine.
+Verifications are quick ones (`--quick`); a full one takes some 20 seconds more.
 
 {len(screens)} screens, {spent:.0f} s of commands; pip took another {sum(walk.pip.values()):.0f} s. \
 {_cut(screens)}

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,7 +168,7 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
     except click.UsageError as error:
         command = error.ctx.info_name if error.ctx is not None and error.ctx.parent is not None else None
         of = "" if command in (None, DEFAULT_COMMAND) else f" {command}"
-        said = _meant(args) or f"{error.format_message()} (`rewrite{of} --help` shows the usage)"
+        said = _meant(args) or f"{_wrong(error, command)} (`rewrite{of} --help` shows the usage)"
         return _say(f"error: {said}", error.exit_code)
     except click.ClickException as error:
         return _say(f"error: {error.format_message()}", error.exit_code)
@@ -210,9 +211,20 @@ def _meant(args: Sequence[str] | None) -> str:
     return f"no command and no model '{word}': did you mean `rewrite {near[0]}`? (`rewrite --help` lists the commands)"
 
 
+def _wrong(error: click.UsageError, command: str | None) -> str:
+    """Return in one paragraph what is wrong with a command line."""
+    said = " ".join(error.format_message().split())
+    return f"{said}: a rewrite takes one MODEL" if command == DEFAULT_COMMAND and "extra argument" in said else said
+
+
 def _say(message: str, code: int) -> int:
     if sys.stderr.isatty():
-        message = click.wrap_text(message, shutil.get_terminal_size().columns)
+        width = shutil.get_terminal_size().columns
+        lines = message.split("\n")
+        # a path or a command that is continued can be copied, one that was cut at a hyphen cannot
+        message = "\n".join(
+            textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False) for line in lines
+        )
     with contextlib.suppress(StreamLost, BrokenPipeError):  # where it cannot be said, the code still says it
         click.echo(message, err=True)
     return code

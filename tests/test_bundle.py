@@ -79,10 +79,16 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
     assert {"BlockLinear", "block_linear_kernel", "RANKS", "FORMATS"} <= names
     rooms, names = of_llama(without=("ranks",))
     assert "parallel" not in rooms
-    assert names & {"BlockLinear", "RANKS"} == {"BlockLinear"}
+    assert names & {"BlockLinear", "Ranks"} == {"BlockLinear"}
     rooms, names = of_llama(without=("formats",))
     assert "parallel" in rooms
-    assert not names & {"BlockLinear", "block_linear_kernel", "FORMATS"}
+    assert not names & {"BlockLinear", "block_linear_kernel"}
+    operators = ("attention.rotary", "norms.add_rms_norm")
+    learns = {"rms_norm_backward_kernel", "_AddRmsNorm", "_Rotary", "_GatedActivation", "learned_projections", "again"}
+    assert learns <= of_llama(operators)[1]
+    assert not of_llama(operators, without=("training",))[1] & {*learns, "learns", "_slope", "remember"}
+    assert {"transposed_linear_kernel", "turn"} <= of_llama(("products.transposed",))[1]
+    assert not of_llama()[1] & {"transposed_linear_kernel", "turn"}
     assert {"CHAINS", "Chain", "launch_chain"} <= of_llama(("products.Chain",))[1]
     _, names = of_llama(("products.Chain",), without=("chains",))
     assert not names & {"CHAINS", "Chain", "Node", "launch_chain", "kernel_of"}
@@ -96,6 +102,8 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
         ("from torch.nn import LayerNorm as Norm", ["norms.add_layer_norm"]),
         ("import torch.nn.functional as F\ndef f(x): return F.layer_norm(x, (8,))", ["norms.add_layer_norm"]),
         ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
+        ("from transformers.pytorch_utils import Conv1D", ["products.transposed"]),
+        ("import torch\ndef f(x, w, b): return torch.addmm(b, x, w)", ["products.transposed"]),
         ("from transformers import AutoModel\ninner = AutoModel.from_config", [*FORMS]),
         ("from transformers.models.llama.modeling_llama import LlamaMLP", [*FORMS]),
         ("from transformers.models.llama.configuration_llama import LlamaConfig", []),

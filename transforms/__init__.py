@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Collection
 from pathlib import Path
 
 from rewrite.errors import OutsideTransformNotLoadable, UnknownTransform
@@ -45,9 +46,20 @@ def is_own(transform: Transform) -> bool:
 
 
 def select(
-    only: tuple[str, ...] = (), skip: tuple[str, ...] = (), also: tuple[str, ...] = (), place: Path | None = None
+    only: tuple[str, ...] = (),
+    skip: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
+    place: Path | None = None,
+    beside: Collection[str] = (),
 ) -> list[Transform]:
     """Return the transforms to run: `only` (default: all but the ones on request) and `also`, less `skip`.
+
+    Args:
+        only: names.
+        skip: names.
+        also: names.
+        place: where the user's own are looked for.
+        beside: what may stand among the names of `also` and is no transform, for who mistypes it.
 
     Raises:
         UnknownTransform: if a name belongs to no transform.
@@ -56,6 +68,6 @@ def select(
     there = {transform.name: transform for transform in available(place)}
     for name in (*only, *skip, *also):
         if name not in there:
-            raise UnknownTransform(name, list(there))
+            raise UnknownTransform(name, [*there, *(() if name in skip else beside)])
     chosen = only or tuple(name for name, transform in there.items() if not transform.on_request)
     return [there[name] for name in there if name in (*chosen, *also) and name not in skip]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from rewrite.commands.options import (
     FOLDER,
@@ -19,12 +18,16 @@ from rewrite.commands.options import (
     bisect_option,
     complete_models,
     complete_transforms,
+    complete_wanted,
     diff_option,
+    features_of,
+    is_typed,
     reporting_options,
     runtime_option,
     transformers_option,
     verification_options,
 )
+from rewrite.package import features
 from rewrite.package.features import FEATURES
 from rewrite.package.targets import TARGETS
 
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from rewrite.upstream.source import Source
 
 
+WANTED = " or ".join(features.ON_REQUEST)
+
+
 @dataclass(frozen=True)
 class Job:
     """One run of the main command."""
@@ -48,8 +54,12 @@ class Job:
     only: tuple[str, ...]
     skip: tuple[str, ...]
     also: tuple[str, ...]
+    """Transforms that run on request, less what `wanted` has."""
     target: str | None
-    without: tuple[str, ...]
+    wanted: tuple[str, ...]
+    """What the runtime is to have, keys of `features.FEATURES`."""
+    unwanted: tuple[str, ...]
+    """What it is not to have."""
     verify: bool
     dry_run: bool
     diff_style: str
@@ -90,9 +100,9 @@ class Job:
     "--with",
     "also",
     multiple=True,
-    metavar="TRANSFORM",
-    shell_complete=complete_transforms,
-    help="Run this too, which only runs on request; repeatable.",
+    metavar="NAME",
+    shell_complete=complete_wanted,
+    help=f"Run this transform too, which runs on request only, or have {WANTED} in the runtime; repeatable.",
 )
 @transformers_option("Take the model from there, not from what is installed")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a model on the Hub.")
@@ -105,7 +115,7 @@ class Job:
     "--without",
     multiple=True,
     type=click.Choice(tuple(FEATURES)),
-    help="Leave this out of the runtime, for a smaller one; repeatable. docs/size.md says what goes.",
+    help="Leave this out of the runtime; repeatable. A package keeps its choice until told. docs/size.md has sizes.",
 )
 @runtime_option
 @click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
@@ -131,6 +141,8 @@ def apply(**given: Any) -> int:
 def _job(
     model: str,
     out: Path | None,
+    also: tuple[str, ...],
+    without: tuple[str, ...],
     verify: bool,
     dry_run: bool,
     diff_style: str | None,
@@ -147,19 +159,23 @@ def _job(
 
     if out is None and not dry_run:
         raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
-    if not verify and any(map(_typed, ("device", "dtype", "weights", "seed", "quick"))):
-        if _typed("verify"):
+    if not verify and any(map(is_typed, ("device", "dtype", "weights", "seed", "quick"))):
+        if is_typed("verify"):
             raise click.UsageError(
                 "--device, --dtype, --weights, --seed and --quick are for the verification: drop --no-verify"
             )
         verify = True  # what is typed goes before what a file says
-    if str(json_path) == OUTPUT or (quiet and not _typed("diff_style")):
+    if str(json_path) == OUTPUT or (quiet and not is_typed("diff_style")):
         diff_style = "none"
     elif diff_style is None:
         diff_style = "unified" if dry_run and not sys.stdout.isatty() else "stat"
+    transforms, wanted, unwanted = features_of(also, without)
     return Job(
         model=model,
         out=out,
+        also=transforms,
+        wanted=wanted,
+        unwanted=unwanted,
         verify=verify and not dry_run,
         dry_run=dry_run,
         diff_style=diff_style,
@@ -168,11 +184,6 @@ def _job(
         request=Request(device, dtype, weights, seed=seed, quick=quick),
         **rest,
     )
-
-
-def _typed(option: str) -> bool:
-    """Return whether an option stands on the command line."""
-    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
 def _run(job: Job, screen: Screen) -> int:
@@ -200,7 +211,7 @@ def _with(library: Installed | None, job: Job, screen: Screen) -> int:
     from rewrite.upstream import verifiable
     from rewrite.upstream.source import resolve, weights_fit
 
-    transforms = select(job.only, job.skip, job.also, job.out)
+    transforms = select(job.only, job.skip, job.also, job.out, FEATURES if job.also else ())
     with screen.working(f"finding {job.model}"):
         source = resolve(job.model, job.trust_remote_code, job.revision, library)
     if job.verify:
@@ -235,9 +246,8 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
         report.write(job.json_path, "apply", report.of_build(built))
         return 0
-    options = Options(
-        job.only, job.skip, job.also, job.target or of_machine(), _runtime(job, place), tuple(sorted({*job.without}))
-    )
+    without = _without(job, screen, source, place)
+    options = Options(job.only, job.skip, job.also, job.target or of_machine(), _runtime(job, place), without)
     package = assemble(built, transforms, options, place.folder)
     output.check_shared(place.shown, package)
     delivery = Delivery(
@@ -250,6 +260,19 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         bisect=job.bisect,
     )
     return deliver(delivery, screen, built, package, place)
+
+
+def _without(job: Job, screen: Screen, source: Source, place: Output) -> tuple[str, ...]:
+    """Return what the runtime does not have: what nobody asked for and nothing shows to be needed; say the latter."""
+    from rewrite.upstream.checkpoint import read_config
+
+    folder = source.checkpoint or job.request.weights
+    needed = features.needed_for({} if folder is None else read_config(folder), (*job.only, *job.also))
+    before = None if place.previous is None else place.previous.options.without
+    for name, why in needed.items():
+        if name not in (*job.wanted, *job.unwanted):
+            screen.line("runtime", f"with {name}: {why}")
+    return features.without(before, (*job.wanted, *needed), job.unwanted)
 
 
 def _runtime(job: Job, place: Output) -> str | None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "1b", "8b", "70b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
-FOR_TRAINING = ("fuse_loss", "spare_activation")
-"""Transforms that a model gets that is rewritten to measure its training; a package is measured as it is."""
 TRAINING_SIDES = ("original", "compiled", "liger", "ours", "ours compiled")
 
 
@@ -118,7 +116,7 @@ def bench(
         return _prepare(screen, _source(target, options), ladder_prepare)
     verification.require_libraries("measuring")
     if tp is not None:
-        with _package(target, options) as found:
+        with _package(screen, target, {**options, "tp": tp}) as found:
             return _ranks(screen, _plan(found.package, str(found.source.path), options), tp, options)
     if options["png"] is not None:
         from rewrite.benchmark.chart import require_matplotlib
@@ -127,9 +125,9 @@ def bench(
     if ladder:
         return _ladder(screen, target, options)
     if forward:
-        with _package(target, {**options, "train": False}) as found:
+        with _package(screen, target, {**options, "train": False}) as found:
             return _forward(screen, found, options)
-    with _package(target, {**options, "train": train}) as found:
+    with _package(screen, target, {**options, "train": train}) as found:
         if train:
             return _train(screen, _plan(found.package, str(found.source.path), options), options)
         return _bench(screen, _plan(found.package, str(found.source.path), options), options)
@@ -295,23 +293,33 @@ def _plan(package: Path, original: str | None, options: Mapping[str, Any]) -> Pl
 
 
 @contextlib.contextmanager
-def _package(target: str, options: Mapping[str, Any]) -> Iterator[Target]:
+def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterator[Target]:
     """The package in a folder; one made for the time of the measurement where a model is named."""
     from rewrite.benchmark.rungs import write
     from rewrite.engine.build import build
     from rewrite.package.assemble import assemble
-    from rewrite.package.lock import Options
+    from rewrite.package.features import FOR_TRAINING, without
+    from rewrite.package.lock import Options, read_lock
     from rewrite.package.targets import of_machine
     from rewrite.transforms import select
 
     source = _source(target, options)
+    wanted = {name for name, asked in (("training", options.get("train")), ("ranks", options.get("tp"))) if asked}
     if _is_package(target):
+        lacking = wanted.intersection(read_lock(Path(target)).options.without)
+        if "ranks" in lacking:
+            raise click.UsageError(f"{target} was made without ranks: rewrite sync {target} --with ranks")
+        if lacking:
+            screen.warn(
+                f"{target} was made without training, its gradients are torch's (rewrite sync … --with training)"
+            )
         yield Target(Path(target), source)
         return
-    transforms = select(also=FOR_TRAINING if options.get("train") else ())
+    transforms = select(also=tuple(sorted(FOR_TRAINING)) if options.get("train") else ())
+    chosen = Options(target=of_machine(), without=without(None, wanted, ()))
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"
-        write(assemble(build(source, transforms), transforms, Options(target=of_machine()), package), package)
+        write(assemble(build(source, transforms), transforms, chosen, package), package)
         yield Target(package, source)
 
 

@@ -69,8 +69,11 @@ def defaults(path: Path, ctx: click.Context) -> dict[str, Any]:
         if name not in commands:
             raise ConfigurationNotUsable(path, f"[{TABLE}.{name}]", _unknown("command", name, sorted(commands)))
         _check(path, f"{TABLE}.{name}", own[name], sorted(_options(commands[name])), [])
-    found = {name: _of_command(path, command, general, own.get(name, {}), ctx) for name, command in commands.items()}
-    return found[ctx.command.name or ""]
+    asked = ctx.command.name or ""
+    for name, command in commands.items():  # an option of all may be of another kind elsewhere: that is said there
+        if name != asked:
+            _of_command(path, command, {}, own.get(name, {}), ctx)
+    return _of_command(path, commands[asked], general, own.get(asked, {}), ctx)
 
 
 def _of_command(

@@ -1,4 +1,4 @@
-"""`rewrite explain TRANSFORM`: its documentation, from its class."""
+"""`rewrite explain NAME`: the documentation of a transform, from its class, or of what a runtime may have."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ from pathlib import Path
 
 import click
 
-from rewrite.commands.options import Command, complete_transforms, reporting_options
+from rewrite.commands.options import Command, complete_wanted, reporting_options
+from rewrite.package import features
+
+FEATURE = """\
+## {name}
+
+Part of a package's runtime, {when}: {what}.
+
+- new package: `rewrite MODEL --out DIR --with {name}`, or `--without {name}`
+- one that is there: `rewrite sync DIR --with {name}`, or `--without {name}`; it keeps its choice until told
+- how many lines it is: docs/size.md
+"""
 
 
 @click.command(cls=Command, short_help="Explain a transform.", examples=("rewrite explain fuse_qkv",))
-@click.argument("transform", shell_complete=complete_transforms)
+@click.argument("transform", shell_complete=complete_wanted, metavar="NAME")
 @reporting_options
 def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
-    """Say what TRANSFORM does, why, what it needs, and when it leaves a place alone.
+    """Say what the transform NAME does, why, what it needs, and when it leaves a place alone.
 
-    With --quiet in one line.
+    NAME may also be a part of the runtime that a package can do without: ranks, formats, training, chains. With
+    --quiet in one line.
     """
     from rich.markdown import Markdown
 
@@ -25,14 +37,19 @@ def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
     from rewrite.show.console import Screen
     from rewrite.transforms import select
 
-    found = select(only=(transform,))[0]
-    text = section(found)
+    if transform in features.FEATURES:
+        what = features.FEATURES[transform][1]
+        when = "on request" if transform in features.ON_REQUEST else "which can be left out"
+        text, data = FEATURE.format(name=transform, when=when, what=what), {"name": transform, "summary": what}
+    else:
+        found = select(only=(transform,), beside=tuple(features.FEATURES))[0]
+        text, data = section(found), {"name": found.name, **described(found)}
     screen = Screen(json=json_path, quiet=quiet)
     if quiet:
-        screen.payload(f"{found.name}: {found.summary}\n")
+        screen.payload(f"{data['name']}: {data['summary']}\n")
     elif screen.output.is_terminal and not screen.taken:
         screen.output.print(Markdown(text))
     else:
         screen.payload(text)
-    report.write(json_path, "explain", {"transform": {"name": found.name, **described(found), "text": text}})
+    report.write(json_path, "explain", {"transform": {**data, "text": text}})
     return 0

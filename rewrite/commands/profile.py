@@ -107,7 +107,7 @@ def _profiled(screen: Screen, target: str, options: Mapping[str, Any]) -> dict[s
     verification.require_libraries("profiling")
     if options["traces"] is not None:
         options["traces"].mkdir(parents=True, exist_ok=True)
-    with _package(target, options) as found, screen.working("profiling") as progress:
+    with _package(screen, target, options) as found, screen.working("profiling") as progress:
         plan = _plan(found.package, str(found.source.path), options)
         record = measure.profile(plan, progress, options["traces"])
         if options["needless"]:

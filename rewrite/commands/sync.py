@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from rewrite.commands.options import (
     FOLDER,
     Command,
     bisect_option,
     diff_option,
+    features_of,
+    is_typed,
     reporting_options,
     runtime_option,
     transformers_option,
     verification_options,
 )
+from rewrite.package.features import FEATURES
 
 if TYPE_CHECKING:
     from rewrite.show.console import Screen
@@ -44,6 +46,8 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 @diff_option("stat", "How to show what changes in your modeling file.")
 @verification_options
 @runtime_option
+@click.option("--with", "also", multiple=True, metavar="NAME", help=f"Have {', '.join(FEATURES)} in the runtime from now on; repeatable.")  # fmt: skip  # noqa: E501
+@click.option("--without", multiple=True, type=click.Choice(tuple(FEATURES)), help="Have this in the runtime no longer; repeatable.")  # fmt: skip  # noqa: E501
 @click.option("--original", "given", type=FILE, metavar="FILE", help="Where the original is.")
 @click.option("--exit-non-zero-on-change", is_flag=True, help="Exit with 1 where something was written; for hooks.")
 @bisect_option
@@ -51,6 +55,8 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 def sync(
     folders: tuple[Path, ...],
     asked: str | None,
+    also: tuple[str, ...],
+    without: tuple[str, ...],
     resolved: tuple[Path, ...],
     given: Path | None,
     exit_non_zero_on_change: bool,
@@ -71,8 +77,11 @@ def sync(
 
     if given and len(folders) != 1:
         raise click.UsageError("--original is for one DIR")
+    transforms, options["wanted"], options["unwanted"] = features_of(also, without)
+    if transforms and is_typed("also"):  # [tool.rewrite] may name some, for packages to come
+        raise click.UsageError(f"--with {transforms[0]}: transforms are those of the lock (rewrite MODEL --out DIR --with {transforms[0]})")  # fmt: skip  # noqa: E501
     patch = options["diff_style"] == "unified" or bool(options["views"])
-    if quiet and not _asked("diff_style"):
+    if quiet and not is_typed("diff_style"):
         options["diff_style"] = "none"
     screen = Screen(patch=patch, json=json_path, quiet=quiet)
     asked_for = list(folders or find.packages(Path()))
@@ -127,11 +136,6 @@ def _end(results: dict[str, Result], json_path: Path | None, changed_is_failure:
     report.write(json_path, "sync", {"packages": {folder: asdict(result) for folder, result in results.items()}})
     code = max((result.code for result in results.values()), default=0)
     return code or int(changed_is_failure and any(result.changed for result in results.values()))
-
-
-def _asked(option: str) -> bool:
-    """Return whether an option was given on the command line."""
-    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
 def _by_folder(resolved: tuple[Path, ...], folders: list[Path]) -> dict[Path, dict[str, Path]]:

@@ -28,7 +28,7 @@ def transforms(json_path: Path | None, quiet: bool) -> int:
     rows = [
         (
             t.name,
-            t.numerics.value + (" · on request" if t.on_request else "") + ("" if is_own(t) else " · yours"),
+            "\n".join([t.numerics.value, *["on request"][: t.on_request], *["yours"][is_own(t) :]]),
             t.summary,
         )
         for t in found

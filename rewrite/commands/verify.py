@@ -136,7 +136,7 @@ def _ranks(
 
     lock = read_lock(folder)
     if "ranks" in lock.options.without:
-        raise click.UsageError(f"--tp: {folder} was made --without ranks, and leaves them to transformers")
+        raise click.UsageError(f"--tp: {folder} was made without ranks: rewrite sync {folder} --with ranks")
     source = original.find(folder, lock, given)
     verification.require_trust(source, trusted)
     if request.weights is not None:

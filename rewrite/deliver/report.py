@@ -58,6 +58,33 @@ def write(path: Path | None, command: str, data: Mapping[str, Any]) -> None:
     write_raw(path, text + "\n")
 
 
+WIDEST = 240
+"""Characters of a line that holds one thing which holds others."""
+
+
+def by_the_line(value: Any, indent: str = "") -> str:
+    """Return JSON with sorted keys and a line for each thing that holds nothing but values: a check, its figures.
+
+    A verdict has several hundred of them, and each would be eight lines of a pull request.
+    """
+    line = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    depth = _depth(value)
+    if depth < 2 or (depth == 2 and len(line) <= WIDEST):
+        return line
+    inner = f"{indent}  "
+    if isinstance(value, Mapping):
+        pairs = ((json.dumps(name, ensure_ascii=False), value[name]) for name in sorted(value))
+        lines = [f"{inner}{name}: {by_the_line(each, inner)}" for name, each in pairs]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(f"{inner}{by_the_line(each, inner)}" for each in value) + f"\n{indent}]"
+
+
+def _depth(value: Any) -> int:
+    """Return how many things lie in each other."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
+
+
 def write_raw(path: Path, text: str) -> None:
     """Write the text of a report to `path`, to standard output for `-`.
 

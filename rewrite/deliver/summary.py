@@ -11,7 +11,7 @@ from rewrite.deliver import verification
 from rewrite.deliver.bisection import MOST_SECONDS
 from rewrite.deliver.headline import headline
 from rewrite.engine.decode_loops import YES
-from rewrite.package import shared
+from rewrite.package import features, shared
 from rewrite.transform import COMMON_REASONS, Stage
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ def show_written(
         screen.line("", f"what was there before is in {place.shown.with_name(place.backup.name)}")
     if package.shared is not None:
         screen.line("runtime", _shared(package.shared))
+    if absent := [name for name in features.ON_REQUEST if name in package.lock.options.without]:
+        said = f"without {', '.join(absent)}: --with NAME brings it"
+        screen.line("runtime" if package.shared is None else "", said)
     main = headline(build.source, build.rewritten.decode_loops)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:
@@ -177,9 +180,11 @@ def _loops(loops: Mapping[str, str], main: str) -> Iterator[str]:
     for name in names:
         if name in plain[:1]:
             yield f"in a captured graph, on a GPU: {', '.join(plain)}"
+        elif name in plain:
+            continue
         elif loops[name].startswith(YES):
             yield f"in a captured graph, on a GPU: {name}{loops[name].removeprefix(YES)}"
-        elif name not in plain:
+        else:
             yield f"not in a graph: {name}: {loops[name].removeprefix('no: ')}"
     if not loops:
         yield "nothing: no class of this file generates"

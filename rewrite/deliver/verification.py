@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite import collector
-from rewrite.deliver import precheck
+from rewrite.deliver import precheck, report
 from rewrite.errors import MissingLibrary, NotTrusted
 from rewrite.package import shared, syntax
 from rewrite.package.lock import Lock, sha256
@@ -157,4 +157,4 @@ def _same_files(full: Mapping[str, Any], quick: Mapping[str, Any]) -> bool:
 
 
 def _text(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return report.by_the_line(data) + "\n"

@@ -54,6 +54,7 @@ _ATTRIBUTES = f"""\
 # What nobody writes by hand is folded in a pull request, and counted in no statistics.
 runtime/** linguist-generated
 {LOCK_NAME} linguist-generated
+{VERDICT_NAME} linguist-generated
 {KEPT}/** linguist-generated -diff
 """
 

@@ -1,14 +1,16 @@
 """What a package may have or not, by the names of `runtime/core/target.py` under which it stands in the runtime.
 
 Two things decide. The modeling file: what no module of it can be is not there (`FORMS`), nor what its classes would
-have to be marked for (`MARKS`). The user: of `FEATURES` a package has all that `--without` does not name.
+have to be marked for (`MARKS`). The user: of `FEATURES` a new package has those that one GPU, a plain checkpoint and
+evaluation need; the others (`ON_REQUEST`) come with `--with`, or where it is seen that they are needed.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from rewrite.package import targets
 from rewrite.package.module_writes import may_change_modules
@@ -18,11 +20,22 @@ FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
     "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
+    "training": (
+        "TRAINING",
+        "gradients by kernels, where torch would differentiate the operators of the original",
+    ),
 }
-"""What `--without` may name: the name in `core/target`, and what the package then does not have."""
+"""What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
+
+ON_REQUEST = ("formats", "ranks", "training")
+"""What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
+
+FOR_TRAINING = frozenset({"fuse_loss", "spare_activation"})
+"""Transforms that nobody asks for who does not train."""
 
 FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
+    "products.transposed": ("CONV1D", re.compile(r"Conv1D|^addmm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
     "decode.Before": ("CHANGES", may_change_modules),
     "products.Chain": ("CHAINS", may_call_functions),
@@ -68,6 +81,29 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def without(before: Collection[str] | None, wanted: Collection[str], unwanted: Collection[str]) -> tuple[str, ...]:
+    """Return what the runtime of a package does not have, keys of `FEATURES`, sorted.
+
+    Args:
+        before: what the package that is there does not have; None for a new one.
+        wanted: what is to come along, keys of `FEATURES`.
+        unwanted: what is not; it goes before.
+    """
+    kept = set(ON_REQUEST if before is None else before) - set(wanted)
+    return tuple(sorted(kept | set(unwanted)))
+
+
+def needed_for(config: Mapping[str, Any], transforms: Collection[str]) -> dict[str, str]:
+    """Return which of `ON_REQUEST` a checkpoint's config.json or transforms on request need, with what shows it."""
+    found = {}
+    stored = config.get("quantization_config")
+    if isinstance(stored, Mapping) and stored.get("weight_block_size"):
+        found["formats"] = "its config.json has weight_block_size"
+    if asked := sorted(FOR_TRAINING.intersection(transforms)):
+        found["training"] = f"--with {asked[0]}"
+    return found
 
 
 def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> frozenset[str]:

@@ -22,7 +22,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS_INSIDE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-SWITCHES = ("ROCM", "RANKS", "FORMATS", "LAYER_NORM", "INDEXER", "CARRIED", "GROWS", "CHANGES", "CHAINS")
+SWITCHES = (
+    "ROCM", "RANKS", "FORMATS", "TRAINING", "LAYER_NORM", "CONV1D", "INDEXER", "CARRIED", "GROWS", "CHANGES", "CHAINS",
+)  # fmt: skip
 """The names of `core/target`: what stands under `if ROCM` or `if ROCM and …` is for packages that have it. An `elif`
 may follow, which is the `if` where the first goes; an `else` may not."""
 SWITCHES_FILE = "core/target"

@@ -95,7 +95,7 @@ class Screen:
             return
         if not self.output.is_terminal:
             for row in rows:
-                self._plain(self.output, "\t".join(row))
+                self._plain(self.output, "\t".join(row).replace("\n", " · "))
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for number, heading in enumerate(headings):

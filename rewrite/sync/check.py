@@ -33,6 +33,7 @@ KINDS = {
     "edited-runtime": "A generated file other than the modeling file was edited; a sync would not merge that.",
     "edited-import": "An edit imports of the runtime what is not there, or will not be after a sync.",
     "lost-match": "A rule no longer rewrites a place that is still there.",
+    "broken-edit": "A file that was edited is no Python any more.",
     "conflict": "A merge was not finished.",
     "stale-verification": "The package is not as it was when it was verified, or the verification failed.",
     "not-reproducible": "The package is not what its lock says.",
@@ -116,6 +117,7 @@ def _findings(folder: Path, lock: Lock, library: Installed | None, full: bool) -
 
 
 def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
+    broken = edits.unreadable(folder, lock)
     for name in edits.merged_names(lock):
         copy = folder / f"{name}.conflict"
         if copy.is_file():
@@ -125,6 +127,9 @@ def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
         line = merge.marked_line(path.read_text("utf-8", "replace")) if path.is_file() else None
         if line is not None:
             yield _finding("conflict", f"{name} has conflict markers in line {line}", path, line)
+        elif (error := broken.get(name)) is not None:
+            message = f"{name}:{error.lineno} does not parse ({error.msg}): mend it, or rewrite undo {folder}"
+            yield _finding("broken-edit", message, path, error.lineno or 1)
 
 
 def _files(folder: Path, lock: Lock) -> Iterator[Finding]:

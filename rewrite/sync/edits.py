@@ -115,6 +115,18 @@ def problems(folder: Path, package: Package, root: Path | None) -> dict[str, lis
     return found
 
 
+def unreadable(folder: Path, lock: Lock) -> dict[str, SyntaxError]:
+    """Return which of the user's files are no Python, by name, with what is wrong."""
+    found = {}
+    for name in merged_names(lock):
+        path = folder / name
+        try:
+            ast.parse(path.read_text("utf-8", "replace") if path.is_file() else "")
+        except SyntaxError as error:
+            found[name] = error
+    return found
+
+
 def problems_of(text: str, known: Sequence[str], root: Path | None) -> list[str]:
     """Return in words what `text` reads and nothing defines, or imports and is gone.
 

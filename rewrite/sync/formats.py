@@ -16,6 +16,8 @@ from rewrite.sync.check import KINDS, Finding, Place
 
 Found = Mapping[str, Sequence[Finding]]
 """Findings by package, in the order in which they are said."""
+NOT_BY_SYNC = frozenset({"stale-verification", "broken-edit", "conflict"})
+"""Kinds of findings that a sync alone does not end; their messages say what does."""
 HINT = "`rewrite sync DIR` makes a package anew and keeps your edits"
 
 
@@ -25,7 +27,8 @@ def as_text(found: Found) -> str:
         f"out of date {folder}: {'; '.join(f.message for f in several)}" if several else _green(folder)
         for folder, several in found.items()
     ]
-    return "\n".join([*lines, *([HINT] if any(found.values()) else [])]) + "\n"
+    mended = any(finding.kind not in NOT_BY_SYNC for several in found.values() for finding in several)
+    return "\n".join([*lines, *([HINT] if mended else [])]) + "\n"
 
 
 def wrapped(text: str, width: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rewrite.transform import Transform
 from rewrite.transforms import select
 from rewrite.upstream import neighbours
 from rewrite.upstream.installed import Installed
-from rewrite.upstream.source import Source
+from rewrite.upstream.source import LOCK_NAME, Source
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,14 @@ class Renewal:
         return [change.rule for change in self.rules if change.lost]
 
 
-def renewed(folder: Path, lock: Lock, source: Source, runtime: Path | None = None) -> Renewal:
+def renewed(
+    folder: Path,
+    lock: Lock,
+    source: Source,
+    runtime: Path | None = None,
+    wanted: Collection[str] = (),
+    unwanted: Collection[str] = (),
+) -> Renewal:
     """Rewrite `source`, the original of a package as it is now, with the options of its lock.
 
     Args:
@@ -48,6 +55,8 @@ def renewed(folder: Path, lock: Lock, source: Source, runtime: Path | None = Non
         lock: its lock.
         source: its original.
         runtime: the runtime that it is to share; None is the one that it has.
+        wanted: what its runtime is to have from now on, keys of `features.FEATURES`.
+        unwanted: what it is to have no longer.
 
     Raises:
         NothingToRewrite: if no rule matches any more.
@@ -59,7 +68,7 @@ def renewed(folder: Path, lock: Lock, source: Source, runtime: Path | None = Non
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
     transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
-    options = lock.options
+    options = replace(lock.options, without=features.without(lock.options.without, wanted, unwanted))
     if runtime is not None:
         options = replace(options, runtime=shared.way_to(folder, runtime))
     elif (place := shared.of(folder, lock)) is not None:
@@ -154,6 +163,8 @@ def differences(lock: Lock, package: Package) -> list[str]:
         name = f"runtime {package.lock.options.runtime}"
         said = [f"{name}: changed"] if together.is_new else []
         said += [f"{name}: of another version"] if lock.engine != package.lock.engine else []
+    if lock.options.without != package.lock.options.without:
+        said.append(f"{LOCK_NAME}: what the runtime is without")
     return [*_differences(lock, package.lock), *said]
 
 

@@ -44,6 +44,10 @@ class Wish:
     dry_run: bool = False
     runtime: Path | None = None
     """The runtime that the packages are to share; None is the one that each has."""
+    wanted: Sequence[str] = ()
+    """What the runtime is to have from now on, keys of `features.FEATURES`."""
+    unwanted: Sequence[str] = ()
+    """What it is to have no longer."""
     together: Sequence[Path] = ()
     """The packages that are synced in this run."""
 
@@ -76,11 +80,13 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
         verification.require_libraries("verification")
     with screen.working(f"rewriting {folder}"):
         source = rebuild.source_of(folder, lock, wish.given, wish.library)
-        renewed = rebuild.renewed(folder, lock, source, wish.runtime)
+        renewed = rebuild.renewed(folder, lock, source, wish.runtime, wish.wanted, wish.unwanted)
     _say(screen, renewed, wish.accepted)
     _show(screen, folder, lock, renewed, wish)
     whole = lock.intact and not wish.resolved and not _damaged(folder, lock, renewed.package)
     if whole and not rebuild.differences(lock, renewed.package):
+        for name, error in edits.unreadable(folder, lock).items():
+            raise EditsBroken(folder, name, [f"line {error.lineno} does not parse ({error.msg})"])
         screen.line("written", "nothing: the package is up to date")
         return Result(0, rules=renewed.rules)
     if lost := [rule for rule in renewed.lost if rule not in wish.accepted]:
@@ -91,6 +97,8 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     _check_edits(folder, lock, merged.package, source.transformers_root, wish)
     output.check_shared(folder, renewed.package, wish.replaced, wish.together)
     if wish.dry_run:
+        if not wish.views:
+            _show_diff(screen, folder, lock, merged.package, wish)
         screen.line("written", "nothing (--dry-run)")
         return Result(0, rules=renewed.rules)
     return _deliver(screen, folder, lock, replace(renewed, package=merged.package), seen, wish)
@@ -101,8 +109,7 @@ def _deliver(
 ) -> Result:
     """Put a package in place if its folder is still as it was `seen` when the merge began."""
     package = renewed.package
-    before = original.text_of(folder / lock.modeling)
-    screen.show_diff(before, package.files[lock.modeling].decode("utf-8"), lock.modeling, wish.diff_style)
+    _show_diff(screen, folder, lock, package, wish)
     dropped = [name for name in wish.replaced if name in output.edited_files(folder, lock)]
     if dropped:
         aside = {output.free_name(folder, name, ".edited"): (folder / name).read_bytes() for name in dropped}
@@ -172,14 +179,20 @@ def _require_installed(folder: Path, library: Installed | None) -> None:
 
 
 def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:
-    """Say rule by rule what became of its places."""
+    """Say rule by rule what became of its places, and of those that find what they found how many they are."""
     screen.line("source", describe(renewed.source))
-    for number, change in enumerate(renewed.rules):
-        if not change.applied and not change.moved:
+    label = "rules"
+    if same := [change for change in renewed.rules if change.applied and not change.moved]:
+        places = sum(change.applied for change in same)
+        screen.line(label, f"{len(same)} as before, at {places} place{'s'[: places > 1]}", "dim")
+        label = ""
+    for change in renewed.rules:
+        if not change.moved:
             continue
         counts = f"applied {change.applied} · unchanged {len(change.unchanged)} · newly matches {len(change.new)}"
         style = "red" if change.lost else "dim"
-        screen.line("rules" if not number else "", f"{change.rule}: {counts} · lost {len(change.lost)}", style)
+        screen.line(label, f"{change.rule}: {counts} · lost {len(change.lost)}", style)
+        label = ""
         for site in change.new:
             screen.line("", f"  newly matches {_line(site)}", "green")
         for lost in change.lost:
@@ -192,6 +205,11 @@ def _say(screen: Screen, renewed: Renewal, accepted: Sequence[str]) -> None:
             screen.line("", f"  done upstream {_line(taken.site)}: {taken.why}")
         for site in change.gone:
             screen.line("", f"  no longer there upstream {_line(site)}")
+
+
+def _show_diff(screen: Screen, folder: Path, lock: Lock, package: Package, wish: Wish) -> None:
+    before = original.text_of(folder / lock.modeling)
+    screen.show_diff(before, package.files[lock.modeling].decode("utf-8"), lock.modeling, wish.diff_style)
 
 
 def _show(screen: Screen, folder: Path, lock: Lock, renewed: Renewal, wish: Wish) -> None:

@@ -51,13 +51,18 @@ class Installed:
         return found[0] if found else None
 
     def defining(self, word: str) -> Path | None:
-        """Return the one modeling file that a word names (`modeling_llama`), or that defines a class of that name."""
+        """Return the one modeling file that a word names (`modeling_llama`), or that defines a class of that name.
+
+        Where no class has the name as it is spelled, one in another case has.
+        """
         files = sorted((self.root / "models").glob("*/modeling_*.py"))
         stem = _plain(word.removeprefix("modeling_"))
         named = [path for path in files if _plain(path.stem.removeprefix("modeling_")) == stem]
         if not named and word.isidentifier():
-            line = re.compile(rf"^class {word}\b", re.MULTILINE)
-            named = [path for path in files if line.search(path.read_text(encoding="utf-8"))]
+            texts = {path: path.read_text(encoding="utf-8") for path in files}
+            for case in (0, re.IGNORECASE):
+                line = re.compile(rf"^class {word}\b", re.MULTILINE | case)
+                named = named or [path for path, text in texts.items() if line.search(text)]
         return named[0] if len(named) == 1 else None
 
     @property

@@ -109,7 +109,13 @@ def render(verdict: Verdict, verbose: bool = False) -> str:
 def _left_unseen(verdict: Verdict, verbose: bool) -> Iterator[str]:
     """What no check ran, gave, compared or varied."""
     yield from _reached(verdict.reached, verbose)
-    yield from _unasked(verdict.asked)
+    others = (
+        []
+        if verbose or not verdict.options.quick
+        else [one for one in verdict.asked if one.missed and one.model_class != verdict.model_class]
+    )
+    yield from _unasked([one for one in verdict.asked if one not in others])
+    yield from _unasked_of_others(others)
     if not verdict.reached and verdict.options.reach and not verdict.options.quick:
         text = "not counted   which lines ran: none did, or a debugger or another counter is at work"
         yield from _wrap(text, " " * 14)
@@ -206,11 +212,27 @@ def _config_fields(fields: Sequence[ConfigField], verbose: bool) -> Iterator[str
 
 
 def _unasked(asked: Sequence[Asked]) -> Iterator[str]:
-    """The arguments that no check gave and the outputs that none compared, class by class."""
+    """The arguments that no check gave and the outputs that none compared, of classes that lack the same ones once."""
+    alike: dict[tuple[str, frozenset[str]], list[Asked]] = {}
     for one in asked:
         if one.missed:
-            text = f"{len(one.missed)} of {one.names} {one.kind}: {', '.join(one.missed)}"
-            yield from _wrap(f"not verified  {one.model_class}: {text}", " " * 14)
+            alike.setdefault((one.kind, frozenset(one.missed)), []).append(one)
+    for (kind, missed), classes in alike.items():
+        first, names = classes[0], ", ".join(one.model_class for one in classes)
+        of = f" of {first.names}" if len({one.names for one in classes}) == 1 else ""
+        yield from _wrap(f"not verified  {names}: {len(missed)}{of} {kind}: {', '.join(first.missed)}", " " * 14)
+
+
+def _unasked_of_others(asked: Sequence[Asked]) -> Iterator[str]:
+    """How much of the classes that a quick verification calls in one way only was not asked for."""
+    if asked:
+        classes = len({one.model_class for one in asked})
+        said = [
+            f"{sum(len(one.missed) for one in asked if one.kind == kind)} {kind}"
+            for kind in dict.fromkeys(one.kind for one in asked)
+        ]
+        text = f"{classes} other class{'es'[: 2 * (classes > 1)]}: {_listed(said)}, which --quick leaves out"
+        yield from _wrap(f"not verified  {text}", " " * 14)
 
 
 def _figure(value: Figure) -> str:

@@ -22,6 +22,7 @@ import torch
 
 from ..core import backend, rows
 from ..core.launch import WAVE, grid, overlaps
+from ..core.target import TRAINING
 
 OFFERS: dict[str, dict[str, str]] = {
     "rotary": {
@@ -129,7 +130,7 @@ def rotary(
         reason = "compiled"
     elif reason is None and backend.wants_gradient(q, k, cos, sin):
         reason = _not_learned(q, k, cos, sin, form)
-        if reason is None:
+        if TRAINING and reason is None:
             turned: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin, form)
             return turned
     if reason is not None:
@@ -171,7 +172,7 @@ def rotary_single(
         backend.count_fallback("rotary", reason)
         return _rotated(x, *_tables(cos, sin, form), form, chunked=chunked)
     no_heads = x.detach().narrow(_head_axis(x, form), 0, 0)
-    if learns:
+    if TRAINING and learns:
         turned: torch.Tensor = _Rotary.apply(x, no_heads, cos, sin, form)[0]
         return turned
     return _op(x, no_heads, cos, sin, *form)[0]
@@ -208,11 +209,13 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def _not_learned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if not backend.learns(q, k, cos, sin):
-        return "gradient_wanted"
-    if cos.requires_grad or sin.requires_grad:
-        return "tables_learned"
-    return "deinterleaved" if form.deinterleave else _refusal(q, k, cos, sin, form)
+    if TRAINING:
+        if not backend.learns(q, k, cos, sin):
+            return "gradient_wanted"
+        if cos.requires_grad or sin.requires_grad:
+            return "tables_learned"
+        return "deinterleaved" if form.deinterleave else _refusal(q, k, cos, sin, form)
+    return backend.unlearned(q)
 
 
 def _broadcasts(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: Form) -> str | None:

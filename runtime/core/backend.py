@@ -171,6 +171,11 @@ def learns(*tensors: torch.Tensor | None) -> bool:
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 
 
+def unlearned(tensor: torch.Tensor) -> str:
+    """Return why an operator on `tensor` makes no gradients itself, in a package without `TRAINING`."""
+    return "training_left_out" if uses_triton(tensor) else "gradient_wanted"
+
+
 def again(
     reference: Callable[..., Any],
     inputs: Sequence[torch.Tensor | None],

@@ -19,6 +19,9 @@ NOT_FOR_AMD = (
     "along (rewrite MODEL --out DIR --target rocm)"
 )
 
+LEFT_OUT = "_left_out"
+"""How the reasons end that a package without what it is named after has."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -36,7 +39,7 @@ class Explanation:
     decode_loops: dict[str, str] = field(default_factory=dict)
     """Whether `generate()` of the model's class, or of every class, can take the decode loop, and why not."""
     missing: list[str] = field(default_factory=list)
-    """What a package made for this machine's GPUs would have besides."""
+    """What a package made for this machine's GPUs, or with what was called for, would have besides."""
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}"]
@@ -67,12 +70,18 @@ def explain(model: nn.Module | None = None) -> Explanation:
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
     loops = decode_loops()
     missing = [NOT_FOR_AMD] if torch.version.hip is not None and not target.ROCM else []
+    missing += sorted({_without(reason) for _, reason in backend.fallbacks() if reason.endswith(LEFT_OUT)})
     if model is None:
         return Explanation(backend.get_backend(), counts, decode_loops=loops, missing=missing)
     graphs = [line for describe in _describers() for line in describe(model)]
     return Explanation(
         backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model, loops), missing
     )
+
+
+def _without(reason: str) -> str:
+    feature = reason.removesuffix(LEFT_OUT)
+    return f"{feature} did not come along: rewrite sync {place.FOLDER.name} --with {feature}"
 
 
 def decode_loops() -> dict[str, str]:

@@ -19,6 +19,10 @@ CARRIED: bool = True
 """Whether its models may carry states from call to call beside a cache of transformers', or without one."""
 GROWS: bool = True
 """Whether layers of its caches may grow more than keys and values."""
+TRAINING: bool = True
+"""Whether operators make their own gradients."""
+CONV1D: bool = True
+"""Whether weights may lie `[in_features, out_features]`."""
 CHANGES: bool = True
 """Whether its code may leave something on a module."""
 CHAINS: bool = True

@@ -24,7 +24,7 @@ from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
-from ..core.target import CARRIED
+from ..core.target import CARRIED, RANKS
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
@@ -40,6 +40,7 @@ MOST_ASSISTED = 5
 
 REASONS = {
     "cpu": "the model is not on a GPU",
+    "ranks_left_out": "the model's tensors are dealt to several ranks, and the package was made without ranks",
     "several_devices": "the model's layers are on several devices, or its tensors are split over them",
     "parallel_style": "the plan deals a module to the ranks in a way that is not known here",
     "parallel_mesh": "tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
@@ -265,7 +266,7 @@ def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str
     if isinstance(ranks, str):
         return ranks
     if ranks is None and getattr(model, "_tp_size", None):
-        return "several_devices"
+        return "several_devices" if RANKS else "ranks_left_out"
     if ranks is not None and any(isinstance(criterion, MaxTimeCriteria) for criterion in call.criteria):
         return "clocks"
     return _unfit_model(model, without_graph) or _unfit_call(model, call) or _unfit_inputs(model, call)

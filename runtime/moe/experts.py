@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..core import backend, rows
 from ..core.launch import WAVE, Kernel, chip_of, overlaps
-from ..core.target import RANKS, ROCM
+from ..core.target import RANKS, ROCM, TRAINING
 from ..parallel.forwards import summed
 from .block_experts import block_experts, block_experts_of
 from .by_aiter import experts_by_aiter
@@ -277,8 +277,8 @@ def _computed(
         biased = form is not None and form.biased
         biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if biased else (None, None)
         first = -1 if mine is None else mine.first
-        output: Tensor = _op(hidden_states, *chosen, *weights, residual, *how, *biases, first)
-        return output
+        fused: Tensor = _op(hidden_states, *chosen, *weights, residual, *how, *biases, first)
+        return fused
     if mine is not None:
         top_k_index, top_k_weights = mine.own(*chosen)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -287,17 +287,18 @@ def _computed(
         found = experts_by_aiter(*given, biased=form is not None and form.biased)
         if found is not None:
             return found
+    output: Tensor | None = None
     if reason == "many_tokens" and how is not None and _is_sorted_here(tokens, experts, form):
         names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
         gate_up, down, *both = (experts._parameters.get(name) for name in names)
         both = both if form is not None and form.biased else [None, None]
         sorted_ones = (tokens.contiguous(), top_k_index, top_k_weights, gate_up, down, (both[0], both[1]), how)
         output = grouped_experts(*sorted_ones)  # type: ignore[arg-type]
-    elif reason == "gradient" and _is_trained_here(tokens, experts, top_k_index, top_k_weights, form, how):
+    if TRAINING and reason == "gradient" and _is_trained_here(tokens, experts, top_k_index, top_k_weights, form, how):
         assert how is not None
         output = trained_experts(tokens, top_k_index, top_k_weights, *_weights(experts), how.activation)
         output = output if scaling == 1.0 else output * scaling
-    else:
+    if output is None:
         if reason is not None:
             backend.count_fallback("fused_experts", reason, experts)
         output = _called(experts, tokens, top_k_index, top_k_weights, reason)

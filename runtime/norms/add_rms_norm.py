@@ -15,7 +15,7 @@ import torch
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import overlaps
-from ..core.target import ROCM
+from ..core.target import ROCM, TRAINING
 from .rms_norm import note_made, result_dtype, rms_norm
 from .rms_norm import reference as norm_reference
 from .rms_norm import refusal as norm_refusal
@@ -72,12 +72,12 @@ def add_rms_norm(
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, residual, weight):
         reason = _not_learned(hidden_states, residual, weight)
-        if reason is None:
+        if TRAINING and reason is None:
             given = (hidden_states, residual, weight, eps, offset, weight_in_fp32)
             normed, summed = _AddRmsNorm.apply(*given)
             note_made(normed, summed, weight, (eps, offset, weight_in_fp32))
             return normed, summed
-        backend.count_fallback("add_rms_norm", reason)
+        backend.count_fallback("add_rms_norm", str(reason))
         return _reference(hidden_states, residual, weight, eps, offset, weight_in_fp32)
     if (summed := deferring.sum(hidden_states, residual)) is not None:
         return rms_norm(summed, weight, eps, offset=offset, weight_in_fp32=weight_in_fp32), summed
@@ -130,10 +130,12 @@ class _AddRmsNorm(torch.autograd.Function):
 
 def _not_learned(hidden_states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if not backend.learns(hidden_states, residual, weight):
-        return "gradient_wanted"
-    reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
-    return reason or backward_refusal(hidden_states) or backward_refusal(residual)
+    if TRAINING:
+        if not backend.learns(hidden_states, residual, weight):
+            return "gradient_wanted"
+        reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
+        return reason or backward_refusal(hidden_states) or backward_refusal(residual)
+    return backend.unlearned(hidden_states)
 
 
 def _reference(

@@ -16,7 +16,7 @@ import torch
 from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel, overlaps
-from ..core.target import ROCM
+from ..core.target import ROCM, TRAINING
 from .layer_norm_backward import layer_norm_backward
 from .layer_norm_backward import refusal as backward_refusal
 
@@ -139,10 +139,11 @@ def layer_norm(
     if backend.composes():
         return _reference(hidden_states, weight, bias, eps)
     if backend.wants_gradient(hidden_states, weight, bias):
-        if (reason := _not_learned(hidden_states, weight, bias)) is None:
+        reason = _not_learned(hidden_states, weight, bias)
+        if TRAINING and reason is None:
             normed: torch.Tensor = _LayerNorm.apply(hidden_states, weight, bias, eps)
             return normed
-        backend.count_fallback("layer_norm", reason)
+        backend.count_fallback("layer_norm", str(reason))
         return _reference(hidden_states, weight, bias, eps)
     deferred = deferring.layer_norm(hidden_states, weight, bias, eps)
     return _op(hidden_states, weight, bias, eps) if deferred is None else deferred
@@ -171,9 +172,11 @@ class _LayerNorm(torch.autograd.Function):
 
 def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if not backend.learns(hidden_states, weight, bias):
-        return "gradient_wanted"
-    return refusal(hidden_states, weight, bias) or backward_refusal(hidden_states)
+    if TRAINING:
+        if not backend.learns(hidden_states, weight, bias):
+            return "gradient_wanted"
+        return refusal(hidden_states, weight, bias) or backward_refusal(hidden_states)
+    return backend.unlearned(hidden_states)
 
 
 def _reference(

@@ -20,7 +20,7 @@ from ..aiter import norms as aiter_norms
 from ..core import backend, deferring, rows
 from ..core.launch import Kernel, overlaps
 from ..core.made import remember
-from ..core.target import ROCM
+from ..core.target import ROCM, TRAINING
 from .rms_norm_backward import refusal as backward_refusal
 from .rms_norm_backward import rms_norm_backward
 
@@ -173,12 +173,12 @@ def rms_norm(
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     if backend.wants_gradient(hidden_states, weight):
         reason = _not_learned(hidden_states, weight)
-        if reason is None:
+        if TRAINING and reason is None:
             given = (hidden_states, weight, eps, offset, weight_in_fp32)
             normed: torch.Tensor = _RmsNorm.apply(*given)
             note_made(normed, hidden_states, weight, (eps, offset, weight_in_fp32))
             return normed
-        backend.count_fallback("rms_norm", reason)
+        backend.count_fallback("rms_norm", str(reason))
         return reference(hidden_states, weight, eps, offset, weight_in_fp32)
     deferred = deferring.rms_norm(hidden_states, weight, eps, offset, weight_in_fp32)
     return _op(hidden_states, weight, eps, offset, weight_in_fp32) if deferred is None else deferred
@@ -223,9 +223,11 @@ def note_made(
 
 def _not_learned(hidden_states: torch.Tensor, weight: torch.Tensor | None) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if not backend.learns(hidden_states, weight):
-        return "gradient_wanted"
-    return refusal(hidden_states, weight) or backward_refusal(hidden_states)
+    if TRAINING:
+        if not backend.learns(hidden_states, weight):
+            return "gradient_wanted"
+        return refusal(hidden_states, weight) or backward_refusal(hidden_states)
+    return backend.unlearned(hidden_states)
 
 
 def reference(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.target import LAYER_NORM
+from ..core.target import CONV1D, LAYER_NORM
 from ..norms.layer_norm import launch_layer_norm
 from ..norms.rms_norm import launch_rms_norm
 from .linear import launch_product
@@ -115,11 +115,11 @@ class Product(Deferred):
             inner, residual = residual, torch.empty_like(out)
             inner.compute(residual)
         given = (residual, out, self.activation, self.factor)
-        if self.transposed:
+        if CONV1D and self.transposed:
             assert not isinstance(self.prologue, Prologue)
             launch_transposed(self.input, self.weight, self.bias, self.prologue, *given)
-        else:
-            launch_product(self.input, self.weight, self.bias, self.prologue, *given)
+            return
+        launch_product(self.input, self.weight, self.bias, self.prologue, *given)
 
     def plus(self, other: Tensor | Product) -> Product | None:
         """Return the sum with something of the same shape; None where it would be two kernels anyway."""

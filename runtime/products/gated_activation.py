@@ -29,7 +29,7 @@ from ..aiter import activation as aiter_activation
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, grid, overlaps
 from ..core.launch_bound import is_launch_bound
-from ..core.target import ROCM
+from ..core.target import ROCM, TRAINING
 
 OFFERS: dict[str, dict[str, str]] = {
     "gated_activation": {
@@ -221,10 +221,11 @@ def gated_activation(
         backend.count_fallback("gated_activation", "activation_observed_or_unknown")
         return activation(gate) * up
     if backend.wants_gradient(gate, up):
-        if (reason := not_learned(gate, up)) is None:
+        reason = not_learned(gate, up)
+        if TRAINING and reason is None:
             product: torch.Tensor = _GatedActivation.apply(gate, up, kind)
             return product
-        backend.count_fallback("gated_activation", reason)
+        backend.count_fallback("gated_activation", str(reason))
         return activation(gate) * up
     if is_launch_bound(gate):
         return activation(gate) * up
@@ -254,11 +255,13 @@ class _GatedActivation(torch.autograd.Function):
 
 def not_learned(gate: torch.Tensor, up: torch.Tensor) -> str | None:
     """Return why the torch form is differentiated, and not the kernel."""
-    if not backend.learns(gate, up):
-        return "gradient_wanted"
-    if not gate.numel() or not (_is_in_order(gate) and _is_in_order(up)):
-        return "permuted"
-    return _refusal(gate, up)
+    if TRAINING:
+        if not backend.learns(gate, up):
+            return "gradient_wanted"
+        if not gate.numel() or not (_is_in_order(gate) and _is_in_order(up)):
+            return "permuted"
+        return _refusal(gate, up)
+    return backend.unlearned(gate)
 
 
 def torch_form(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:

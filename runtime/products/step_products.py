@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import LAYER_NORM
+from ..core.target import CONV1D, LAYER_NORM
 from . import memory
 from .deferred import POINTS, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
@@ -85,8 +85,8 @@ class StepProducts(PutsOff):
             return self._product(*args, **given)
         if func in _MATMULS and len(args) == 2 and not given:
             return self._matmul(*args)
-        if func is torch.addmm and len(args) == 3 and not given:
-            return self._transposed(*args)
+        if CONV1D and func is torch.addmm and len(args) == 3 and not given:
+            return self._turned(*args)
         if LAYER_NORM and func is F.layer_norm:
             return self._layer_norm(*args, **given)
         if not self._deferred or func is F.dropout:
@@ -174,15 +174,14 @@ class StepProducts(PutsOff):
         self.settle(input)
         return input, weight, bias, None
 
-    def _transposed(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
-        if not input.is_contiguous():
-            return None
-        if type(weight) is nn.Parameter and weight.dim() == 2 and takes_few_rows(input) and memory.turn(weight):
-            return self._product(input, weight.t(), bias)
-        if not takes_transposed(input, weight, bias):
-            return None
-        product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
-        return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)
+    def _turned(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
+        if CONV1D and input.is_contiguous():
+            if type(weight) is nn.Parameter and weight.dim() == 2 and takes_few_rows(input) and memory.turn(weight):
+                return self._product(input, weight.t(), bias)
+            if takes_transposed(input, weight, bias):
+                product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
+                return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)
+        return None
 
     def _pointwise(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Tensor | None:
         """Put off a function of a product and of numbers."""

@@ -74,3 +74,10 @@ def test_numbers_may_be_a_list(here: Path, rewrite: CommandLine) -> None:
     assert (done.code, "no model 'nowhere'" in done.err) == (2, True)
     configure(here, '[tool.rewrite.bench]\nbatch = ["x"]\n')
     assert "numbers with commas" in rewrite("bench", "nowhere").err
+
+
+def test_an_option_of_all_commands_is_converted_for_the_one_that_runs(here: Path, rewrite: CommandLine) -> None:
+    configure(here, '[tool.rewrite]\ntransformers = "5.23.0"\n')  # of `sweep` it is a folder
+    assert rewrite("transforms").code == 0
+    configure(here, '[tool.rewrite.sweep]\ntransformers = "5.23.0"\n')
+    assert "'5.23.0' does not exist" in rewrite("transforms").err

@@ -16,6 +16,7 @@ from command_line import CommandLine
 
 from rewrite.package import runtime_files
 from rewrite.package.assemble import public_names
+from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import read_lock, sha256
 from rewrite.package.targets import of_machine
 
@@ -97,20 +98,80 @@ def test_the_target_is_kept_and_decides_what_comes_along(here: Path, package: Pa
 def test_what_is_left_out_is_kept_in_the_lock_and_by_sync(here: Path, package: Path, rewrite: CommandLine) -> None:
     given = ("modeling_tiny.py", "--no-verify", "--out", here / "small", "--only", "fuse_qkv")
     assert rewrite(*given, "--without", "ranks", "--without", "formats", "--without", "ranks").code == 0
-    assert read_lock(here / "small").options.without == ("formats", "ranks")
+    assert read_lock(here / "small").options.without == ON_REQUEST
     made = {path.name: path.read_bytes() for path in (here / "small" / "runtime").iterdir()}
     assert rewrite("check", here / "small").code == 0
     assert rewrite("sync", here / "small").code == 0
     assert {path.name: path.read_bytes() for path in (here / "small" / "runtime").iterdir()} == made
     done = rewrite("verify", here / "small", "--tp", "2")
-    assert (done.code, "--without ranks" in done.err) == (2, True)
+    assert (done.code, f"rewrite sync {here / 'small'} --with ranks" in done.err) == (2, True)
+    done = rewrite("bench", here / "small", "--tp", "2")
+    assert (done.code, "was made without ranks: rewrite sync" in done.err) == (2, True)
     lock = json.loads((here / "small" / "rewrite.lock").read_text())
     lock["options"]["without"] = ["thing"]
     (here / "small" / "rewrite.lock").write_text(json.dumps(lock))
     assert "leaves 'thing' out, which this version does not know" in rewrite("check", here / "small").out
     assert rewrite(*given, "--without", "thing").code == 2
     assert rewrite(*given, "--force").code == 0
-    assert read_lock(here / "small").options.without == ()
+    assert read_lock(here / "small").options.without == ON_REQUEST
+
+
+def test_a_package_has_what_nobody_asked_for_if_it_had_it(here: Path, package: Path, rewrite: CommandLine) -> None:
+    place = here / "small"
+    given = ("modeling_tiny.py", "--no-verify", "--out", place, "--only", "fuse_qkv")
+
+    def left_out() -> tuple[str, ...]:
+        assert rewrite("check", place).code == 0
+        return read_lock(place).options.without
+
+    done = rewrite(*given)
+    assert left_out() == ON_REQUEST
+    assert "runtime    without formats, ranks, training: --with NAME brings it" in done.out
+    assert rewrite("sync", place, "--with", "ranks").code == 0
+    assert left_out() == ("formats", "training")
+    assert (place / "runtime" / "core.py").read_text().count("RANKS: bool = False") == 0
+    assert rewrite(*given, "--without", "chains").code == 0  # a package keeps its choice until told
+    assert left_out() == ("chains", "formats", "training")
+    assert rewrite("sync", place, "--without", "ranks", "--with", "chains", "--with", "formats").code == 0
+    assert left_out() == ("ranks", "training")
+    lock = place / "rewrite.lock"
+    lock.write_text(lock.read_text().replace('"without": ["ranks", "training"]', '"without": []'))
+    assert rewrite("sync", place).code == 0  # as one of a version in which all came along
+    assert left_out() == ()
+    assert "brings it" not in rewrite(*given).out
+    assert left_out() == ()
+
+
+def test_what_is_wanted_and_not_wanted_is_said(here: Path, package: Path, rewrite: CommandLine) -> None:
+    given = ("modeling_tiny.py", "--no-verify", "--out", here / "small", "--only", "fuse_qkv")
+    done = rewrite(*given, "--with", "ranks", "--without", "ranks")
+    assert (done.code, "--with ranks and --without ranks: which of them?" in done.err) == (2, True)
+    done = rewrite("sync", here / "package", "--with", "fp8")
+    assert (done.code, "transforms are those of the lock" in done.err) == (2, True)
+    assert "did you mean training?" in rewrite(*given, "--with", "trainin").err
+    assert "did you mean training?" in rewrite("explain", "trainin").err
+    assert "`rewrite sync DIR --with ranks`" in rewrite("explain", "ranks").out
+    (here / "pyproject.toml").write_text('[tool.rewrite]\nwithout = ["ranks"]\nwith = ["fp8", "training"]\n')
+    assert rewrite("modeling_tiny.py", "--no-verify", "--out", here / "small", "--with", "ranks").code == 0
+    assert read_lock(here / "small").options.without == ("formats", "training")  # typed goes before written
+    assert rewrite("sync", here / "small").code == 0
+    assert read_lock(here / "small").options.without == ("formats", "ranks")
+
+
+def test_a_checkpoint_that_needs_it_brings_formats_and_a_rule_for_training_training(
+    here: Path, package: Path, rewrite: CommandLine
+) -> None:
+    checkpoint = here / "checkpoint"
+    checkpoint.mkdir()
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    done = rewrite(checkpoint, "--no-verify", "--out", here / "eight")
+    assert read_lock(here / "eight").options.without == ("ranks", "training")
+    assert "runtime    with formats: its config.json has weight_block_size" in done.out
+    assert rewrite(checkpoint, "--no-verify", "--out", here / "plain", "--without", "formats").code == 0
+    assert read_lock(here / "plain").options.without == ON_REQUEST
+    assert rewrite("llama", "--no-verify", "--out", here / "learns", "--with", "fuse_loss").code == 0
+    assert read_lock(here / "learns").options.without == ("formats", "ranks")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from rewrite.cli import COMMANDS, cli
 from rewrite.commands.options import Command
+from rewrite.deliver import report, summary
 from rewrite.show.progress import Work, duration, in_pipe
 from rewrite.show.step import Step
 
@@ -173,3 +174,27 @@ def test_in_a_pipe_there_is_a_line_now_and_then_and_one_at_the_end() -> None:
             progress(Step(f"check {second}", second, 100))
     assert [line.split(":")[-1].split()[-1] for line in said[:-1]] == ["5", "15", "35", "75"]
     assert said[-1] == "verifying … done: 100 of 100, 1:39"
+
+
+def test_a_verdict_has_a_line_for_each_check() -> None:
+    check = {"name": "é", "detail": "", "figures": {"max": 0.0}, "status": "passed"}
+    data = {
+        "gates": [{"checks": [check, {**check, "detail": "x" * 240}], "name": "parity"}],
+        "missed": ["a"] * 99,
+        "none": [],
+    }
+    text = report.by_the_line(data)
+    assert json.loads(text) == data
+    lines = text.splitlines()
+    assert '        {"detail": "", "figures": {"max": 0.0}, "name": "é", "status": "passed"},' in lines
+    assert sum("missed" in line for line in lines) == 1
+    assert len(lines) == 18
+
+
+def test_a_class_that_generates_is_named_once() -> None:
+    loops = {"First": "yes", "Second": "yes", "Third": "yes, as far as it goes", "Fourth": "no: it has none"}
+    assert [*summary._loops(loops, "First")] == [
+        "in a captured graph, on a GPU: First, Second",
+        "in a captured graph, on a GPU: Third, as far as it goes",
+        "not in a graph: Fourth: it has none",
+    ]

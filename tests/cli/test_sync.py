@@ -124,6 +124,22 @@ def test_a_file_changed_since_it_was_verified_is_out_of_date(package: Path, rewr
     assert rewrite("check", package).code == 1
 
 
+def test_a_file_that_does_not_parse_is_never_up_to_date(package: Path, rewrite: CommandLine) -> None:
+    path = package / "modeling_tiny.py"
+    before = path.read_text()
+    path.write_text(before + "def broken(:\n")
+    line = before.count("\n") + 1
+    checked = rewrite("check", package)
+    assert checked.code == 1
+    assert (
+        f"modeling_tiny.py:{line} does not parse (invalid syntax): mend it, or rewrite undo {package}" in checked.out
+    )
+    assert "`rewrite sync DIR`" not in checked.out  # which mends nothing here
+    synced = rewrite("sync", package)
+    assert (synced.code, f"line {line} does not parse" in synced.err) == (1, True)
+    assert path.read_text() == before + "def broken(:\n"
+
+
 def test_a_missing_original_is_out_of_date(here: Path, package: Path, rewrite: CommandLine) -> None:
     (here / UPSTREAM).rename(here / "elsewhere.py")
     assert rewrite("check", package).code == 1

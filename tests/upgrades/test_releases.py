@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_a_lost_place_fails_unless_its_rule_is_accepted(
 
 def test_every_rule_is_counted(package: Path, releases: Releases, rewrite: CommandLine) -> None:
     done = rewrite("sync", package, "--transformers", releases("6.1.0", DROPOUT), "--json", "report.json")
-    assert "fuse_qkv: applied 1 · unchanged 1 · newly matches 0 · lost 0" in done.out
+    assert re.search(r"rules +\d+ as before, at \d+ places", done.out)
     (result,) = json.loads(Path("report.json").read_text())["packages"].values()
     assert {rule["rule"] for rule in result["rules"]} >= {"fuse_qkv", "fuse_gate_up"}
 
@@ -171,7 +172,8 @@ def test_a_version_is_downloaded_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("rewrite.upstream.release.subprocess.run", download)
     for _ in range(2):
-        assert rewrite("sync", package, "--transformers", "6.1.0", "--dry-run").code == 0
+        dry = rewrite("sync", package, "--transformers", "6.1.0", "--dry-run")
+        assert (dry.code, " changed, " in dry.out) == (0, True)
     assert len(asked) == 1
     assert "transformers==6.1.0" in asked[0]
     assert "--no-deps" in asked[0]

@@ -15,6 +15,7 @@ from command_line import CommandLine
 from rewrite.deliver import acceptance
 from rewrite.errors import OutputNotWritable
 from rewrite.package import output, shared
+from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import read_lock
 from rewrite.sync import rebuild
 from rewrite.verify.models import sides
@@ -134,12 +135,12 @@ def test_another_model_adds_what_it_needs_and_changes_nothing_for_the_first(
 def test_a_shared_runtime_leaves_out_what_all_its_packages_do(
     here: Path, rewrite: CommandLine, old: tuple[str, Path]
 ) -> None:
-    given = ("--no-verify", *old, "--runtime", RUNTIME, "--only", "static_cache", "--without", "ranks")
+    given = ("--no-verify", *old, "--runtime", RUNTIME, "--only", "static_cache")
     assert rewrite("tiny", "--out", "first", *given).code == 0
     small = {path.name for path in (here / RUNTIME).iterdir()}
     assert "parallel.py" not in small
-    assert shared.read(here / RUNTIME).users["../first"].without == ("ranks",)
-    assert rewrite("tiny", "--out", "second", *given[:-2]).code == 0
+    assert shared.read(here / RUNTIME).users["../first"].without == ON_REQUEST
+    assert rewrite("tiny", "--out", "second", *given, "--with", "ranks").code == 0
     assert {path.name for path in (here / RUNTIME).iterdir()} == small | {"parallel.py"}
     assert rewrite("check", "first", "second", *old).code == 0
     shutil.rmtree(here / "second")

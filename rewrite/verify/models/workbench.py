@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import json
+import textwrap
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -184,7 +185,7 @@ def attempted(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+    return textwrap.shorten((str(error).strip().splitlines() or [""])[0], 200, placeholder=" …")
 
 
 def build(model_class: Any, variant: Variant, implementation: str, dtype: str, device: str) -> Any:

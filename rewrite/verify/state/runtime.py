@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_SO = frozenset({
-    "gradient", "gradient_wanted", "observed", "autocast", "watched", "traced", "capturing", "not_a_tensor",
-    "not_linear", "dtype", "shape", "strided", "shared_storage",
+    "gradient", "gradient_wanted", "training_left_out", "observed", "autocast", "watched", "traced", "capturing",
+    "not_a_tensor", "not_linear", "dtype", "shape", "strided", "shared_storage",
 })  # fmt: skip
 """Reasons that no operator has in a plain call of a new model, which nobody watches, in one dtype and one batch."""
 

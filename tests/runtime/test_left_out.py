@@ -1,0 +1,117 @@
+"""A package without what nobody asked for: the original's numbers, and `explain` says what to ask for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewrite.engine.build import build
+from rewrite.measure.runtime_part import runtime_part
+from rewrite.package.assemble import assemble
+from rewrite.package.features import ON_REQUEST
+from rewrite.package.lock import Options
+from rewrite.transforms import select
+from rewrite.upstream.source import resolve
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+nn = torch.nn
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "initializer_range": 0.3,
+}  # fmt: skip
+
+TRAINS = """
+import sys, torch
+sys.path.insert(0, {folder!r})
+from transformers import LlamaConfig, LlamaForCausalLM as Original
+from small_llama import LlamaForCausalLM, explain
+config = LlamaConfig(**{sizes})
+torch.manual_seed(0)
+theirs = Original(config)
+ours = LlamaForCausalLM(config)
+ours.load_state_dict(theirs.state_dict())
+ids = torch.arange(12).view(2, 6)
+for model in (ours, theirs):
+    model(input_ids=ids, labels=ids).loss.backward()
+for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    assert torch.equal(one.grad, other.grad), name
+print(explain(ours))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the package of Llama lies."""
+    place = tmp_path_factory.mktemp("left_out")
+    chosen = select()
+    files = assemble(build(resolve("llama"), chosen), chosen, Options(without=ON_REQUEST), place / "small_llama").files
+    for path, content in files.items():
+        (place / "small_llama" / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / "small_llama" / path).write_bytes(content)
+    sys.path.insert(0, str(place))
+    yield place
+    sys.path.remove(str(place))
+    for name in [name for name in sys.modules if name.startswith("small_llama")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_torch_differentiates_as_in_the_original(folder: Path, kernels: bool) -> None:
+    environment = {"TRITON_INTERPRET": "1", "REWRITE_BACKEND": "triton"} if kernels else {}
+    program = TRAINS.format(folder=str(folder), sizes=SIZES)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = "training did not come along: rewrite sync small_llama --with training"
+    assert (said in ran.stdout, "rms_norm: training_left_out" in ran.stdout) == (kernels, kernels)
+
+
+def small(folder: Path) -> Any:
+    """Return the package and a small model of it."""
+    package = importlib.import_module("small_llama")
+    runtime_part("small_llama", "core/backend").reset_fallbacks()
+    return package, package.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+
+
+def test_a_model_that_is_dealt_to_ranks_says_what_it_lacks(folder: Path) -> None:
+    package, model = small(folder)
+    model._tp_size = 2
+    model._step_without_graph = True
+    model.generate(torch.arange(6)[None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    said = str(package.explain(model))
+    assert "generate: ranks_left_out" in said
+    assert "ranks did not come along: rewrite sync small_llama --with ranks" in said
+
+
+def test_a_layer_with_scales_for_blocks_says_what_it_lacks(folder: Path) -> None:
+    class Scaled(nn.Module):
+        """As transformers' `FP8Linear`, as far as a package without formats looks at it."""
+
+        def __init__(self, linear: nn.Linear):
+            super().__init__()
+            self.weight, self.bias = linear.weight, None
+            self.weight_scale_inv = nn.Parameter(torch.ones(1, 1))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(input, self.weight)
+
+    package, model = small(folder)
+    attention = model.model.layers[0].self_attn
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        attention.q_proj = Scaled(attention.q_proj)
+        torch.testing.assert_close(model(ids).logits, expected)
+    said = str(package.explain(model))
+    assert "packed_linear: formats_left_out" in said
+    assert "formats did not come along: rewrite sync small_llama --with formats" in said
