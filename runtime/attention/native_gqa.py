@@ -79,8 +79,8 @@ def _sdpa(
         if reason is None:
             return _flash_op(query, key, value, scaling, causal and query.shape[2] > 1), None
         aiter_calls.refuse("attention", reason)
-    if groups == 1 or (attention_mask is None and key.shape[-1] == value.shape[-1] <= 256):
-        reason = None  # transformers expands nothing here
+    if groups == 1 or (attention_mask is None and key.shape[-1] == value.shape[-1] <= 256) or backend.composes():
+        reason = None  # transformers expands nothing here, or a compiler sees to it
     else:
         reason = _refusal(groups, query, key, dropout, kwargs)
         if reason is None:
@@ -312,8 +312,9 @@ def grouped_attention(
     ):  # a step has a kernel for it
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=True)
     reason = _not_shared(query, key, value, attn_mask, dropout_p, is_causal, key_groups, value_groups)
-    if reason is not None:
-        backend.count_fallback("grouped_attention", reason)
+    if reason is not None or backend.composes():
+        if reason is not None:
+            backend.count_fallback("grouped_attention", reason)
         key, value = _repeated(key, key_groups), _repeated(value, value_groups)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     if attn_mask is not None:

@@ -105,7 +105,10 @@ def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
             if measures and store.count(kind):
                 return run(call)  # the parts of the model are not worth a graph of their own yet
             with store.lock:
-                return attempt(model, store, kind, call, tensors, run, measures and not without_graph)
+                if store.has_room():
+                    return attempt(model, store, kind, call, tensors, run, measures and not without_graph)
+            store.reasons["full"] += 1
+            return run(call)
     store.reasons[refusal.reason] += 1
     return nn.Module.__call__(model, *arguments, **keywords)
 

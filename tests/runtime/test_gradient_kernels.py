@@ -305,8 +305,8 @@ DOWN = torch.nn.Linear(8, 4)
 TWICE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (lambda x, w: rms_norm(x, w, EPS), ((3, 8), (8,))),
     "add_rms_norm": (lambda x, y, w: add_rms_norm(x, y, w, EPS), ((3, 8), (3, 8), (8,))),
-    "layer_norm": (lambda x, w, b: layer_norm(x, w, b, EPS), ((3, 8), (8,), (8,))),
-    "add_layer_norm": (lambda x, y, w, b: add_layer_norm(x, y, w, b, EPS), ((3, 8), (3, 8), (8,), (8,))),
+    "layer_norm": (lambda x, w, b: layer_norm(x, w, b, EPS), ((48, 64), (64,), (64,))),
+    "add_layer_norm": (lambda x, y, w, b: add_layer_norm(x, y, w, b, EPS), ((48, 64), (48, 64), (64,), (64,))),
     "gated_activation": (lambda g, u: gated.gated_activation(g, u, ACTIVATIONS["silu"]), ((3, 8), (3, 8))),
     "gated_product": (lambda g, u: gated_product(g, u, ACTIVATIONS["silu"], DOWN.to(g.device)), ((3, 8), (3, 8))),
     "rotary": (
