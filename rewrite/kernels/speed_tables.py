@@ -37,7 +37,6 @@ WHOLE = "256 programs: every tile in as many parts as its neighbours, and 304 is
 EXEMPTIONS = (
     Exemption("qkv", SECOND, cards=HOPPER, rows=FEW),
     Exemption("gate-up", TOGETHER, rows=FEW),
-    Exemption("o", "32 tiles in 3 parts, measured to be the fastest (docs/gemm.md)", "1b", ("H100",), (32,)),
     Exemption("o", WHOLE, cards=("MI300X",)),
     Exemption("down", WHOLE, cards=("MI300X",)),
     Exemption("attention", WHOLE, cards=("MI300X",), rows=FEW),
