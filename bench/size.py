@@ -58,22 +58,23 @@ code of the file writes to a module. In a pull request `.gitattributes` folds al
 
 ## What comes on request
 
-A new package has what one GPU, a checkpoint in 16 or 32 bits, generation and forwards need. The rest is asked for,
-when the package is made or later (`rewrite sync DIR --with training`; `rewrite explain training` says what it is):
+A new package has what one GPU and a checkpoint in 16 or 32 bits need. The rest is asked for, when the package is made
+or later (`rewrite sync DIR --with ranks`; `rewrite explain ranks` says what it is):
 
 | | lines of runtime | more | what it brings |
 |---|---|---|---|
 {requests}
 
 Where it can be seen that something is needed it comes without asking, and a line of the screen says so: `formats`
-where the checkpoint that the model was named by, or that of `--weights`, has `weight_block_size` in its `config.json`;
-`training` with `--with fuse_loss` or `--with spare_activation`. A package keeps what it has: one that was made when
-all of this came along keeps it in `rewrite sync`, and in `rewrite MODEL --out DIR` over it.
+where the checkpoint that the model was named by, or that of `--weights`, has `weight_block_size` in its `config.json`,
+and for files whose checkpoints are published so (DeepSeek-V3, MiniMax-M2); `ranks` where the machine shows several
+GPUs. A package keeps what it has: one that was made when all of this came along keeps it in `rewrite sync`, and in
+`rewrite MODEL --out DIR` over it.
 
-Nothing fails for want of it. Gradients are then torch's, of the operators that the original has; a model whose tensors
-are dealt to ranks generates in transformers' own loop; layers with scales for blocks are called as transformers has
-them. `explain(model)` counts each of these calls (`training_left_out`, `ranks_left_out`, `formats_left_out`) and names
-the command that brings what was missing.
+Nothing fails for want of it. A model whose tensors are dealt to ranks generates in transformers' own loop; layers
+with scales for blocks are called as transformers has them; without `training` gradients are torch's, of the operators
+that the original has. `explain(model)` counts each of these calls (`ranks_left_out`, `formats_left_out`,
+`training_left_out`) and names the command that brings what was missing.
 
 ## What can be left out
 
@@ -195,7 +196,7 @@ def requests() -> list[str]:
     """Return what a user can ask for, by how many lines come."""
     base = runtime_lines(MAIN)
     sets = {f"`--with {name}`": ({name}, FEATURES[name][1]) for name in ON_REQUEST}
-    sets["all three"] = ({*ON_REQUEST}, "what packages had before it was asked for")
+    sets["both"] = ({*ON_REQUEST}, "what packages had before it was asked for")
     found = [(runtime_lines(MAIN, (), {*ON_REQUEST} - asked), name, what) for name, (asked, what) in sets.items()]
     shown = [f"| {name} | {lines:,} | {lines - base:,} | {what} |" for lines, name, what in sorted(found)]
     return [f"| as it comes, `upstream.py` aside | {base:,} | | |", *shown]

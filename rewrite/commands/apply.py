@@ -27,7 +27,7 @@ from rewrite.commands.options import (
     transformers_option,
     verification_options,
 )
-from rewrite.package import features
+from rewrite.package import features, targets
 from rewrite.package.features import FEATURES
 from rewrite.package.targets import TARGETS
 
@@ -267,7 +267,8 @@ def _without(job: Job, screen: Screen, source: Source, place: Output) -> tuple[s
     from rewrite.upstream.checkpoint import read_config
 
     folder = source.checkpoint or job.request.weights
-    needed = features.needed_for({} if folder is None else read_config(folder), (*job.only, *job.also))
+    config = {} if folder is None else read_config(folder)
+    needed = features.needed_for(config, source.model_type or "", targets.cards())
     before = None if place.previous is None else place.previous.options.without
     for name, why in needed.items():
         if name not in (*job.wanted, *job.unwanted):

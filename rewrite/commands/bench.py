@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "1b", "8b", "70b", "30b-a3b")
 SIDES = ("original", "static", "step", "liger", "ours")
+FOR_TRAINING = ("fuse_loss", "spare_activation")
+"""Transforms that a package for training has."""
 TRAINING_SIDES = ("original", "compiled", "liger", "ours", "ours compiled")
 
 
@@ -298,7 +300,7 @@ def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterato
     from rewrite.benchmark.rungs import write
     from rewrite.engine.build import build
     from rewrite.package.assemble import assemble
-    from rewrite.package.features import FOR_TRAINING, without
+    from rewrite.package.features import without
     from rewrite.package.lock import Options, read_lock
     from rewrite.package.targets import of_machine
     from rewrite.transforms import select
@@ -315,7 +317,7 @@ def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterato
             )
         yield Target(Path(target), source)
         return
-    transforms = select(also=tuple(sorted(FOR_TRAINING)) if options.get("train") else ())
+    transforms = select(also=FOR_TRAINING if options.get("train") else ())
     chosen = Options(target=of_machine(), without=without(None, wanted, ()))
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"

@@ -1,8 +1,8 @@
 """What a package may have or not, by the names of `runtime/core/target.py` under which it stands in the runtime.
 
 Two things decide. The modeling file: what no module of it can be is not there (`FORMS`), nor what its classes would
-have to be marked for (`MARKS`). The user: of `FEATURES` a new package has those that one GPU, a plain checkpoint and
-evaluation need; the others (`ON_REQUEST`) come with `--with`, or where it is seen that they are needed.
+have to be marked for (`MARKS`). The user: of `FEATURES` a new package has those that one GPU and a plain checkpoint
+need; the others (`ON_REQUEST`) come with `--with`, or where it is seen that they are needed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FEATURES = {
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
 
-ON_REQUEST = ("formats", "ranks", "training")
+ON_REQUEST = ("formats", "ranks")
 """What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
 
-FOR_TRAINING = frozenset({"fuse_loss", "spare_activation"})
-"""Transforms that nobody asks for who does not train."""
+IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})
+"""Modeling files whose checkpoints are published in FP8 with a scale for each block."""
 
 FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
@@ -95,14 +95,22 @@ def without(before: Collection[str] | None, wanted: Collection[str], unwanted: C
     return tuple(sorted(kept | set(unwanted)))
 
 
-def needed_for(config: Mapping[str, Any], transforms: Collection[str]) -> dict[str, str]:
-    """Return which of `ON_REQUEST` a checkpoint's config.json or transforms on request need, with what shows it."""
+def needed_for(config: Mapping[str, Any], model: str, cards: int) -> dict[str, str]:
+    """Return which of `ON_REQUEST` are needed, with what shows it.
+
+    Args:
+        config: a checkpoint's config.json; empty for none.
+        model: the modeling file's name in transformers.
+        cards: GPUs of this machine.
+    """
     found = {}
     stored = config.get("quantization_config")
     if isinstance(stored, Mapping) and stored.get("weight_block_size"):
         found["formats"] = "its config.json has weight_block_size"
-    if asked := sorted(FOR_TRAINING.intersection(transforms)):
-        found["training"] = f"--with {asked[0]}"
+    elif model in IN_BLOCKS:
+        found["formats"] = "its checkpoints are published in FP8 with a scale for each block"
+    if cards > 1:
+        found["ranks"] = f"this machine has {cards} GPUs"
     return found
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.package import runtime_files
+from rewrite.package import runtime_files, targets
 from rewrite.package.assemble import public_names
 from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import read_lock, sha256
@@ -126,8 +126,8 @@ def test_a_package_has_what_nobody_asked_for_if_it_had_it(here: Path, package: P
 
     done = rewrite(*given)
     assert left_out() == ON_REQUEST
-    assert "runtime    without formats, ranks, training: --with NAME brings it" in done.out
-    assert rewrite("sync", place, "--with", "ranks").code == 0
+    assert "runtime    without formats, ranks: --with NAME brings it" in done.out
+    assert rewrite("sync", place, "--with", "ranks", "--without", "training").code == 0
     assert left_out() == ("formats", "training")
     assert (place / "runtime" / "core.py").read_text().count("RANKS: bool = False") == 0
     assert rewrite(*given, "--without", "chains").code == 0  # a package keeps its choice until told
@@ -153,25 +153,36 @@ def test_what_is_wanted_and_not_wanted_is_said(here: Path, package: Path, rewrit
     assert "`rewrite sync DIR --with ranks`" in rewrite("explain", "ranks").out
     (here / "pyproject.toml").write_text('[tool.rewrite]\nwithout = ["ranks"]\nwith = ["fp8", "training"]\n')
     assert rewrite("modeling_tiny.py", "--no-verify", "--out", here / "small", "--with", "ranks").code == 0
-    assert read_lock(here / "small").options.without == ("formats", "training")  # typed goes before written
+    assert read_lock(here / "small").options.without == ("formats",)  # typed goes before written
     assert rewrite("sync", here / "small").code == 0
     assert read_lock(here / "small").options.without == ("formats", "ranks")
 
 
-def test_a_checkpoint_that_needs_it_brings_formats_and_a_rule_for_training_training(
-    here: Path, package: Path, rewrite: CommandLine
+def test_what_is_seen_to_be_needed_comes_along(
+    here: Path, package: Path, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = here / "checkpoint"
     checkpoint.mkdir()
     config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (checkpoint / "config.json").write_text(json.dumps(config))
     done = rewrite(checkpoint, "--no-verify", "--out", here / "eight")
-    assert read_lock(here / "eight").options.without == ("ranks", "training")
+    assert read_lock(here / "eight").options.without == ("ranks",)
     assert "runtime    with formats: its config.json has weight_block_size" in done.out
     assert rewrite(checkpoint, "--no-verify", "--out", here / "plain", "--without", "formats").code == 0
     assert read_lock(here / "plain").options.without == ON_REQUEST
-    assert rewrite("llama", "--no-verify", "--out", here / "learns", "--with", "fuse_loss").code == 0
-    assert read_lock(here / "learns").options.without == ("formats", "ranks")
+    monkeypatch.setattr(targets, "cards", lambda: 2)
+    done = rewrite("deepseek_v3", "--no-verify", "--out", here / "dealt")
+    assert read_lock(here / "dealt").options.without == ()
+    assert "runtime    with formats: its checkpoints are published in FP8 with a scale for each block" in done.out
+    assert "runtime    with ranks: this machine has 2 GPUs" in done.out
+
+
+def test_gpus_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "DEVICES", tmp_path)
+    assert targets.cards() == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert targets.cards() == 2
 
 
 @pytest.mark.parametrize(

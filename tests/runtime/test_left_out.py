@@ -53,7 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the package of Llama lies."""
     place = tmp_path_factory.mktemp("left_out")
     chosen = select()
-    files = assemble(build(resolve("llama"), chosen), chosen, Options(without=ON_REQUEST), place / "small_llama").files
+    files = assemble(
+        build(resolve("llama"), chosen), chosen, Options(without=(*ON_REQUEST, "training")), place / "small_llama"
+    ).files
     for path, content in files.items():
         (place / "small_llama" / path).parent.mkdir(parents=True, exist_ok=True)
         (place / "small_llama" / path).write_bytes(content)
