@@ -33,6 +33,8 @@ case("8B, 32 rows", rows, LLAMA_8B, 32, 128)
 case("1B, 32 columns, 8 rows", rows, LLAMA_1B, 8, 32, interleaved=True, half_table=True)
 case("Qwen3 30B-A3B, 8 rows", rows, QWEN3_30B, 8, 128, normed=True)
 case("Qwen3 30B-A3B, 32 rows", rows, QWEN3_30B, 32, 128, normed=True)
+case("Gemma 9B, normed, 8 rows", rows, GEMMA_9B, 8, 256, normed=True)
+case("Gemma 9B, normed, 32", rows, GEMMA_9B, 32, 256, normed=True)
 """
 
 if backend.triton_installed():
