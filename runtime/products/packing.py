@@ -144,7 +144,7 @@ def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
         return "autocast"
     for projection in projections:
         if type(projection) is not nn.Linear:
-            has_blocks = "weight_scale_inv" in projection._parameters
+            has_blocks = "weight_scale_inv" in getattr(projection, "_parameters", ())
             return "formats_left_out" if has_blocks and not FORMATS else "not_linear"
         if backend.observed(projection):
             return "observed"

@@ -14,6 +14,7 @@ from rewrite.commands.bench import _package
 from rewrite.profile import looking, subject
 from rewrite.profile.parts import part_of
 from rewrite.profile.subject import Models, Plan
+from rewrite.show.console import Screen
 from rewrite.verify.generation.latency import latency_checks
 from rewrite.verify.judging.compare import near_exact
 from rewrite.verify.models import model_inputs
@@ -28,7 +29,7 @@ KIND = ("input_ids", "pixel_values", "state", "noise")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
     config = tmp_path_factory.mktemp("policy") / "config.json"
     config.write_text('{"num_inference_steps": 3}', encoding="utf-8")
-    with _package(str(FILE), {"trust_remote_code": False, "given": None}) as found:
+    with _package(Screen(), str(FILE), {"trust_remote_code": False, "given": None}) as found:
         yield Plan(found.package, str(FILE), None, "tiny", config=config, dtype="float64")
 
 

@@ -24,6 +24,7 @@ from rewrite.profile.parts import part_of
 from rewrite.profile.places import Places
 from rewrite.profile.record import fully as record_fully
 from rewrite.profile.subject import NotProfiled, Plan, calls, load
+from rewrite.show.console import Screen
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "fixtures" / "models" / "modeling_tiny_llama.py"
@@ -33,7 +34,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture(scope="module")
 def plan() -> Iterator[Plan]:
-    with _package(str(FILE), {"trust_remote_code": False, "given": None}) as found:
+    with _package(Screen(), str(FILE), {"trust_remote_code": False, "given": None}) as found:
         yield Plan(found.package, str(FILE), "decode", "tiny", tokens=16, rounds=(2, 2), seconds=0.1)
 
 

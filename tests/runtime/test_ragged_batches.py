@@ -172,10 +172,11 @@ def test_it_is_on_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not packed(store.store_of(model))
     kept = check(model, batch(device, 40, 3, 17, 9), batch(device, 37, 3, 17, 9))
     assert packed(kept) == [96], "before the graph of the exact shape"
-    monkeypatch.setattr(switch, "_ragged", None)
-    assert not switch.get_ragged_batches()
-    monkeypatch.setenv(switch.RAGGED_VARIABLE, "1")
-    assert switch.get_ragged_batches()
+    with monkeypatch.context() as patch:  # undone before the fixture puts back what was there
+        patch.setattr(switch, "_ragged", None)
+        assert not switch.get_ragged_batches()
+        patch.setenv(switch.RAGGED_VARIABLE, "1")
+        assert switch.get_ragged_batches()
 
 
 def test_packed_batches_are_not_mistaken_for_texts() -> None:

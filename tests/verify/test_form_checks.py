@@ -47,8 +47,8 @@ BUGS = {
         "causal = length >= 1 and mask is None", HEADS,
     ),
     "steps are made that nobody reads": (
-        "llama", "runtime/decode.py", "stopped = reader.read(waiting.popleft().tokens())\n                continue",
-        "stopped = reader.read(waiting.popleft().tokens())", BEHIND,
+        "llama", "runtime/decode.py", "progress.read(reader)\n                continue", "progress.read(reader)",
+        BEHIND,
     ),
     "a step rotates in fp32": (
         "llama", "runtime/attention.py", "layer = past_key_values.layers[layer_idx]\n    rotation =",
