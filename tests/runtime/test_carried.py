@@ -16,7 +16,7 @@ from torch import nn
 from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.cache.nested import UnknownState
 from rewrite.runtime.core import backend
-from rewrite.runtime.decode import carried, fitness, generation, graph_store
+from rewrite.runtime.decode import carried, fitness, graph_store, loop
 from rewrite.runtime.decode.carried import CarriedStates, hands_on_states, keeps_states, put_back
 from rewrite.runtime.decode.fitness import Call, assists
 from rewrite.runtime.decode.generation import GraphGeneration
@@ -188,7 +188,7 @@ def test_states_in_fp32_of_a_model_in_bf16(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_store, "ROUNDING", 4)
-    monkeypatch.setattr(generation, "FIRST_ROOM", 3)
+    monkeypatch.setattr(loop, "FIRST_ROOM", 3)
     models = pair(name)
     both(models, asked(), max_new_tokens=20)
     both(models, asked(seed=1), max_new_tokens=20)

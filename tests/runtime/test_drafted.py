@@ -15,7 +15,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import assistant as assisting
-from rewrite.runtime.decode import generation, graph_store, window
+from rewrite.runtime.decode import graph_store, loop, window
 from rewrite.runtime.decode.drafted import Worth
 from rewrite.runtime.decode.fitness import makes_cache_position
 from rewrite.runtime.decode.graph_store import store_of
@@ -74,7 +74,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, text: torch.Tensor, right: float) -> 
         state.drafted.fill_(lookup.tokens)
         state.matched.fill_(1)
 
-    for module in (generation, window):
+    for module in (loop, window):
         monkeypatch.setattr(module, "look_up", planted)
     monkeypatch.setattr("rewrite.runtime.decode.greedy.look_up", planted)
 
@@ -197,7 +197,7 @@ def test_a_seed_draws_the_same_text_and_another_seed_another(taken: list[int]) -
 
 
 def test_near_the_end_of_the_cache_and_beyond(monkeypatch: pytest.MonkeyPatch, taken: list[int], always: None) -> None:
-    monkeypatch.setattr(generation, "FIRST_ROOM", 6)
+    monkeypatch.setattr(loop, "FIRST_ROOM", 6)
     monkeypatch.setattr(graph_store, "ROUNDING", 4)
     model, original = pair("mistral")
     inputs = prompt(1)
@@ -263,7 +263,7 @@ def test_drafts_are_those_of_transformers(ngram: int, eos: list[int] | None) -> 
 
 def test_without_a_match_there_is_no_step_of_several(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
     model, original = pair()
-    monkeypatch.setattr(generation, "look_up", lambda state, lookup, eos: state.drafted.zero_())
+    monkeypatch.setattr(loop, "look_up", lambda state, lookup, eos: state.drafted.zero_())
     monkeypatch.setattr("rewrite.runtime.decode.greedy.look_up", lambda state, lookup, eos: state.drafted.zero_())
     same(run(model, prompt(1), **LOOKUP), run(original, prompt(1), **GREEDY))
     assert taken == []
@@ -384,7 +384,7 @@ def test_weights_that_a_later_first_step_moves_leave_no_graph_of_before(monkeypa
 
 
 def test_drafts_of_another_model_end_where_the_cache_does(monkeypatch: pytest.MonkeyPatch, taken: list[int]) -> None:
-    monkeypatch.setattr(generation, "FIRST_ROOM", 12)
+    monkeypatch.setattr(loop, "FIRST_ROOM", 12)
     monkeypatch.setattr(graph_store, "ROUNDING", 4)
     model, original = pair()
     assistant, _ = pair()

@@ -40,7 +40,7 @@ from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import fitness, generation, graph_store, plan, proof
+from rewrite.runtime.decode import fitness, generation, graph_store, loop, plan, proof
 from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
@@ -343,7 +343,7 @@ def test_max_time_ends_a_generation():
 
 
 def test_grows_past_its_capacity(monkeypatch):
-    monkeypatch.setattr(generation, "FIRST_ROOM", 6)
+    monkeypatch.setattr(loop, "FIRST_ROOM", 6)
     monkeypatch.setattr(graph_store, "ROUNDING", 4)
     model, original = pair("mistral")
     for sampling in ("greedy", "penalised"):
@@ -677,7 +677,7 @@ def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
 
 
 def test_every_reason_is_used():
-    text = "".join(inspect.getsource(module) for module in (fitness, generation, plan, shards))
+    text = "".join(inspect.getsource(module) for module in (fitness, generation, loop, plan, shards))
     assert all(text.count(f'"{reason}"') >= 2 for reason in fitness.REASONS)
 
 
@@ -738,7 +738,7 @@ def test_replays_equal_plain_calls(sampling, dtype):
 @gpu
 def test_nothing_waits_between_replays(monkeypatch):
     model, original = pair()
-    replay, replays = generation.Program.replay, []
+    replay, replays = loop.Program.replay, []
 
     def watched(program):
         mode = torch.cuda.get_sync_debug_mode()
@@ -749,7 +749,7 @@ def test_nothing_waits_between_replays(monkeypatch):
             torch.cuda.set_sync_debug_mode(mode)
         replays.append(program)
 
-    monkeypatch.setattr(generation.Program, "replay", watched)
+    monkeypatch.setattr(loop.Program, "replay", watched)
     for sampling in ("greedy", "penalised"):
         arguments = dict(SAMPLINGS[sampling], output_scores=True)
         same(run(model, prompt(), **arguments), run(original, prompt(), **arguments))

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from rewrite.runtime.cache.names import given_back
 from rewrite.runtime.core import backend, compile_ahead, launch
 from rewrite.runtime.core.compile_ahead import Compilation, taking_turns
-from rewrite.runtime.decode import generation
+from rewrite.runtime.decode import loop
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph_store import GraphStore, describe, store_of
 from rewrite.runtime.decode.prompt_graph import ROUNDING
@@ -83,7 +83,7 @@ def reasons() -> list[str]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note every plain step and every replay."""
     steps: list[str] = []
-    for kind, name in ((generation.PlainStep, "plain"), (generation.Program, "graph")):
+    for kind, name in ((loop.PlainStep, "plain"), (loop.Program, "graph")):
 
         def noted(self: Any, replay: Any = kind.replay, name: str = name) -> None:
             steps.append(name)
@@ -139,7 +139,7 @@ def test_whenever_the_kernels_are_there_it_is_the_original_s_text(
 
 
 def test_the_second_call_has_a_prompt_in_a_graph(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "CHANGES", False)  # as in a package whose code leaves nothing on a module
+    monkeypatch.setattr(loop, "CHANGES", False)  # as in a package whose code leaves nothing on a module
     model, _ = pair()
     run(model, prompt())
     (graph,) = store_of(model).graphs.values()
@@ -189,7 +189,7 @@ def test_a_full_cache_is_left_for_a_larger_one(
     times: int, done_after: Any, monkeypatch: pytest.MonkeyPatch, counted: list[str]
 ) -> None:
     done_after(times)
-    monkeypatch.setattr(generation, "FIRST_ROOM", 8)
+    monkeypatch.setattr(loop, "FIRST_ROOM", 8)
     model, original = pair()
     (ours, _), (theirs, _) = (run(m, prompt(), max_new_tokens=300) for m in (model, original))
     assert torch.equal(ours.sequences, theirs.sequences)
@@ -246,9 +246,7 @@ def test_tokens_come_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(compile_ahead.CompilerLoading, "__init__", lambda self, device: events.append("loading"))
-    monkeypatch.setattr(
-        generation._Generation, "captures", property(lambda self: True, lambda *given: None), raising=False
-    )
+    monkeypatch.setattr(loop.GraphLoop, "captures", property(lambda self: True, lambda *given: None), raising=False)
     monkeypatch.setattr(GraphStore, "_remember_idle", lambda self: None)
     monkeypatch.setattr(
         "rewrite.runtime.decode.graph.Compilation",

@@ -17,7 +17,7 @@ from transformers.models.bark.generation_configuration_bark import BarkSemanticG
 from rewrite.runtime.cache import states
 from rewrite.runtime.cache.names import asked_with, given_back
 from rewrite.runtime.core import backend
-from rewrite.runtime.decode import fitness, generation, graph_store
+from rewrite.runtime.decode import fitness, graph_store, loop
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.decode.graph_store import store_of
@@ -203,7 +203,7 @@ def test_a_cache_is_continued_also_where_a_row_ended_inside_of_a_chunk(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_grows_past_its_capacity(name, monkeypatch):
-    monkeypatch.setattr(generation, "FIRST_ROOM", 3)
+    monkeypatch.setattr(loop, "FIRST_ROOM", 3)
     monkeypatch.setattr(graph_store, "ROUNDING", 2)
     model, original = pair(name)
     same((model, asked(model)), (original, asked(model)), max_new_tokens=14)

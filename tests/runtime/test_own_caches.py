@@ -23,7 +23,7 @@ from rewrite.runtime.cache.nested import Nested, UnknownState
 from rewrite.runtime.cache.own import OwnCache, keeps_own_cache, own_attributes, own_like
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
-from rewrite.runtime.decode import fitness, generation, graph_store
+from rewrite.runtime.decode import fitness, graph_store, loop
 from rewrite.runtime.decode.carried import CarriedStates, hands_on_states, put_back
 from rewrite.runtime.decode.fitness import Call
 from rewrite.runtime.decode.generation import GraphGeneration
@@ -192,7 +192,7 @@ def test_what_is_left_is_memory_that_no_later_call_writes(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_text_moves_to_a_larger_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_store, "ROUNDING", 4)
-    monkeypatch.setattr(generation, "FIRST_ROOM", 3)
+    monkeypatch.setattr(loop, "FIRST_ROOM", 3)
     models = pair(name)
     both(models, asked_of(name), max_new_tokens=20)
     both(models, asked_of(name, seed=1), max_new_tokens=20)
