@@ -180,7 +180,8 @@ if backend.triton_installed():
             chosen = tl.load(index_ptr + tokens * index_stride + k, mask=mine, other=-1).to(tl.int32)
             place = tl.max((all_chosen == chosen[:, None]).to(tl.int32) * slots, 1)  # k, unless it is chosen twice
             if FIRST >= 0:
-                mine = mine & (chosen >= FIRST) & (chosen < FIRST + E)
+                chosen -= FIRST
+            mine = mine & (chosen >= 0) & (chosen < E)  # nobody has written what others would give
             share = tl.load(weights_ptr + tokens * weights_stride + k, mask=mine, other=0.0).to(tl.float32)
             part = part_ptr + (tokens * K + place).to(tl.int64)[None, :] * H + row[:, None]
             more = tl.load(part, mask=(row < H)[:, None] & mine[None, :], other=0.0, cache_modifier=".cg")

@@ -229,6 +229,15 @@ def test_a_token_that_names_an_expert_twice(device: torch.device, poisoned: None
     check_experts((x, index, *others))
 
 
+def test_a_number_that_is_no_expert_adds_nothing(device: torch.device, poisoned: None) -> None:
+    x, index, weights, *others = mixture(device, torch.float16, 6, 4, 3, 64, 48)
+    index[1, 2], index[4, 0] = 4, -1
+    got = experts._op(x, index, weights, *others, "silu")
+    known = (index >= 0) & (index < 4)
+    with_none = (x, index.clamp(0, 3), torch.where(known, weights, 0), *others)
+    torch.testing.assert_close(got, experts._op(*with_none, "silu"))
+
+
 def test_bits_of_shared_experts_do_not_change(device: torch.device) -> None:
     inputs = mixture(device, torch.float16, 8, 5, 3, 72, 40)
     first = experts._op(*inputs, "silu")
