@@ -356,17 +356,26 @@ def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) 
 
 @functools.cache
 def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, programs: int) -> Split:
-    """Return a division that was not measured, into so many programs where there are slots enough.
+    """Return a division that was not measured: into twice as many programs, or as many where they stream.
 
-    With few slots every program has one tile, loaded before the query is there; with many it streams (H100). A wave
-    of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136 (compiled for
-    gfx942, Triton 3.6, the shape of Llama 8B).
+    With few slots every program has one tile, loaded before the query is there; with many it streams. Found in whole
+    steps of eleven models on an H200, and of six on an H100 (Triton 3.6, 2026-11-26, `bench/step_tiles.py`). Where
+    there are fewer programs than half of the processors, each has twice the warps. A wave of 64 counts as a warp of
+    32: with half as many of them a thread holds 212 registers and not 136 (compiled for gfx942, Triton 3.6, the shape
+    of Llama 8B).
     """
     group = heads // kv_heads
-    wanted = max(1, programs // (batch * kv_heads))
-    if capacity <= 64 * wanted:
-        return Split(group, _splits(wanted, capacity, 32), 32, True, 2 if head_dim <= 64 else 4)
-    return Split(group, _splits(wanted, capacity, 64), 64 if head_dim <= 128 else 32, True, 4)
+    rows = batch * kv_heads
+    wanted, twice = max(1, programs // rows), max(1, 2 * programs // rows)
+    if capacity <= 32 * twice:
+        if head_dim > 128:
+            slots = 64 if group >= 4 else 32
+            return Split(group, _splits(twice, capacity, slots), slots, True, 4)
+        if rows * -(-capacity // 32) < programs // 4:
+            return Split(group, _splits(twice, capacity, 32), 32, True, 8 if head_dim > 64 else 4)
+        return Split(group, _power(min(64, twice)), 32, True, 4)
+    slots = 64 if head_dim <= 128 else 32
+    return Split(group, _splits(twice if capacity <= 128 * twice else wanted, capacity, slots), slots, True, 4)
 
 
 def _splits(wanted: int, capacity: int, slots: int) -> int:
