@@ -35,9 +35,9 @@ class MultiplyPatches(Transform):
         the projection with a stride that is its kernel's size. The module stays, and so do its weight and its keys.
 
     Why:
-        No number is read twice there, so it is a product. Libraries do not see that: for three channels in 16 bits they
-        reorder the image and take kernels that fill the matrix units badly, or, in three dimensions, none that use
-        them.
+        No number is read twice there, so it is a product. Libraries do not see that: for three channels in 16 bits
+        they reorder the image and take kernels that fill the matrix units badly, or, in three dimensions, none that
+        use them.
 
     What it needs:
         `kernel_size` and `stride` are the same expression, and neither padding, dilation nor groups are given, or they
