@@ -285,6 +285,38 @@ def _skinny_rule(rows: int, cols: int, element_size: int, processors: int) -> Ti
     return block_rows, block_cols, 4, max(1, splits), STAGES
 
 
+_PRODUCTS = ((128, 256, 1.0), (128, 128, 1.15), (64, 256, 1.2), (64, 128, 1.35), (128, 64, 1.4), (64, 64, 1.7))
+"""Rows and columns of a program's tile of a product of many rows, and what a number of it costs beside the largest."""
+PRODUCT_TILES = 2
+"""How many tiles of a size are compiled and measured."""
+
+
+@functools.cache
+def product_rule(rows: int, columns: int, depth: int, processors: int, shared: int) -> list[Tile]:
+    """Return tiles to measure for a product of many rows of 16 bits, the likeliest first.
+
+    A tile is rows and columns of a program, warps, and how many pairs of operands `[rows, 64]` and `[64, columns]` are
+    in flight. The time is that of as many turns as the processors need for all tiles.
+
+    Args:
+        rows: of the input.
+        columns: of the output, a multiple of 64.
+        depth: what is summed over, a multiple of 64.
+        processors: of the card.
+        shared: bytes of shared memory that a program can have.
+    """
+    found = list[tuple[float, Tile]]()
+    for block_rows, block_cols, cost in _PRODUCTS:
+        stages = min(4, depth // 64, (shared - SPARED) // (128 * (block_rows + block_cols)))
+        if columns % block_cols or stages < min(2, depth // 64):
+            continue
+        turns = -(-(-(-rows // block_rows) * (columns // block_cols)) // processors)
+        threads = 256 if block_rows * block_cols >= 128 * 128 else 128
+        tile = block_rows, block_cols, threads // WAVE, stages
+        found.append((turns * block_rows * block_cols * cost, tile))
+    return [tile for _, tile in sorted(found)[:PRODUCT_TILES]]
+
+
 @functools.cache
 def _table(device: int | None) -> dict[str, Entry]:
     if device is None:

@@ -4,6 +4,7 @@ A forward of many tokens is bound by memory wherever it is no product: each poin
 everything once more. What a capture runs is looked at once, so there runs of them are one kernel (`products.chain`),
 whatever the modeling file calls them, with the norm that follows as its last stage (`products.chain_rows`); joins
 (`torch.cat`) and copies into another order are part of that. Attention takes queries, keys and values where they lie.
+An activation is the last stage of the product before it (`products.product_chain`), where that is faster.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from ..core.target import CHAINS
 from ..products.chain import FUNCTIONS, hides_nothing, in_order, uncopied
 from ..products.chain_rows import norm_of_chain
+from ..products.product_chain import LINEAR
 from ..products.prologue import LayerNormPrologue, Norm, Prologue
 from ..products.put_off import PutsOff
 
@@ -43,7 +45,19 @@ def rms(x, scale, residual, weight):
         summed = x * scale + residual
         return step.rms_norm(summed, weight, EPS), summed
 
+def activated(activation):
+    return lambda x, weight, bias: activation(F.linear(x, weight, bias))
+
+def quick(x):
+    return x * torch.sigmoid(1.702 * x)
+
+layer = tensor(8, 512, 1024), tensor(4096, 1024), tensor(4096)
+short = tensor(1, 197, 768), tensor(3072, 768), tensor(3072)
 rows = tensor(8, 2048, 1024), tensor(1024), tensor(8, 2048, 1024)
+case("product, GELU", forward, activated(F.gelu), *layer)
+case("product of few rows, tanh GELU", forward, activated(lambda x: F.gelu(x, approximate="tanh")), *short)
+case("product, quick GELU", forward, activated(quick), *layer)
+case("product, ReLU", forward, activated(F.relu), *short)
 case("rotation after a prefix", forward, turned, tensor(8, 201, 3072), tensor(196, 64), tensor(196, 64))
 case("quick GELU", forward, lambda x: x * torch.sigmoid(x * 1.702), tensor(32, 257, 4096))
 case("transposed", forward, lambda x: F.gelu(x).transpose(1, 2).contiguous(), tensor(8, 1599, 512))
@@ -152,6 +166,7 @@ def _settle(step: PutsOff, *given: Any) -> None:
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     **FUNCTIONS,
+    **LINEAR,
     F.scaled_dot_product_attention: _attention,
     F.layer_norm: _layer_norm,
     torch.conv1d: _convolution,
