@@ -158,7 +158,7 @@ def _on_the_way(step: PutsOff, node: Node) -> list[tuple[Node, Tensor]]:
     return [(other.node, place) for other, place in found if isinstance(other, Chain)]
 
 
-def _where_it_runs(args: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
+def where_it_runs(args: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
     """Return a tensor of the device on which a call's kernel would run, None where it is not to be put off."""
     values = (*args, *named.values())
     tensors = [*tensors_of(values)]
@@ -216,7 +216,7 @@ def _node(make: Maker, form: Form, args: Sequence[Any], named: Mapping[str, Any]
 
 def _put_off(func: Callable[..., Any], form: Form, step: PutsOff, *args: Any, **named: Any) -> Tensor | None:
     """Return what stands for a function's result, None where torch is to compute it."""
-    like = None if not NEVER.isdisjoint(named) else _where_it_runs(args, named)
+    like = None if not NEVER.isdisjoint(named) else where_it_runs(args, named)
     result = None if like is None else _result(func, args, named, step.largest)
     if like is None or result is None:
         return None
@@ -315,7 +315,7 @@ def _write(
 ) -> Tensor | None:
     """Take a function that writes its first argument, where that is put off; `func` is the one that only computes."""
     found = step.at(target)
-    if not isinstance(found, Chain) or not NEVER.isdisjoint(named) or _where_it_runs((target, *args), named) is None:
+    if not isinstance(found, Chain) or not NEVER.isdisjoint(named) or where_it_runs((target, *args), named) is None:
         return None
     whole = target.is_contiguous() and target.storage_offset() == 0 and target.dtype == found.dtype
     result = _result(func, (target, *args), named, step.largest)

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..core import backend
 from ..core.capture import capture
@@ -118,16 +117,21 @@ class LinearProduct(Deferred):
 
 
 def put_off_product(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return what stands for `F.linear(input, weight, bias)`; None where torch is to compute it now."""
+    """Return what stands for `F.linear(input, weight, bias)` on a device with kernels; None where torch computes it."""
     if not _fits(input, weight, bias):
         return None
     known = _CHOSEN.get(Size.of(input, weight, bias), {})
-    if input.is_cuda and not (rehearses() or collects() or any(known.values())):
+    if _measures(input) and not (rehearses() or collects() or any(known.values())):
         return None
     for operand in (input, weight, bias):
         if operand is not None:
             step.settle(operand)
     return step.put_off(LinearProduct(input, weight, bias, step), (*input.shape[:-1], weight.shape[0]), input)
+
+
+def _measures(input: Tensor) -> bool:
+    """Return whether it is measured what is faster; the interpreter takes the kernel."""
+    return input.is_cuda
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -221,7 +225,7 @@ def compute_with_product(node: Node, out: Tensor, apart: Callable[[Tensor, Tenso
         for tile in tiles:
             _launch(text, source, out, tile)
         return False
-    if not out.is_cuda:
+    if not _measures(out):
         choice: Choice = tiles[0] if tiles else None
     else:
         known = _CHOSEN.setdefault(size, {})
@@ -368,7 +372,3 @@ class Timed:
                 end.synchronize()
                 times[choice] = min(times[choice], start.elapsed_time(end) / REPEATS)
         return times
-
-
-LINEAR = {F.linear: put_off_product}
-"""The handler of a captured forward."""
