@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import backend
 from ..core.capture import capture
@@ -203,6 +203,21 @@ _CHOSEN: dict[Size, dict[str, Choice]] = {}
 def forget() -> None:
     """Measure anew."""
     _CHOSEN.clear()
+
+
+def describe(model: nn.Module) -> list[str]:
+    """Return a line for `explain`: whose last stage is what follows, of all that was measured in this process."""
+    best = [
+        f"{size.rows}x{size.outputs}x{size.inputs} by "
+        + (choice if isinstance(choice, str) else f"{choice[0]}x{choice[1]}")
+        for size, known in _CHOSEN.items()
+        for choice in known.values()
+        if choice is not None
+    ]
+    if not any(_CHOSEN.values()):
+        return []
+    count = sum(map(len, _CHOSEN.values()))
+    return [f"products with what follows as their last stage: {', '.join(best) or 'none'}, of {count} measured"]
 
 
 def compute_with_product(node: Node, out: Tensor, apart: Callable[[Tensor, Tensor], None]) -> bool:

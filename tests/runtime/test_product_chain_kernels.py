@@ -78,7 +78,7 @@ ACTIVATIONS: dict[str, Function] = {
     "gelu": F.gelu,
     "tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick": lambda x: x * torch.sigmoid(1.702 * x),
-    "by hand": lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x.float(), 3).to(x.dtype)))),
+    "by hand": lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x.float().pow(3).to(x.dtype)))),
     "relu": F.relu,
     "silu": F.silu,
     "squared": lambda x: torch.square(F.relu(x)),
@@ -326,6 +326,15 @@ def test_what_lost_is_no_longer_put_off(device: torch.device, monkeypatch: pytes
             assert product_chain.put_off_product(step, x, weight, bias) is not None
 
 
+def test_it_says_which_products_have_a_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert product_chain.describe(torch.nn.Module()) == []
+    size = product_chain.Size(96, 192, 128, torch.float16, True, 0)
+    monkeypatch.setitem(product_chain._CHOSEN, size, {"a": TILE, "b": LIBRARY, "c": None})
+    assert product_chain.describe(torch.nn.Module()) == [
+        "products with what follows as their last stage: 96x192x128 by 64x64, 96x192x128 by library, of 3 measured"
+    ]
+
+
 def test_the_rule_for_tiles() -> None:
     """Tiles divide the output and fit into the card; few rows get small ones, so that every processor has one."""
     h100, a100, mi300 = (132, 227 << 10), (108, 163 << 10), (304, 64 << 10)
@@ -336,7 +345,7 @@ def test_the_rule_for_tiles() -> None:
                 assert 0 < len(found) <= tiles.PRODUCT_TILES
                 for block_rows, block_cols, _, stages in found:
                     assert columns % block_cols == 0
-                    assert 2 <= stages
+                    assert stages >= 2
                     assert stages * 128 * (block_rows + block_cols) + tiles.SPARED <= card[1]
     assert tiles.product_rule(16384, 4096, 1024, *h100)[0][:2] == (128, 128)
     assert tiles.product_rule(128, 4096, 1024, *h100)[0][:2] == (64, 64)
