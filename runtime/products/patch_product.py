@@ -105,7 +105,7 @@ def _pays(input: Tensor, weight: Tensor) -> bool:
 
     On a GPU not in fp32, where torch lets convolutions round to TF32, and products not. On a CPU the copy of an image
     in fp32 takes longer than is saved (224 x 224, 1.2 and 2.3 ms, one core, torch 2.14); with a patch a row there is
-    none, as in Qwen2-VL (64 patches, 6.7 and 1.9 ms), and in 16 bits oneDNN's convolutions take longer (1.0 and 0.7 ms).
+    none, as in Qwen2-VL (64 patches, 6.7 and 1.9 ms), and in 16 bits oneDNN's convolution is slower (1.0 and 0.7 ms).
     """
     if not backend.named_none() and backend.uses_triton(input):
         return True

@@ -2,7 +2,7 @@
 
 M rows (the product of the leading shape), I in_features, O out_features:
 
-    y = f(g(… (x Wᵀ + b)))      f, g … of one number each: GELU in any of its forms, ReLU, x * sigmoid(1.702 x), a factor
+    y = f(g(… (x Wᵀ + b)))      f, g … of one number each: GELU in all its forms, ReLU, x * sigmoid(1.702 x), …
 
 A linear layer is put off like a function of torch (`put_off`), and a chain that takes in its result has a node for it.
 Where the chain reads nothing else, and nobody the result itself, one kernel computes both: the product is rounded as
@@ -117,7 +117,7 @@ class LinearProduct(Deferred):
 
 
 def put_off_product(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return what stands for `F.linear(input, weight, bias)` on a device with kernels; None where torch computes it."""
+    """Return what stands for `F.linear(input, weight, bias)`, on a device with kernels; None for torch's own."""
     if not _fits(input, weight, bias):
         return None
     known = _CHOSEN.get(Size.of(input, weight, bias), {})
