@@ -64,7 +64,7 @@ def _chain_kernel(
     weight = weight_ptr + col[None, :].to(tl.int64) * depth + step[:, None]
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     for _ in tl.range(0, depth, BLOCK_DEPTH, num_stages=STAGES):
-        total = tl.dot(tl.load(x), tl.load(weight), total)
+        total = tl.dot(tl.load(x), tl.load(weight), total, input_precision="ieee")
         x += BLOCK_DEPTH
         weight += BLOCK_DEPTH
 {lines}

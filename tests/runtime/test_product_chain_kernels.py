@@ -98,6 +98,15 @@ def test_one_kernel(name: str, dtype: torch.dtype, bias: bool, device: torch.dev
     assert len(launched) == 1
 
 
+def test_the_product_is_rounded_before_its_functions(device: torch.device, launched: list[Any]) -> None:
+    """Sums of whole numbers are the same in any order, and too large for fp16: the rest is torch's, bit for bit."""
+    torch.manual_seed(0)
+    x, weight = (torch.randint(-16, 17, (n, INPUTS), device=device).half() for n in (96, OUTPUTS))
+    function = lambda x, weight: (F.linear(x, weight).float() * 3).half()
+    assert torch.equal(forward(function, x, weight), function(x, weight))
+    assert len(launched) == 1
+
+
 @pytest.mark.parametrize("leading", [(64,), (2, 64), (1, 77), (3, 43), (5, 4, 13), (193,)], ids=str)
 def test_shapes(leading: tuple[int, ...], device: torch.device, launched: list[Any]) -> None:
     assert_exact(lambda *given: F.gelu(F.linear(*given)), *operands(device, torch.float16, *leading))
