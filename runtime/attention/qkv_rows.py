@@ -14,7 +14,8 @@ from ..core.launch import Kernel, overlaps, processors, shared_memory
 from ..core.tiles import Tile, head_rule, tile
 from ..products.prologue import Prologue, norm_arguments
 from ..products.skinny import Work, height_for, skinny_kind
-from .rope_cache import Rotation, head_scale, head_weight
+from .prepared import head_scale, head_weight
+from .rope_cache import Rotation
 
 CASES = """
 def rows(model, count, columns, normed=False, norm=prologue, **form):
