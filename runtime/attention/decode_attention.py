@@ -34,18 +34,23 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 CASES = """
-def attend(model, rows, capacity, *rule):
+def attend(model, rows, capacity, *rule, prepares=None):
     query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
     arrived = tensor(rows * model.heads, dtype=torch.int32)
     split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
     kept = cache(model, rows, capacity)
-    return launch(query, *kept, int64(1), starts, arrived, ScoreRule(model.head_dim**-0.5, *rule), split)
+    ahead = None if prepares is None else prepared(model, rows, kept, normed=prepares == "normed")
+    return launch(query, *kept, int64(1), starts, arrived, ScoreRule(model.head_dim**-0.5, *rule), split, ahead)
 
 for model in (*LLAMAS, GEMMA_9B):
     case(model.name, attend, model, 1, CONTEXT)
 case("Llama 8B, 8 rows", attend, LLAMA_8B, 8, CONTEXT)
 for model in (LLAMA_8B, GEMMA_9B):
     case(f"{model.name}, 32k", attend, model, 1, LONG_CONTEXT)
+case("Llama 8B, prepares", attend, LLAMA_8B, 1, CONTEXT, prepares="rotated")
+case("Qwen3 30B-A3B, prepares", attend, QWEN3_30B, 1, CONTEXT, prepares="normed")
+case("Qwen3 30B-A3B, 32k, 8", attend, QWEN3_30B, 8, LONG_CONTEXT, prepares="normed")
+case("Gemma 9B, 32k, prepares", attend, GEMMA_9B, 1, LONG_CONTEXT, prepares="normed")
 case("Gemma 9B, all forms", attend, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tensor(GEMMA_9B.heads))
 """
 

@@ -220,6 +220,8 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     tile: Tile
     if (whole := _whole_share(rows, cols, processors)) is not None:
         return whole
+    if (filling := _filling(height, rows, cols, processors, shared)) is not None:
+        return filling
     if rows >= 64 * processors:
         tile = 128, 128, 8, 1
     elif rows > 32 * processors or (rows > 16 * processors and cols <= 1280):
@@ -256,6 +258,36 @@ def _whole_share(rows: int, cols: int, processors: int) -> Tile | None:
         return block_rows, block_cols, warps, splits, stages
     fills = 1.7 * processors < tiles <= 2 * processors
     return (block_rows, block_cols, warps, 1, stages) if fills and cols <= 2048 and cols % block_cols == 0 else None
+
+
+FILL = 0.85
+"""Programs of a processor, average over most, below which tiles of a wide weight are made smaller."""
+
+
+def _filling(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
+    """Return a tile for 2 to 32 rows of a wide weight that tiles of 128 rows divide badly; None for other weights.
+
+    140 tiles on 132 processors take two turns, of which the second is eight of them. Half or a quarter of the rows a
+    tile come apart evenly; as many of those as a processor gets, up to three, share its memory and run side by side.
+    """
+    if rows < 64 * processors or _fill(rows, 128, processors) >= FILL:
+        return None
+    block_rows = next((size for size in (64, 32) if _fill(rows, size, processors) >= FILL), 0)
+    block_rows = block_rows or max((128, 64, 32), key=lambda size: _fill(rows, size, processors))
+    if block_rows == 128:
+        return None
+    turns = -(-rows // (block_rows * processors))
+    share = shared // (turns if turns <= 3 else 2) - SPARED
+    block_cols = max(16, min(256, _power(cols)))
+    while (stages := share // (2 * block_cols * (block_rows + height))) < 4 and block_cols > 64:
+        block_cols //= 2
+    return block_rows, block_cols, 4, 1, max(1, min(8, stages, -(-cols // block_cols)))
+
+
+def _fill(rows: int, block_rows: int, processors: int) -> float:
+    """Return how many tiles a processor has, average over most."""
+    tiles = -(-rows // block_rows)
+    return tiles / (-(-tiles // processors) * processors)
 
 
 @functools.cache
