@@ -101,6 +101,14 @@ def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None)
     return None if found is None else tuple(map(int, found))
 
 
+def one_tile(kind: str, rows: int, cols: int, element_size: int, device: int | None) -> Tile | None:
+    """Return what `tile` does for a kernel of 2 to 32 rows whose programs have one tile and no `skinny.Form.extra`."""
+    found = tile(kind, rows, cols, element_size, device)
+    if found is None or not any(found[5:]):
+        return found
+    return _several_rule(32 if kind.endswith("_32") else 16, rows, cols, processors(device), shared_memory(device), False)
+
+
 def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entry:
     """Return what the tables have under a name; `otherwise()` where that was not measured."""
     table = _tried if name in _tried else _table(device)
@@ -209,19 +217,19 @@ def in_one_turn(processors: int) -> int:
     return processors // 16 * 16
 
 
-def _several_rule(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile:
+def _several_rule(height: int, rows: int, cols: int, processors: int, shared: int, pairs: bool = True) -> Tile:
     """Return a tile for 2 to 32 rows, filled up to `height`, found with 39 sizes of published models and two heights.
 
     In chains of launches on an H100 (Triton 3.6, 2026-11-25) a product takes 1.01 times (geometric mean, at most 1.12)
     what the best of about 16 tiles takes; as `_skinny_rule` divides it, it took 1.26 times (1.98). Each processor has
     one program where there are rows enough, with as much of the weight on its way as shared memory takes; sums that
-    meet cost more than processors that wait. Wide tiles that are not four times in flight spill on an A100 (compiled).
+    meet cost more than processors that wait. With `pairs` a program may have two tiles (`_in_pairs`). Wide tiles that are not four times in flight spill on an A100 (compiled).
     """
     tile: Tile
     if (whole := _whole_share(rows, cols, processors)) is not None:
         return whole
-    if (filling := _filling(height, rows, cols, processors, shared)) is not None:
-        return filling
+    if pairs and (pair := _in_pairs(height, rows, cols, processors, shared)) is not None:
+        return pair
     if rows >= 64 * processors:
         tile = 128, 128, 8, 1
     elif rows > 32 * processors or (rows > 16 * processors and cols <= 1280):
@@ -261,27 +269,27 @@ def _whole_share(rows: int, cols: int, processors: int) -> Tile | None:
 
 
 FILL = 0.85
-"""Programs of a processor, average over most, below which tiles of a wide weight are made smaller."""
+"""Programs of a processor, average over most, below which a wide weight is divided otherwise."""
+PAIRS = ((64, 16), (64, 32), (128, 16), (128, 32), (128, 64))
+"""Rows of two tiles that a program may have, the sum of two powers of two."""
 
 
-def _filling(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
-    """Return a tile for 2 to 32 rows of a wide weight that tiles of 128 rows divide badly; None for other weights.
+def _in_pairs(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
+    """Return a form of two tiles for 2 to 32 rows of a wide weight that tiles of 128 divide badly; None for others.
 
-    140 tiles on 132 processors take two turns, of which the second is eight of them. Half or a quarter of the rows a
-    tile come apart evenly; as many of those as a processor gets, up to three, share its memory and run side by side.
+    140 tiles on 132 processors take two turns, of which the second is eight of them; 125 programs of 144 rows take one.
+    Smaller tiles fill the turns as well, but each turn has a start of its own: on an H100 (Triton 3.6) `[17920, 1536]`
+    of 8 rows, which take 18.0 µs to read, took 26.9 µs as 140 tiles, 26.2 as 280 and 29.0 as 560.
     """
     if rows < 64 * processors or _fill(rows, 128, processors) >= FILL:
         return None
-    block_rows = next((size for size in (64, 32) if _fill(rows, size, processors) >= FILL), 0)
-    block_rows = block_rows or max((128, 64, 32), key=lambda size: _fill(rows, size, processors))
-    if block_rows == 128:
-        return None
-    turns = -(-rows // (block_rows * processors))
-    share = shared // (turns if turns <= 3 else 2) - SPARED
-    block_cols = max(16, min(256, _power(cols)))
-    while (stages := share // (2 * block_cols * (block_rows + height))) < 4 and block_cols > 64:
-        block_cols //= 2
-    return block_rows, block_cols, 4, 1, max(1, min(8, stages, -(-cols // block_cols)))
+    for block_rows, extra in PAIRS:
+        whole = block_rows + extra
+        if rows <= whole * processors and _fill(rows, whole, processors) >= FILL:
+            block_cols = max(16, min(128, _power(cols)))
+            stages = min(8, (shared - 2 * SPARED) // (2 * block_cols * (whole + height)), -(-cols // block_cols))
+            return (block_rows, block_cols, 8 if block_rows > 64 else 4, 1, stages, extra) if stages > 2 else None
+    return None
 
 
 def _fill(rows: int, block_rows: int, processors: int) -> float:

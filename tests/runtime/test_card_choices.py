@@ -64,7 +64,9 @@ def test_the_rule_of_several_rows_is_near_the_best_that_was_measured(kind: str) 
     lost = []
     for row in json.loads(SEVERAL.read_text("utf-8")):
         rows, cols = map(int, row["size"].split("x"))
-        tile = ",".join(map(str, tiles.rule(kind, rows, cols, 2, 132)))
+        height = 32 if kind.endswith("_32") else 16
+        one = tiles._several_rule(height, rows, cols, 132, launch.Target.shared, pairs=False)  # of those, none is there
+        tile = ",".join(map(str, one))
         whole = tiles._whole_share(rows, cols, 132)  # chosen in whole steps
         if row["kind"] == kind and whole is None and tile in row["us"]:
             lost.append(row["us"][tile] / min(us for name, us in row["us"].items() if name != "torch"))
@@ -73,14 +75,30 @@ def test_the_rule_of_several_rows_is_near_the_best_that_was_measured(kind: str) 
     assert max(lost) < 1.13
 
 
+@pytest.mark.parametrize(
+    ("rows", "cols", "programs"),
+    [(12288, 2048, 128), (17920, 1536, 125), (18432, 2304, 128), (19456, 2560, 122), (24576, 4096, 128)],
+)
+def test_a_program_has_two_tiles_where_one_divides_badly(rows: int, cols: int, programs: int) -> None:
+    for kind, height in (("skinny_linear", 16), ("skinny_linear_32", 32)):
+        block_rows, block_cols, _, splits, stages, extra = tiles.rule(kind, rows, cols, 2, 132)
+        assert -(-rows // (block_rows + extra)) == programs > 0.85 * 132
+        assert tiles._fill(rows, 128, 132) < 0.85
+        assert splits == 1
+        assert 3 <= stages <= (launch.Target.shared - tiles.SPARED) / (2 * block_cols * (block_rows + extra + height))
+        assert len(tiles.one_tile(kind, rows, cols, 2, None) or ()) == 5
+    for rows in (4096, 16384, 28672, 128256):  # few rows, and what comes apart evenly
+        assert not any(tiles.rule("skinny_linear", rows, 4096, 2, 132)[5:])
+
+
 @pytest.mark.parametrize("shared", [99, 163, 227])
 @pytest.mark.parametrize("kind", ["skinny_linear", "skinny_linear_32"])
 def test_the_tiles_of_several_rows_fit_a_card(kind: str, shared: int) -> None:
     """The rule had an H100's shared memory in it."""
     height = 32 if kind.endswith("_32") else 16
     for rows, cols in itertools.product((5, 96, 1000, 2048, 4224, 8000, 20000), (7, 100, 1000, 1280, 4096, 20000)):
-        block_rows, block_cols, warps, splits, stages = tiles.rule(kind, rows, cols, 2, 84, shared << 10)
-        assert stages * 2 * block_cols * (block_rows + height) <= shared << 10
+        block_rows, block_cols, warps, splits, stages, *extra = tiles.rule(kind, rows, cols, 2, 84, shared << 10)
+        assert stages * 2 * block_cols * (block_rows + sum(extra) + height) <= shared << 10
         assert stages * splits * block_cols < cols + (splits + 1) * block_cols
         assert warps in (4, 8)
 
