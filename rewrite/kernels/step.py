@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rewrite.runtime.attention import decode_attention, qkv_rows, qkv_step, rope_cache
 from rewrite.runtime.moe import experts, joined_experts, router
 from rewrite.runtime.products import linear

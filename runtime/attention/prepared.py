@@ -48,10 +48,7 @@ if backend.triton_installed():
         """
         x = tl.load(x_ptr + column, mask=there, other=0.0).to(tl.float32)
         turns = column < R
-        if INTERLEAVED:
-            first = column % 2 == 0
-        else:
-            first = column < R // 2
+        first = column % 2 == 0 if INTERLEAVED else column < R // 2
         if R > 0:
             if INTERLEAVED:
                 partner = tl.where(first, column + 1, column - 1)

@@ -42,7 +42,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.skinny import halves, parts, put_part, rows_of_tile
+    from ..products.skinny_tiles import halves, parts, put_part, rows_of_tile
     from .rope_cache import pair_columns
 
     @triton.jit

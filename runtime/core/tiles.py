@@ -106,7 +106,8 @@ def one_tile(kind: str, rows: int, cols: int, element_size: int, device: int | N
     found = tile(kind, rows, cols, element_size, device)
     if found is None or not any(found[5:]):
         return found
-    return _several_rule(32 if kind.endswith("_32") else 16, rows, cols, processors(device), shared_memory(device), False)
+    height = 32 if kind.endswith("_32") else 16
+    return _several_rule(height, rows, cols, processors(device), shared_memory(device), pairs=False)
 
 
 def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entry:

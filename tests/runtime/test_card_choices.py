@@ -64,8 +64,8 @@ def test_the_rule_of_several_rows_is_near_the_best_that_was_measured(kind: str) 
     lost = []
     for row in json.loads(SEVERAL.read_text("utf-8")):
         rows, cols = map(int, row["size"].split("x"))
-        height = 32 if kind.endswith("_32") else 16
-        one = tiles._several_rule(height, rows, cols, 132, launch.Target.shared, pairs=False)  # of those, none is there
+        height = 32 if kind.endswith("_32") else 16  # of forms of two tiles, none was measured
+        one = tiles._several_rule(height, rows, cols, 132, launch.Target.shared, pairs=False)
         tile = ",".join(map(str, one))
         whole = tiles._whole_share(rows, cols, 132)  # chosen in whole steps
         if row["kind"] == kind and whole is None and tile in row["us"]:
