@@ -43,10 +43,10 @@ def cache(model: Model, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
 def prepared(model: Model, rows: int, kept: tuple[Tensor, Tensor], *, normed: bool) -> Prepared:
     """Return queries, keys and values behind their product, which attention to a cache is to prepare."""
     sizes = [model.heads * model.head_dim, *2 * [model.kv_heads * model.head_dim]]
-    packed = torch.split(tensor(rows, 1, sum(sizes)), sizes, -1)
+    q, k, v = torch.split(tensor(rows, 1, sum(sizes)), sizes, -1)
     table, norm = tensor(rows, 1, model.head_dim), prologue(model.head_dim) if normed else None
     query = tensor(rows, model.heads, 1, model.head_dim)
-    read = Rows(*packed, table, table, model.head_dim, False, False, norm, norm)
+    read = Rows(q, k, v, table, table, model.head_dim, False, False, norm, norm)
     return Prepared(read, query, *kept, int64(1), lambda *given: None)
 
 

@@ -9,7 +9,7 @@ of the token, W the window:
 
 A program takes some query heads of one key/value head and one part of the row's valid slots, so that time follows the
 tokens there are and not the capacity; the last program of a head to finish adds up the parts. Slots that hold nothing
-valid are never read. Where the query and the newest key and value are not prepared yet (`prepared`), it does that, too.
+valid are never read. Where query, newest key and value are not prepared yet (`prepared`), that is done here, too.
 """
 
 from __future__ import annotations
@@ -450,8 +450,8 @@ def launch(
 ) -> Tensor:
     """Run the kernel with a division of the work.
 
-    `arrived` is `[B H]` int32 zeros, and zeros again afterwards. What is `prepared` is not read but written: the newest
-    key and value; the query stays as it is.
+    `arrived` is `[B H]` int32 zeros, and zeros again afterwards. With `prepared` the newest key and value are not read
+    but written; the query stays as it is.
     """
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]

@@ -198,10 +198,15 @@ def rope_cache(
     query = q.new_empty(batch, q.shape[-1] // head_dim, 1, head_dim)
     if rehearses():  # shows what reads it unseen
         query.fill_(float("nan"))
-    tables = (None, None, 0, False, False) if rotation is None else (
-        rotation.cos, rotation.sin, rotation.columns, rotation.interleaved, rotation.half_table,
+    rows = Rows(
+        q, k, v,
+        None if rotation is None else rotation.cos,
+        None if rotation is None else rotation.sin,
+        0 if rotation is None else rotation.columns,
+        rotation is not None and rotation.interleaved,
+        rotation is not None and rotation.half_table,
+        q_norm, k_norm,
     )  # fmt: skip
-    rows = Rows(q, k, v, *tables, q_norm, k_norm)
     prepared = Prepared(rows, query, keys, values, position, _launch)
     if not is_put_off(prepared):
         prepared.run()

@@ -89,7 +89,7 @@ def write(write: Any, *places: Tensor) -> bool:
 
 
 def take(tensor: Tensor, kind: type[T]) -> T | None:
-    """Return the write of a kind that was put off and is to fill a tensor: whoever asks has to do it; None for others."""
+    """Return the write of a kind that was put off and is to fill a tensor, for the caller to do; None for others."""
     if is_compiling() or _THREAD.puts is None:
         return None
     found: T | None = _THREAD.puts.take(tensor, kind)

@@ -224,7 +224,8 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     In chains of launches on an H100 (Triton 3.6, 2026-11-25) a product takes 1.01 times (geometric mean, at most 1.12)
     what the best of about 16 tiles takes; as `_skinny_rule` divides it, it took 1.26 times (1.98). Each processor has
     one program where there are rows enough, with as much of the weight on its way as shared memory takes; sums that
-    meet cost more than processors that wait. With `pairs` a program may have two tiles (`_in_pairs`). Wide tiles that are not four times in flight spill on an A100 (compiled).
+    meet cost more than processors that wait. With `pairs` a program may have two tiles (`_in_pairs`). Wide tiles that
+    are not four times in flight spill on an A100 (compiled).
     """
     tile: Tile
     if (whole := _whole_share(rows, cols, processors)) is not None:
@@ -278,9 +279,9 @@ PAIRS = ((64, 16), (64, 32), (128, 16), (128, 32), (128, 64))
 def _in_pairs(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
     """Return a form of two tiles for 2 to 32 rows of a wide weight that tiles of 128 divide badly; None for others.
 
-    140 tiles on 132 processors take two turns, of which the second is eight of them; 125 programs of 144 rows take one.
+    140 tiles on 132 processors take two turns, the second for eight of them; 125 programs of 144 rows take one.
     Smaller tiles fill the turns as well, but each turn has a start of its own: on an H100 (Triton 3.6) `[17920, 1536]`
-    of 8 rows, which take 18.0 µs to read, took 26.9 µs as 140 tiles, 26.2 as 280 and 29.0 as 560.
+    and 8 rows, 18.0 µs to read, took 26.9 µs as 140 tiles, 26.2 as 280, 29.0 as 560.
     """
     if rows < 64 * processors or _fill(rows, 128, processors) >= FILL:
         return None

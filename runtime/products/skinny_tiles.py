@@ -1,4 +1,4 @@
-"""Tiles of products of 2 to 32 rows: their sums, and those of programs that share one. Formulas and letters: `skinny`."""
+"""Tiles of products of 2 to 32 rows: their sums, and those of programs that share one; formulas as in `skinny`."""
 
 from __future__ import annotations
 
