@@ -1,7 +1,7 @@
 """A token's query, key and value that attention itself is to prepare: norms, rotary embedding and the cache write.
 
 In a step `rope_cache` may be put off (`core.deferring`). `decode_attention` takes it in where it is what reads the
-query next: a program normalises and rotates the heads that it takes, in fp32 and rounded once as `rope_cache` does, and
+query next: a program normalises and rotates the heads that it takes, in fp32 and rounded once as `rope_cache` does;
 the one with the newest slot writes the key and the value there. That is a launch less a layer. Whatever else reads the
 query, the keys or the values first gets them from the kernel of `rope_cache`.
 """
