@@ -228,7 +228,7 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     are not four times in flight spill on an A100 (compiled).
     """
     tile: Tile
-    if (whole := _whole_share(rows, cols, processors)) is not None:
+    if (whole := _whole_share(rows, cols, processors, height, shared)) is not None:
         return whole
     if pairs and (pair := _in_pairs(height, rows, cols, processors, shared)) is not None:
         return pair
@@ -252,21 +252,22 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     return block_rows, block_cols, warps, splits, max(1, min(fitting(), -(-cols // (block_cols * splits))))
 
 
-def _whole_share(rows: int, cols: int, processors: int) -> Tile | None:
+def _whole_share(rows: int, cols: int, processors: int, height: int = 16, shared: int = Target.shared) -> Tile | None:
     """Return a tile for 2 to 32 rows of a weight that is small, so that a kernel is short; None for a larger one.
 
     A program has two tiles, and loads both before the kernel ahead has ended: two programs share a processor then, one
-    of each kernel. Where there is one program for each 64 rows, and two fill every processor, it has more. In whole
-    steps of a Llama of 1B on an H100 (Triton 3.6, 2026-11-25), 8 rows, against what the rest of `_several_rule` gives:
-    a step 1.217 → 1.146 ms. In chains of launches of one product, which all wait for each other, it is no faster; and
-    fewer columns are better not shared, and the sums of more than four programs take longer.
+    of each kernel. Where there is one program for each 64 rows, and two fill every processor and fit there, it has
+    more. In whole steps of a Llama of 1B on an H100 (Triton 3.6, 2026-11-25), 8 rows, against what the rest of
+    `_several_rule` gives: a step 1.217 → 1.146 ms. In chains of launches of one product, which all wait for each other,
+    it is no faster; and fewer columns are better not shared, and the sums of more than four programs take longer.
     """
     block_rows, block_cols, warps, stages = 64, 256, 4, 2
     tiles = -(-rows // block_rows)
     splits, rest = divmod(cols, 2 * block_cols)
     if not rest and splits == 4 and 0.9 * processors < tiles * splits <= 1.5 * processors:
         return block_rows, block_cols, warps, splits, stages
-    fills = 1.7 * processors < tiles <= 2 * processors
+    fits = 2 * stages * 2 * block_cols * (block_rows + height) <= shared
+    fills = fits and 1.7 * processors < tiles <= 2 * processors
     return (block_rows, block_cols, warps, 1, stages) if fills and cols <= 2048 and cols % block_cols == 0 else None
 
 
@@ -290,7 +291,7 @@ def _in_pairs(height: int, rows: int, cols: int, processors: int, shared: int) -
         if rows <= whole * processors and _fill(rows, whole, processors) >= FILL:
             block_cols = max(16, min(128, _power(cols)))
             stages = min(8, (shared - 2 * SPARED) // (2 * block_cols * (whole + height)), -(-cols // block_cols))
-            return (block_rows, block_cols, 8 if block_rows > 64 else 4, 1, stages, extra) if stages > 2 else None
+            return (block_rows, block_cols, 8, 1, stages, extra) if stages > 2 else None
     return None
 
 
