@@ -258,8 +258,8 @@ def _whole_share(rows: int, cols: int, processors: int, height: int = 16, shared
     A program has two tiles, and loads both before the kernel ahead has ended: two programs share a processor then, one
     of each kernel. Where there is one program for each 64 rows, and two fill every processor and fit there, it has
     more. In whole steps of a Llama of 1B on an H100 (Triton 3.6, 2026-11-25), 8 rows, against what the rest of
-    `_several_rule` gives: a step 1.217 → 1.146 ms. In chains of launches of one product, which all wait for each other,
-    it is no faster; and fewer columns are better not shared, and the sums of more than four programs take longer.
+    `_several_rule` gives: a step 1.217 → 1.146 ms. In chains of launches of one product, which all wait for each
+    other, it is no faster; and fewer columns are better not shared, and the sums of more than four programs take longer.
     """
     block_rows, block_cols, warps, stages = 64, 256, 4, 2
     tiles = -(-rows // block_rows)
@@ -281,7 +281,7 @@ def _in_pairs(height: int, rows: int, cols: int, processors: int, shared: int) -
     """Return a form of two tiles for 2 to 32 rows of a wide weight that tiles of 128 divide badly; None for others.
 
     140 tiles on 132 processors take two turns, the second for eight of them; 125 programs of 144 rows take one.
-    Smaller tiles fill the turns as well, but each turn has a start of its own: on an H100 (Triton 3.6) `[17920, 1536]`
+    Smaller tiles fill the turns too, but each turn has a start of its own: on an H100 (Triton 3.6) `[17920, 1536]`
     and 8 rows, 18.0 µs to read, took 26.9 µs as 140 tiles, 26.2 as 280, 29.0 as 560.
     """
     if rows < 64 * processors or _fill(rows, 128, processors) >= FILL:
