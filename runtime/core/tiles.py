@@ -259,7 +259,8 @@ def _whole_share(rows: int, cols: int, processors: int, height: int = 16, shared
     of each kernel. Where there is one program for each 64 rows, and two fill every processor and fit there, it has
     more. In whole steps of a Llama of 1B on an H100 (Triton 3.6, 2026-11-25), 8 rows, against what the rest of
     `_several_rule` gives: a step 1.217 → 1.146 ms. In chains of launches of one product, which all wait for each
-    other, it is no faster; and fewer columns are better not shared, and the sums of more than four programs take longer.
+    other, it is no faster; and fewer columns are better not shared, and the sums of more than four programs take
+    longer.
     """
     block_rows, block_cols, warps, stages = 64, 256, 4, 2
     tiles = -(-rows // block_rows)
