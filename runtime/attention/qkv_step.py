@@ -12,13 +12,14 @@ One row without query and key norms is one kernel, in which a program computes p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache.preallocated import PreallocatedCache
-from ..core import backend
+from ..core import backend, reading
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import FORMATS
@@ -35,6 +36,7 @@ from ..products.prologue import (
     several_rows_norm,
     shift_of,
 )
+from .qkv_prompt import has_dense_rows, qkv_prompt, turns_prompt
 from .qkv_rows import form_for_rows, launch_qkv_rows
 from .rope_cache import Rotation, rope_cache, writable
 from .rotary import rotary
@@ -197,7 +199,9 @@ def qkv_step(
     """
     layer = past_key_values.layers[layer_idx]
     rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
-    if _kernels_take(hidden_states, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+    if reading.of(past_key_values) is None and _kernels_take(
+        hidden_states, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype
+    ):
         if FORMATS and are_blocks(projections):
             scaled = block_linear(hidden_states, projections, norm)
             if scaled is not None:
@@ -233,7 +237,7 @@ def qkv_step(
         if isinstance(parameters, str):
             backend.count_fallback("qkv_step", parameters, projections[0])
     if norm is not None:
-        hidden_states = norm(hidden_states)
+        hidden_states = reading.normed(hidden_states, norm)
     if len(projections) == 1:
         if num_key_value_heads is None:
             raise TypeError("one projection for queries, keys and values needs num_key_value_heads")
@@ -242,7 +246,7 @@ def qkv_step(
         q, k, v = packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
     else:
         q, k, v = packing.packed_linear(hidden_states, *projections)
-    return _plain_step(
+    return _split_step(
         (q, k, v), position_embeddings, past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm,
         interleaved=interleaved, half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype, chunked=chunked,
     )  # fmt: skip
@@ -267,14 +271,59 @@ def projected_step(
     """Do what `qkv_step` does after the product, whose result is `packed` `[B, 1, (H + 2 Hk) D]`."""
     layer = past_key_values.layers[layer_idx]
     rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
-    if _kernels_take(packed, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+    if reading.of(past_key_values) is None and _kernels_take(
+        packed, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype
+    ):
         return _norm_rope_cache(packed, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm)
     kv_size = num_key_value_heads * head_dim
-    return _plain_step(
+    return _split_step(
         packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1), position_embeddings,
         past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, interleaved=interleaved,
         half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype, chunked=chunked,
     )  # fmt: skip
+
+
+def _split_step(
+    projected: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    past_key_values: PreallocatedCache,
+    layer_idx: int,
+    **options: Any,
+) -> Tensor:
+    """Return the rotated queries of a token, or of a prompt: of its last token where only that is computed."""
+    prompt = reading.of(past_key_values)
+    query = None
+    if prompt is not None:
+        query = _prompt_step(projected, position_embeddings, past_key_values.layers[layer_idx], **options)
+    if query is None:
+        query = _plain_step(projected, position_embeddings, past_key_values, layer_idx, **options)
+    return prompt.of_last(query, 2) if prompt is not None and prompt.is_last(layer_idx) else query
+
+
+def _prompt_step(
+    projected: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    layer: Any,
+    *,
+    head_dim: int,
+    q_norm: nn.Module | None,
+    k_norm: nn.Module | None,
+    interleaved: bool,
+    half_table: bool,
+    in_fp32: bool,
+    keep_dtype: bool,
+    chunked: bool,
+) -> Tensor | None:
+    """Return the queries of a prompt by the kernel, which writes keys and values; None where it cannot."""
+    q, k, v = projected
+    rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
+    if not turns_prompt(rotation, q.shape[0], q.shape[1], head_dim) or not has_dense_rows(q, k, v):
+        return None
+    if not _kernels_write(q, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+        return None
+    q, q_prologue = _over_one_head(q, q_norm, head_dim)
+    k, k_prologue = _over_one_head(k, k_norm, head_dim)
+    return qkv_prompt(q, k, v, layer.keys, layer.values, rotation, q_prologue, k_prologue)
 
 
 def _plain_step(
@@ -305,15 +354,25 @@ def _kernels_take(
     head_dim: int,
     rounds_to_input: bool,
 ) -> bool:
+    """Return whether the kernels of one token a row take these tensors."""
+    fits = rotation is None or rotation.fits(hidden_states.shape[0], head_dim)
+    return fits and _kernels_write(hidden_states, keys, values, rotation, head_dim, rounds_to_input)
+
+
+def _kernels_write(
+    hidden_states: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    rotation: Rotation | None,
+    head_dim: int,
+    rounds_to_input: bool,
+) -> bool:
     if hidden_states.dtype not in KERNEL_DTYPES or not writable(keys, values, head_dim, hidden_states.dtype):
         return False
     if head_dim % 2 or not backend.nothing_watches(hidden_states) or backend.wants_gradient(hidden_states):
         return False
-    if rotation is not None:
-        if not rotation.fits(hidden_states.shape[0], head_dim):
-            return False
-        if rotation.cos.dtype != hidden_states.dtype and not rounds_to_input:
-            return False
+    if rotation is not None and rotation.cos.dtype != hidden_states.dtype and not rounds_to_input:
+        return False
     return backend.uses_triton(hidden_states)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..core import reading
 from ..core.overwriting import overwriting
 from . import states
 from .alike import layer_like
@@ -236,12 +237,20 @@ def _kept(layers: Sequence[Any]) -> list[Any]:
 
 
 def decodes(past_key_values: object) -> bool:
-    """Return whether a fused decode step is running: one token a row, into a `PreallocatedCache`."""
+    """Return whether layers take their `decode`: in a fused decode step, one token a row into a `PreallocatedCache`,
+    and in a prompt that is read by the functions of a step.
+    """
     if not isinstance(past_key_values, PreallocatedCache) or past_key_values.width > 1:
         return False
+    if (prompt := reading.of(past_key_values)) is not None:
+        return past_key_values.fused and not prompt.needs_mask
     return past_key_values.stepping and past_key_values.fused
 
 
 def needs_no_mask(past_key_values: object) -> bool:
     """Return whether the layers read no mask: in a fused decode step, and in a captured prompt that is `causal`."""
-    return isinstance(past_key_values, PreallocatedCache) and (past_key_values.causal or decodes(past_key_values))
+    if not isinstance(past_key_values, PreallocatedCache):
+        return False
+    if past_key_values.causal and (prompt := reading.of(past_key_values)) is not None:
+        prompt.needs_mask = False
+    return past_key_values.causal or decodes(past_key_values)

@@ -48,7 +48,7 @@ from .fitness import unmasked_window
 from .greedy import choose
 from .nudge import Nudged
 from .policy import policy_of
-from .prompt_graph import PromptGraph, PromptGraphs
+from .prompt_graph import PromptGraphs
 from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
 from .sampling import Sampling, StepState
 from .step_inputs import StepInputs
@@ -553,7 +553,7 @@ class DecodeGraph:
         runs, rows = [self._step_with(sampling)], self.cache.batch_size
         for count in (tokens, self._policy.fewest_tokens):
             if (length := self.prompts.length_for(rows, count, self.cache.capacity)) is not None:
-                return [*runs, PromptGraph(self.model, self.cache, self._accepted, length).run]
+                return [*runs, self.prompts.new(self.model, self.cache, length).run]
         return runs
 
     def plain_step(self) -> Tensor:

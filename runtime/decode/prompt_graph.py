@@ -7,12 +7,19 @@ is filled up at its end, which causal attention lets no earlier token see; its l
 slots behind are written anew by the tokens to come. The first prompt of a length is read both ways, and only a graph
 that computes the same is kept. It serves that prompt too: the same call gives the same tokens the first and the
 second time.
+
+Where the layers have a `decode`, that reads the prompt (`core.reading`), if the model asks nothing but whether it needs
+a mask and is told no. Forms that fail, or that compute something else than the model's forward, are left for the next.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import inspect
 import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,7 +30,9 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.capture import capture
 from ..core.launch import rehearsing
+from ..core.reading import NoPromptForm, Reading
 from ..core.target import CHANGES
+from ..norms.add_norm import add_norm
 from .changes import Before
 from .policy import policy_of
 
@@ -33,21 +42,48 @@ MOST_TOKENS = 2048
 """Tokens of all rows together; with more of them the device is the slower one."""
 
 
-class PromptGraph:
-    """The forward of `length` tokens a row."""
+class Form(enum.Enum):
+    """Which functions read a prompt, the fastest first."""
 
-    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int):
+    LAST = "a step's functions, the last layer for the last token alone"
+    STEP = "a step's functions"
+    FORWARD = "the model's own forward"
+
+
+FORMS = (Form.LAST, Form.STEP, Form.FORWARD)
+"""Those that are tried, in this order, until one gives what the model's own forward gives. `(Form.FORWARD,)` leaves
+the others out."""
+
+
+class PromptGraph:
+    """The forward of `length` tokens a row.
+
+    Args:
+        model: a causal language model.
+        cache: that it is read into.
+        inputs: names that its forward takes.
+        length: N.
+        form: which functions read it.
+    """
+
+    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int, form: Form):
         self._model = weakref.ref(model)
         self.cache = cache
         device = cache.position.device
         with torch.inference_mode(False):
             self._input_ids = torch.zeros(cache.batch_size, length, dtype=torch.int64, device=device)
             positions = torch.arange(length, device=device)
-            self._last = torch.zeros(1, dtype=torch.int64, device=device)
+            self._last = torch.full((1,), length - 1, dtype=torch.int64, device=device)
+        self._tokens = length
+        """n, as `_last` has it."""
+        self._reading: Reading | None = None
+        if form is not Form.FORWARD:
+            self._reading = Reading(cache, self._last, form is Form.LAST, add_norm)
+        # Where a single row is left in the end, two cannot be kept: `_by_steps` looks whether it is.
         given = {
             "position_ids": positions[None],
             "cache_position": positions,
-            "logits_to_keep": self._last,
+            "logits_to_keep": 2 if form is Form.LAST else self._last,
         }
         self._inputs = {name: value for name, value in given.items() if name in inputs}
         self._logits: Tensor | None = None
@@ -60,9 +96,14 @@ class PromptGraph:
     def read(self, input_ids: Tensor) -> Tensor:
         """Read `[B, n]` into the empty cache and return the logits `[B, V]` that follow; the next read reuses them."""
         length = input_ids.shape[1]
-        self._input_ids[:, :length] = input_ids
-        self._input_ids[:, length:] = input_ids[:, -1:]
-        self._last.fill_(length - 1)
+        if length == self._input_ids.shape[1]:
+            self._input_ids.copy_(input_ids)
+        else:
+            self._input_ids[:, :length] = input_ids
+            self._input_ids[:, length:] = input_ids[:, -1:]
+        if length != self._tokens:
+            self._last.fill_(length - 1)
+            self._tokens = length
         if self._graph is None:
             self.run()
         else:
@@ -77,13 +118,19 @@ class PromptGraph:
         assert model is not None
         self.cache.rewind(0)
         self.cache.causal = is_causal(model, self._input_ids.shape[1])
+        reading = self._reading
+        if reading is not None and not self.cache.causal:
+            raise NoPromptForm(type(model).__name__, "its attention is not plainly causal")
         try:
             given = {"input_ids": self._input_ids, argument_of(model): self.cache, **self._inputs}
-            outputs = model(use_cache=True, return_dict=True, **given)
+            with contextlib.nullcontext() if reading is None else reading.running():
+                logits = model(use_cache=True, return_dict=True, **given).logits
         finally:
             self.cache.causal = False
         self.cache.rewind(0)
-        self._logits = outputs.logits[:, -1]
+        if reading is not None and (reading.needs_mask or logits.shape[1] != 1):
+            raise NoPromptForm(type(model).__name__, "its layers read a mask, or more than the last token's row is left")
+        self._logits = logits[:, -1]
 
 
 def is_causal(model: Any, length: int) -> bool:
@@ -110,6 +157,8 @@ class PromptGraphs:
         self._inputs = inputs
         self._captures = captures
         self._policy = policy_of(model)
+        self._forms = list(FORMS if asks_for_masks_alone(model) else (Form.FORWARD,))
+        """Those that are left: what did not do for one length is not tried for another."""
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._graphs: dict[int, PromptGraph] = {}
         self._addresses: tuple[int, ...] = ()
@@ -170,40 +219,77 @@ class PromptGraphs:
             return graph.read(input_ids)
         model = self._model()
         assert model is not None
-        graph = PromptGraph(model, cache, self._inputs, length)
         if self._captures:
-            warm_up(graph.run)
+            warm_up(self.new(model, cache, length).run)
         with rehearsing():
-            expected = ordinary().float()
-        cache.rewind(0)
-        before: Any = None
-        if CHANGES:
-            before = Before(model, [])
-        try:
-            if self._captures:
-                graph.capture(pool)
-            logits = graph.read(input_ids)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            self._refuse("fails", f"{type(error).__name__}: {error}")
-        else:
-            distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-            if before is not None and before.changes() is not None:
-                self._refuse("changes", "a prompt leaves something on the model")
-            elif distance < self._policy.tolerance:
-                self.clear_if_moved()
-                self._graphs[length], self._addresses = graph, _addresses_of(self._model())
-                return logits
+            expected = [ordinary().float(), *_some_slots(cache, input_ids.shape[1])]
+        while self.refusal is None:
+            cache.rewind(0)
+            graph = self.new(model, cache, length)
+            before: Any = None
+            if CHANGES:
+                before = Before(model, [])
+            try:
+                if self._captures:
+                    graph.capture(pool)
+                logits = graph.read(input_ids)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                self._refuse("fails", f"{type(error).__name__}: {error}")
             else:
-                self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
+                found = [logits.float(), *_some_slots(cache, input_ids.shape[1])]
+                distance = _distance(found, expected)
+                if before is not None and before.changes() is not None:
+                    self._refuse("changes", "a prompt leaves something on the model")
+                elif distance < self._policy.tolerance:
+                    self.clear_if_moved()
+                    self._graphs[length], self._addresses = graph, _addresses_of(self._model())
+                    return logits
+                else:
+                    self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
         cache.rewind(0)
         return ordinary()
 
+    def new(self, model: Any, cache: PreallocatedCache, length: int) -> PromptGraph:
+        """Return what reads a prompt in the first form that is left."""
+        return PromptGraph(model, cache, self._inputs, length, self._forms[0])
+
     def _refuse(self, reason: str, detail: str) -> None:
-        """Read no further prompt in a graph, and count why."""
+        """Read no further prompt in this form; after the last one in no graph, and count why."""
+        if len(self._forms) > 1:
+            self._forms.pop(0)
+            return
         self.refusal = detail
         backend.count_fallback("prompt_graph", reason, self._model())
+
+
+def _some_slots(cache: PreallocatedCache, tokens: int) -> list[Tensor]:
+    """Return what up to 16 slots of a prompt of so many tokens hold, of each layer's buffers."""
+    slots = torch.arange(0, tokens, max(1, tokens // 15), device=cache.position.device)
+    return [buffer.index_select(-2, slots).float() for buffer in cache.buffers]
+
+
+def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative distance: of a row of logits, and of a layer's slots."""
+    logits, wanted = found[0], expected[0]
+    far = [((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()]
+    far += [(one - two).norm() / two.norm().clamp_min(1e-30) for one, two in zip(found[1:], expected[1:], strict=True)]
+    return float(torch.stack([value.to(far[0]) for value in far]).max())
+
+
+def asks_for_masks_alone(model: Any) -> bool:
+    """Return whether nothing but layers asks `decodes`: a model that does makes masks that a step has no need of, and
+    a prompt may.
+    """
+    kinds = {type(module) for module in model.modules()}
+    forwards = [inspect.unwrap(kind.forward).__code__ for kind in kinds if not hasattr(kind, "decode")]
+    return not any(_names(code, "decodes") for code in forwards)
+
+
+def _names(code: CodeType, name: str) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return name in code.co_names or any(_names(one, name) for one in inner)
 
 
 def _addresses_of(model: Any) -> tuple[int, ...]:

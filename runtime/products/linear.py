@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..core import backend, deferring
+from ..core import backend, deferring, reading
 from ..core.local import is_local
 from ..core.rows import KERNEL_DTYPES
 from ..core.rows import few_rows as few_rows_of
@@ -92,6 +92,9 @@ def linear(
     Returns:
         `[N, O]`.
     """
+    prompt = reading.current()
+    if prompt is not None and residual is not None:
+        residual = prompt.beside(input, residual)
     if FORMATS and is_block_linear(projection):
         scaled = block_linear(input, (projection,), norm, residual)
         if scaled is not None:
@@ -112,8 +115,10 @@ def linear(
         elif isinstance(parameters, str) and not is_local(projection):
             backend.count_fallback("linear", parameters, projection)
         norm = norm if prologue is not None else None
-    output: Tensor = projection(input if norm is None else norm(input))
-    return output if residual is None else residual + output
+    output: Tensor = projection(input if norm is None else reading.normed(input, norm))
+    if residual is None:
+        return output
+    return residual + output if prompt is None else prompt.added(output, residual)
 
 
 def takes_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -164,7 +169,7 @@ def gated_linear(
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
     if norm is not None:
-        input = norm(input)
+        input = reading.normed(input, norm)
     if len(projections) == 1:
         gate, up = projections[0](input).chunk(2, dim=-1)
     else:
