@@ -31,12 +31,12 @@ def read(model, normed, table=None, **form):
 
 for model in LLAMAS:
     case(f"{model.name}, prompt", read, model, normed=False)
-case("Qwen3 30B-A3B, prompt", read, QWEN3_30B, normed=True)
-case("8B, interleaved half table, prompt", read, LLAMA_8B, False, 32, interleaved=True, half_table=True)
+case("Qwen3 30B, prompt", read, QWEN3_30B, normed=True)
+case("8B, 64 columns, prompt", read, LLAMA_8B, False, 32, interleaved=True, half_table=True)
 """
 
-BLOCK_HEADS = 8
-"""Heads of a program, which takes one token: as `rotary` has it, at 96% of a copy's bandwidth there."""
+PAIRS, THREADS = 512, 128
+"""Pairs of columns of a program, which takes some heads of one token: a thread has four, two loads of 8 bytes. With eight it spills."""
 
 if backend.triton_installed():
     import triton
@@ -177,12 +177,14 @@ def qkv_prompt(
     heads = q.shape[-1] // head_dim
     query = q.new_empty(batch, tokens, heads, head_dim)
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.sin)
+    block = 1 << (head_dim // 2 - 1).bit_length()
+    block_heads = max(1, PAIRS // block)
     strides = (0, 0) if rotation is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
     overlap = overlaps(q)
     with backend.device_guard(q):
         qkv_prompt_kernel.launch(
-            grid(-(-heads // BLOCK_HEADS) - 2 * (-kv_heads // BLOCK_HEADS), batch * tokens),
-            128 // WAVE,
+            grid(-(-heads // block_heads) - 2 * (-kv_heads // block_heads), batch * tokens),
+            THREADS // WAVE,
             (q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, query, keys, values),
             (capacity, batch * tokens, tokens),
             (q.stride(1), k.stride(1), v.stride(1), *strides),
@@ -190,7 +192,7 @@ def qkv_prompt(
             (
                 heads, kv_heads, head_dim, 0 if rotation is None else rotation.columns,
                 rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
-                q_norm is not None, k_norm is not None, overlap, BLOCK_HEADS, 1 << (head_dim // 2 - 1).bit_length(),
+                q_norm is not None, k_norm is not None, overlap, block_heads, block,
             ),
             overlap=overlap,
         )  # fmt: skip
