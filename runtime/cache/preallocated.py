@@ -70,6 +70,8 @@ class PreallocatedCache(Cache):
             """The slot that the running step writes, which is the number of tokens before it."""
             self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """The first slot of each row that is no left padding."""
+        self._is_padded = False
+        """Whether `starts` are others than the first slots, as far as `pad` knows."""
         self.slots = self.position
         """`[n]` the slots that the running step writes."""
         self._arrived: list[Tensor] = []
@@ -158,13 +160,25 @@ class PreallocatedCache(Cache):
         """Forget every token; the buffers, their addresses and their contents stay, states too."""
         self.rewind(0)
         self.position.zero_()
-        self.starts.zero_()
+        self.pad(None)
+
+    def pad(self, starts: Tensor | None) -> None:
+        """Say in which slot each row begins, `[B]`; None for the first one of each.
+
+        Where it was the first before, nothing is launched: a prompt waits for that.
+        """
+        if starts is not None:
+            self.starts.copy_(starts)
+        elif self._is_padded:
+            self.starts.zero_()
+        self._is_padded = starts is not None
 
     def clear(self) -> None:
         """Forget every token and zero the buffers: ordinary attention multiplies what it masks by zero, and a NaN of
-        an earlier sequence would come through.
+        an earlier sequence would come through. The position of the next step is left to who begins one.
         """
-        self.reset()
+        self.rewind(0)
+        self.pad(None)
         for layer in self.stateful_layers:
             states.forget(layer)
         if self.buffers:
@@ -195,7 +209,7 @@ class PreallocatedCache(Cache):
             states.copy(theirs, mine)
         self.rewind(other.length)
         self.position.copy_(other.position)
-        self.starts.copy_(other.starts)
+        self.pad(other.starts if other._is_padded else None)
 
     def load(self, dynamic: DynamicCache) -> None:
         """Take over what transformers' growing cache holds; a sliding layer's keys go where their positions are."""

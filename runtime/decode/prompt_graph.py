@@ -275,7 +275,7 @@ def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
     logits, wanted = found[0], expected[0]
     far = [((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()]
     far += [(one - two).norm() / two.norm().clamp_min(1e-30) for one, two in zip(found[1:], expected[1:], strict=True)]
-    return float(torch.stack([value.to(far[0]) for value in far]).max())
+    return float(torch.stack([value.to(far[0]) for value in far]).max().item())
 
 
 def asks_for_masks_alone(model: Any) -> bool:
