@@ -32,13 +32,14 @@ class Reading:
 
     Args:
         cache: that it is read into, from its first slot on.
+        tokens: N.
         last: `[1]` int64, n - 1.
         narrows: whether the last layer computes that token alone.
         add_norm: `norms.add_norm`, by which a sum comes with the norm that reads it.
     """
 
-    def __init__(self, cache: Any, last: Tensor, narrows: bool, add_norm: AddNorm):
-        self.cache, self.last, self.narrows = weakref.ref(cache), last, narrows
+    def __init__(self, cache: Any, tokens: int, last: Tensor, narrows: bool, add_norm: AddNorm):
+        self.cache, self.tokens, self.last, self.narrows = weakref.ref(cache), tokens, last, narrows
         self.needs_mask = True
         """Until the model has asked for no mask; its layers have no step that heeds one."""
         self._add_norm = add_norm
@@ -69,7 +70,13 @@ class Reading:
         return self.narrows and cache is not None and layer_idx == len(cache.layers) - 1
 
     def of_last(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return the token n - 1 of a tensor with N of them, its dimension kept."""
+        """Return the token n - 1 of a tensor with N of them, its dimension kept.
+
+        Raises:
+            NoPromptForm: if that dimension is not of the tokens; a GPU would stop for good at a row that is not there.
+        """
+        if tensor.dim() <= dim or tensor.shape[dim] != self.tokens:
+            raise NoPromptForm("a layer", f"{tuple(tensor.shape)} has not {self.tokens} tokens in dimension {dim}")
         return tensor.index_select(dim, self.last)
 
     def beside(self, input: Tensor, residual: Tensor) -> Tensor:

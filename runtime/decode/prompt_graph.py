@@ -78,7 +78,7 @@ class PromptGraph:
         """n, as `_last` has it."""
         self._reading: Reading | None = None
         if form is not Form.FORWARD:
-            self._reading = Reading(cache, self._last, form is Form.LAST, add_norm)
+            self._reading = Reading(cache, length, self._last, form is Form.LAST, add_norm)
         # Where a single row is left in the end, two cannot be kept: `_by_steps` looks whether it is.
         given = {
             "position_ids": positions[None],
