@@ -212,7 +212,7 @@ def _launches(runtime: str, model: Any, batch: int, context: int) -> dict[Any, A
         graph.plain_step()
     with launch.rehearsing():
         for greedy in _greedy(sampling, model):
-            for run in graph.launching(tokens, greedy):
+            for run in graph.launching(tokens, greedy, every=True):
                 launch.collect(found.setdefault)
                 try:
                     run()

@@ -34,7 +34,10 @@ numbers of two processes differ for nothing."""
 FEWEST_TOKENS = 512
 """Of a prompt, for a trial: shorter ones spend little in attention."""
 
-_CANDIDATES = {SDPBackend.FLASH_ATTENTION: can_use_flash_attention, SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention}
+_CANDIDATES = {
+    SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
+    SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
+}
 _chosen: dict[tuple[Any, ...], SDPBackend | None] = {}
 
 

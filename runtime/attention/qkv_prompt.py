@@ -212,4 +212,3 @@ def turns_prompt(rotation: Rotation | None, rows: int, tokens: int, head_dim: in
 def has_dense_rows(*tensors: Tensor) -> bool:
     """Return whether each row of `[B, N, X]` is dense and rows follow each other at one stride."""
     return all(x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) for x in tensors)
-

@@ -91,7 +91,13 @@ class PromptGraph:
 
     def capture(self, pool: Any) -> None:
         """Read in a graph from here on, with memory of a pool."""
-        self._graph = capture(self.run, self.run, self._last.device, pool)
+        self._graph = capture(self.run, self.rehearse, self._last.device, pool)
+
+    def rehearse(self) -> None:
+        """Launch what a run to come launches: behind the first one it is known which norm reads which sum."""
+        self.run()
+        if self._reading is not None:
+            self.run()
 
     def read(self, input_ids: Tensor) -> Tensor:
         """Read `[B, n]` into the empty cache and return the logits `[B, V]` that follow; the next read reuses them."""
@@ -129,7 +135,9 @@ class PromptGraph:
             self.cache.causal = False
         self.cache.rewind(0)
         if reading is not None and (reading.needs_mask or logits.shape[1] != 1):
-            raise NoPromptForm(type(model).__name__, "its layers read a mask, or more than the last token's row is left")
+            raise NoPromptForm(
+                type(model).__name__, "its layers read a mask, or more than the last token's row is left"
+            )
         self._logits = logits[:, -1]
 
 
@@ -157,7 +165,7 @@ class PromptGraphs:
         self._inputs = inputs
         self._captures = captures
         self._policy = policy_of(model)
-        self._forms = list(FORMS if asks_for_masks_alone(model) else (Form.FORWARD,))
+        self._forms = list(FORMS if steps_read_prompts(model) else (Form.FORWARD,))
         """Those that are left: what did not do for one length is not tried for another."""
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._graphs: dict[int, PromptGraph] = {}
@@ -220,12 +228,12 @@ class PromptGraphs:
         model = self._model()
         assert model is not None
         if self._captures:
-            warm_up(self.new(model, cache, length).run)
+            warm_up(self.rehearsal(model, cache, length))
         with rehearsing():
             expected = [ordinary().float(), *_some_slots(cache, input_ids.shape[1])]
         while self.refusal is None:
             cache.rewind(0)
-            graph = self.new(model, cache, length)
+            graph = PromptGraph(model, cache, self._inputs, length, self._forms[0])
             before: Any = None
             if CHANGES:
                 before = Before(model, [])
@@ -251,9 +259,27 @@ class PromptGraphs:
         cache.rewind(0)
         return ordinary()
 
-    def new(self, model: Any, cache: PreallocatedCache, length: int) -> PromptGraph:
-        """Return what reads a prompt in the first form that is left."""
-        return PromptGraph(model, cache, self._inputs, length, self._forms[0])
+    def rehearsal(
+        self, model: Any, cache: PreallocatedCache, length: int, *, every: bool = False
+    ) -> Callable[[], None]:
+        """Return what launches the kernels of a prompt, in the first form that reads it or in `every` one.
+
+        A model that has a layer of each kind alone is all last layers: its other ones are met in the next form.
+        """
+        graphs = [PromptGraph(model, cache, self._inputs, length, form) for form in self._forms]
+
+        def run() -> None:
+            for graph in graphs:
+                try:
+                    graph.rehearse()
+                except (RuntimeError, TypeError, ValueError, IndexError):
+                    if graph is graphs[-1]:
+                        raise
+                else:
+                    if not every:
+                        return
+
+        return run
 
     def _refuse(self, reason: str, detail: str) -> None:
         """Read no further prompt in this form; after the last one in no graph, and count why."""
@@ -278,13 +304,17 @@ def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
     return float(torch.stack([value.to(far[0]) for value in far]).max().item())
 
 
-def asks_for_masks_alone(model: Any) -> bool:
-    """Return whether nothing but layers asks `decodes`: a model that does makes masks that a step has no need of, and
-    a prompt may.
+def steps_read_prompts(model: Any) -> bool:
+    """Return whether layers have a `decode`, and nothing else asks `decodes`: a model that does so makes masks that a
+    step has no need of, and a prompt may.
     """
     kinds = {type(module) for module in model.modules()}
-    forwards = [inspect.unwrap(kind.forward).__code__ for kind in kinds if not hasattr(kind, "decode")]
-    return not any(_names(code, "decodes") for code in forwards)
+    others = [kind for kind in kinds if not hasattr(kind, "decode")]
+    return len(others) < len(kinds) and not any(
+        _names(code, "decodes")
+        for kind in others
+        if isinstance(code := getattr(inspect.unwrap(kind.forward), "__code__", None), CodeType)
+    )
 
 
 def _names(code: CodeType, name: str) -> bool:

@@ -21,7 +21,9 @@ ROTATIONS = [(16, False, False), (8, False, True), (8, True, False), (0, False, 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize(("columns", "interleaved", "half_table"), ROTATIONS)
-@pytest.mark.parametrize(("batch", "tokens", "heads", "normed"), [(1, 9, 5, False), (2, 3, 66, True), (2, 1, 2, False)])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "normed"), [(1, 9, 5, False), (2, 3, 66, True), (2, 1, 2, False)]
+)
 def test_queries_keys_and_values_of_every_token(
     batch: int,
     tokens: int,
