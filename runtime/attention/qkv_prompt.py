@@ -36,7 +36,8 @@ case("8B, 64 columns, prompt", read, LLAMA_8B, False, 32, interleaved=True, half
 """
 
 PAIRS, THREADS = 512, 128
-"""Pairs of columns of a program, which takes some heads of one token: a thread has four, two loads of 8 bytes. With eight it spills."""
+"""Pairs of columns of a program, which takes some heads of one token: a thread has four, two loads of 8 bytes. With
+eight it spills (heads of 64, Triton 3.8)."""
 
 if backend.triton_installed():
     import triton

@@ -1,8 +1,8 @@
 """What a graph that reads a prompt tells the functions of a step: they read its tokens, and not one token a row.
 
-B rows, N tokens of the graph, n <= N tokens of the prompt. A layer's `decode` has in one line what its `forward` has in
-several, which a prompt wants as well: rotation and cache write as one kernel, a sum beside the norm that reads it. And
-behind the keys and values of the last layer only the token n - 1 is needed: from there on a single row is computed.
+B rows, N tokens of the graph, n <= N tokens of the prompt. A layer's `decode` has in one line what its `forward` has
+in several, which a prompt wants as well: rotation and cache write as one kernel, a sum beside the norm that reads it.
+And behind the keys and values of the last layer only the token n - 1 is needed: from there on one row is computed.
 
 The functions ask `current()`; outside of such a prompt it is None.
 """

@@ -344,7 +344,7 @@ def _unfit_inputs(model: Any, call: Call) -> str | None:
         return "input_device"
     if (reason := _unfit_cache(model, call)) is not None:
         return reason
-    batch, past = call.input_ids.shape[0], length_of(call.cache)
+    past = length_of(call.cache)
     if _is_odd_mask(call, {call.input_ids.shape[1], past + call.input_ids.shape[1]}):
         return "attention_mask"
     position_ids = call.inputs.get("position_ids")

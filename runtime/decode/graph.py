@@ -566,18 +566,17 @@ class DecodeGraph:
         _WARM.add(self.model)
         return Compilation(found, self.device, loading)
 
-    def launching(self, tokens: int, sampling: Sampling, *, every: bool = False) -> list[Callable[[], None]]:
+    def launching(self, tokens: int, sampling: Sampling) -> list[Callable[[], None]]:
         """Return what launches the kernels of a call: a step with a sampling, and a prompt that a graph could read.
 
         Args:
             tokens: of the prompt; the shortest there is stands for one that no graph reads.
             sampling: what follows a step.
-            every: whether a prompt is read in every form: where the model is not whole, its first one shows not all.
         """
         runs, rows = [self._step_with(sampling)], self.cache.batch_size
         for count in (tokens, self._policy.fewest_tokens):
             if (length := self.prompts.length_for(rows, count, self.cache.capacity)) is not None:
-                return [*runs, self.prompts.rehearsal(self.model, self.cache, length, every=every)]
+                return [*runs, self.prompts.rehearsal(self.model, self.cache, length)]
         return runs
 
     def plain_step(self) -> Tensor:

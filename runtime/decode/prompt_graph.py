@@ -8,8 +8,9 @@ slots behind are written anew by the tokens to come. The first prompt of a lengt
 that computes the same is kept. It serves that prompt too: the same call gives the same tokens the first and the
 second time.
 
-Where the layers have a `decode`, that reads the prompt (`core.reading`), if the model asks nothing but whether it needs
-a mask and is told no. Forms that fail, or that compute something else than the model's forward, are left for the next.
+Where the layers have a `decode`, that reads the prompt (`core.reading`), if the model asks nothing but whether it
+needs a mask and is told no. A form that fails, or that computes something else than the model's forward, is left for
+the next one.
 """
 
 from __future__ import annotations
@@ -168,6 +169,8 @@ class PromptGraphs:
         self._forms = list(FORMS if steps_read_prompts(model) else (Form.FORWARD,))
         """Those that are left: what did not do for one length is not tried for another."""
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self.rehearses_every_form = False
+        """Whether all forms are, and not the first that reads a prompt alone: for models that are not whole."""
         self._graphs: dict[int, PromptGraph] = {}
         self._addresses: tuple[int, ...] = ()
         """Of the weights that the graphs read."""
@@ -246,7 +249,9 @@ class PromptGraphs:
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 self._refuse("fails", f"{type(error).__name__}: {error}")
             else:
-                found = [logits.float(), *_some_slots(cache, input_ids.shape[1])]
+                found = [logits.float()]
+                if self._forms[0] is not Form.FORWARD:
+                    found += _some_slots(cache, input_ids.shape[1])
                 distance = _distance(found, expected)
                 if before is not None and before.changes() is not None:
                     self._refuse("changes", "a prompt leaves something on the model")
@@ -259,13 +264,8 @@ class PromptGraphs:
         cache.rewind(0)
         return ordinary()
 
-    def rehearsal(
-        self, model: Any, cache: PreallocatedCache, length: int, *, every: bool = False
-    ) -> Callable[[], None]:
-        """Return what launches the kernels of a prompt, in the first form that reads it or in `every` one.
-
-        A model that has a layer of each kind alone is all last layers: its other ones are met in the next form.
-        """
+    def rehearsal(self, model: Any, cache: PreallocatedCache, length: int) -> Callable[[], None]:
+        """Return what launches the kernels of a prompt, in the first form that reads it."""
         graphs = [PromptGraph(model, cache, self._inputs, length, form) for form in self._forms]
 
         def run() -> None:
@@ -276,7 +276,7 @@ class PromptGraphs:
                     if graph is graphs[-1]:
                         raise
                 else:
-                    if not every:
+                    if not self.rehearses_every_form:
                         return
 
         return run
@@ -297,10 +297,12 @@ def _some_slots(cache: PreallocatedCache, tokens: int) -> list[Tensor]:
 
 
 def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative distance: of a row of logits, and of a layer's slots."""
+    """Return the largest relative distance: of a row of logits, and of a layer's slots as far as they were found."""
     logits, wanted = found[0], expected[0]
     far = [((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()]
-    far += [(one - two).norm() / two.norm().clamp_min(1e-30) for one, two in zip(found[1:], expected[1:], strict=True)]
+    far += [
+        (one - two).norm() / two.norm().clamp_min(1e-30) for one, two in zip(found[1:], expected[1:], strict=False)
+    ]
     return float(torch.stack([value.to(far[0]) for value in far]).max().item())
 
 

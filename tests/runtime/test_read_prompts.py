@@ -174,7 +174,7 @@ def test_layers_take_their_step_once_the_model_was_told_that_it_needs_no_mask() 
 
 
 def test_only_rows_that_are_there_are_taken() -> None:
-    cache, prompt = reading()
+    _cache, prompt = reading()
     tokens = torch.arange(4.0).view(1, 4, 1)
     assert prompt.of_last(tokens).item() == 2
     assert prompt.beside(torch.ones(1, 1, 3), tokens).shape == (1, 1, 1)
@@ -183,7 +183,8 @@ def test_only_rows_that_are_there_are_taken() -> None:
         with pytest.raises(NoPromptForm):
             prompt.of_last(other)
     assert [prompt.is_last(number) for number in (0, 1)] == [False, True]
-    assert not reading(narrows=False)[1].is_last(1)
+    _cache, prompt = reading(narrows=False)
+    assert not prompt.is_last(1)
 
 
 class Norm(torch.nn.Module):
@@ -197,7 +198,7 @@ class Norm(torch.nn.Module):
 
 
 def test_a_sum_comes_with_the_norm_that_read_it_before() -> None:
-    cache, prompt = reading()
+    _cache, prompt = reading()
     first, other = Norm(), Norm()
     x, residual = torch.randn(1, 4, 3), torch.randn(1, 4, 3)
 
