@@ -126,8 +126,6 @@ class PromptGraph:
         self.cache.rewind(0)
         self.cache.causal = is_causal(model, self._input_ids.shape[1])
         reading = self._reading
-        if reading is not None and not self.cache.causal:
-            raise NoPromptForm(type(model).__name__, "its attention is not plainly causal")
         try:
             given = {"input_ids": self._input_ids, argument_of(model): self.cache, **self._inputs}
             with contextlib.nullcontext() if reading is None else reading.running():
@@ -236,7 +234,8 @@ class PromptGraphs:
             expected = [ordinary().float(), *_some_slots(cache, input_ids.shape[1])]
         while self.refusal is None:
             cache.rewind(0)
-            graph = PromptGraph(model, cache, self._inputs, length, self._forms[0])
+            form = self._forms_for(length)[0]
+            graph = PromptGraph(model, cache, self._inputs, length, form)
             before: Any = None
             if CHANGES:
                 before = Before(model, [])
@@ -247,26 +246,26 @@ class PromptGraphs:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                self._refuse("fails", f"{type(error).__name__}: {error}")
+                self._refuse(form, "fails", f"{type(error).__name__}: {error}")
             else:
                 found = [logits.float()]
-                if self._forms[0] is not Form.FORWARD:
+                if form is not Form.FORWARD:
                     found += _some_slots(cache, input_ids.shape[1])
                 distance = _distance(found, expected)
                 if before is not None and before.changes() is not None:
-                    self._refuse("changes", "a prompt leaves something on the model")
+                    self._refuse(form, "changes", "a prompt leaves something on the model")
                 elif distance < self._policy.tolerance:
                     self.clear_if_moved()
                     self._graphs[length], self._addresses = graph, _addresses_of(self._model())
                     return logits
                 else:
-                    self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
+                    self._refuse(form, "differs", f"tokens behind the prompt change its logits by {distance:.3g}")
         cache.rewind(0)
         return ordinary()
 
     def rehearsal(self, model: Any, cache: PreallocatedCache, length: int) -> Callable[[], None]:
         """Return what launches the kernels of a prompt, in the first form that reads it."""
-        graphs = [PromptGraph(model, cache, self._inputs, length, form) for form in self._forms]
+        graphs = [PromptGraph(model, cache, self._inputs, length, form) for form in self._forms_for(length)]
 
         def run() -> None:
             for graph in graphs:
@@ -281,10 +280,14 @@ class PromptGraphs:
 
         return run
 
-    def _refuse(self, reason: str, detail: str) -> None:
-        """Read no further prompt in this form; after the last one in no graph, and count why."""
-        if len(self._forms) > 1:
-            self._forms.pop(0)
+    def _forms_for(self, length: int) -> list[Form]:
+        """Return the forms that may read a prompt of a length: where a window is shorter, layers read a mask."""
+        return self._forms if is_causal(self._model(), length) else [Form.FORWARD]
+
+    def _refuse(self, form: Form, reason: str, detail: str) -> None:
+        """Read no further prompt in a form; after the last one in no graph, and count why."""
+        if form is not Form.FORWARD:
+            self._forms.remove(form)
             return
         self.refusal = detail
         backend.count_fallback("prompt_graph", reason, self._model())
