@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,12 +29,11 @@ from ..products.linear import before, few_rows, is_one_row, takes_few_rows, tile
 from ..products.prologue import (
     LayerNormPrologue,
     Norm,
-    Prologue,
     norm_arguments,
-    prologue_of,
     several_rows_norm,
     shift_of,
 )
+from .head_norms import head_norms, over_one_head, split_heads
 from .qkv_prompt import has_dense_rows, qkv_prompt, turns_prompt
 from .qkv_rows import form_for_rows, launch_qkv_rows
 from .rope_cache import Rotation, rope_cache, writable
@@ -221,7 +219,7 @@ def qkv_step(
                     return launch_qkv(
                         x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
                     )
-            elif few and not is_one_row(x) and (heads := _head_norms(q_norm, k_norm, head_dim)) is not None:
+            elif few and not is_one_row(x) and (heads := head_norms(q_norm, k_norm, head_dim)) is not None:
                 form = form_for_rows(x, weight, head_dim, heads != (None, None))
                 if form is not None:
                     norms = (several_rows_norm(prologue), *heads)
@@ -321,8 +319,8 @@ def _prompt_step(
         return None
     if not _kernels_write(q, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
         return None
-    q, q_prologue = _over_one_head(q, q_norm, head_dim)
-    k, k_prologue = _over_one_head(k, k_norm, head_dim)
+    q, q_prologue = over_one_head(q, q_norm, head_dim)
+    k, k_prologue = over_one_head(k, k_norm, head_dim)
     return qkv_prompt(q, k, v, layer.keys, layer.values, rotation, q_prologue, k_prologue)
 
 
@@ -338,11 +336,11 @@ def _plain_step(
     **options: bool,
 ) -> Tensor:
     q, k, v = projected
-    query, key = _heads(q, q_norm, head_dim), _heads(k, k_norm, head_dim)
+    query, key = split_heads(q, q_norm, head_dim), split_heads(k, k_norm, head_dim)
     if position_embeddings is not None:
         cos, sin = position_embeddings
         query, key = rotary(query, key, cos, sin, partial=True, **options)
-    past_key_values.update(key, _heads(v, None, head_dim), layer_idx)
+    past_key_values.update(key, split_heads(v, None, head_dim), layer_idx)
     return query
 
 
@@ -388,33 +386,9 @@ def _norm_rope_cache(
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     kv_size = kv_heads * head_dim
     q, k, v = packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
-    q, q_prologue = _over_one_head(q, q_norm, head_dim)
-    k, k_prologue = _over_one_head(k, k_norm, head_dim)
+    q, q_prologue = over_one_head(q, q_norm, head_dim)
+    k, k_prologue = over_one_head(k, k_norm, head_dim)
     return rope_cache(q, k, v, keys, values, position, rotation, q_prologue, k_prologue)
-
-
-def _head_norms(
-    q_norm: nn.Module | None, k_norm: nn.Module | None, head_dim: int
-) -> tuple[Prologue | None, Prologue | None] | None:
-    """Return both norms for a kernel; None where one of them is something else than an RMSNorm over one head."""
-    of_query, of_key = (None if norm is None else _of_one_head(norm, head_dim) for norm in (q_norm, k_norm))
-    known = (of_query is None) == (q_norm is None) and (of_key is None) == (k_norm is None)
-    return (of_query, of_key) if known else None
-
-
-def _of_one_head(norm: nn.Module, head_dim: int) -> Prologue | None:
-    prologue = prologue_of(norm)
-    fits = prologue is not None and prologue.weight is not None and prologue.weight.shape == (head_dim,)
-    return prologue if fits else None
-
-
-def _over_one_head(x: Tensor, norm: nn.Module | None, head_dim: int) -> tuple[Tensor, Prologue | None]:
-    """Return the norm for the kernel where it is an RMSNorm over one head; any other is computed here."""
-    if norm is None:
-        return x, None
-    if (prologue := _of_one_head(norm, head_dim)) is not None:
-        return x, prologue
-    return _heads(x, norm, head_dim).transpose(1, 2).reshape(x.shape), None
 
 
 def launch_qkv(
@@ -457,14 +431,3 @@ def launch_qkv(
             overlap=overlap,
         )  # fmt: skip
     return query
-
-
-def _heads(x: Tensor, norm: nn.Module | None, head_dim: int) -> Tensor:
-    """Split `[B, 1, H D]` into `[B, H, 1, D]` and normalise over a head, or over all where the norm is that wide."""
-    shape = (*x.shape[:-1], -1, head_dim)
-    if norm is None:
-        return x.view(shape).transpose(1, 2)
-    weight = getattr(norm, "weight", None)
-    over_all = isinstance(weight, torch.Tensor) and weight.shape == (x.shape[-1],)
-    normed: Tensor = norm(x).view(shape) if over_all else norm(x.view(shape))
-    return normed.transpose(1, 2)
