@@ -12,25 +12,22 @@ graph is captured, takes both a few times.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..core import backend
+from ..core.fastest import fastest
 from .native_gqa import native_gqa
 
-ROUNDS = 7
-"""Calls of each kernel whose median counts."""
-GAIN = 0.95
-"""What a kernel takes, as a share of torch's own choice, to be preferred to that: less is noise, and would make the
-numbers of two processes differ for nothing."""
 FEWEST_TOKENS = 512
 """Of a prompt, for a trial: shorter ones spend little in attention."""
 
@@ -72,12 +69,6 @@ def prompt_attention_backend(query: Tensor, keys: Tensor, values: Tensor, scalin
     return _chosen[size]
 
 
-def choose(backends: dict[SDPBackend | None, float]) -> SDPBackend | None:
-    """Return the fastest kernel by milliseconds; None, torch's own choice, unless another one is clearly faster."""
-    fastest = min(backends, key=lambda name: backends[name])
-    return fastest if backends[fastest] < GAIN * backends[None] else None
-
-
 def _fastest(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> SDPBackend | None:
     grouped = query.shape[1] != keys.shape[1]
     parameters = SDPAParams(query, keys, values, None, 0.0, True, grouped)
@@ -85,25 +76,16 @@ def _fastest(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> SDP
     if len(able) < 2:
         return None
 
-    def once(name: SDPBackend | None) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with _preferring(name):
-            begin.record()
-            torch.nn.functional.scaled_dot_product_attention(
-                query, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
-            )
-            end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+    def way(name: SDPBackend | None) -> Callable[[], object]:
+        def run() -> object:
+            with _preferring(name):
+                return F.scaled_dot_product_attention(
+                    query, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
+                )
 
-    names = [None, *able]
-    for name in names:  # a first call builds a plan
-        once(name)
-    times: dict[SDPBackend | None, list[float]] = {name: [] for name in names}
-    for _ in range(ROUNDS):
-        for name in names:
-            times[name].append(once(name))
-    return choose({name: median(values) for name, values in times.items()})
+        return run
+
+    return fastest({name: way(name) for name in (None, *able)}, None)
 
 
 def _preferring(name: SDPBackend | None) -> AbstractContextManager[object]:

@@ -18,6 +18,7 @@ from rewrite.package.lock import Options
 from rewrite.runtime.attention import prompt_attention
 from rewrite.runtime.cache.names import argument_of
 from rewrite.runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
+from rewrite.runtime.core.fastest import choose
 from rewrite.runtime.core.reading import NoPromptForm, Reading, current, of, refuse
 from rewrite.runtime.norms.add_norm import add_norm
 from rewrite.transforms import select
@@ -223,7 +224,7 @@ def test_a_sum_comes_with_the_norm_that_read_it_before() -> None:
 
 def test_a_kernel_of_attention_is_chosen_where_it_is_clearly_faster() -> None:
     flash, cudnn = prompt_attention._CANDIDATES
-    assert prompt_attention.choose({None: 1.0, flash: 1.0, cudnn: 0.9}) is cudnn
-    assert prompt_attention.choose({None: 1.0, flash: 0.97, cudnn: 1.2}) is None
+    assert choose({None: 1.0, flash: 1.0, cudnn: 0.9}, None) is cudnn
+    assert choose({None: 1.0, flash: 0.97, cudnn: 1.2}, None) is None
     query = torch.randn(1, 4, 1024, 8)
     assert prompt_attention.prompt_attention_backend(query, query, query, 1.0) is None
