@@ -228,3 +228,46 @@ def test_a_kernel_of_attention_is_chosen_where_it_is_clearly_faster() -> None:
     assert choose({None: 1.0, flash: 0.97, cudnn: 1.2}, None) is None
     query = torch.randn(1, 4, 1024, 8)
     assert prompt_attention.prompt_attention_backend(query, query, query, 1.0) is None
+
+
+def test_sums_lie_where_the_sum_before_lay_if_nobody_reads_that(
+    pair: Callable[[str], tuple[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours, runtime = pair("llama")
+    products = importlib.import_module("prompts_llama.runtime.products")
+    monkeypatch.setattr(products, "overwriting_pays", lambda *_: True)
+    graph = runtime.DecodeGraph(ours, batch_size=2, capacity=256)
+    ids = prompt(2, 37)
+    with torch.no_grad():
+        expected = theirs(ids).logits[:, -1]
+        graph.prefill(ids)
+        (read,) = graph.prompts._graphs.values()
+        written: list[int] = []
+        overwritten = type(read._reading).overwritten
+        monkeypatch.setattr(
+            type(read._reading), "overwritten", lambda self, x: (written.append(x.data_ptr()), overwritten(self, x))[1]
+        )
+        read.rehearse()
+        assert read._reading.overwrites
+        assert len(written) == 4  # of two sums a layer all but the first, and the first of the last layer's one token
+        assert len(set(written[:3])) == 1
+        for tokens in (37, 128, 2):
+            ids = prompt(2, tokens)
+            expected = theirs(ids).logits[:, -1]
+            torch.testing.assert_close(graph.prefill(ids), expected, rtol=1e-4, atol=1e-4)
+        assert len(written) > 4
+
+        # A layer that reads its input once more, behind attention.
+        layer = ours.model.layers[1]
+        plain = layer.mlp.decode_residual
+        kept: list[torch.Tensor] = []
+        attend = layer.self_attn.decode_residual
+
+        def attending(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+            kept.append(hidden_states)
+            return attend(hidden_states, *rest)
+
+        monkeypatch.setattr(layer.self_attn, "decode_residual", attending)
+        monkeypatch.setattr(layer.mlp, "decode_residual", lambda x, *rest: plain(x + 0.5 * kept.pop(), *rest))
+        read.rehearse()
+        assert not read._reading.overwrites
