@@ -197,6 +197,11 @@ class PromptGraphs:
         """The lengths that are captured."""
         return sorted(self._graphs)
 
+    @property
+    def form(self) -> Form:
+        """The fastest form that is left."""
+        return self._forms[0]
+
     def clear(self) -> None:
         """Give the graphs back."""
         self._graphs.clear()
