@@ -26,9 +26,10 @@ def told(row: Row) -> str:
     for cell in row["cells"]:
         times = ", ".join(f"{name} {found['ms']:.3f}" for name, found in cell["sides"].items())
         errors = ", ".join(f"{name} {value:.2e}" for name, value in cell["parity"].items())
+        called, captured = cell["first_calls_s"]
         lines.append(
             f"{row['name']} batch {cell['batch']}: {times} ms; agrees {cell['agrees']} ({errors}); "
-            f"first two calls {cell['first_two_calls_s']:.2f} s {cell['errors'] or ''}"
+            f"first call {called:.2f} s, the one that captures {captured:.2f} s {cell['errors'] or ''}"
         )
     return "\n".join([*lines, f"  {row['explain']}".replace("\n", "\n  ")])
 

@@ -48,22 +48,39 @@ class Cells:
         self.ours = build(ours, config, dtype, given.device)
         self.theirs = sharing(original, self.ours)
         self.cells: dict[int, forward.Forward] = {}
-        self.first_seconds: dict[int, float] = {}
+        self.first_seconds: dict[int, list[float]] = {}
+        """Of the first call of each batch size, and of the second, which captures."""
+
+    def first_calls(self, batch: int, count: int = 2) -> list[float]:
+        """Return s that each of the first calls of a batch size takes, with the wait for its end."""
+        gpu = self.given.device != "cpu"
+        inputs = self.inputs(batch)
+        found = []
+        for _ in range(count):
+            if gpu:
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            with torch.no_grad():
+                self.ours(**inputs)
+            if gpu:
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - started)
+        return found
+
+    def inputs(self, batch: int) -> dict[str, Any]:
+        """Return what the model is called with."""
+        tokens = 11 if self.given.tiny else self.model.tokens[batch > 1]
+        return forward.arguments(self.ours, batch, tokens, self.given.device)
 
     def prepare(self) -> None:
         """Capture and compile everything."""
         given = self.given
         names, compiled = given.sides.split(","), [int(part) for part in given.compiled_batches.split(",") if part]
         for batch in [int(part) for part in given.batches.split(",")]:
-            tokens = self.model.tokens[batch > 1]
-            inputs = forward.arguments(self.ours, batch, 11 if given.tiny else tokens, given.device)
+            inputs = self.inputs(batch)
             wanted = [name for name in names if "compiled" not in name or batch in compiled]
             cell = forward.Forward(self.theirs, self.ours, self.graphs, inputs, given.device, wanted)
-            started = time.perf_counter()
-            with torch.no_grad():
-                for _ in range(2):
-                    self.ours(**inputs)
-            self.first_seconds[batch] = time.perf_counter() - started
+            self.first_seconds[batch] = self.first_calls(batch)
             cell.prepare()
             self.cells[batch] = cell
             gc.collect()
@@ -91,7 +108,8 @@ class Cells:
                 "errors": cell.errors,
                 "parity": parity,
                 "agrees": forward.agrees(parity),
-                "first_two_calls_s": self.first_seconds[batch],
+                "first_two_calls_s": sum(self.first_seconds[batch]),
+                "first_calls_s": self.first_seconds[batch],
             }
             row["cells"].append(entry)
         row["captured"] = [[list(map(list, shapes)), ms] for shapes, ms in self.store.captured_kinds(self.ours)]

@@ -3,11 +3,14 @@
     python bench/forwards.py measure PACKAGES --rows ROWS [--device cuda] [--names bert,vit] [--batches 1,32]
     python bench/forwards.py measure PACKAGES --rows ROWS --tiny --device cpu --names bert
     python bench/forwards.py lengths PACKAGES --rows ROWS [--names bert,modernbert] [--calls 60]
+    python bench/forwards.py first PACKAGES --rows ROWS [--names bert,vit] [--batch 1]
     python bench/forwards.py render
 
 `measure` writes the packages that are missing and starts a process for each model. They build, compile and capture
 side by side; then they are timed one after the other, so that nothing else runs meanwhile. `lengths` does the same
-with texts of many lengths. `render` writes docs/forwards.md from the rows.
+with texts of many lengths. `first` times the first calls of a process, each on its own; the second one captures. There
+is one process at a time: one that finds no kernel compiled, and then one that finds what the first compiled. `render`
+writes docs/forwards.md from the rows.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +71,19 @@ def main() -> None:
         parser.add_argument("--warm-seconds", type=float, default=60, help="after which no more is captured")
         parser.add_argument("--seconds", type=float, default=6, help="after which a batch size is no longer timed")
         parser.add_argument("--tiny", action="store_true")
+    alone = commands.add_parser("first")
+    alone.add_argument("packages", type=Path)
+    alone.add_argument("--rows", type=Path, required=True)
+    alone.add_argument("--names", default=",".join(model.name for model in MODELS))
+    alone.add_argument("--limit-seconds", type=float, default=180, help="after which no process is started")
+    only = commands.add_parser("first-child", help=argparse.SUPPRESS)
+    only.add_argument("name")
+    only.add_argument("package", type=Path)
+    only.add_argument("row", type=Path)
+    for parser in (alone, only):
+        parser.add_argument("--device", default="cuda")
+        parser.add_argument("--batch", type=int, default=1)
+        parser.add_argument("--tiny", action="store_true")
     commands.add_parser("render")
     given = made.parse_args()
     {
@@ -74,19 +91,28 @@ def main() -> None:
         "child": run_child,
         "lengths": measure,
         "lengths-child": run_lengths,
+        "first": measure_first,
+        "first-child": run_first,
         "render": lambda _: forward_page.write(),
     }[given.command](given)
 
 
-def measure(given: argparse.Namespace) -> None:
-    """Start every model's process, wait until all are warm, and let them measure in turn."""
-    names, deadline = given.names.split(","), time.monotonic() + given.limit_seconds
+def written(given: argparse.Namespace) -> list[str]:
+    """Write the packages that are missing, and return the names of the models."""
+    names = str(given.names).split(",")
     files = sorted({BY_NAME[name].file for name in names})
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for file, error in zip(files, pool.map(lambda file: package(given.packages, file), files), strict=True):
             if error:
                 print(f"{file}: {error}", flush=True)
     given.rows.mkdir(parents=True, exist_ok=True)
+    return names
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Start every model's process, wait until all are warm, and let them measure in turn."""
+    deadline = time.monotonic() + given.limit_seconds
+    names = written(given)
     children = {name: Child(given, name) for name in names}
     for child in children.values():
         child.wait_ready(deadline)
@@ -173,6 +199,41 @@ def run_lengths(given: argparse.Namespace) -> None:
     row = lengths.measured()
     given.row.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
     print(forward_lengths.told(row), flush=True)
+
+
+CALLS = 4
+"""Of a process, in `first`: the model's own, the one that captures, and two that replay."""
+
+
+def measure_first(given: argparse.Namespace) -> None:
+    """Run each model in a process of its own, one after the other: with no kernel compiled before, and once more."""
+    deadline = time.monotonic() + given.limit_seconds
+    for name in written(given):
+        with tempfile.TemporaryDirectory() as cache:
+            for kind in ("cold", "warm"):
+                if time.monotonic() > deadline:
+                    print(f"{name}, {kind}: no time was left", flush=True)
+                    continue
+                row = given.rows / f"{name}-first-{kind}.json"
+                command = [sys.executable, str(ROOT / "bench" / "forwards.py"), "first-child", name]
+                command += [str(given.packages / BY_NAME[name].file), str(row), "--device", given.device]
+                command += ["--batch", str(given.batch), *(["--tiny"] if given.tiny else [])]
+                found = {**environment(given.device), "TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+                run = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+                said = run.stdout if run.returncode == 0 else run.stdout + run.stderr[-1500:]
+                print(f"{name}, {kind}: {said.strip()}", flush=True)
+
+
+def run_first(given: argparse.Namespace) -> None:
+    """Build one model and time its first calls."""
+    from forward_run import Cells
+
+    cells = Cells(BY_NAME[given.name], given)
+    seconds = cells.first_calls(given.batch, CALLS)
+    row = {"name": given.name, "batch": given.batch, "calls_s": seconds, "explain": str(cells.explain(cells.ours))}
+    given.row.write_text(json.dumps(row, indent=1) + "\n", "utf-8")
+    called, captured, *replayed = seconds
+    print(f"first call {called:.2f} s, the one that captures {captured:.2f} s, then {min(replayed) * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":

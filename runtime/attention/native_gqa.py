@@ -267,7 +267,7 @@ def grouped_matmul(left: Tensor, right: Tensor, groups: int) -> Tensor:
 
     Returns:
         `[B, H, S, M]`. Differentiable; equal to the expanded product up to the order of the sums. Operands of other
-        shapes, which torch may broadcast, are multiplied after the copy.
+        shapes, which torch may broadcast, are multiplied after the copy. A compiler is given the original's product.
     """
     if groups == 1:
         return torch.matmul(left, right)
@@ -275,9 +275,19 @@ def grouped_matmul(left: Tensor, right: Tensor, groups: int) -> Tensor:
     if not four or left.shape[0] != right.shape[0] or left.shape[1] != right.shape[1] * groups:
         backend.count_fallback("grouped_matmul", "shape")
         return torch.matmul(left, right.repeat_interleave(groups, dim=1))
+    if backend.composes():
+        if right.stride(-1) != 1:  # a view of keys: what is copied is what lies in memory
+            return torch.matmul(left, _repeated_view(right.transpose(2, 3), groups).transpose(2, 3))
+        return torch.matmul(left, _repeated_view(right, groups))
     batch, heads, length, inner = left.shape
     folded = left.reshape(batch, right.shape[1], groups * length, inner)
     return torch.matmul(folded, right).view(batch, heads, length, right.shape[-1])
+
+
+def _repeated_view(tensor: Tensor, groups: int) -> Tensor:
+    """Return `[B, H, N, M]` of `[B, Hk, N, M]`, by functions that a compiler takes into the product."""
+    batch, kv_heads, rows, cols = tensor.shape
+    return tensor[:, :, None].expand(batch, kv_heads, groups, rows, cols).reshape(batch, kv_heads * groups, rows, cols)
 
 
 def grouped_attention(

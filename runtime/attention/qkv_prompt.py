@@ -18,7 +18,8 @@ from torch import Tensor
 from ..core import backend
 from ..core.launch import WAVE, Kernel, grid, overlaps
 from ..products.prologue import Prologue
-from .rope_cache import Rotation, head_scale, head_weight
+from .prepared import head_scale, head_weight
+from .rope_cache import Rotation
 
 CASES = """
 def read(model, normed, table=None, **form):

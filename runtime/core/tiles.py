@@ -32,6 +32,9 @@ STAGES = 2 if HIP else 5
 SPARED = 7 << 10
 """Bytes of shared memory that a skinny product leaves to what is not its tiles."""
 
+LEAST_FILL = 0.7
+"""Programs of a processor, average over most, with which a product of few rows is content."""
+
 MOST_AHEAD = 128
 """Elements of the weight that a thread may have in flight on AMD cards, in a product of one row.
 
@@ -49,17 +52,13 @@ MEASURED: dict[str, dict[str, Entry]] = {
     # others in whole steps of Llamas of 1B and 8B and of Qwen3-30B-A3B, with 512 tokens before.
     "NVIDIA H100 80GB HBM3": {
         "attention 1x4x8x128 1024": (8, 16, 32, 1, 4),
-        "attention 8x8x4x64 1024": (4, 4, 128, 1, 4),
         "gated 14336x4096x1": (2, 4096, 8),
         "linear 128256x4096x1": (2, 4096, 8),
-        "linear 2048x8192x2": (4, 4096, 16),
         "linear 4096x14336x1": (8, 1024, 4),
         "linear 4096x4096x1": (4, 2048, 4),
-        "linear 4096x4096x2": (4, 2048, 8),
         "linear 5120x2048x2": (8, 1024, 8),
         "linear 6144x4096x1": (8, 1024, 4),
         "qkv 32x2048x2": (1, 1024, 4),
-        "qkv 64x4096x2": None,
         "skinny_linear 128256x4096x1": (64, 256, 4),
         "skinny_linear 28672x4096x1": (64, 256, 4),
         "skinny_linear 4096x14336x1": (32, 512, 4),
@@ -99,6 +98,15 @@ def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None)
 
     found = entry(key(kind, rows, cols, element_size), device, ruled)
     return None if found is None else tuple(map(int, found))
+
+
+def one_tile(kind: str, rows: int, cols: int, element_size: int, device: int | None) -> Tile | None:
+    """Return what `tile` does for a kernel of 2 to 32 rows whose programs have one tile and no `skinny.Form.extra`."""
+    found = tile(kind, rows, cols, element_size, device)
+    if found is None or not any(found[5:]):
+        return found
+    height = 32 if kind.endswith("_32") else 16
+    return _several_rule(height, rows, cols, processors(device), shared_memory(device))
 
 
 def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entry:
@@ -144,38 +152,41 @@ def rule(
 
 
 def _plain_rule(rows: int, cols: int, processors: int) -> Tile:
-    """Return a tile for one row, found with 54 sizes of published models, `[640, 2560]` to `[262144, 1152]`.
+    """Return a tile for one row, found in whole steps of 10 models of 0.5B to 8B on an H200 (`bench/step_tiles.py`).
 
-    In chains of launches on an H100 (Triton 3.6, 2026-11-25) a product takes 1.05 times (geometric mean, at most 1.25)
-    what the best of about 40 tiles takes. A mask over the last block costs little and a small block much, in which a
-    program has few bytes on their way: blocks of 256 for 4,544 or 2,304 columns took up to twice as long. Few rows are
-    left to more programs.
+    A mask over the last block costs little and a small block much, in which a program has few bytes on their way. Few
+    rows are left to more programs; of many, which are a head, a program takes four where its columns are one block.
     """
     few = rows < 18 * processors
-    if cols <= 1024:
+    block: Tile
+    if cols <= 2048 and cols != 1536 and rows >= 64 * processors:
+        block = 4, 1024, 4
+    elif cols <= 1024:
         block = 2, _power(cols), 1
     elif cols < 1536:
         block = 2, 256, 1
     elif cols <= 2048:
         block = 2, 2048, 2
+    elif few and cols >= 8192:
+        block = 2, 512, 2
     elif (block_cols := _masking_little(cols, 2048)) == 2048:
-        block = (1, block_cols, 4) if few else (4, block_cols, 8)
+        block = (1, block_cols, 4 if cols % block_cols else 2) if few else (4, block_cols, 8)
     else:
         block = 2, block_cols, 4 if few else 2
     return _dividing(rows, block[0]), *block[1:]
 
 
 def _halves_rule(rows: int, cols: int, processors: int) -> Tile:
-    """Return a tile for one row where a program takes rows of two halves, found with 20 gated products as above.
-
-    They take 1.01 times what the best tile takes, at most 1.06 times.
-    """
+    """Return a tile for one row where a program takes rows of two halves: gated products, and pairs of a rotation."""
+    block: Tile
     if cols > 1024 and rows < 8 * processors:
-        block = 1, min(2048, _power(cols)), 8
+        block = (2, 512, 2) if cols <= 2560 else (1, 1024, 2) if cols < 4096 else (1, 2048, 8)
     elif cols <= 1024:
         block = 2, _power(cols), 2
     elif cols <= 1536:
         block = 2, 256, 2
+    elif 2048 < cols < 3072:
+        block = 2, 512, 2
     elif cols <= 4096:
         block = 1, 1024, 4 if cols <= 2048 else 8
     else:
@@ -210,52 +221,87 @@ def in_one_turn(processors: int) -> int:
 
 
 def _several_rule(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile:
-    """Return a tile for 2 to 32 rows, filled up to `height`, found with 39 sizes of published models and two heights.
+    """Return a tile for 2 to 32 rows, filled up to `height`, found in whole steps of eleven models.
 
-    In chains of launches on an H100 (Triton 3.6, 2026-11-25) a product takes 1.01 times (geometric mean, at most 1.12)
-    what the best of about 16 tiles takes; as `_skinny_rule` divides it, it took 1.26 times (1.98). Each processor has
-    one program where there are rows enough, with as much of the weight on its way as shared memory takes; sums that
-    meet cost more than processors that wait. Wide tiles that are not four times in flight spill on an A100 (compiled).
+    On an H200 (Triton 3.6, 2026-11-26, `bench/step_tiles.py`) a product takes 0.2 µs more (mean of 60, at most 1.7)
+    than with the best of about 25 tiles. What counts is how evenly programs fall to processors, and how soon the first
+    tile is there: three tiles in flight, of 32 KiB, read as fast as five.
     """
-    tile: Tile
-    if (whole := _whole_share(rows, cols, processors)) is not None:
-        return whole
-    if rows >= 64 * processors:
-        tile = 128, 128, 8, 1
-    elif rows > 32 * processors or (rows > 16 * processors and cols <= 1280):
-        tile = 64, 256, 4, 1
-    elif rows > 16 * processors or (rows >= 8 * processors and cols <= 2048):
-        tile = 32, 256, 4, 1
-    else:
+    tile = _of_many_rows(height, rows, cols, processors) or _of_few_rows(rows, cols, processors)
+    if tile is None:
         tile = _skinny_rule(rows, cols, 2, processors)
-    block_rows, block_cols, warps, splits, *stages = tile
+    block_rows, block_cols, warps, splits, most = tile
     block_cols = max(16, min(block_cols, _power(cols)))
-    most = stages[0] if stages else 8
 
     def fitting() -> int:
-        return min(most, (shared - SPARED) // (2 * block_cols * (block_rows + height)))
+        return (shared - SPARED) // (2 * block_cols * (block_rows + height))
 
-    while fitting() < 4 and block_cols > 64:
+    while fitting() < 4 and block_cols > 64:  # wider tiles spill on an A100 (compiled)
         block_cols //= 2
-    return block_rows, block_cols, warps, splits, max(1, min(fitting(), -(-cols // (block_cols * splits))))
+        most *= 2
+    return block_rows, block_cols, warps, splits, max(1, min(most, fitting(), -(-cols // (block_cols * splits))))
 
 
-def _whole_share(rows: int, cols: int, processors: int) -> Tile | None:
-    """Return a tile for 2 to 32 rows of a weight that is small, so that a kernel is short; None for a larger one.
+def _of_many_rows(height: int, rows: int, cols: int, processors: int) -> Tile | None:
+    """Return a tile for a weight of gates or a head, whose tiles of 128 rows are half as many as processors, or more.
 
-    A program has two tiles, and loads both before the kernel ahead has ended: two programs share a processor then, one
-    of each kernel. Where there is one program for each 64 rows, and two fill every processor, it has more. In whole
-    steps of a Llama of 1B on an H100 (Triton 3.6, 2026-11-25), 8 rows, against what the rest of `_several_rule` gives:
-    a step 1.217 → 1.146 ms. In chains of launches of one product, which all wait for each other, it is no faster; and
-    fewer columns are better not shared, and the sums of more than four programs take longer.
+    One program a processor has as much on its way as shared memory takes. Where that makes a second turn of a few
+    programs, and two on each processor hold all tiles at once, they are half as wide: 152 tiles on 132 processors take
+    28% less time so. Two tiles of 64 rows, loaded before the kernel ahead has ended, are sooner yet where two programs
+    a processor are all there are.
     """
-    block_rows, block_cols, warps, stages = 64, 256, 4, 2
-    tiles = -(-rows // block_rows)
-    splits, rest = divmod(cols, 2 * block_cols)
-    if not rest and splits == 4 and 0.9 * processors < tiles * splits <= 1.5 * processors:
-        return block_rows, block_cols, warps, splits, stages
-    fills = 1.7 * processors < tiles <= 2 * processors
-    return (block_rows, block_cols, warps, 1, stages) if fills and cols <= 2048 and cols % block_cols == 0 else None
+    tiles, halves = -(-rows // 128), -(-rows // 64)
+    if 2 * tiles < processors:
+        return None
+    if 1.7 * processors < halves <= 2 * processors and cols <= 2048 and cols % 256 == 0:
+        return 64, 256, 4, 1, 2
+    if processors < tiles <= 2 * processors or (tiles > processors and cols <= 2048 and height == 16):
+        return 128, 64, 4, 1, 5
+    return 128, 128, 8, 1, 8
+
+
+def _of_few_rows(rows: int, cols: int, processors: int) -> Tile | None:
+    """Return a tile of 64 rows for other weights, with as many programs to a row as fall to processors evenly.
+
+    Sums that meet cost more than a few processors that wait. Where nearly half of them would wait, a short program has
+    a neighbour on its processor and a long one more in flight.
+    """
+    tiles, most = -(-rows // 64), cols // 512
+    if cols <= 1280:
+        return (32, 256, 4, 1, 8) if rows >= 8 * processors else None
+    if cols == 2048 and 4 * tiles <= 2 * processors and _fill(4 * tiles, processors) >= LEAST_FILL:
+        return 64, 256, 4, 4, 2
+    splits = max(1, min(processors // tiles, most))
+    if splits * tiles >= LEAST_FILL * processors:
+        return 64, 256, 4, splits, 3
+    return (64, 256, 4, max(1, min(2 * processors // tiles, most)), 2) if cols < 4096 else (64, 256, 4, splits, 5)
+
+
+def _fill(programs: int, processors: int) -> float:
+    """Return how many programs a processor has, average over most."""
+    return programs / (processors * -(-programs // processors))
+
+
+FILL = 0.85
+"""Programs of a processor, average over most, below which a wide weight is divided otherwise."""
+PAIRS = ((64, 16), (64, 32), (128, 16), (128, 32), (128, 64))
+"""Rows of two tiles that a program may have, the sum of two powers of two."""
+
+
+def _in_pairs(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
+    """Return a form of two tiles for 2 to 32 rows of a wide weight that tiles of 128 divide badly; None for others.
+
+    140 tiles on 132 processors take two turns, the second for eight of them; 125 programs of 144 rows take one.
+    """
+    if rows < 64 * processors or _fill(-(-rows // 128), processors) >= FILL:
+        return None
+    for block_rows, extra in PAIRS:
+        whole = block_rows + extra
+        if rows <= whole * processors and _fill(-(-rows // whole), processors) >= FILL:
+            block_cols = max(16, min(128, _power(cols)))
+            stages = min(8, (shared - 2 * SPARED) // (2 * block_cols * (whole + height)), -(-cols // block_cols))
+            return (block_rows, block_cols, 8, 1, stages, extra) if stages > 2 else None
+    return None
 
 
 @functools.cache
@@ -283,6 +329,43 @@ def _skinny_rule(rows: int, cols: int, element_size: int, processors: int) -> Ti
     block_cols = max(16, min(256 // element_size, 1 << (cols - 1).bit_length()))
     splits = min(in_one_turn(processors) * block_rows // rows, cols // (4 * block_cols))
     return block_rows, block_cols, 4, max(1, splits), STAGES
+
+
+_PRODUCTS = ((128, 128, 1.0), (64, 256, 1.1), (64, 128, 1.2), (128, 64, 1.25), (64, 64, 1.5))
+"""Rows and columns of a program's tile of a product of many rows, and what a number of it costs beside the first's.
+
+Behind 128 x 256 GELU does not fit into an H100's registers (48 bytes spilled, Triton 3.8, compiled).
+"""
+PRODUCT_TILES = 2
+"""How many tiles of a size are compiled and measured."""
+
+
+@functools.cache
+def product_rule(rows: int, columns: int, depth: int, processors: int, shared: int) -> list[Tile]:
+    """Return tiles to measure for a product of many rows of 16 bits, the likeliest first.
+
+    A tile is rows and columns of a program, warps, and how many pairs of operands `[rows, 64]` and `[64, columns]` are
+    in flight: with three, two programs may share a processor, and the one multiplies while the other computes what is
+    behind its product. The time is that of as many turns as the processors need for all tiles.
+
+    Args:
+        rows: of the input.
+        columns: of the output, a multiple of 64.
+        depth: what is summed over, a multiple of 64.
+        processors: of the card.
+        shared: bytes of shared memory that a program can have.
+    """
+    found = list[tuple[float, Tile]]()
+    for block_rows, block_cols, cost in _PRODUCTS:
+        in_half, in_all = ((part - SPARED) // (128 * (block_rows + block_cols)) for part in (shared // 2, shared))
+        stages = min(4, depth // 64, in_half if in_half >= 3 else in_all)
+        if columns % block_cols or stages < min(2, depth // 64):
+            continue
+        turns = -(-(-(-rows // block_rows) * (columns // block_cols)) // processors)
+        threads = 256 if block_rows * block_cols >= 128 * 128 else 128
+        tile = block_rows, block_cols, threads // WAVE, stages
+        found.append((turns * block_rows * block_cols * cost, tile))
+    return [tile for _, tile in sorted(found)[:PRODUCT_TILES]]
 
 
 @functools.cache

@@ -129,7 +129,9 @@ def _separately(input: Tensor, projections: Sequence[nn.Module], reason: str) ->
     return tuple(projection(input) for projection in projections)
 
 
-def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
+def unsafe(
+    input: Tensor, projections: Sequence[nn.Module], classes: tuple[type[nn.Module], ...] = (nn.Linear,)
+) -> str | None:
     """Return why the projections have to be called themselves, a key of `REASONS`; None where weights will do."""
     if not isinstance(input, Tensor):
         return "not_a_tensor"
@@ -143,7 +145,7 @@ def unsafe(input: Tensor, projections: Sequence[nn.Module]) -> str | None:
     if torch.is_autocast_enabled(input.device.type):
         return "autocast"
     for projection in projections:
-        if type(projection) is not nn.Linear:
+        if type(projection) not in classes:
             has_blocks = "weight_scale_inv" in getattr(projection, "_parameters", ())
             return "formats_left_out" if has_blocks and not FORMATS else "not_linear"
         if backend.observed(projection):

@@ -128,6 +128,25 @@ def test_a_compiler_sees_torchs_own_attention(named: str) -> None:
         assert (backend.NAMESPACE in seen) == (named == "triton")
 
 
+def test_a_compiler_sees_the_products_of_the_original() -> None:
+    """Folded heads cost Gemma 2, compiled, 4% of 512 tokens (H100): the compiler takes the copy into the product."""
+    shapes = list[tuple[int, ...]]()
+
+    def note(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        products = (node for node in module.graph.nodes if "matmul" in str(node.target))
+        shapes.extend(tuple(node.args[0].meta["example_value"].shape) for node in products)
+        return module
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return grouped_matmul(grouped_matmul(query, key.transpose(2, 3), GROUPS), value, GROUPS)
+
+    states = inputs(2, 5, 7)
+    with torch.no_grad():
+        compiled = torch.compile(attend, fullgraph=True, backend=note)(*states)
+    torch.testing.assert_close(compiled, attend(*states), rtol=1e-12, atol=1e-12)
+    assert [shape[:3] for shape in shapes] == [(2, HEADS, 5), (2, HEADS, 5)]
+
+
 def test_gradients_equal_those_of_transformers() -> None:
     gradients = []
     for interface in (sdpa_attention_forward, native_gqa(sdpa_attention_forward)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from rewrite.kernels.cards import CARDS
 from rewrite.kernels.models import STEPS
 from rewrite.runtime.attention import decode_attention, masked_attention
 from rewrite.runtime.core import launch, tiles
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import step_tiles  # noqa: E402
 
 OTHERS = [(kind, 64 * n, 64 * m) for kind in ("skinny_linear", "skinny_linear_32") for n in range(1, 170, 3)
           for m in (1, 5, 16, 45, 64, 128, 224)]  # fmt: skip
@@ -39,38 +45,27 @@ def test_products_are_divided_as_measured(card: str) -> None:
             assert tile[3] == max(1, min(128 * tile[0] // rows, cols // (4 * tile[1])))
 
 
-TILES = Path(__file__).parents[2] / "bench/results/tiles-h100.json"
-"""Microseconds of about 40 tiles of each of 74 products of one row, by `bench/tiles.py`."""
+STEPS_TIMED = ROOT / "bench/results/tiles-steps-h200.json"
+"""Microseconds of whole steps with about 20 tiles of each of their 120 kernels, by `bench/step_tiles.py`."""
 
 
-@pytest.mark.parametrize(("kind", "mean", "most"), [("linear", 1.05, 1.25), ("gated", 1.01, 1.06)])
-def test_the_rule_of_one_row_is_near_the_best_that_was_measured(kind: str, mean: float, most: float) -> None:
-    lost = []
-    for row in json.loads(TILES.read_text("utf-8")):
-        if row["kind"] == kind:
-            rows, cols = map(int, row["size"].split("x"))
-            tile = ",".join(map(str, tiles.rule(kind, rows, cols, 2, 132)))
-            lost.append(row["us"][tile] / min(row["us"].values()))
-    assert statistics.geometric_mean(lost) < mean
-    assert max(lost) < most
-
-
-SEVERAL = Path(__file__).parents[2] / "bench/results/tiles-rows-h100.json"
-"""The same of about 16 tiles of 39 products of 8 and of 32 rows."""
-
-
-@pytest.mark.parametrize("kind", ["skinny_linear", "skinny_linear_32"])
-def test_the_rule_of_several_rows_is_near_the_best_that_was_measured(kind: str) -> None:
-    lost = []
-    for row in json.loads(SEVERAL.read_text("utf-8")):
-        rows, cols = map(int, row["size"].split("x"))
-        tile = ",".join(map(str, tiles.rule(kind, rows, cols, 2, 132)))
-        whole = tiles._whole_share(rows, cols, 132)  # chosen in whole steps
-        if row["kind"] == kind and whole is None and tile in row["us"]:
-            lost.append(row["us"][tile] / min(us for name, us in row["us"].items() if name != "torch"))
-    assert len(lost) >= 33
-    assert statistics.geometric_mean(lost) < 1.02
-    assert max(lost) < 1.13
+@pytest.mark.parametrize(
+    ("kind", "count", "mean", "most"),
+    [
+        ("linear", 24, 0.4, 2.3),
+        ("gated", 8, 0.2, 0.9),
+        ("qkv", 8, 0.8, 2.1),
+        ("skinny_linear", 50, 0.25, 1.7),
+        ("skinny_linear_32", 5, 0.5, 1.0),
+        ("attention", 17, 0.3, 1.2),
+    ],
+)
+def test_the_rule_is_near_the_best_that_was_measured_in_steps(kind: str, count: int, mean: float, most: float) -> None:
+    """Microseconds a call: a rule that was found in chains of one kernel lost 1.2 to 2.0 on average in steps."""
+    found = step_tiles.lost(json.loads(STEPS_TIMED.read_text("utf-8")), CARDS["H200"].processors, kind)
+    assert len(found) >= count
+    assert statistics.mean(now for now, _, _ in found) < mean
+    assert max(found)[0] < most
 
 
 @pytest.mark.parametrize("shared", [99, 163, 227])
@@ -104,9 +99,11 @@ def test_attention_is_divided_as_measured(card: str) -> None:
     assert masked_attention.PROGRAMS * processors == 528
     for batch, kv_heads, capacity in itertools.product((1, 3, 8, 32), (1, 2, 8, 32), (256, 1024, 8192, 32768)):
         form = decode_attention._rule(batch, 4 * kv_heads, kv_heads, capacity, 128, 2 * tiles.in_one_turn(processors))
-        wanted = max(1, 256 // (batch * kv_heads))
-        assert form.splits == decode_attention._splits(wanted, capacity, form.slots)
-        assert (form.slots == 32) == (capacity <= 64 * wanted)
+        rows = batch * kv_heads
+        assert (form.slots == 32) == (capacity <= 32 * max(1, 512 // rows))
+        assert form.splits * rows < 2 * max(512, rows)
+        if form.slots == 64 and capacity > 128 * max(1, 512 // rows):  # they stream
+            assert form.splits == decode_attention._splits(max(1, 256 // rows), capacity, 64)
 
 
 @pytest.mark.parametrize(("card", "splits"), [("H100", 2), ("B200", 2), ("MI355X", 4), ("MI300X", 4)])

@@ -34,6 +34,7 @@ from rewrite.runtime.products.gemm import routed_linear, routed_packed_linear
 from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.packed_step import packed_step
 from rewrite.runtime.products.packing import packed_linear
+from rewrite.runtime.products.patch_product import patch_product
 
 experts = importlib.import_module("rewrite.runtime.moe.experts")
 router = importlib.import_module("rewrite.runtime.moe.router")
@@ -49,7 +50,7 @@ class Layer(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         self.q, self.k, self.v = (nn.Linear(H, size, bias=size == H) for size in (H, 8, 8))
-        self.norm = nn.LayerNorm(H)
+        self.norm, self.patches = nn.LayerNorm(H), nn.Conv2d(3, 5, (2, 4), stride=(2, 4))
         self.act_fn = nn.SiLU()
         self.gate_up_proj = nn.Parameter(torch.randn(E, 12, H) / 4)
         self.down_proj = nn.Parameter(torch.randn(E, H, 6) / 4)
@@ -203,6 +204,9 @@ CASES: dict[str, Case] = {
     "fp8_gated_product": Case(
         lambda m, x, y: fp8_gated_product(x, y, F.silu, m.q), lambda m, x, y: m.q(F.silu(x) * y), (STATES, STATES)
     ),
+    "patch_product": Case(
+        lambda m, x: patch_product(x, m.patches), lambda m, x: m.patches(x), ((2, 3, 2, 4),)
+    ),
     "fp8_add_norm": Case(
         lambda m, x, y: fp8_add_norm(x, y, m.norm), lambda m, x, y: (m.norm(y + x), y + x), (STATES, STATES)
     ),
@@ -225,8 +229,8 @@ OTHERS = {
 }
 """Operators without a case, and why."""
 OTHER_KERNELS = {name for name in CASES if name.startswith("fp8_")} | {
-    "grouped_attention", "grouped_matmul", "native_gqa", "packed_linear", "routed_linear", "routed_packed_linear",
-    "segment_attention", "segment_attention_weights",
+    "grouped_attention", "grouped_matmul", "native_gqa", "packed_linear", "patch_product", "routed_linear",
+    "routed_packed_linear", "segment_attention", "segment_attention_weights",
 }  # fmt: skip
 """Operators whose kernels, if any, are for other rows and other chips."""
 

@@ -20,7 +20,7 @@ from soundness.random_models import (
     loops,
     sparse_blocks,
 )
-from soundness.random_modules import downs, gated, pairs, projections, residuals
+from soundness.random_modules import downs, gated, pairs, patches, projections, residuals
 from soundness.random_segments import segments
 from soundness.random_states import gated_norms, windows
 
@@ -56,6 +56,7 @@ PLACES = {
     "fuse_rms_norm": Place(rms_norms()),
     "fuse_rope": Place(rotations()),
     "fuse_state_steps": Place(windows()),
+    "multiply_patches": Place(patches()),
     "native_gqa": Place(expansions()),
     "preallocate_buffers": Place(
         st.one_of(

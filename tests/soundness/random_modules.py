@@ -164,6 +164,33 @@ def downs(draw: Draw) -> Case:
 
 
 @st.composite
+def patches(draw: Draw) -> Case:
+    """Return a method with a convolution whose kernels lie side by side."""
+    modules = ("proj", "other")
+    first, second = draw(st.sampled_from(_TENSORS)), draw(st.sampled_from(_TENSORS))
+    forms = (
+        ["e = self.proj({s})", "a = e + {r}"],
+        ["a = self.proj({s}) * self.other({r})"],
+        ["a = self.proj({s}).flatten(1)[:, :, None] + self.other({r})"],
+        ["a = self.proj(input={s} * self.next()) + self.bump({r})"],
+        ["a = self.proj(self.bump({s})) + {r}"],
+        ["a = self.proj(torch.cat(({s}, {r}), dim=-1)).sum(-1, keepdim=True) * {s}"],
+        ["a = self.proj(torch.cat(({s}, {r}[..., :3]), dim=-1)) - {r}"],
+        ["for _ in range(2):\n    e = self.proj({s})\n    a = self.other({r} + e)"],
+        ["a = self.proj(self.changed({s})) + {r}"],
+        ["a = self.drop(self.proj({s})) + {r}"],
+        ["e = self.proj({s})", "e.mul_(1.5)", "a = e + {r}"],
+    )
+    site = [line.format(s=first, r=second) for line in draw(st.sampled_from(forms))]
+    changed = "def changed(self, v):\n    self.proj = self.other\n    return v\n"
+    holes = {
+        "init": odd_init(draw, modules),
+        "methods": changed if any("changed" in line for line in site) else "",
+    }
+    return _case("calls", "patches", _method(draw, site, modules), holes)
+
+
+@st.composite
 def residuals(draw: Draw) -> Case:
     """Return a method with an add and the norm that reads the sum."""
     first, second, third = (draw(st.sampled_from(_TENSORS)) for _ in range(3))
