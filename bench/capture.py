@@ -159,7 +159,7 @@ def prefilled(model, config, batch, cache_class, device):
     cache = cache_class(layer_count(config), BATCH, CAPACITY, device, layers_of(config))
     mask = torch.ones(BATCH, CAPACITY, dtype=torch.int64, device=device)
     mask[:, :PROMPT] = batch[1][:, :PROMPT]
-    cache.starts.copy_(PROMPT - batch[1][:, :PROMPT].sum(1))
+    cache.pad(PROMPT - batch[1][:, :PROMPT].sum(1))
     model(**arguments(batch, 0, PROMPT, batch[1][:, :PROMPT]), **{argument_of(model): cache}, use_cache=True)
     cache.position.fill_(PROMPT)
     return cache, mask

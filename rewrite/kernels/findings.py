@@ -58,6 +58,9 @@ EXEMPTIONS = (
     Exemption("scalar loads", "write_token", "one head: 256 bytes that one wave reads at once", chips="hip"),
     Exemption("scalar loads", "rope_cache", "one head a program: 2 pairs of columns a thread at most"),
     Exemption(
+        "scalar loads", "qkv_prompt", "every other column: a line's second half is in L1", "8B, 64 columns, prompt"
+    ),
+    Exemption(
         "scalar loads", "state_space_step", "16 numbers of a state: half of what is read is of a channel", "Mamba 1.4B"
     ),
     Exemption("scalar loads", "log_decay", "one number a head, 16 to 64 of them"),

@@ -204,6 +204,7 @@ def _launches(runtime: str, model: Any, batch: int, context: int) -> dict[Any, A
     graphs, launch = runtime_part(runtime, "decode/graph"), runtime_part(runtime, "core/launch")
     backend, sampling = runtime_part(runtime, "core/backend"), runtime_part(runtime, "decode/sampling")
     graph = graphs.DecodeGraph(model, batch, context, captures=False)
+    graph.prompts.rehearses_every_form = True  # one layer of each kind: the last one has no others before it
     tokens = min(PROMPT, context // 2)
     found: dict[Any, Any] = {}
     with backend.plainly():  # makes what a model computes once and keeps

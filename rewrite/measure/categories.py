@@ -51,7 +51,7 @@ OURS = {
         "_experts_gradient_kernel _sum_of_experts_kernel _cross_entropy_kernel"
     ),
     ROTARY: "_rotary_kernel _rotary_rows_kernel",
-    COPIES: "_rope_cache_kernel _write_token_kernel",
+    COPIES: "_rope_cache_kernel _qkv_prompt_kernel _write_token_kernel",
     SAMPLING: "_best_of_block_kernel _take_best_kernel _look_up_kernel",
     COMMUNICATION: "_shared_sum_kernel",
 }

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
-from ..core import backend, deferring
+from ..core import backend, deferring, reading
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import attention_key, entry, in_one_turn
 from .prepared import Prepared, head_scale, row_strides, row_tables
+from .prompt_attention import prompt_attention
 
 OFFERS: dict[str, dict[str, str]] = {
     "decode_attention": {
@@ -380,6 +381,12 @@ def decode_attention(
     layer = past_key_values.layers[layer_idx]
     keys, values = layer.keys, layer.values
     position, starts = past_key_values.position, past_key_values.starts
+    if (prompt := reading.of(past_key_values)) is not None:
+        if query.shape[2] > 1:
+            if softcap is not None or sinks is not None or (sliding_window or query.shape[2]) < query.shape[2]:
+                raise reading.NoPromptForm("decode_attention", "scores are capped, cut by a window, or have sinks")
+            return prompt_attention(query, keys, values, scaling)
+        position = prompt.last  # the token's keys are there: a kernel that no other overlaps chose its query
     prepared = deferring.take(query, Prepared)
     if (
         query.dtype in KERNEL_DTYPES

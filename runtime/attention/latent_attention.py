@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
+from ..core.reading import refuse
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import FORMATS
 from ..products import packing
@@ -84,6 +85,7 @@ def latent_attention(
     Returns:
         `[B, 1, H V]`.
     """
+    refuse(past_key_values, "latent_attention")
     sizes, (down, kv_norm, up) = HeadDims(*head_dims), latents
     q, compressed = _projected(hidden_states, queries[0], down, norm)
     if len(queries) > 1:

@@ -12,13 +12,13 @@ One row without query and key norms is one kernel, in which a program computes p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache.preallocated import PreallocatedCache
-from ..core import backend
+from ..core import backend, reading
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import FORMATS
@@ -29,12 +29,12 @@ from ..products.linear import before, few_rows, is_one_row, takes_few_rows, tile
 from ..products.prologue import (
     LayerNormPrologue,
     Norm,
-    Prologue,
     norm_arguments,
-    prologue_of,
     several_rows_norm,
     shift_of,
 )
+from .head_norms import head_norms, over_one_head, split_heads
+from .qkv_prompt import has_dense_rows, qkv_prompt, turns_prompt
 from .qkv_rows import form_for_rows, launch_qkv_rows
 from .rope_cache import Rotation, rope_cache, writable
 from .rotary import rotary
@@ -197,7 +197,9 @@ def qkv_step(
     """
     layer = past_key_values.layers[layer_idx]
     rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
-    if _kernels_take(hidden_states, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+    if reading.of(past_key_values) is None and _kernels_take(
+        hidden_states, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype
+    ):
         if FORMATS and are_blocks(projections):
             scaled = block_linear(hidden_states, projections, norm)
             if scaled is not None:
@@ -217,7 +219,7 @@ def qkv_step(
                     return launch_qkv(
                         x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
                     )
-            elif few and not is_one_row(x) and (heads := _head_norms(q_norm, k_norm, head_dim)) is not None:
+            elif few and not is_one_row(x) and (heads := head_norms(q_norm, k_norm, head_dim)) is not None:
                 form = form_for_rows(x, weight, head_dim, heads != (None, None))
                 if form is not None:
                     norms = (several_rows_norm(prologue), *heads)
@@ -233,7 +235,7 @@ def qkv_step(
         if isinstance(parameters, str):
             backend.count_fallback("qkv_step", parameters, projections[0])
     if norm is not None:
-        hidden_states = norm(hidden_states)
+        hidden_states = reading.normed(hidden_states, norm)
     if len(projections) == 1:
         if num_key_value_heads is None:
             raise TypeError("one projection for queries, keys and values needs num_key_value_heads")
@@ -242,7 +244,7 @@ def qkv_step(
         q, k, v = packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
     else:
         q, k, v = packing.packed_linear(hidden_states, *projections)
-    return _plain_step(
+    return _split_step(
         (q, k, v), position_embeddings, past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm,
         interleaved=interleaved, half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype, chunked=chunked,
     )  # fmt: skip
@@ -267,14 +269,59 @@ def projected_step(
     """Do what `qkv_step` does after the product, whose result is `packed` `[B, 1, (H + 2 Hk) D]`."""
     layer = past_key_values.layers[layer_idx]
     rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
-    if _kernels_take(packed, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+    if reading.of(past_key_values) is None and _kernels_take(
+        packed, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype
+    ):
         return _norm_rope_cache(packed, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm)
     kv_size = num_key_value_heads * head_dim
-    return _plain_step(
+    return _split_step(
         packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1), position_embeddings,
         past_key_values, layer_idx, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, interleaved=interleaved,
         half_table=half_table, in_fp32=in_fp32, keep_dtype=keep_dtype, chunked=chunked,
     )  # fmt: skip
+
+
+def _split_step(
+    projected: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    past_key_values: PreallocatedCache,
+    layer_idx: int,
+    **options: Any,
+) -> Tensor:
+    """Return the rotated queries of a token, or of a prompt: of its last token where only that is computed."""
+    prompt = reading.of(past_key_values)
+    query = None
+    if prompt is not None:
+        query = _prompt_step(projected, position_embeddings, past_key_values.layers[layer_idx], **options)
+    if query is None:
+        query = _plain_step(projected, position_embeddings, past_key_values, layer_idx, **options)
+    return prompt.of_last(query, 2) if prompt is not None and prompt.is_last(layer_idx) else query
+
+
+def _prompt_step(
+    projected: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    layer: Any,
+    *,
+    head_dim: int,
+    q_norm: nn.Module | None,
+    k_norm: nn.Module | None,
+    interleaved: bool,
+    half_table: bool,
+    in_fp32: bool,
+    keep_dtype: bool,
+    chunked: bool,
+) -> Tensor | None:
+    """Return the queries of a prompt by the kernel, which writes keys and values; None where it cannot."""
+    q, k, v = projected
+    rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
+    if not turns_prompt(rotation, q.shape[0], q.shape[1], head_dim) or not has_dense_rows(q, k, v):
+        return None
+    if not _kernels_write(q, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
+        return None
+    q, q_prologue = over_one_head(q, q_norm, head_dim)
+    k, k_prologue = over_one_head(k, k_norm, head_dim)
+    return qkv_prompt(q, k, v, layer.keys, layer.values, rotation, q_prologue, k_prologue)
 
 
 def _plain_step(
@@ -289,11 +336,11 @@ def _plain_step(
     **options: bool,
 ) -> Tensor:
     q, k, v = projected
-    query, key = _heads(q, q_norm, head_dim), _heads(k, k_norm, head_dim)
+    query, key = split_heads(q, q_norm, head_dim), split_heads(k, k_norm, head_dim)
     if position_embeddings is not None:
         cos, sin = position_embeddings
         query, key = rotary(query, key, cos, sin, partial=True, **options)
-    past_key_values.update(key, _heads(v, None, head_dim), layer_idx)
+    past_key_values.update(key, split_heads(v, None, head_dim), layer_idx)
     return query
 
 
@@ -305,15 +352,25 @@ def _kernels_take(
     head_dim: int,
     rounds_to_input: bool,
 ) -> bool:
+    """Return whether the kernels of one token a row take these tensors."""
+    fits = rotation is None or rotation.fits(hidden_states.shape[0], head_dim)
+    return fits and _kernels_write(hidden_states, keys, values, rotation, head_dim, rounds_to_input)
+
+
+def _kernels_write(
+    hidden_states: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    rotation: Rotation | None,
+    head_dim: int,
+    rounds_to_input: bool,
+) -> bool:
     if hidden_states.dtype not in KERNEL_DTYPES or not writable(keys, values, head_dim, hidden_states.dtype):
         return False
     if head_dim % 2 or not backend.nothing_watches(hidden_states) or backend.wants_gradient(hidden_states):
         return False
-    if rotation is not None:
-        if not rotation.fits(hidden_states.shape[0], head_dim):
-            return False
-        if rotation.cos.dtype != hidden_states.dtype and not rounds_to_input:
-            return False
+    if rotation is not None and rotation.cos.dtype != hidden_states.dtype and not rounds_to_input:
+        return False
     return backend.uses_triton(hidden_states)
 
 
@@ -329,33 +386,9 @@ def _norm_rope_cache(
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     kv_size = kv_heads * head_dim
     q, k, v = packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
-    q, q_prologue = _over_one_head(q, q_norm, head_dim)
-    k, k_prologue = _over_one_head(k, k_norm, head_dim)
+    q, q_prologue = over_one_head(q, q_norm, head_dim)
+    k, k_prologue = over_one_head(k, k_norm, head_dim)
     return rope_cache(q, k, v, keys, values, position, rotation, q_prologue, k_prologue)
-
-
-def _head_norms(
-    q_norm: nn.Module | None, k_norm: nn.Module | None, head_dim: int
-) -> tuple[Prologue | None, Prologue | None] | None:
-    """Return both norms for a kernel; None where one of them is something else than an RMSNorm over one head."""
-    of_query, of_key = (None if norm is None else _of_one_head(norm, head_dim) for norm in (q_norm, k_norm))
-    known = (of_query is None) == (q_norm is None) and (of_key is None) == (k_norm is None)
-    return (of_query, of_key) if known else None
-
-
-def _of_one_head(norm: nn.Module, head_dim: int) -> Prologue | None:
-    prologue = prologue_of(norm)
-    fits = prologue is not None and prologue.weight is not None and prologue.weight.shape == (head_dim,)
-    return prologue if fits else None
-
-
-def _over_one_head(x: Tensor, norm: nn.Module | None, head_dim: int) -> tuple[Tensor, Prologue | None]:
-    """Return the norm for the kernel where it is an RMSNorm over one head; any other is computed here."""
-    if norm is None:
-        return x, None
-    if (prologue := _of_one_head(norm, head_dim)) is not None:
-        return x, prologue
-    return _heads(x, norm, head_dim).transpose(1, 2).reshape(x.shape), None
 
 
 def launch_qkv(
@@ -398,14 +431,3 @@ def launch_qkv(
             overlap=overlap,
         )  # fmt: skip
     return query
-
-
-def _heads(x: Tensor, norm: nn.Module | None, head_dim: int) -> Tensor:
-    """Split `[B, 1, H D]` into `[B, H, 1, D]` and normalise over a head, or over all where the norm is that wide."""
-    shape = (*x.shape[:-1], -1, head_dim)
-    if norm is None:
-        return x.view(shape).transpose(1, 2)
-    weight = getattr(norm, "weight", None)
-    over_all = isinstance(weight, torch.Tensor) and weight.shape == (x.shape[-1],)
-    normed: Tensor = norm(x).view(shape) if over_all else norm(x.view(shape))
-    return normed.transpose(1, 2)

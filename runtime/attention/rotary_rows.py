@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.preallocated import PreallocatedCache
-from ..core import backend
+from ..core import backend, reading
 from ..core.launch import WAVE, Kernel, grid, overlaps
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -73,7 +73,8 @@ def rotary_rows(
     past_key_values: object,
     layer_type: str | None = None,
 ) -> Any:
-    """Return `rotary_emb(hidden_states, position_ids)`; in a step of a `PreallocatedCache`, from its tables.
+    """Return `rotary_emb(hidden_states, position_ids)`; in a step of a `PreallocatedCache`, and in a prompt that the
+    functions of a step read, from its tables.
 
     The tables are made the first time they are asked for outside of a stream capture, by the prompt as a rule, and
     kept in the cache. Where
@@ -91,7 +92,7 @@ def rotary_rows(
     """
     if isinstance(past_key_values, PreallocatedCache):
         tables = _tables(rotary_emb, hidden_states, position_ids, past_key_values, layer_type)
-        if tables is not None and past_key_values.stepping:
+        if tables is not None and (past_key_values.stepping or reading.of(past_key_values) is not None):
             return _op(_rows_of(position_ids, tables[0], rotary_emb, past_key_values, layer_type), *tables)
     return _call(rotary_emb, hidden_states, position_ids, layer_type)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..core import reading
 from ..core.overwriting import overwriting
 from . import states
 from .alike import layer_like
@@ -69,6 +70,8 @@ class PreallocatedCache(Cache):
             """The slot that the running step writes, which is the number of tokens before it."""
             self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
             """The first slot of each row that is no left padding."""
+        self._is_padded = False
+        """Whether `starts` are others than the first slots, as far as `pad` knows."""
         self.slots = self.position
         """`[n]` the slots that the running step writes."""
         self._arrived: list[Tensor] = []
@@ -157,13 +160,25 @@ class PreallocatedCache(Cache):
         """Forget every token; the buffers, their addresses and their contents stay, states too."""
         self.rewind(0)
         self.position.zero_()
-        self.starts.zero_()
+        self.pad(None)
+
+    def pad(self, starts: Tensor | None) -> None:
+        """Say in which slot each row begins, `[B]`; None for the first one of each.
+
+        Where it was the first before, nothing is launched: a prompt waits for that.
+        """
+        if starts is not None:
+            self.starts.copy_(starts)
+        elif self._is_padded:
+            self.starts.zero_()
+        self._is_padded = starts is not None
 
     def clear(self) -> None:
         """Forget every token and zero the buffers: ordinary attention multiplies what it masks by zero, and a NaN of
-        an earlier sequence would come through.
+        an earlier sequence would come through. The position of the next step is left to who begins one.
         """
-        self.reset()
+        self.rewind(0)
+        self.pad(None)
         for layer in self.stateful_layers:
             states.forget(layer)
         if self.buffers:
@@ -194,7 +209,7 @@ class PreallocatedCache(Cache):
             states.copy(theirs, mine)
         self.rewind(other.length)
         self.position.copy_(other.position)
-        self.starts.copy_(other.starts)
+        self.pad(other.starts if other._is_padded else None)
 
     def load(self, dynamic: DynamicCache) -> None:
         """Take over what transformers' growing cache holds; a sliding layer's keys go where their positions are."""
@@ -236,12 +251,20 @@ def _kept(layers: Sequence[Any]) -> list[Any]:
 
 
 def decodes(past_key_values: object) -> bool:
-    """Return whether a fused decode step is running: one token a row, into a `PreallocatedCache`."""
+    """Return whether layers take their `decode`: in a fused decode step, one token a row into a `PreallocatedCache`,
+    and in a prompt that is read by the functions of a step.
+    """
     if not isinstance(past_key_values, PreallocatedCache) or past_key_values.width > 1:
         return False
+    if (prompt := reading.of(past_key_values)) is not None:
+        return past_key_values.fused and not prompt.needs_mask
     return past_key_values.stepping and past_key_values.fused
 
 
 def needs_no_mask(past_key_values: object) -> bool:
     """Return whether the layers read no mask: in a fused decode step, and in a captured prompt that is `causal`."""
-    return isinstance(past_key_values, PreallocatedCache) and (past_key_values.causal or decodes(past_key_values))
+    if not isinstance(past_key_values, PreallocatedCache):
+        return False
+    if past_key_values.causal and (prompt := reading.of(past_key_values)) is not None:
+        prompt.needs_mask = False
+    return past_key_values.causal or decodes(past_key_values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -176,6 +177,18 @@ class Call:
         wanted = self.config.output_scores or self.config.output_logits
         return bool(self.config.return_dict_in_generate and wanted)
 
+    @functools.cached_property
+    def is_unpadded(self) -> bool:
+        """Whether every column of the prompt is a token, at its own position; the host waits for that once a call."""
+        mask, position_ids = (self.inputs.get(name) for name in ("attention_mask", "position_ids"))
+        plain = []
+        if mask is not None:
+            plain.append((mask == 1).all())
+        if position_ids is not None:
+            places = torch.arange(self.input_ids.shape[1], device=position_ids.device)
+            plain.append((position_ids == places).all())
+        return all(map(bool, plain)) if len(plain) < 2 else bool(torch.logical_and(*plain))
+
     @property
     def inputs(self) -> dict[str, Any]:
         """What goes to the model besides the tokens."""
@@ -331,8 +344,8 @@ def _unfit_inputs(model: Any, call: Call) -> str | None:
         return "input_device"
     if (reason := _unfit_cache(model, call)) is not None:
         return reason
-    batch, past = call.input_ids.shape[0], length_of(call.cache)
-    if _is_odd_mask(call.mask, batch, {call.input_ids.shape[1], past + call.input_ids.shape[1]}):
+    past = length_of(call.cache)
+    if _is_odd_mask(call, {call.input_ids.shape[1], past + call.input_ids.shape[1]}):
         return "attention_mask"
     position_ids = call.inputs.get("position_ids")
     if not own and position_ids is not None and (position_ids.dim() != 2 or makes_cache_position(model)):
@@ -453,11 +466,14 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _is_odd_mask(mask: Tensor | None, batch: int, lengths: set[int]) -> bool:
+def _is_odd_mask(call: Call, lengths: set[int]) -> bool:
     """Return whether a mask is not ones behind the padding of each row, over all columns."""
+    mask = call.mask
     if mask is None:
         return False
-    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] not in lengths:
+    if mask.dim() != 2 or mask.shape[0] != call.input_ids.shape[0] or mask.shape[1] not in lengths:
         return True
+    if mask is call.inputs.get("attention_mask") and call.is_unpadded:
+        return False
     visible = mask != 0
     return not bool(visible[:, -1].all() & (visible[:, 1:] >= visible[:, :-1]).all() & (visible == mask).all())

@@ -48,7 +48,7 @@ from .fitness import unmasked_window
 from .greedy import choose
 from .nudge import Nudged
 from .policy import policy_of
-from .prompt_graph import PromptGraph, PromptGraphs
+from .prompt_graph import PromptGraphs
 from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
 from .sampling import Sampling, StepState
 from .step_inputs import StepInputs
@@ -158,6 +158,8 @@ class DecodeGraph:
         with torch.inference_mode(False):
             self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
             self._slots = torch.arange(capacity, device=self.device)
+        self._hides = False
+        """Whether a call's mask is in the first columns of `_attention_mask`, which are 1 otherwise."""
         self.pool: Any = None
         self._programs: OrderedDict[tuple[Hashable, Hashable], Program] = OrderedDict()
         self._kept: dict[Hashable, Any] = {}
@@ -215,29 +217,40 @@ class DecodeGraph:
         Returns:
             `[B, V]` logits of the next token, in the model's dtype.
         """
-        self.reset()
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
-        if "cache_position" in self._accepted:
-            inputs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
-        given = {name: value for name, value in inputs.items() if name in self._accepted}
+        self._forget()
+        unpadded = attention_mask is None or bool((attention_mask != 0).all())
 
         def ordinary() -> Tensor:
-            outputs = self.model(**given, **self._cached, return_dict=True)
+            outputs = self.model(**self._of_prompt(input_ids, attention_mask), **self._cached, return_dict=True)
             if not self.cache.attention_layers and self.cache.is_written:
                 self.cache.rewind(input_ids.shape[1])
             self.carried.load(outputs)
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
-        unpadded = attention_mask is None or bool((attention_mask != 0).all())
         logits = (self.read_prompt(input_ids, ordinary) if unpadded else ordinary()).clone()
         if not (unpadded or (self.cache.knows_length and takes_padding(self.model))):
             raise StepFails(ValueError("a step would not read padded rows as the model does with a growing cache"))
-        self.begin(positions[:, -1:] + 1, None if attention_mask is None else mask)
-        self.prove(logits.argmax(-1))
+        if attention_mask is None:
+            self.begin(input_ids.shape[1], None)
+        else:
+            self.begin(_positions_of(attention_mask)[:, -1:] + 1, attention_mask)
+        known = (self._kind, 1) in self._proved  # and nobody asks which token it would be
+        self.prove(self.state.input_ids[:, 0] if known else logits.argmax(-1))
         return logits
+
+    def _of_prompt(self, input_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
+        """Return what the forward of a prompt `[B, n]` is called with besides the cache."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "position_ids": _positions_of(mask),
+            "logits_to_keep": 1,
+        }
+        if "cache_position" in self._accepted:
+            inputs["cache_position"] = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return {name: value for name, value in inputs.items() if name in self._accepted}
 
     def read_prompt(
         self, input_ids: Tensor, ordinary: Callable[[], Tensor], sampling: Sampling | None = None
@@ -279,7 +292,7 @@ class DecodeGraph:
             length = self.cache.length
             if length < self.cache.capacity:
                 runs.insert(0, self._step_with(sampling))
-                self.begin(torch.full_like(self.state.position_ids, length), None)
+                self.begin(length, None)
                 with self._as_for_decoding():
                     self._ordinary_step(length)
         self._compile(*runs)
@@ -309,6 +322,11 @@ class DecodeGraph:
 
     def reset(self) -> None:
         """Forget every token; graphs and buffers stay."""
+        self._forget()
+        self.cache.position.zero_()
+
+    def _forget(self) -> None:
+        """Forget every token; where the next step writes is left to `begin`."""
         self.cache.clear()
         self.carried.forget()
 
@@ -367,23 +385,28 @@ class DecodeGraph:
         with self.cache.states_held(), self.carried.held(), watched:
             yield
 
-    def begin(self, position_ids: Tensor, attention_mask: Tensor | None) -> None:
+    def begin(self, position_ids: Tensor | int, attention_mask: Tensor | None) -> None:
         """Point the next step behind what the cache holds.
 
         Args:
-            position_ids: `[B, 1]` of the next token.
+            position_ids: `[B, 1]` of the next token, or one number for all rows.
             attention_mask: `[B, n]` of what the cache holds, left-padded; None for no padding.
         """
         self._constants.refresh()
         self.state.position.fill_(self.cache.length)
-        self.state.position_ids.copy_(position_ids)
-        self.state.finished.zero_()
-        self.state.invalid.zero_()
-        self._attention_mask.fill_(1)
-        self.cache.starts.zero_()
-        if attention_mask is not None:
+        if isinstance(position_ids, int):
+            self.state.position_ids.fill_(position_ids)
+        else:
+            self.state.position_ids.copy_(position_ids)
+        self.state.flags.zero_()
+        if self._hides:
+            self._attention_mask.fill_(1)
+        self._hides = attention_mask is not None
+        if attention_mask is None:
+            self.cache.pad(None)
+        else:
             self._attention_mask[:, : attention_mask.shape[1]] = attention_mask
-            self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))
+            self.cache.pad((attention_mask != 0).int().argmax(dim=1))
 
     def program(self, sampling: Sampling | None, form: type[Program] = Program) -> Program:
         """Return the graph for a sampling, captured now if need be; None for the logits alone.
@@ -553,7 +576,7 @@ class DecodeGraph:
         runs, rows = [self._step_with(sampling)], self.cache.batch_size
         for count in (tokens, self._policy.fewest_tokens):
             if (length := self.prompts.length_for(rows, count, self.cache.capacity)) is not None:
-                return [*runs, PromptGraph(self.model, self.cache, self._accepted, length).run]
+                return [*runs, self.prompts.rehearsal(self.model, self.cache, length)]
         return runs
 
     def plain_step(self) -> Tensor:
@@ -578,6 +601,7 @@ class DecodeGraph:
         self._kept |= other._kept
         self._attention_mask.fill_(1)
         self._attention_mask[:, : other.cache.capacity] = other._attention_mask
+        self._hides = other._hides
         self.state.restore(other.state.copy())
 
     def forward(self) -> Tensor:
@@ -672,3 +696,8 @@ class DecodeGraph:
             del inputs["attention_mask"]
         given = {name: value for name, value in inputs.items() if name in self._accepted}
         return {"input_ids": self.state.input_ids, **self._cached, **given}
+
+
+def _positions_of(mask: Tensor) -> Tensor:
+    """Return the position of each token of left-padded rows, `[B, n]`."""
+    return (mask.cumsum(-1) - 1).clamp_min(0)

@@ -181,7 +181,8 @@ def describe(model: nn.Module) -> list[str]:
         lines.append(f"graph: batch {batch}, capacity {capacity}, {graph.nbytes / 2**20:.1f} MiB of cache")
         if graph.prompts.lengths:
             lines.append(
-                f"  prompts of up to {', '.join(map(str, graph.prompts.lengths))} tokens in graphs of their own"
+                f"  prompts of up to {', '.join(map(str, graph.prompts.lengths))} tokens in graphs of their own, by "
+                f"{graph.prompts.form.value}"
             )
         if graph.prompts.refusal is not None:
             lines.append(f"  prompts in no graph: {graph.prompts.refusal}")

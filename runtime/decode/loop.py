@@ -79,15 +79,17 @@ class GraphLoop:
         graph = self._graph()
         plainly = assistant is None and self._has_head_start(graph)
         program: Program | PlainStep | None = None
+        best: Tensor | None = None
         with self._refusing(graph):
             if plainly:
                 logits = self._read_plainly(graph)
             else:
                 logits = self._prefill(graph)
-                program = self._proved(graph, logits.argmax(-1), assistant)
+                best = logits.argmax(-1)
+                program = self._proved(graph, best, assistant)
         # From here on tokens are drawn and streamed: there is no way back.
         start = graph.cache.length
-        first = self._first_token(logits)
+        first = self._first_token(logits, best)
         self._begin(graph, first, start)
         reader = self._reader()
         progress = Progress(self.device, self.sampling.sample, Arrival(graph, start, 1, self.plan))
@@ -163,7 +165,7 @@ class GraphLoop:
         for key in (None, self.sampling.key):
             if key in self.store.refused:
                 raise Unfit(self.store.refused[key].reason)
-        if GROWS and not takes_padding(self.model) and not self._is_unpadded():
+        if GROWS and not takes_padding(self.model) and not self.call.is_unpadded:
             raise Unfit("attention_mask")
         room = min(self.call.steps - 1, FIRST_ROOM) + (0 if self.lookup is None else width_of(self.sampling))
         needed = length_of(self.dynamic) + self.prompt_length + room
@@ -221,7 +223,7 @@ class GraphLoop:
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
-        takes_graph = not (self.watches or backend.runs_plainly()) and self._is_unpadded()
+        takes_graph = not (self.watches or backend.runs_plainly()) and self.call.is_unpadded
         graph.watch(None)
         last = graph.read_prompt(ids, ordinary, self.sampling) if takes_graph else ordinary()
         if self.sampling.reads_ids and graph.cache.length != self.prompt_length:
@@ -229,9 +231,10 @@ class GraphLoop:
         mask = self.call.mask
         if mask is not None and mask.shape[1] != graph.cache.length:
             raise Unfit("attention_mask")
-        if not (graph.cache.knows_length or self._is_unpadded()):
+        if not (graph.cache.knows_length or self.call.is_unpadded):
             raise Unfit("attention_mask")
-        graph.begin(self._next_position_ids(graph, mask), mask)
+        plain = mask is None or (mask is inputs.get("attention_mask") and self.call.is_unpadded)
+        graph.begin(self._next_position_ids(graph, mask), None if plain else mask)
         return last.to(copy=True, dtype=torch.float32)
 
     def _cache_for_the_prompt(self, graph: DecodeGraph) -> Cache:
@@ -244,24 +247,17 @@ class GraphLoop:
         cross.layer_class_to_replicate = given.cross_attention_cache.layer_class_to_replicate
         return EncoderDecoderCache(graph.cache, cross)
 
-    def _is_unpadded(self) -> bool:
-        """Return whether every column of the prompt is a token, at its own position."""
-        mask, position_ids = (self.call.inputs.get(name) for name in ("attention_mask", "position_ids"))
-        plain = torch.ones((), dtype=torch.bool, device=self.device)
-        if mask is not None:
-            plain &= (mask != 0).all()
-        if position_ids is not None:
-            plain &= (position_ids == torch.arange(self.prompt_length, device=self.device)).all()
-        return bool(plain)
-
-    def _next_position_ids(self, graph: DecodeGraph, mask: Tensor | None) -> Tensor:
-        """Return `[B or 1, 1]`."""
+    def _next_position_ids(self, graph: DecodeGraph, mask: Tensor | None) -> Tensor | int:
+        """Return `[B or 1, 1]`, or one number for all rows."""
+        own = not self.watches and graph.cache.length == self.prompt_length
+        if own and self.call.is_unpadded and (mask is None or mask is self.call.inputs.get("attention_mask")):
+            return self.prompt_length
         given = None if self.watches else self.call.inputs.get("position_ids")
         if given is not None:
             return given[:, -1:] + 1
         if mask is not None:
             return mask.long().sum(-1, keepdim=True)
-        return torch.full((1, 1), graph.cache.length, device=self.device)
+        return graph.cache.length
 
     def _program(self, graph: DecodeGraph) -> Program:
         try:
@@ -313,12 +309,12 @@ class GraphLoop:
         self.store.release()
         return Unfit("out_of_memory") if self.plan.ranks is None else error
 
-    def _first_token(self, logits: Tensor) -> Tensor:
-        """Return `[B]`, chosen from the prompt's logits as transformers does."""
+    def _first_token(self, logits: Tensor, best: Tensor | None) -> Tensor:
+        """Return `[B]`, chosen from the prompt's logits as transformers does; `best` are the largest if known."""
         scores = self.call.processors(self.call.input_ids, logits)
         self._keep(logits, scores)
         if not self.sampling.sample:
-            return torch.argmax(scores, dim=-1)
+            return best if best is not None and scores is logits else torch.argmax(scores, dim=-1)
         with CAPTURING:
             return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
 

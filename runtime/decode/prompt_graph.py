@@ -7,12 +7,20 @@ is filled up at its end, which causal attention lets no earlier token see; its l
 slots behind are written anew by the tokens to come. The first prompt of a length is read both ways, and only a graph
 that computes the same is kept. It serves that prompt too: the same call gives the same tokens the first and the
 second time.
+
+Where the layers have a `decode`, that reads the prompt (`core.reading`), if the model asks nothing but whether it
+needs a mask and is told no. A form that fails, or that computes something else than the model's forward, is left for
+the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import inspect
 import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,7 +31,9 @@ from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.capture import capture
 from ..core.launch import rehearsing
+from ..core.reading import NoPromptForm, Reading
 from ..core.target import CHANGES
+from ..norms.add_norm import add_norm
 from .changes import Before
 from .policy import policy_of
 
@@ -33,21 +43,48 @@ MOST_TOKENS = 2048
 """Tokens of all rows together; with more of them the device is the slower one."""
 
 
-class PromptGraph:
-    """The forward of `length` tokens a row."""
+class Form(enum.Enum):
+    """Which functions read a prompt, the fastest first."""
 
-    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int):
+    LAST = "a step's functions, the last layer for the last token alone"
+    STEP = "a step's functions"
+    FORWARD = "the model's own forward"
+
+
+FORMS = (Form.LAST, Form.STEP, Form.FORWARD)
+"""Those that are tried, in this order, until one gives what the model's own forward gives. `(Form.FORWARD,)` leaves
+the others out."""
+
+
+class PromptGraph:
+    """The forward of `length` tokens a row.
+
+    Args:
+        model: a causal language model.
+        cache: that it is read into.
+        inputs: names that its forward takes.
+        length: N.
+        form: which functions read it.
+    """
+
+    def __init__(self, model: Any, cache: PreallocatedCache, inputs: set[str], length: int, form: Form):
         self._model = weakref.ref(model)
         self.cache = cache
         device = cache.position.device
         with torch.inference_mode(False):
             self._input_ids = torch.zeros(cache.batch_size, length, dtype=torch.int64, device=device)
             positions = torch.arange(length, device=device)
-            self._last = torch.zeros(1, dtype=torch.int64, device=device)
+            self._last = torch.full((1,), length - 1, dtype=torch.int64, device=device)
+        self._tokens = length
+        """n, as `_last` has it."""
+        self._reading: Reading | None = None
+        if form is not Form.FORWARD:
+            self._reading = Reading(cache, length, self._last, form is Form.LAST, add_norm)
+        # Where a single row is left in the end, two cannot be kept: `_by_steps` looks whether it is.
         given = {
             "position_ids": positions[None],
             "cache_position": positions,
-            "logits_to_keep": self._last,
+            "logits_to_keep": 2 if form is Form.LAST else self._last,
         }
         self._inputs = {name: value for name, value in given.items() if name in inputs}
         self._logits: Tensor | None = None
@@ -55,14 +92,38 @@ class PromptGraph:
 
     def capture(self, pool: Any) -> None:
         """Read in a graph from here on, with memory of a pool."""
-        self._graph = capture(self.run, self.run, self._last.device, pool)
+        self._graph = capture(self.run, self.rehearse, self._last.device, pool)
+
+    def rehearse(self) -> None:
+        """Run as a capture will: behind the first run it is known which norm reads which sum, and behind the second
+        whether anything reads a sum once the next one is there.
+        """
+        self.run()
+        if self._reading is not None:
+            with self._reading.poisoning():
+                self.run()
+            assert self._logits is not None
+            found = [self._logits, *_some_slots(self.cache, self._input_ids.shape[1])]
+            self._reading.overwrites = bool(torch.stack([part.isfinite().all() for part in found]).all())
+            self.run()
+
+    def launch(self) -> None:
+        """Launch the kernels of a run to come, without a look at what they compute."""
+        self.run()
+        if self._reading is not None:
+            self.run()
 
     def read(self, input_ids: Tensor) -> Tensor:
         """Read `[B, n]` into the empty cache and return the logits `[B, V]` that follow; the next read reuses them."""
         length = input_ids.shape[1]
-        self._input_ids[:, :length] = input_ids
-        self._input_ids[:, length:] = input_ids[:, -1:]
-        self._last.fill_(length - 1)
+        if length == self._input_ids.shape[1]:
+            self._input_ids.copy_(input_ids)
+        else:
+            self._input_ids[:, :length] = input_ids
+            self._input_ids[:, length:] = input_ids[:, -1:]
+        if length != self._tokens:
+            self._last.fill_(length - 1)
+            self._tokens = length
         if self._graph is None:
             self.run()
         else:
@@ -77,13 +138,19 @@ class PromptGraph:
         assert model is not None
         self.cache.rewind(0)
         self.cache.causal = is_causal(model, self._input_ids.shape[1])
+        reading = self._reading
         try:
             given = {"input_ids": self._input_ids, argument_of(model): self.cache, **self._inputs}
-            outputs = model(use_cache=True, return_dict=True, **given)
+            with contextlib.nullcontext() if reading is None else reading.running():
+                logits = model(use_cache=True, return_dict=True, **given).logits
         finally:
             self.cache.causal = False
         self.cache.rewind(0)
-        self._logits = outputs.logits[:, -1]
+        if reading is not None and (reading.needs_mask or logits.shape[1] != 1):
+            raise NoPromptForm(
+                type(model).__name__, "its layers read a mask, or more than the last token's row is left"
+            )
+        self._logits = logits[:, -1]
 
 
 def is_causal(model: Any, length: int) -> bool:
@@ -110,7 +177,11 @@ class PromptGraphs:
         self._inputs = inputs
         self._captures = captures
         self._policy = policy_of(model)
+        self._forms = list(FORMS if steps_read_prompts(model) else (Form.FORWARD,))
+        """Those that are left: what did not do for one length is not tried for another."""
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self.rehearses_every_form = False
+        """Whether all forms are, and not the first that reads a prompt alone: for models that are not whole."""
         self._graphs: dict[int, PromptGraph] = {}
         self._addresses: tuple[int, ...] = ()
         """Of the weights that the graphs read."""
@@ -125,6 +196,11 @@ class PromptGraphs:
     def lengths(self) -> list[int]:
         """The lengths that are captured."""
         return sorted(self._graphs)
+
+    @property
+    def form(self) -> Form:
+        """The fastest form that is left."""
+        return self._forms[0]
 
     def clear(self) -> None:
         """Give the graphs back."""
@@ -170,40 +246,103 @@ class PromptGraphs:
             return graph.read(input_ids)
         model = self._model()
         assert model is not None
-        graph = PromptGraph(model, cache, self._inputs, length)
         if self._captures:
-            warm_up(graph.run)
+            warm_up(self.rehearsal(model, cache, length))
         with rehearsing():
-            expected = ordinary().float()
-        cache.rewind(0)
-        before: Any = None
-        if CHANGES:
-            before = Before(model, [])
-        try:
-            if self._captures:
-                graph.capture(pool)
-            logits = graph.read(input_ids)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            self._refuse("fails", f"{type(error).__name__}: {error}")
-        else:
-            distance = ((logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
-            if before is not None and before.changes() is not None:
-                self._refuse("changes", "a prompt leaves something on the model")
-            elif distance < self._policy.tolerance:
-                self.clear_if_moved()
-                self._graphs[length], self._addresses = graph, _addresses_of(self._model())
-                return logits
+            expected = [ordinary().float(), *_some_slots(cache, input_ids.shape[1])]
+        while self.refusal is None:
+            cache.rewind(0)
+            form = self._forms_for(length)[0]
+            graph = PromptGraph(model, cache, self._inputs, length, form)
+            before: Any = None
+            if CHANGES:
+                before = Before(model, [])
+            try:
+                if self._captures:
+                    graph.capture(pool)
+                logits = graph.read(input_ids)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                self._refuse(form, "fails", f"{type(error).__name__}: {error}")
             else:
-                self._refuse("differs", f"tokens behind the prompt change its logits by {distance:.3g}")
+                found = [logits.float()]
+                if form is not Form.FORWARD:
+                    found += _some_slots(cache, input_ids.shape[1])
+                distance = _distance(found, expected)
+                if before is not None and before.changes() is not None:
+                    self._refuse(form, "changes", "a prompt leaves something on the model")
+                elif distance < self._policy.tolerance:
+                    self.clear_if_moved()
+                    self._graphs[length], self._addresses = graph, _addresses_of(self._model())
+                    return logits
+                else:
+                    self._refuse(form, "differs", f"tokens behind the prompt change its logits by {distance:.3g}")
         cache.rewind(0)
         return ordinary()
 
-    def _refuse(self, reason: str, detail: str) -> None:
-        """Read no further prompt in a graph, and count why."""
+    def rehearsal(self, model: Any, cache: PreallocatedCache, length: int) -> Callable[[], None]:
+        """Return what launches the kernels of a prompt, in the first form that reads it."""
+        graphs = [PromptGraph(model, cache, self._inputs, length, form) for form in self._forms_for(length)]
+
+        def run() -> None:
+            for graph in graphs:
+                try:
+                    graph.launch()
+                except (RuntimeError, TypeError, ValueError, IndexError):
+                    if graph is graphs[-1]:
+                        raise
+                else:
+                    if not self.rehearses_every_form:
+                        return
+
+        return run
+
+    def _forms_for(self, length: int) -> list[Form]:
+        """Return the forms that may read a prompt of a length: where a window is shorter, layers read a mask."""
+        return self._forms if is_causal(self._model(), length) else [Form.FORWARD]
+
+    def _refuse(self, form: Form, reason: str, detail: str) -> None:
+        """Read no further prompt in a form; after the last one in no graph, and count why."""
+        if form is not Form.FORWARD:
+            self._forms.remove(form)
+            return
         self.refusal = detail
         backend.count_fallback("prompt_graph", reason, self._model())
+
+
+def _some_slots(cache: PreallocatedCache, tokens: int) -> list[Tensor]:
+    """Return what up to 16 slots of a prompt of so many tokens hold, of each layer's buffers."""
+    slots = torch.arange(0, tokens, max(1, tokens // 15), device=cache.position.device)
+    return [buffer.index_select(-2, slots).float() for buffer in cache.buffers]
+
+
+def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative distance: of a row of logits, and of a layer's slots as far as they were found."""
+    logits, wanted = found[0], expected[0]
+    far = [((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()]
+    far += [
+        (one - two).norm() / two.norm().clamp_min(1e-30) for one, two in zip(found[1:], expected[1:], strict=False)
+    ]
+    return float(torch.stack([value.to(far[0]) for value in far]).max().item())
+
+
+def steps_read_prompts(model: Any) -> bool:
+    """Return whether layers have a `decode`, and nothing else asks `decodes`: a model that does so makes masks that a
+    step has no need of, and a prompt may.
+    """
+    kinds = {type(module) for module in model.modules()}
+    others = [kind for kind in kinds if not hasattr(kind, "decode")]
+    return len(others) < len(kinds) and not any(
+        _names(code, "decodes")
+        for kind in others
+        if isinstance(code := getattr(inspect.unwrap(kind.forward), "__code__", None), CodeType)
+    )
+
+
+def _names(code: CodeType, name: str) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return name in code.co_names or any(_names(one, name) for one in inner)
 
 
 def _addresses_of(model: Any) -> tuple[int, ...]:

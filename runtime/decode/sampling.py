@@ -114,9 +114,10 @@ class StepState:
             """`[B, S + 1]` the token of every slot; slots after the last are filled with a token that the row has."""
             self.length_offset = torch.ones(1, dtype=torch.int64, device=device)
             """Number of visible ids, less `position`."""
-            self.finished = torch.zeros(batch_size, dtype=torch.bool, device=device)
-            self.invalid = torch.zeros(batch_size, dtype=torch.bool, device=device)
-            """Rows whose probabilities were no numbers."""
+            self.flags = torch.zeros(2, batch_size, dtype=torch.bool, device=device)
+            """Both of the following, which begin as zeros."""
+            self.finished, self.invalid = self.flags[0], self.flags[1]
+            """Rows that have ended, and rows whose probabilities were no numbers."""
             self.drafts = torch.zeros(batch_size, MOST_DRAFTS, dtype=torch.int64, device=device)
             """What the next tokens may be."""
             self.drafted = torch.zeros(batch_size, dtype=torch.int64, device=device)

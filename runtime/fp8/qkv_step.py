@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..attention.qkv_step import projected_step, qkv_step
 from ..cache.preallocated import PreallocatedCache
+from ..core.reading import refuse
 from .linear import fp8_affine
 from .weights import quantized
 
@@ -38,6 +39,7 @@ def fp8_qkv_step(
 
     Arguments and result as of `qkv_step`, which runs where the weights cannot be quantised.
     """
+    refuse(past_key_values, "fp8_qkv_step")  # whose weights in 8 bits are those of few rows
     found = quantized("fp8_qkv_step", hidden_states, projections, norm=norm)
     if found is None:
         return qkv_step(

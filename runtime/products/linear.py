@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..core import backend, deferring
+from ..core import backend, deferring, reading
 from ..core.local import is_local
 from ..core.rows import KERNEL_DTYPES
 from ..core.rows import few_rows as few_rows_of
@@ -33,6 +33,7 @@ from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
 from .one_row import Weight, launch_gated, launch_linear
 from .prologue import Norm, prologue_of, several_rows_norm
+from .prompt_sum import prompt_sum
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -99,6 +100,9 @@ def linear(
     Returns:
         `[N, O]`.
     """
+    prompt = reading.current()
+    if prompt is not None and residual is not None:
+        residual = prompt.beside(input, residual)
     if FORMATS and is_block_linear(projection):
         scaled = block_linear(input, (projection,), norm, residual)
         if scaled is not None:
@@ -119,7 +123,10 @@ def linear(
         elif isinstance(parameters, str) and not is_local(projection):
             backend.count_fallback("linear", parameters, projection)
         norm = norm if prologue is not None else None
-    output: Tensor = projection(input if norm is None else norm(input))
+    input = input if norm is None else reading.normed(input, norm)
+    if prompt is not None and residual is not None:
+        return prompt_sum(prompt, input, projection, residual)
+    output: Tensor = projection(input)
     return output if residual is None else residual + output
 
 
@@ -171,7 +178,7 @@ def gated_linear(
             backend.count_fallback("gated_linear", parameters, projections[0])
         norm = norm if prologue is not None else None
     if norm is not None:
-        input = norm(input)
+        input = reading.normed(input, norm)
     if len(projections) == 1:
         gate, up = projections[0](input).chunk(2, dim=-1)
     else:

@@ -72,7 +72,7 @@ class Attention(nn.Module):
             buffer.copy_(of(kept))
             buffer[:, :, self.position :] = torch.nan
         cache.position.fill_(self.position)
-        cache.starts.copy_(torch.arange(batch) % (self.position // 2 + 1))
+        cache.pad(torch.arange(batch) % (self.position // 2 + 1))
         tables = tuple(t.to(device) if (self.options or {}).get("in_fp32") else of(t) for t in self.tables)
         with cache.step():
             out = latent_attention(

@@ -1,0 +1,299 @@
+"""Prompts that layers read by their `decode`: packages against the originals, on a CPU without graphs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tolerances import assert_as_exact_as
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rewrite.engine.build import build
+from rewrite.package.assemble import assemble
+from rewrite.package.lock import Options
+from rewrite.runtime.attention import prompt_attention
+from rewrite.runtime.cache.names import argument_of
+from rewrite.runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
+from rewrite.runtime.core.fastest import choose
+from rewrite.runtime.core.reading import NoPromptForm, Reading, current, of, refuse
+from rewrite.runtime.norms.add_norm import add_norm
+from rewrite.transforms import select
+from rewrite.upstream.source import resolve
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99, "max_position_embeddings": 512,
+    "initializer_range": 0.3, "pad_token_id": 0,
+}  # fmt: skip
+FORMS = {
+    "llama": "LAST",
+    "qwen3": "LAST",  # norms of queries and keys
+    "granite": "STEP",  # scales what it adds, so that the sum is of all tokens
+    "gpt_neox": "FORWARD",  # not all of its layers take a step's functions: masks are made
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VIEWS = {"slice", "select", "view", "unsqueeze", "expand", "transpose", "alias", "_local_scalar_dense"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Any, Any]]]:
+    """Return the original, ours with the same weights, and its runtime."""
+    folder = tmp_path_factory.mktemp("prompts")
+    sys.path.insert(0, str(folder))
+
+    def made(model: str) -> tuple[Any, Any, Any]:
+        name = f"prompts_{model}"
+        if name not in sys.modules:
+            transforms = select()
+            files = assemble(build(resolve(model), transforms), transforms, Options((), ()), folder / name).files
+            for path, content in files.items():
+                (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name / path).write_bytes(content)
+        module = importlib.import_module(f"{name}.modeling_{model}")
+        config = transformers.AutoConfig.for_model(model, **SMALL)
+        kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        torch.manual_seed(0)
+        theirs, ours = (cls(config).to(DEVICE).eval() for cls in (kind, getattr(module, kind.__name__)))
+        ours.load_state_dict(theirs.state_dict())
+        return theirs, ours, importlib.import_module(f"{name}.runtime")
+
+    yield made
+    sys.path.remove(str(folder))
+    for name in [name for name in sys.modules if name.startswith("prompts_")]:
+        del sys.modules[name]
+
+
+def prompt(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(1, 99, (rows, tokens), generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+
+
+@pytest.mark.parametrize("model", FORMS)
+def test_logits_keys_and_the_next_step(pair: Callable[[str], tuple[Any, Any, Any]], model: str) -> None:
+    theirs, ours, runtime = pair(model)
+    for rows in (1, 2):
+        graph = runtime.DecodeGraph(ours, batch_size=rows, capacity=256)
+        for tokens in (37, 128, 1, 129, 37):
+            ids, cache = prompt(rows, tokens), transformers.DynamicCache(config=theirs.config)
+            with torch.no_grad():
+                expected = theirs(ids, **{argument_of(theirs): cache}).logits[:, -1]
+                torch.testing.assert_close(graph.prefill(ids), expected, rtol=1e-4, atol=1e-4)
+                for mine, other in zip(graph.cache.layers, cache.layers, strict=True):
+                    torch.testing.assert_close(mine.keys[:, :, :tokens], other.keys, rtol=1e-4, atol=1e-4)
+                    torch.testing.assert_close(mine.values[:, :, :tokens], other.values, rtol=1e-4, atol=1e-4)
+                following = expected.argmax(-1)
+                longer = theirs(torch.cat([ids, following[:, None]], 1)).logits[:, -1]
+                torch.testing.assert_close(graph.step(following), longer, rtol=1e-4, atol=1e-4)
+        assert graph.prompts.refusal is None
+        assert graph.prompts.lengths == [128, 256]
+        assert graph.prompts._forms[0].name == FORMS[model]
+
+
+class Counted(TorchDispatchMode):
+    """Writes down the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        if name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def replay(self) -> None:
+        """Stand for a graph that replays a forward."""
+        self.names.append("replay")
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(128, ["_foreach_zero_", "copy_"]), (37, None)])
+def test_what_a_prompt_launches_beside_its_graph(
+    pair: Callable[[str], tuple[Any, Any, Any]], tokens: int, before: list[str] | None
+) -> None:
+    _, ours, runtime = pair("llama")
+    graph = runtime.DecodeGraph(ours, batch_size=1, capacity=256)
+    ids = prompt(1, tokens)
+    for _ in range(2):
+        graph.prefill(ids)
+    (read,) = graph.prompts._graphs.values()
+    read._graph = counted = Counted()
+    with counted:
+        graph.prefill(ids)
+    assert counted.names == [
+        *(before or ["_foreach_zero_", "copy_", "copy_"]), "replay", "clone", "fill_", "fill_", "zero_",
+    ]  # fmt: skip
+
+
+def test_a_row_of_padding_is_forgotten_by_the_next_prompt(pair: Callable[[str], tuple[Any, Any, Any]]) -> None:
+    theirs, ours, runtime = pair("llama")
+    graph = runtime.DecodeGraph(ours, batch_size=2, capacity=256)
+    mask = torch.ones(2, 7, dtype=torch.int64, device=DEVICE)
+    mask[1, :3] = 0
+    for given in (mask, None, mask):
+        ids = prompt(2, 7)
+        with torch.no_grad():
+            at = None if given is None else (given.cumsum(-1) - 1).clamp_min(0)
+            expected = theirs(ids, attention_mask=given, position_ids=at).logits[:, -1]
+            torch.testing.assert_close(graph.prefill(ids, given), expected, rtol=1e-4, atol=1e-4)
+            following = expected.argmax(-1)[:, None]
+            wide = None if given is None else torch.cat([given, torch.ones_like(following)], 1)
+            places = None if wide is None else (wide.cumsum(-1) - 1).clamp_min(0)
+            longer = torch.cat([ids, following], 1)
+            expected = theirs(longer, attention_mask=wide, position_ids=places).logits[:, -1]
+            torch.testing.assert_close(graph.step(following[:, 0]), expected, rtol=1e-4, atol=1e-4)
+    graph.reset()
+    assert not graph.cache.position.any()
+    assert not graph.cache.starts.any()
+
+
+def reading(tokens: int = 4, narrows: bool = True) -> tuple[PreallocatedCache, Reading]:
+    cache = PreallocatedCache(2, 1, 8, "cpu")
+    return cache, Reading(cache, tokens, torch.tensor([2]), narrows, add_norm)
+
+
+def test_layers_take_their_step_once_the_model_was_told_that_it_needs_no_mask() -> None:
+    cache, prompt = reading()
+    with prompt.running():
+        assert of(cache) is current() is prompt
+        assert of(PreallocatedCache(1, 1, 8, "cpu")) is None
+        assert not needs_no_mask(cache)
+        assert not decodes(cache)
+        cache.causal = True
+        assert needs_no_mask(cache)
+        assert decodes(cache)
+        cache.fused = False
+        assert not decodes(cache)
+        with pytest.raises(NoPromptForm, match="latent"):
+            refuse(cache, "latent_attention")
+    assert current() is None
+    refuse(cache, "latent_attention")
+    with prompt.running():
+        assert not decodes(cache)
+
+
+def test_only_rows_that_are_there_are_taken() -> None:
+    _cache, prompt = reading()
+    tokens = torch.arange(4.0).view(1, 4, 1)
+    assert prompt.of_last(tokens).item() == 2
+    assert prompt.beside(torch.ones(1, 1, 3), tokens).shape == (1, 1, 1)
+    assert prompt.beside(torch.ones(1, 4, 3), tokens) is tokens
+    for other in (torch.ones(1, 1, 1), torch.ones(4)):
+        with pytest.raises(NoPromptForm):
+            prompt.of_last(other)
+    assert [prompt.is_last(number) for number in (0, 1)] == [False, True]
+    _cache, prompt = reading(narrows=False)
+    assert not prompt.is_last(1)
+
+
+class Norm(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return 2 * x
+
+    def add_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.added = getattr(self, "added", 0) + 1
+        return 2 * (x + residual), x + residual
+
+
+def test_a_sum_comes_with_the_norm_that_read_it_before() -> None:
+    _cache, prompt = reading()
+    first, other = Norm(), Norm()
+    x, residual = torch.randn(1, 4, 3), torch.randn(1, 4, 3)
+
+    def run(norm: Norm, changes: bool = False) -> torch.Tensor:
+        with prompt.running():
+            total = prompt.added(x, residual)
+            if changes:
+                total.mul_(3)
+            return prompt.normed(total, norm)
+
+    assert torch.equal(run(first), 2 * (x + residual))
+    assert (first.calls, getattr(first, "added", 0)) == (1, 0)
+    assert torch.equal(run(first), 2 * (x + residual))
+    assert (first.calls, first.added) == (1, 1)
+    assert torch.equal(run(other), 2 * (x + residual))  # another one reads it: its own call
+    assert other.calls == 1
+    assert torch.equal(run(other, changes=True), 6 * (x + residual))  # what was computed is of other numbers
+    del first, other
+    with prompt.running():
+        assert torch.equal(prompt.added(x, residual), x + residual)
+
+
+def test_a_kernel_of_attention_is_chosen_where_it_is_clearly_faster() -> None:
+    flash, cudnn = prompt_attention._CANDIDATES
+    assert choose({None: 1.0, flash: 1.0, cudnn: 0.9}, None) is cudnn
+    assert choose({None: 1.0, flash: 0.97, cudnn: 1.2}, None) is None
+    query = torch.randn(1, 4, 1024, 8)
+    assert prompt_attention.prompt_attention_backend(query, query, query, 1.0) is None
+
+
+def test_sums_lie_where_the_sum_before_lay_if_nobody_reads_that(
+    pair: Callable[[str], tuple[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours, runtime = pair("llama")
+    products = importlib.import_module("prompts_llama.runtime.products")
+    monkeypatch.setattr(products, "overwriting_pays", lambda *_: True)
+    graph = runtime.DecodeGraph(ours, batch_size=2, capacity=256)
+    ids = prompt(2, 37)
+    with torch.no_grad():
+        expected = theirs(ids).logits[:, -1]
+        graph.prefill(ids)
+        (read,) = graph.prompts._graphs.values()
+        written: list[int] = []
+        overwritten = type(read._reading).overwritten
+        monkeypatch.setattr(
+            type(read._reading), "overwritten", lambda self, x: (written.append(x.data_ptr()), overwritten(self, x))[1]
+        )
+        read.rehearse()
+        assert read._reading.overwrites
+        # Of two sums a layer all but the first; on a GPU one token of the last layer takes the kernels of a step.
+        assert len(written) == (3 if DEVICE.type == "cuda" else 4)
+        assert len(set(written[:3])) == 1
+        for tokens in (37, 128, 2):
+            ids = prompt(2, tokens)
+            expected = theirs(ids).logits[:, -1]
+            torch.testing.assert_close(graph.prefill(ids), expected, rtol=1e-4, atol=1e-4)
+
+        # A layer that reads its input once more, behind attention.
+        layer = ours.model.layers[1]
+        plain = layer.mlp.decode_residual
+        kept: list[torch.Tensor] = []
+        attend = layer.self_attn.decode_residual
+
+        def attending(hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+            kept.append(hidden_states)
+            return attend(hidden_states, *rest)
+
+        monkeypatch.setattr(layer.self_attn, "decode_residual", attending)
+        monkeypatch.setattr(layer.mlp, "decode_residual", lambda x, *rest: plain(x + 0.5 * kept.pop(), *rest))
+        read.rehearse()
+        assert not read._reading.overwrites
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="torch has several kernels on a GPU")
+def test_every_kernel_of_attention_reads_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (1, 512, 8, 64)
+    query = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
+    keys, values = (torch.randn(1, 2, 640, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    assert prompt_attention.prompt_attention_backend(query, keys[:, :, :512], values[:, :, :512], 0.125) in (
+        None, *prompt_attention._CANDIDATES,
+    )  # fmt: skip
+
+    def plain(kind: torch.dtype) -> torch.Tensor:
+        q, k, v = (x.to(kind) for x in (query, keys[:, :, :512], values[:, :, :512]))
+        k, v = (x.repeat_interleave(4, dim=1) for x in (k, v))
+        scores = (q @ k.transpose(2, 3) * 0.125).float() if kind is torch.bfloat16 else q @ k.transpose(2, 3) * 0.125
+        hidden = torch.ones(512, 512, device=DEVICE, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(kind)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+    for name in (None, *prompt_attention._CANDIDATES):
+        monkeypatch.setattr(prompt_attention, "prompt_attention_backend", lambda *_, name=name: name)
+        got = prompt_attention.prompt_attention(query, keys, values, 0.125)
+        assert_as_exact_as(plain(torch.bfloat16), got, plain(torch.float64), torch.finfo(torch.bfloat16).eps)
