@@ -4,6 +4,9 @@
     python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]
     python bench/blocks.py tiles fp8|mxfp4           # times other tiles of the kernels of one row
 
+`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/32/32/2,4/32/128/1` gives the kernels
+of MXFP4 experts other tiles than their rule (rows, groups, threads, tiles ahead).
+
 Both models are the rewritten one. One has random weights in blocks; the other has what these stand for, in bf16. So
 their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn. Each
 format is measured in a process of its own, which prints as it goes and begins nothing new after its `--seconds`.
@@ -94,9 +97,13 @@ def mxfp4_models(layers: int, small: bool, device: str) -> tuple[Any, Any, str]:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         plain = module.GptOssForCausalLM(config).eval()
+    with torch.device("meta"):  # in 16 bits 24 layers take 42 GB
         packed = module.GptOssForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     mxfp4.MxExperts.prepare(packed, {})
+    packed.to_empty(device=device)
+    for (_, one), (_, other) in zip(packed.named_buffers(), plain.named_buffers(), strict=True):
+        one.copy_(other)
     for (_, one), (_, other) in zip(packed.named_modules(), plain.named_modules(), strict=True):
         if isinstance(one, mxfp4.MxExperts):
             for name in ("gate_up_proj", "down_proj"):
@@ -122,6 +129,7 @@ def measure(options: argparse.Namespace) -> None:
         for name in ("batch", "new", "device", "seconds"):
             command += [f"--{name}", str(getattr(options, name))]
         command += ["--small"] if options.small else []
+        command += ["--experts", options.experts] if options.experts else []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -149,6 +157,9 @@ def measure_one(options: argparse.Namespace) -> None:
     make = fp8_models if options.kind == "fp8" else mxfp4_models
     with torch.no_grad():
         plain, packed, name = make(options.layers, options.small, options.device)
+        if options.experts and options.kind == "mxfp4":
+            tiles = tuple(tuple(map(int, tile.split("/"))) for tile in options.experts.split(","))
+            runtime_part(name, "moe/block_experts").rule = lambda parts, top_k: tiles
         said(f"{options.kind}: two models of {options.layers} layers")
         for batch in (int(part) for part in options.batch.split(",")):
             ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)
@@ -322,8 +333,8 @@ def mxfp4_tiles() -> None:
         index = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)])
         share, out = torch.rand(tokens, top_k, device=device, dtype=torch.bfloat16), torch.empty_like(x)
         results = []
-        firsts = [*itertools.product((2, 4, 8), (32,), (32, 64), (0, 1))]
-        seconds = [*itertools.product((2, 4, 8), (32,), (64, 128), (0, 1))]
+        firsts = [*itertools.product((2, 4, 8), (32,), (32, 64), (0, 1, 2, 3))]
+        seconds = [*itertools.product((2, 4, 8), (32,), (64, 128), (0, 1, 2, 3))]
         default = be.rule(parts[0], top_k)
         trials = [(first, default[1]) for first in firsts] + [(default[0], second) for second in seconds]
         for tiles in [default, *trials]:
@@ -362,6 +373,7 @@ def main() -> None:
         command.add_argument("--batch", default="1,8")
         command.add_argument("--new", type=int, default=64)
         command.add_argument("--device", default="cuda")
+        command.add_argument("--experts", default="", help="tiles of the two kernels of MXFP4 experts")
         command.add_argument("--seconds", type=float, default=60.0, help="after these a process begins nothing new")
         command.add_argument("--small", action="store_true", help="tiny models, to try the script")
     three = commands.add_parser("tiles")

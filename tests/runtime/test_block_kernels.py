@@ -245,6 +245,20 @@ def test_experts(kind: str, form: ExpertsForm, many: bool, device: torch.device,
     assert (plainly.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize("kind", ["eight", "four"])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_experts_whose_tiles_are_loaded_ahead(kind: str, ahead: int, device: torch.device, poisoned: None) -> None:
+    """Several tiles of a row, the last of them partly beyond it, however many are on their way."""
+    form = SWISH if kind == "four" else SILU
+    parts = mixture(kind, form, device, 160, 96)
+    x, index = torch.randn(1, 160, device=device), torch.tensor([[2, 0]], device=device)
+    weights, how, out = torch.rand(1, 2, device=device), gating(form), torch.empty(1, 160, device=device)
+    assert how is not None
+    few.launch_block_experts(x, index, weights, parts, None, out, how, ((2, 2, WAVE, ahead), (2, 2, WAVE, ahead)))
+    wanted = by_definition(x, index, weights, parts, how)
+    assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
+
+
 class Experts(nn.Module):
     """Packed weights in 16 bits, whose own way may not be taken."""
 
