@@ -333,8 +333,8 @@ def mxfp4_tiles() -> None:
         index = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)])
         share, out = torch.rand(tokens, top_k, device=device, dtype=torch.bfloat16), torch.empty_like(x)
         results = []
-        firsts = [*itertools.product((2, 4, 8), (32,), (32, 64), (0, 1, 2, 3))]
-        seconds = [*itertools.product((2, 4, 8), (32,), (64, 128), (0, 1, 2, 3))]
+        firsts = [*itertools.product((4, 8), (16, 32), (32,), (0, 1, 2, 3)), (2, 32, 32, 2), (2, 32, 32, 3)]
+        seconds = [*itertools.product((4, 8), (32,), (64, 128), (0, 1, 2, 3)), (4, 16, 64, 1), (4, 16, 64, 2)]
         default = be.rule(parts[0], top_k)
         trials = [(first, default[1]) for first in firsts] + [(default[0], second) for second in seconds]
         for tiles in [default, *trials]:
@@ -349,9 +349,12 @@ def mxfp4_tiles() -> None:
                 print("  ", tiles, type(error).__name__, str(error)[:100])
             if tiles == default and results:
                 print(f"{tokens} tokens: default {tiles} {results[0][0]:.2f} us", flush=True)
+        found = []
         for name, place in (("first", 0), ("second", 1)):
             best = sorted((us, tiles[place]) for us, tiles in results if tiles[1 - place] == default[1 - place])
             print("  ", name, [(f"{us:.2f}", tile) for us, tile in best[:6]], flush=True)
+            found.append(best[0][1])
+        print("   best", ",".join("/".join(map(str, tile)) for tile in found), flush=True)
 
 
 def main() -> None:

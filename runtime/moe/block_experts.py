@@ -39,7 +39,7 @@ def few(sizes, four, how, tiles=None):
 
 SWISH = Gating("swish", 1.7, 7.0, 1.0, interleaved=True)
 case("gpt-oss 20B, 4 bits", few, GPT_OSS, True, SWISH)
-case("gpt-oss 20B, 4 bits, in stages", few, GPT_OSS, True, SWISH, ((4, 32, max(WAVE, 32), 2), (4, 32, 128, 2)))
+case("gpt-oss 20B, in stages", few, GPT_OSS, True, SWISH, ((4, 32, max(WAVE, 32), 2), (4, 32, 128, 2)))
 case("Qwen3 30B-A3B, 8 bits", few, QWEN3_MOE, False, Gating())
 case("DeepSeek V3, 8 bits", few, DEEPSEEK_V3, False, Gating())
 """
