@@ -4,8 +4,8 @@
     python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]
     python bench/blocks.py tiles fp8|mxfp4           # times other tiles of the kernels of one row
 
-`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/32/32/2,4/32/128/1` gives the kernels
-of MXFP4 experts other tiles than their rule (rows, groups, threads, tiles ahead).
+`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/32/32/2,4/32/128/1` gives the
+kernels of MXFP4 experts other tiles than their rule (rows, groups, threads, tiles ahead).
 
 Both models are the rewritten one. One has random weights in blocks; the other has what these stand for, in bf16. So
 their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn. Each

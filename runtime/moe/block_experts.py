@@ -381,7 +381,8 @@ def launch_block_experts(
             (
                 experts, top_k, gate_up.values.shape[2], size, gate_up.four, one.size, gate_up.rows, _groups(gate_up),
                 gate_up.exponents, one.decode, one.ptx, how.activation, how.bounded, how.interleaved,
-                first_bias is not None, overlap, first[0], first[1], first[3] == 1, max(1, first[3]), _copies(first, 1, 2 * first[0]),
+                first_bias is not None, overlap, first[0], first[1], first[3] == 1,
+                max(1, first[3]), _copies(first, 1, 2 * first[0]),
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -398,7 +399,8 @@ def launch_block_experts(
             (
                 experts, top_k, down.values.shape[2], hidden_size, size, down.four, other.size, down.rows,
                 _groups(down), down.exponents, other.decode, other.ptx, second_bias is not None, residual is not None,
-                overlap, block_k, second[0], second[1], second[3] == 1, max(1, second[3]), _copies(second, block_k, second[0]),
+                overlap, block_k, second[0], second[1], second[3] == 1, max(1, second[3]),
+                _copies(second, block_k, second[0]),
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -418,9 +420,9 @@ def _copies(tile: Tile, rows: int, most: int) -> int:
 def rule(parts: BlockExperts, top_k: int) -> tuple[Tile, Tile]:
     """Return rows, groups and threads of a program of either kernel, and how many tiles it loads ahead.
 
-    Those are none; 1, into registers; or, by asynchronous copies into shared memory, one less than the 2 or more that
-    are given. The second kernel may load one before the first has ended. On gfx942 that takes 132 registers in place of
-    66: fewer waves.
+    Those are none; 1, into registers; or one less than the 2 or more that are given, by asynchronous copies into shared
+    memory, which take fewer registers (72, not 80, for sm_90) and as many instructions. The second kernel may load one
+    before the first has ended. On gfx942 that takes 132 registers in place of 66: fewer waves.
     """
     block_k = 1 << (top_k - 1).bit_length()
     first, second = (min(32, 1 << (part.values.shape[2] // GROUP - 1).bit_length()) for part in parts[:2])
