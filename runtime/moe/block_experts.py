@@ -420,9 +420,9 @@ def _copies(tile: Tile, rows: int, most: int) -> int:
 def rule(parts: BlockExperts, top_k: int) -> tuple[Tile, Tile]:
     """Return rows, groups and threads of a program of either kernel, and how many tiles it loads ahead.
 
-    Those are none; 1, into registers; or one less than the 2 or more that are given, by asynchronous copies into shared
-    memory, which take fewer registers (72, not 80, for sm_90) and as many instructions. The second kernel may load one
-    before the first has ended. On gfx942 that takes 132 registers in place of 66: fewer waves.
+    Those are none; 1, into registers; or one less than the 2 or more that are given, by asynchronous copies into
+    shared memory, which take fewer registers (72, not 80, for sm_90) and as many instructions. The second kernel may
+    load one before the first has ended. On gfx942 that takes 132 registers in place of 66: fewer waves.
     """
     block_k = 1 << (top_k - 1).bit_length()
     first, second = (min(32, 1 << (part.values.shape[2] // GROUP - 1).bit_length()) for part in parts[:2])

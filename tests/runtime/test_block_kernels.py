@@ -31,7 +31,7 @@ from rewrite.runtime.products.block_groups import (
     sixteen,
 )
 from rewrite.runtime.products.block_rows import launch_block_rows
-from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, reason_against, widened
+from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, narrowed, reason_against, widened
 from rewrite.runtime.products.linear import gated_linear, linear
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -43,6 +43,13 @@ FORMATS = {torch.float8_e4m3fn: False, torch.float8_e4m3fnuz: True}
 def _decode(codes_ptr, out_ptr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, 256)
     tl.store(out_ptr + at, widened(tl.load(codes_ptr + at), True, FNUZ))
+
+
+@triton.jit
+def _narrow(codes_ptr, out_ptr, DECODE: tl.constexpr, FNUZ: tl.constexpr, CUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 256)
+    narrow = narrowed(widened(tl.load(codes_ptr + at), DECODE, FNUZ), tl.bfloat16, CUT)
+    tl.store(out_ptr + at, narrow.to(tl.int16, bitcast=True))
 
 
 @triton.jit
@@ -62,6 +69,23 @@ def test_every_code_of_8_bits_is_decoded(dtype: torch.dtype, device: torch.devic
     assert got[no_number].abs().tolist() == ([0.0] if FORMATS[dtype] else [480.0, 480.0])  # blocks.py says so
     number = ~wanted.isnan()
     assert torch.equal(got[number], wanted[number])
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_every_code_of_8_bits_is_a_bf16(dtype: torch.dtype, decode: bool, cut: bool, device: torch.device) -> None:
+    """Without a rounding too, as on AMD's chips: it cuts off nothing."""
+    if dtype == torch.float8_e4m3fnuz and not (decode or INTERPRETED):
+        pytest.skip("no such numbers in hardware here")
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    got = torch.zeros(256, dtype=torch.int16, device=device)
+    _narrow[(1,)](codes if decode else codes.view(dtype), got, decode, FORMATS[dtype], cut)
+    wanted = codes.view(dtype).float()
+    found = got.view(torch.bfloat16).float()
+    number = ~wanted.isnan()
+    assert torch.equal(found[number], wanted[number])
+    assert decode or INTERPRETED or found[~number].isnan().all()  # the interpreter decodes them as 480
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
