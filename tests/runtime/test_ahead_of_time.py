@@ -114,6 +114,22 @@ def test_a_byte_of_several_rows_takes_two_vector_operations(tmp_path: Path, monk
     assert min(counted) <= 2
 
 
+@compiles
+@pytest.mark.parametrize(
+    ("arch", "name"), [("gfx942", "v_cvt_pk_fp8_f32"), ("gfx950", "v_cvt_scalef32_pk_fp8_f32"), ("gfx90a", None)]
+)
+def test_rows_are_converted_two_numbers_at_a_time(
+    arch: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the chip, where it can; else by operations on integers."""
+    monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
+    monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path))
+    run.compile_all([arch], ["fp8_rows"])
+    (path,) = tmp_path.glob("*/*.amdgcn")
+    converted = {found.group() for found in re.finditer(r"v_cvt_\w*fp8_f32", path.read_text("utf-8"))}
+    assert converted == (set() if name is None else {name})
+
+
 def longest_loop(text: str) -> list[str]:
     """Return the names of the instructions of the longest loop of AMD's assembly."""
     names: list[str] = []

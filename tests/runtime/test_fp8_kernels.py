@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
+from rewrite.runtime.core.launch import Target
 from rewrite.runtime.fp8 import add_rms_norm as fp8_add_rms_norm
 from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
 from rewrite.runtime.fp8 import rows as fp8_rows
@@ -56,6 +57,34 @@ def test_rows_are_quantised_to_the_same_bits(
     x = rows_of(9, 2 * size, dtype, device)[:, size:]
     same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
     assert not backend.fallbacks()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's conversion is one that rounds otherwise")
+def test_a_conversion_that_rounds_otherwise_is_not_used(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pretended MI300X: what its first use finds, and that a capture does not wait for that."""
+    monkeypatch.setattr(fp8_rows, "chip_of", lambda tensor: Target("hip", "gfx942"))
+    monkeypatch.setattr(fp8_rows, "has_fp8", lambda tensor: True)
+    monkeypatch.setattr(fp8_rows, "_proven", {})
+    x = rows_of(9, 63, torch.float32, device)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not fp8_rows.converts(x)
+        assert not fp8_rows._proven
+    same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
+    assert fp8_rows._proven == {x.get_device(): False}
+    assert backend.fallbacks() == {("fp8_rows", "conversion_differs"): 1}
+    monkeypatch.setattr(fp8_rows, "_proven", {x.get_device(): True})
+    assert fp8_rows.converts(x)
+    assert not torch.equal(
+        quantized_rows(x).values.view(torch.uint8), quantize(x, dtype_for(x)).values.view(torch.uint8)
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter rounds otherwise")
+def test_the_conversion_of_this_chip_rounds_as_torch_does(device: torch.device) -> None:
+    if not has_fp8(torch.empty(1, device=device)):
+        pytest.skip("it has none")
+    assert fp8_rows.rounds_alike(torch.empty(1, device=device))
 
 
 @pytest.mark.parametrize("block", [16, 64])
