@@ -66,18 +66,17 @@ def test_a_conversion_that_rounds_otherwise_is_not_used(device: torch.device, mo
     monkeypatch.setattr(fp8_rows, "has_fp8", lambda tensor: True)
     monkeypatch.setattr(fp8_rows, "_proven", {})
     x = rows_of(9, 63, torch.float32, device)
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not fp8_rows.converts(x)
-        assert not fp8_rows._proven
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not fp8_rows.converts(x)
+    assert not fp8_rows._proven
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
     assert fp8_rows._proven == {x.get_device(): False}
     assert backend.fallbacks() == {("fp8_rows", "conversion_differs"): 1}
     monkeypatch.setattr(fp8_rows, "_proven", {x.get_device(): True})
     assert fp8_rows.converts(x)
-    assert not torch.equal(
-        quantized_rows(x).values.view(torch.uint8), quantize(x, dtype_for(x)).values.view(torch.uint8)
-    )
+    converted, wanted = (found.values.view(torch.uint8) for found in (quantized_rows(x), quantize(x, dtype_for(x))))
+    assert not torch.equal(converted, wanted)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter rounds otherwise")
