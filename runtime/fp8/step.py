@@ -38,7 +38,7 @@ size, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
 case("8B, qkv", product, 1, size, 6144, norm=True)
 case("8B, down", product, 1, inner, size, norm=False)
 case("8B, head", product, 1, size, LLAMA_8B.vocabulary, norm=True)
-case("8B, qkv, 8 rows", product, 8, size, 6144, norm=True)
+case("8B, qkv, 8 rows", product, 8, size, 6144, norm=not HIP)
 case("8B, down, 8 rows", product, 8, inner, size, norm=False)
 case("8B", halves, LLAMA_8B)
 """

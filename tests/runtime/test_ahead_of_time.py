@@ -98,8 +98,8 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
 def test_a_byte_of_several_rows_takes_two_vector_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the loop of a product of 8 rows with weights in 8 bits: half a conversion, half a move, and the rest.
 
-    The matrix units multiply. With the compiler's own rounding to bf16 there were 6.3. A norm inside is the
-    input's, and not counted here.
+    The matrix units multiply. With the compiler's own rounding to bf16 there were 6.3, and 10.6 with a
+    norm inside, which is a launch of its own here.
     """
     monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
     monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path))
@@ -111,7 +111,7 @@ def test_a_byte_of_several_rows_takes_two_vector_operations(tmp_path: Path, monk
         weights = 2 * sum(name.startswith("v_cvt_pk_f32_fp8") for name in loop)
         counted.append(operations / weights)
     assert len(counted) == 2
-    assert min(counted) <= 2
+    assert max(counted) <= 2
 
 
 @compiles

@@ -20,6 +20,7 @@ from rewrite.runtime.core import backend
 from rewrite.runtime.core.launch import Target
 from rewrite.runtime.fp8 import add_rms_norm as fp8_add_rms_norm
 from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
+from rewrite.runtime.fp8 import linear as fp8_linear_file
 from rewrite.runtime.fp8 import rows as fp8_rows
 from rewrite.runtime.fp8 import step as fp8_step
 from rewrite.runtime.fp8.format import Quantized, dtype_for, has_fp8, quantize
@@ -179,6 +180,21 @@ def test_products_of_few_rows(
     assert not backend.fallbacks()
     for ours, theirs, exact in zip(got, plain(dtype), plain(torch.float64), strict=True):
         assert_as_exact_as(theirs, ours, exact, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("rows", "apart"), [(1, False), (3, True)])
+def test_several_rows_are_normed_first_on_amd(
+    rows: int, apart: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_linear_file, "HIP", True)
+    norm, one = Norm(64, 0.0).to(device, torch.float16), projection(64, 48, True).to(device, torch.float16)
+    called = []
+    monkeypatch.setattr(Norm, "forward", lambda self, x, forward=Norm.forward: called.append(1) or forward(self, x))
+    x = torch.randn(rows, 1, 64, device=device).half()
+    got = fp8_linear(x, one, norm=norm)
+    assert bool(called) == apart
+    wanted = nn.functional.linear(norm(x.float()), rounded(one, torch.float32), one.bias.float())
+    assert (got.float() - wanted).norm() <= 2e-3 * wanted.norm()
 
 
 @dtypes
