@@ -4,8 +4,8 @@
     python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]
     python bench/blocks.py tiles fp8|mxfp4           # times other tiles of the kernels of one row
 
-`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/32/32/2,4/32/128/1` gives the
-kernels of MXFP4 experts other tiles than their rule (rows, groups, threads, tiles ahead).
+`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/32/32/2,4/32/128/1` then gives the
+kernels of MXFP4 experts other tiles than their rule (rows, groups, threads, tiles ahead) and measures once more.
 
 Both models are the rewritten one. One has random weights in blocks; the other has what these stand for, in bf16. So
 their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn. Each
@@ -157,38 +157,44 @@ def measure_one(options: argparse.Namespace) -> None:
     make = fp8_models if options.kind == "fp8" else mxfp4_models
     with torch.no_grad():
         plain, packed, name = make(options.layers, options.small, options.device)
-        if options.experts and options.kind == "mxfp4":
-            tiles = tuple(tuple(map(int, tile.split("/"))) for tile in options.experts.split(","))
-            runtime_part(name, "moe/block_experts").rule = lambda parts, top_k: tiles
         said(f"{options.kind}: two models of {options.layers} layers")
-        for batch in (int(part) for part in options.batch.split(",")):
-            ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)
-            logits = [model(ids, logits_to_keep=8).logits.float() for model in (plain, packed)]
-            prompt = error(logits[1], logits[0])
-            kept = [
-                model.generate(
-                    ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True
-                ).logits
-                for model in (plain, packed)
-            ]
-            steps = [error(b.float(), a.float()) for a, b in zip(*kept, strict=True)]
-            said(f"batch {batch}: logits differ by {prompt:.4f} of their norm in the prompt, in the first steps by")
-            said("  " + " ".join(f"{step:.4f}" for step in steps) + " (later ones may be of other tokens)")
-            times: dict[str, list[float]] = {"bf16": [], options.kind: []}
-            for turn in range(ROUNDS):
-                if turn > 1 and time.perf_counter() - begun > options.seconds:
+        for experts in dict.fromkeys(("", options.experts if options.kind == "mxfp4" else "")):
+            if experts:
+                tiles = tuple(tuple(map(int, tile.split("/"))) for tile in experts.split(","))
+                runtime_part(name, "moe/block_experts").rule = lambda parts, top_k, tiles=tiles: tiles
+                importlib.import_module(f"{name}.runtime").release_graphs(packed)
+                said(f"tiles of experts: {experts}")
+            for batch in (int(part) for part in options.batch.split(",")):
+                ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)
+                logits = [model(ids, logits_to_keep=8).logits.float() for model in (plain, packed)]
+                prompt = error(logits[1], logits[0])
+                kept = [
+                    model.generate(
+                        ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True
+                    ).logits
+                    for model in (plain, packed)
+                ]
+                steps = [error(b.float(), a.float()) for a, b in zip(*kept, strict=True)]
+                said(
+                    f"batch {batch}: logits differ by {prompt:.4f} of their norm in the prompt, in the first steps by"
+                )
+                said("  " + " ".join(f"{step:.4f}" for step in steps) + " (later ones may be of other tokens)")
+                times: dict[str, list[float]] = {"bf16": [], options.kind: []}
+                for turn in range(ROUNDS):
+                    if turn > 1 and time.perf_counter() - begun > options.seconds:
+                        break
+                    for label, model in (("bf16", plain), (options.kind, packed)):
+                        times[label].append(per_token(model, ids, options.new, options.device))
+                median = {label: statistics.median(found) for label, found in times.items()}
+                ratio = median["bf16"] / median[options.kind]
+                both = ", ".join(f"{label} {found:.3f} ms/token" for label, found in median.items())
+                said(f"  decode: {both}, {ratio:.2f} times as fast")
+                found = {"kind": options.kind, "layers": options.layers, "batch": batch, "ratio": ratio, "ms": times}
+                found["experts"] = experts
+                print(RESULT + json.dumps({**found, "prompt": prompt, "steps": steps}), flush=True)
+                if time.perf_counter() - begun > options.seconds:
+                    said("out of time")
                     break
-                for label, model in (("bf16", plain), (options.kind, packed)):
-                    times[label].append(per_token(model, ids, options.new, options.device))
-            median = {label: statistics.median(found) for label, found in times.items()}
-            ratio = median["bf16"] / median[options.kind]
-            both = ", ".join(f"{label} {found:.3f} ms/token" for label, found in median.items())
-            said(f"  decode: {both}, {ratio:.2f} times as fast")
-            found = {"kind": options.kind, "layers": options.layers, "batch": batch, "ratio": ratio, "ms": times}
-            print(RESULT + json.dumps({**found, "prompt": prompt, "steps": steps}), flush=True)
-            if time.perf_counter() - begun > options.seconds:
-                said("out of time")
-                break
         print("explain:", importlib.import_module(name).explain(packed), sep="\n", flush=True)
 
 
