@@ -29,7 +29,7 @@ def product(rows, cols, norm):
     given, added = (prologue(cols), None) if norm else (None, out)
     return launch_block_rows(tensor(8, 1, cols), weight, None, given, added, out)
 
-case("8B, qkv, 8 rows", product, 6144, LLAMA_8B.hidden_size, norm=True)
+case("8B, qkv, 8 rows", product, 6144, LLAMA_8B.hidden_size, norm=not HIP)
 case("8B, down, 8 rows", product, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size, norm=False)
 """
 

@@ -243,6 +243,21 @@ def test_programs_that_share_rows(splits: int, device: torch.device, poisoned: N
             assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize(("count", "apart"), [(1, False), (3, True)])
+def test_several_rows_are_normed_first_on_amd(
+    count: int, apart: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_linear, "HIP", True)
+    weight, norm = blocks(80, 64, device, "eight"), Norm(torch.rand(64, device=device) + 0.5)
+    x = torch.randn(count, 1, 64, device=device)
+    wanted = norm(x).double() @ _reference(weight, torch.float64).T
+    called = []
+    monkeypatch.setattr(Norm, "forward", lambda self, x, forward=Norm.forward: called.append(1) or forward(self, x))
+    got = block_linear._by_kernel(x, (weight, None), norm, None, "")
+    assert bool(called) == apart
+    assert (got.double() - wanted).norm() <= 2e-6 * wanted.norm()
+
+
 def test_a_cast_model_is_the_original_s(device: torch.device) -> None:
     layer = nn.ModuleList([FP8Linear(blocks(32, 32, device, "eight"), None)])
     block_linear.BlockLinear.adopt(layer)
