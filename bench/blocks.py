@@ -4,6 +4,9 @@
     python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]
     python bench/blocks.py tiles fp8|mxfp4           # times other tiles of the kernels of one row
 
+`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/32/32/2,4/32/128/1` then gives the
+kernels of MXFP4 experts other tiles than their rule (rows, groups, threads, tiles ahead) and measures once more.
+
 Both models are the rewritten one. One has random weights in blocks; the other has what these stand for, in bf16. So
 their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn. Each
 format is measured in a process of its own, which prints as it goes and begins nothing new after its `--seconds`.
@@ -94,9 +97,13 @@ def mxfp4_models(layers: int, small: bool, device: str) -> tuple[Any, Any, str]:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         plain = module.GptOssForCausalLM(config).eval()
+    with torch.device("meta"):  # in 16 bits 24 layers take 42 GB
         packed = module.GptOssForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     mxfp4.MxExperts.prepare(packed, {})
+    packed.to_empty(device=device)
+    for (_, one), (_, other) in zip(packed.named_buffers(), plain.named_buffers(), strict=True):
+        one.copy_(other)
     for (_, one), (_, other) in zip(packed.named_modules(), plain.named_modules(), strict=True):
         if isinstance(one, mxfp4.MxExperts):
             for name in ("gate_up_proj", "down_proj"):
@@ -122,6 +129,7 @@ def measure(options: argparse.Namespace) -> None:
         for name in ("batch", "new", "device", "seconds"):
             command += [f"--{name}", str(getattr(options, name))]
         command += ["--small"] if options.small else []
+        command += ["--experts", options.experts] if options.experts else []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -150,34 +158,43 @@ def measure_one(options: argparse.Namespace) -> None:
     with torch.no_grad():
         plain, packed, name = make(options.layers, options.small, options.device)
         said(f"{options.kind}: two models of {options.layers} layers")
-        for batch in (int(part) for part in options.batch.split(",")):
-            ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)
-            logits = [model(ids, logits_to_keep=8).logits.float() for model in (plain, packed)]
-            prompt = error(logits[1], logits[0])
-            kept = [
-                model.generate(
-                    ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True
-                ).logits
-                for model in (plain, packed)
-            ]
-            steps = [error(b.float(), a.float()) for a, b in zip(*kept, strict=True)]
-            said(f"batch {batch}: logits differ by {prompt:.4f} of their norm in the prompt, in the first steps by")
-            said("  " + " ".join(f"{step:.4f}" for step in steps) + " (later ones may be of other tokens)")
-            times: dict[str, list[float]] = {"bf16": [], options.kind: []}
-            for turn in range(ROUNDS):
-                if turn > 1 and time.perf_counter() - begun > options.seconds:
+        for experts in dict.fromkeys(("", options.experts if options.kind == "mxfp4" else "")):
+            if experts:
+                tiles = tuple(tuple(map(int, tile.split("/"))) for tile in experts.split(","))
+                runtime_part(name, "moe/block_experts").rule = lambda parts, top_k, tiles=tiles: tiles
+                importlib.import_module(f"{name}.runtime").release_graphs(packed)
+                said(f"tiles of experts: {experts}")
+            for batch in (int(part) for part in options.batch.split(",")):
+                ids = torch.randint(1, plain.config.vocab_size, (batch, CONTEXT), device=options.device)
+                logits = [model(ids, logits_to_keep=8).logits.float() for model in (plain, packed)]
+                prompt = error(logits[1], logits[0])
+                kept = [
+                    model.generate(
+                        ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True
+                    ).logits
+                    for model in (plain, packed)
+                ]
+                steps = [error(b.float(), a.float()) for a, b in zip(*kept, strict=True)]
+                said(
+                    f"batch {batch}: logits differ by {prompt:.4f} of their norm in the prompt, in the first steps by"
+                )
+                said("  " + " ".join(f"{step:.4f}" for step in steps) + " (later ones may be of other tokens)")
+                times: dict[str, list[float]] = {"bf16": [], options.kind: []}
+                for turn in range(ROUNDS):
+                    if turn > 1 and time.perf_counter() - begun > options.seconds:
+                        break
+                    for label, model in (("bf16", plain), (options.kind, packed)):
+                        times[label].append(per_token(model, ids, options.new, options.device))
+                median = {label: statistics.median(found) for label, found in times.items()}
+                ratio = median["bf16"] / median[options.kind]
+                both = ", ".join(f"{label} {found:.3f} ms/token" for label, found in median.items())
+                said(f"  decode: {both}, {ratio:.2f} times as fast")
+                found = {"kind": options.kind, "layers": options.layers, "batch": batch, "ratio": ratio, "ms": times}
+                found["experts"] = experts
+                print(RESULT + json.dumps({**found, "prompt": prompt, "steps": steps}), flush=True)
+                if time.perf_counter() - begun > options.seconds:
+                    said("out of time")
                     break
-                for label, model in (("bf16", plain), (options.kind, packed)):
-                    times[label].append(per_token(model, ids, options.new, options.device))
-            median = {label: statistics.median(found) for label, found in times.items()}
-            ratio = median["bf16"] / median[options.kind]
-            both = ", ".join(f"{label} {found:.3f} ms/token" for label, found in median.items())
-            said(f"  decode: {both}, {ratio:.2f} times as fast")
-            found = {"kind": options.kind, "layers": options.layers, "batch": batch, "ratio": ratio, "ms": times}
-            print(RESULT + json.dumps({**found, "prompt": prompt, "steps": steps}), flush=True)
-            if time.perf_counter() - begun > options.seconds:
-                said("out of time")
-                break
         print("explain:", importlib.import_module(name).explain(packed), sep="\n", flush=True)
 
 
@@ -322,8 +339,8 @@ def mxfp4_tiles() -> None:
         index = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)])
         share, out = torch.rand(tokens, top_k, device=device, dtype=torch.bfloat16), torch.empty_like(x)
         results = []
-        firsts = [*itertools.product((2, 4, 8), (32,), (32, 64), (0, 1))]
-        seconds = [*itertools.product((2, 4, 8), (32,), (64, 128), (0, 1))]
+        firsts = [*itertools.product((4, 8), (16, 32), (32,), (0, 1, 2, 3)), (2, 32, 32, 2), (2, 32, 32, 3)]
+        seconds = [*itertools.product((4, 8), (32,), (64, 128), (0, 1, 2, 3)), (4, 16, 64, 1), (4, 16, 64, 2)]
         default = be.rule(parts[0], top_k)
         trials = [(first, default[1]) for first in firsts] + [(default[0], second) for second in seconds]
         for tiles in [default, *trials]:
@@ -338,9 +355,12 @@ def mxfp4_tiles() -> None:
                 print("  ", tiles, type(error).__name__, str(error)[:100])
             if tiles == default and results:
                 print(f"{tokens} tokens: default {tiles} {results[0][0]:.2f} us", flush=True)
+        found = []
         for name, place in (("first", 0), ("second", 1)):
             best = sorted((us, tiles[place]) for us, tiles in results if tiles[1 - place] == default[1 - place])
             print("  ", name, [(f"{us:.2f}", tile) for us, tile in best[:6]], flush=True)
+            found.append(best[0][1])
+        print("   best", ",".join("/".join(map(str, tile)) for tile in found), flush=True)
 
 
 def main() -> None:
@@ -362,6 +382,7 @@ def main() -> None:
         command.add_argument("--batch", default="1,8")
         command.add_argument("--new", type=int, default=64)
         command.add_argument("--device", default="cuda")
+        command.add_argument("--experts", default="", help="tiles of the two kernels of MXFP4 experts")
         command.add_argument("--seconds", type=float, default=60.0, help="after these a process begins nothing new")
         command.add_argument("--small", action="store_true", help="tiny models, to try the script")
     three = commands.add_parser("tiles")

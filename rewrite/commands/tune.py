@@ -29,6 +29,10 @@ OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Tokens before decoding.")
 @click.option("--seconds", type=float, default=75.0, show_default=True, help="Time for each batch size.")
 @click.option("--dtype", type=click.Choice((*DTYPES, "float32")), default="bfloat16", show_default=True)
+@click.option("--attention", is_flag=True, help="Measure instead which of torch's kernels attends in prompts.")
+@click.option(
+    "--lengths", callback=numbers, default="512,2048,8192", metavar="N,…", help="Tokens of the prompts for that."
+)
 @click.option("--products", is_flag=True, help="Measure instead who multiplies (packages made --with route_gemm).")
 @click.option("--rows", callback=numbers, default="64,512,2048", metavar="N,…", help="Tokens of the prompts for that.")
 @click.option("--export", type=OUTPUT, metavar="FILE", help="Only write DIR/gemm.json as a tuned table for aiter.")
@@ -43,6 +47,8 @@ def tune(
     context: int,
     seconds: float,
     dtype: str,
+    attention: bool,
+    lengths: tuple[int, ...],
     products: bool,
     rows: tuple[int, ...],
     export: Path | None,
@@ -57,7 +63,8 @@ def tune(
     candidates. What tuned.json says of other shapes and GPUs stays.
 
     With --products the libraries and kernels of each product of a prompt are compared instead, and DIR/gemm.json says
-    which one to take.
+    which one to take. With --attention it is torch's kernels of attention (flash, efficient, cuDNN, and on ROCm
+    AOTriton and CK), and DIR/attention.json.
     """
     from rewrite.show.console import Screen
 
@@ -73,6 +80,10 @@ def tune(
 
     sizes = None if weights else shape or "1b"
     plan = Plan(folder, sizes, str(weights) if weights else None, dtype, batch, context, seconds)
+    if attention and products:
+        raise click.UsageError("--attention and --products measure different things: ask for one")
+    if attention:
+        return _attention(plan, lengths, screen, json_path)
     if products:
         return _products(plan, rows, screen, json_path)
     with screen.working("tuning") as progress:
@@ -100,6 +111,22 @@ def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: P
     screen.line("written", str(outcome.path))
     data = {"chip": outcome.chip, "headings": products.HEADINGS, "products": rows, "written": str(outcome.path)}
     report.write(json_path, "tune", data)
+    return 0
+
+
+def _attention(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
+    from rewrite.deliver import report
+    from rewrite.tuning import attention
+
+    with screen.working("tuning") as progress:
+        outcome = attention.tune_attention(plan, lengths, progress)
+    name = plan.shape or Path(str(plan.weights)).name
+    rows = attention.rows(outcome.choices)
+    screen.figures(f"{name} · attention · {outcome.chip}", attention.HEADINGS, rows, ())
+    screen.line("written", str(outcome.path))
+    every = {choice.size: choice.us for choice in outcome.choices}
+    data = {"chip": outcome.chip, "headings": attention.HEADINGS, "attention": rows, "us": every}
+    report.write(json_path, "tune", {**data, "written": str(outcome.path)})
     return 0
 
 

@@ -12,7 +12,7 @@ from rewrite.upstream.source import LOCK_NAME
 
 _OF_A_PACKAGE = (
     "modeling_", INIT, "runtime", LOCK_NAME, VERDICT_NAME, KEPT, ATTRIBUTES, "__pycache__", "tuned.json",
-    "gemm.json", "tunableop", "kernels",
+    "gemm.json", "attention.json", "tunableop", "kernels",
 )  # fmt: skip
 """How the names begin that a package, with what was measured and merged in it, has at its top."""
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Protocol
 
 from rewrite.benchmark.models import lock_of
@@ -21,6 +18,7 @@ from rewrite.benchmark.plan import write_json
 from rewrite.errors import NothingToTune
 from rewrite.measure.runtime_part import runtime_part
 
+from .calls import in_turn, timer
 from .run import Plan, require_gpu, small_model
 
 FILE = "gemm.json"
@@ -28,10 +26,8 @@ VENDOR = "vendor"
 ROWS = (64, 512, 2048)
 LEAST_GAIN = 0.02
 """A path has to be faster than the vendor's by this share of its time."""
-ROUNDS = 11
 ROTATED_BYTES = 512 << 20
 """Of copies of a weight: more than the last cache of any chip here holds."""
-GRAPH_US = 400.0
 FURTHEST = 0.02
 """Relative distance from the vendor's product; both round to 16 bits, in orders of their own."""
 HEADINGS = ("rows x out x in", "n", "us", "path", "us")
@@ -178,16 +174,10 @@ class Products:
                 run = functools.partial(self._product, name, x, bias)
                 found = run(weights[0])
                 if found is not None and self._near(found, wanted):
-                    timer = self._timer(run, weights)
-                    if timer is not None:
-                        timers[name] = timer
-            values: dict[str, list[float]] = {name: [] for name in timers}
-            for turn in range(ROUNDS + 1):
-                for name, timer in timers.items():
-                    value = timer()
-                    if turn:
-                        values[name].append(value)
-        return {name: median(found) for name, found in values.items()}
+                    timed = self._timer(run, weights)
+                    if timed is not None:
+                        timers[name] = timed
+            return in_turn(timers)
 
     def _weight(self, size: Any, dtype: Any) -> Any:
         import torch
@@ -204,44 +194,5 @@ class Products:
 
     def _timer(self, run: Callable[[Any], Any], weights: Sequence[Any]) -> Callable[[], float] | None:
         """Return what times a call once; None if the calls cannot be captured."""
-        import torch
-
-        if self.device.type != "cuda":
-            return lambda: _wall_us(run, weights)
-        launches = len(weights) * max(1, math.ceil(GRAPH_US / 20 / len(weights)))
-
-        def several() -> None:
-            for number in range(launches):
-                run(weights[number % len(weights)])
-
-        def once() -> None:
-            for weight in weights:  # each may have something to prepare
-                run(weight)
-
-        graph = torch.cuda.CUDAGraph()
-        counters = self.arrivals.new(self.device)
-        graph.counters = counters  # type: ignore[attr-defined]  # which live as long as the graph
-        once()
-        torch.cuda.synchronize(self.device)
-        try:
-            with torch.cuda.graph(graph), self.arrivals.of_graph(counters):
-                several()
-        except RuntimeError:
-            return None
-
-        def timed() -> float:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            stop.record()
-            torch.cuda.synchronize(self.device)
-            return float(start.elapsed_time(stop)) * 1e3 / launches
-
-        return timed
-
-
-def _wall_us(run: Callable[[Any], Any], weights: Sequence[Any]) -> float:
-    started = time.perf_counter()
-    for weight in weights:
-        run(weight)
-    return (time.perf_counter() - started) * 1e6 / len(weights)
+        counters = self.arrivals.new(self.device) if self.device.type == "cuda" else None
+        return timer(run, weights, self.device, counters, lambda: self.arrivals.of_graph(counters))

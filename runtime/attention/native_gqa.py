@@ -9,7 +9,8 @@ is given; here the group moves into a dimension that the keys do not have:
     cuDNN            takes grouped keys and a mask as they are, and is the fastest where it runs
 
 Without a mask, torch's own kernels share keys and values; on AMD's chips aiter's flash attention runs instead, where
-it is installed. Queries, keys and values come as `[B, H, S, D]` views of `[B, S, H, D]`, which is how the result lies.
+it is installed. What was named or measured (`backends`) goes before all of these. Queries, keys and values come as
+`[B, H, S, D]` views of `[B, S, H, D]`, which is how the result lies.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
 from ..core import backend, deferring
 from ..core.target import ROCM
+from . import backends
 
 OFFERS: dict[str, dict[str, str]] = {
     "grouped_attention": {
@@ -73,8 +75,13 @@ def _sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     groups = getattr(module, "num_key_value_groups", 1)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if (name := backends.choose(query, key, value, attention_mask, causal)) is not None:
+        reason = "s_aux" if kwargs.get("s_aux") is not None else _refusal(groups, query, key, dropout, kwargs)
+        if reason is None:
+            return _by_name(name, query, key, value, attention_mask, scaling, causal), None
+        backend.count_fallback("attention_backend", reason)
     if ROCM and aiter_calls.candidate("attention"):
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         reason = _aiter_refusal(query, key, value, attention_mask, dropout, kwargs)
         if reason is None:
             return _flash_op(query, key, value, scaling, causal and query.shape[2] > 1), None
@@ -84,7 +91,6 @@ def _sdpa(
     else:
         reason = _refusal(groups, query, key, dropout, kwargs)
         if reason is None:
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             if backend.wants_gradient(query, key, value, attention_mask):
                 return _grouped(query, key, value, attention_mask, scaling, causal), None
             return _op(query, key, value, attention_mask, scaling, causal), None
@@ -148,6 +154,42 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_
         return _grouped(query, key, value, None, scaling, is_causal)
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=is_causal, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def _by_name(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+) -> Tensor:
+    """Attend by a backend of `backends`; the result is `[B, S, H, Dv]`."""
+    if backend.wants_gradient(query, key, value, mask):
+        return _named(query, key, value, mask, scaling, is_causal, name)
+    attended: Tensor = _named_op(query, key, value, mask, scaling, is_causal, name)
+    return attended
+
+
+def _named(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+    name: str,
+) -> Tensor:
+    out = backends.attend(name, query, key, value, mask, scaling, is_causal)
+    if out is not None:
+        return out.transpose(1, 2).contiguous()
+    backend.count_fallback("attention_backend", f"{name}_refuses")
+    if query.shape[1] != key.shape[1]:
+        return _grouped(query, key, value, mask, scaling, is_causal)
+    causal = is_causal and mask is None and query.shape[2] > 1
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, is_causal=causal)
     return out.transpose(1, 2).contiguous()
 
 
@@ -238,6 +280,18 @@ def _fake(
     return query.new_empty(batch, length, heads, value.shape[-1])
 
 
+def _named_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+    name: str,
+) -> Tensor:
+    return _fake(query, key, value, mask, scaling, is_causal)
+
+
 def _flash_fake(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, is_causal: bool) -> Tensor:
     return _fake(query, key, value, None, scaling, is_causal)
 
@@ -247,6 +301,13 @@ _flash_op = backend.register(
     "(Tensor query, Tensor key, Tensor value, float? scaling, bool is_causal) -> Tensor",
     _flash,
     _flash_fake,
+)
+
+_named_op = backend.register(
+    "attention_by_name",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float? scaling, bool is_causal, str name) -> Tensor",
+    _named,
+    _named_fake,
 )
 
 _op = backend.register(
@@ -322,13 +383,15 @@ def grouped_attention(
     ):  # a step has a kernel for it
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=True)
     reason = _not_shared(query, key, value, attn_mask, dropout_p, is_causal, key_groups, value_groups)
-    if reason is not None or backend.composes():
+    if reason is not None or (backend.composes() and backends.get_attention_backend() in (None, backends.OWN)):
         if reason is not None:
             backend.count_fallback("grouped_attention", reason)
         key, value = _repeated(key, key_groups), _repeated(value, value_groups)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*attn_mask.shape[:2], query.shape[2], key.shape[2])
+    if (name := backends.choose(query, key, value, attn_mask, is_causal)) is not None:
+        return _by_name(name, query, key, value, attn_mask, scale, is_causal).transpose(1, 2)
     attend = _grouped if backend.wants_gradient(query, key, value, attn_mask) else _op
     attended: Tensor = attend(query, key, value, attn_mask, scale, is_causal)
     return attended.transpose(1, 2)

@@ -159,7 +159,7 @@ def _signature_of(model: nn.Module) -> Hashable:
             parts.append(id(module))
         if hasattr(module, "_disable_adapters"):  # a layer of peft
             parts.append(tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATE))
-    parts.append(backend.get_backend())
+    parts.append((backend.get_backend(), *backend.named_besides.values()))
     return tuple(parts)
 
 

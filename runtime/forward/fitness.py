@@ -63,6 +63,7 @@ def settings() -> Hashable:
     """Return the settings of the process that a graph was captured under, as kernels were chosen by them."""
     return (
         backend.get_backend(),
+        *backend.named_besides.values(),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),

@@ -21,7 +21,7 @@ from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
 from ..products.prologue import prologue_of
 from .format import Quantized, dtype_for, quantize
-from .rows import empty_rows, remember
+from .rows import converts, empty_rows, remember
 from .step import MOST_ROWS
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -62,6 +62,7 @@ if backend.triton_installed():
         WEIGHTED: tl.constexpr,
         WEIGHT_IN_FP32: tl.constexpr,
         FNUZ: tl.constexpr,
+        CONVERT: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
@@ -83,7 +84,7 @@ if backend.triton_installed():
         tl.store(out_ptr + at + col, rounded, mask=mask)
         wide = tl.where(mask, rounded.to(tl.float32), 0.0)
         scale, inverse = scale_of(tl.max(magnitude(wide), axis=1, keep_dims=True), FNUZ)
-        tl.store(code_ptr + at + col, encode(wide * inverse, FNUZ), mask=mask)
+        tl.store(code_ptr + at + col, encode(wide * inverse, FNUZ, CONVERT), mask=mask)
         tl.store(scale_ptr + row, scale, mask=live)
 
     fp8_add_rms_norm_kernel = Kernel(_fp8_add_rms_norm_kernel)
@@ -140,8 +141,8 @@ def _launch(
             (stride, residual_stride),
             (eps, offset),
             (
-                hidden_size, weight is not None, weight_in_fp32, values.dtype == torch.float8_e4m3fnuz, block_rows,
-                block_cols,
+                hidden_size, weight is not None, weight_in_fp32, values.dtype == torch.float8_e4m3fnuz,
+                converts(values), block_rows, block_cols,
             ),
         )  # fmt: skip
     return normed, summed, values, scale

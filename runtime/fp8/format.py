@@ -39,8 +39,17 @@ if backend.triton_installed():
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
     @triton.jit
-    def encode(x, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return fp32 numbers within the format's range as its bytes, rounded to nearest, ties to even."""
+    def encode(x, FNUZ: tl.constexpr, CONVERT: tl.constexpr = False):  # type: ignore[no-untyped-def]
+        """Return fp32 numbers within the format's range as its bytes, rounded to nearest, ties to even.
+
+        With CONVERT by the chip's own conversion, two at a time (`rows.converts`); else by operations on integers,
+        which round alike on every chip.
+        """
+        if CONVERT:
+            if FNUZ:
+                return x.to(tl.float8e4b8).to(tl.uint8, bitcast=True)
+            else:
+                return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         bits = x.to(tl.int32, bitcast=True)
         absolute = bits & 0x7FFFFFFF
         rounded = (absolute + 0x7FFFF + ((absolute >> 20) & 1)) >> 20
@@ -97,6 +106,18 @@ def dtype_for(tensor: Tensor) -> torch.dtype:
 def as_read(values: Tensor) -> Tensor:
     """Return e4m3 values as kernels on their device read them."""
     return values if has_fp8(values) else values.view(torch.uint8)
+
+
+def rounded_numbers(dtype: torch.dtype) -> Tensor:
+    """Return numbers that show how a conversion rounds, fp32, on a CPU.
+
+    All numbers of the format, those halfway between neighbours, and the fp32 next to these on either side.
+    """
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = numbers[numbers.isfinite()].unique()
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    beside = (torch.nextafter(middle, torch.full_like(middle, far)) for far in (-1e9, 1e9))
+    return torch.cat((numbers, middle, *beside))
 
 
 def has_fp8(tensor: Tensor) -> bool:

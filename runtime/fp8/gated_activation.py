@@ -15,7 +15,7 @@ from ..core import backend, rows
 from ..core.launch import WAVE, Kernel
 from ..products.gated_activation import _REFERENCE, _refusal
 from .format import Quantized, dtype_for, quantize
-from .rows import empty_rows
+from .rows import converts, empty_rows
 
 CASES = """
 def activated(model):
@@ -51,6 +51,7 @@ if backend.triton_installed():
         I: tl.constexpr,  # noqa: E741
         ACTIVATION: tl.constexpr,
         FNUZ: tl.constexpr,
+        CONVERT: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
@@ -61,7 +62,7 @@ if backend.triton_installed():
             col = tl.arange(0, BLOCK_COLS)
             y = _product(gate_row, up_row, col, col < I, ACTIVATION)
             scale, inverse = scale_of(tl.max(magnitude(y), axis=0), FNUZ)
-            tl.store(code_row + col, encode(y * inverse, FNUZ), mask=col < I)
+            tl.store(code_row + col, encode(y * inverse, FNUZ, CONVERT), mask=col < I)
         else:
             largest = tl.zeros((BLOCK_COLS,), tl.int32)
             for start in range(0, I, BLOCK_COLS):
@@ -72,7 +73,7 @@ if backend.triton_installed():
             for start in range(0, I, BLOCK_COLS):
                 col = start + tl.arange(0, BLOCK_COLS)
                 y = _product(gate_row, up_row, col, col < I, ACTIVATION)
-                tl.store(code_row + col, encode(y * inverse, FNUZ), mask=col < I)
+                tl.store(code_row + col, encode(y * inverse, FNUZ, CONVERT), mask=col < I)
         tl.store(scale_ptr + row, scale)
 
     fp8_gated_activation_kernel = Kernel(_fp8_gated_activation_kernel)
@@ -123,7 +124,7 @@ def _launch(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
             (),
             (gate_stride, up_stride),
             (),
-            (size, activation, out.values.dtype == torch.float8_e4m3fnuz, block),
+            (size, activation, out.values.dtype == torch.float8_e4m3fnuz, converts(out.values), block),
         )
     return out
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..core import backend, rows
-from ..core.launch import Kernel
-from .format import Quantized, dtype_for, quantize
+from ..core.launch import Kernel, chip_of, pretends
+from .format import Quantized, dtype_for, has_fp8, quantize, rounded_numbers
 
 CASES = """
 case("8B, prompt", quantized_rows, tensor(PROMPT, LLAMA_8B.hidden_size))
@@ -36,6 +36,7 @@ if backend.triton_installed():
         stride,
         I: tl.constexpr,  # noqa: E741
         FNUZ: tl.constexpr,
+        CONVERT: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
@@ -48,7 +49,7 @@ if backend.triton_installed():
             mask = live & (col < I)
             x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
             scale, inverse = scale_of(tl.max(magnitude(x), axis=1, keep_dims=True), FNUZ)
-            tl.store(code_row + col, encode(x * inverse, FNUZ), mask=mask)
+            tl.store(code_row + col, encode(x * inverse, FNUZ, CONVERT), mask=mask)
         else:
             largest = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.int32)
             for start in range(0, I, BLOCK_COLS):
@@ -60,7 +61,7 @@ if backend.triton_installed():
                 col = start + tl.arange(0, BLOCK_COLS)[None, :]
                 mask = live & (col < I)
                 x = tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
-                tl.store(code_row + col, encode(x * inverse, FNUZ), mask=mask)
+                tl.store(code_row + col, encode(x * inverse, FNUZ, CONVERT), mask=mask)
         tl.store(scale_ptr + row, scale, mask=live)
 
     fp8_rows_kernel = Kernel(_fp8_rows_kernel)
@@ -106,7 +107,7 @@ def _reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.contiguous(), scale.contiguous()
 
 
-def _launch(x: Tensor) -> tuple[Tensor, Tensor]:
+def _launch(x: Tensor, convert: bool | None = None) -> tuple[Tensor, Tensor]:
     out = empty_rows(x)
     size = x.shape[-1]
     count = x.numel() // size
@@ -120,13 +121,52 @@ def _launch(x: Tensor) -> tuple[Tensor, Tensor]:
             (count,),
             (stride,),
             (),
-            (size, out.values.dtype == torch.float8_e4m3fnuz, block_rows, block_cols),
+            (
+                size,
+                out.values.dtype == torch.float8_e4m3fnuz,
+                converts(x) if convert is None else convert,
+                block_rows,
+                block_cols,
+            ),
         )
     return out
 
 
 def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(x)
+
+
+_proven: dict[int, bool] = {}
+"""By device."""
+
+
+def converts(tensor: Tensor) -> bool:
+    """Return whether kernels round to 8 bits by the chip's conversion: AMD's chips that have one, once it is proven.
+
+    At the first use outside a capture it has to give plain torch's bytes for every number of the format, halfway
+    between neighbours and next to that; else integers are rounded, and `explain` counts it.
+    """
+    chip = chip_of(tensor)
+    if chip is None or chip.backend != "hip" or not has_fp8(tensor):
+        return False
+    if pretends():
+        return True
+    device = tensor.get_device()
+    if device not in _proven:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _proven[device] = rounds_alike(tensor)
+    if not _proven[device]:
+        backend.count_fallback("fp8_rows", "conversion_differs")
+    return _proven[device]
+
+
+def rounds_alike(like: Tensor) -> bool:
+    """Return whether the conversion of the device of `like` gives plain torch's bytes."""
+    dtype = dtype_for(like)
+    numbers = rounded_numbers(dtype)[None]  # whose largest makes the scale a 1
+    got, _ = _launch(numbers.to(like.device), convert=True)
+    return torch.equal(got.view(torch.uint8).cpu(), quantize(numbers, dtype).values.view(torch.uint8))
 
 
 _op = backend.register("fp8_rows", "(Tensor x) -> (Tensor, Tensor)", _forward, _fake)

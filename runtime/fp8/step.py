@@ -38,7 +38,7 @@ size, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
 case("8B, qkv", product, 1, size, 6144, norm=True)
 case("8B, down", product, 1, inner, size, norm=False)
 case("8B, head", product, 1, size, LLAMA_8B.vocabulary, norm=True)
-case("8B, qkv, 8 rows", product, 8, size, 6144, norm=True)
+case("8B, qkv, 8 rows", product, 8, size, 6144, norm=not HIP)
 case("8B, down, 8 rows", product, 8, inner, size, norm=False)
 case("8B", halves, LLAMA_8B)
 """
@@ -51,7 +51,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.blocks import widened
+    from ..products.blocks import narrowed, widened
 
     @triton.jit(do_not_specialize=["count"])
     def _fp8_skinny_kernel(  # type: ignore[no-untyped-def]
@@ -69,6 +69,7 @@ if backend.triton_installed():
         O: tl.constexpr,  # noqa: E741
         DECODE: tl.constexpr,
         FNUZ: tl.constexpr,
+        CUT: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
         BIAS: tl.constexpr,
@@ -106,7 +107,7 @@ if backend.triton_installed():
                 if NORM_WEIGHT:
                     norm = tl.load(norm_ptr + col, mask=col < I, other=0.0).to(tl.float32) + offset
                     x = (wide * norm[None, :]).to(x.dtype)
-            weight = widened(code, DECODE, FNUZ).to(x.dtype)
+            weight = narrowed(widened(code, DECODE, FNUZ), x.dtype, CUT)
             y = tl.dot(x, tl.trans(weight), y, input_precision="ieee")
         y *= scale[None, :]
         if NORM:
@@ -172,8 +173,8 @@ def launch_skinny(
             (),
             (eps, offset),
             (
-                cols, rows, decode, fnuz, prologue is not None, has_weight, bias is not None, residual is not None,
-                overlap, MOST_ROWS, block_rows, block_cols, STAGES,
+                cols, rows, decode, fnuz, HIP, prologue is not None, has_weight, bias is not None,
+                residual is not None, overlap, MOST_ROWS, block_rows, block_cols, STAGES,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from .form import ExpertsForm, Gating, gated, gating
 from .grouped import grouped_experts
 
 CASES = """
-def few(sizes, four, how):
+def few(sizes, four, how, tiles=None):
     def weight(rows, cols):
         if four:
             codes = tensor(sizes.experts, rows, cols // 2, dtype=torch.uint8)
@@ -35,9 +35,11 @@ def few(sizes, four, how):
     down = weight(sizes.hidden_size, sizes.intermediate_size)
     parts = BlockExperts(gate_up, down, (None, None), ExpertsForm())
     x = tensor(1, sizes.hidden_size)
-    return launch_block_experts(x, int64(1, sizes.top_k), tensor(1, sizes.top_k), parts, None, x, how)
+    return launch_block_experts(x, int64(1, sizes.top_k), tensor(1, sizes.top_k), parts, None, x, how, tiles)
 
-case("gpt-oss 20B, 4 bits", few, GPT_OSS, True, Gating("swish", 1.7, 7.0, 1.0, interleaved=True))
+SWISH = Gating("swish", 1.7, 7.0, 1.0, interleaved=True)
+case("gpt-oss 20B, 4 bits", few, GPT_OSS, True, SWISH)
+case("gpt-oss 20B, in stages", few, GPT_OSS, True, SWISH, ((4, 32, max(WAVE, 32), 2), (4, 32, 128, 2)))
 case("Qwen3 30B-A3B, 8 bits", few, QWEN3_MOE, False, Gating())
 case("DeepSeek V3, 8 bits", few, DEEPSEEK_V3, False, Gating())
 """
@@ -81,6 +83,7 @@ if backend.triton_installed():
         BLOCK_M: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
         AHEAD: tl.constexpr,
+        STAGES: tl.constexpr,
         COPIES: tl.constexpr,
     ):
         """Compute BLOCK_M columns of one token's expert; BYTES has a row, GROUPS groups have one scale."""
@@ -100,14 +103,17 @@ if backend.triton_installed():
         row_ptr = values_ptr + (expert * (2 * M) + row)[:, None] * (BYTES // 16 * SIZE)
         scale_row = scale_ptr + (expert * ((2 * M + ROWS - 1) // ROWS) + row // ROWS)[:, None] * scale_columns
         x_ptr += token * x_stride + tl.arange(0, COPIES)[:, None] * 0  # one for each part of the threads
-        following = row_groups(row_ptr, live[:, None], 0, BYTES // 16, SIZE, BLOCK_GROUPS)
+        if STAGES == 1:
+            following = row_groups(row_ptr, live[:, None], 0, BYTES // 16, SIZE, BLOCK_GROUPS)
         total = tl.zeros((2 * BLOCK_M, BLOCK_GROUPS), tl.float32)
-        for start in tl.range(0, BYTES // 16, BLOCK_GROUPS, num_stages=1):
-            loaded = following
+        for start in tl.range(0, BYTES // 16, BLOCK_GROUPS, num_stages=STAGES):
             if AHEAD:
+                loaded = following
                 following = row_groups(row_ptr, live[:, None], start + BLOCK_GROUPS, BYTES // 16, SIZE, BLOCK_GROUPS)
-            elif BYTES // 16 > BLOCK_GROUPS:
+            elif STAGES > 1 or BYTES // 16 > BLOCK_GROUPS:
                 loaded = row_groups(row_ptr, live[:, None], start, BYTES // 16, SIZE, BLOCK_GROUPS)
+            else:
+                loaded = following
             scale = block_scales(scale_row, live[:, None], start, BYTES // 16, GROUPS, EXPONENTS, BLOCK_GROUPS)
             col = octets(start, FOUR, BLOCK_GROUPS)[None, :]
             inside = col < BYTES // 16 * (32 if FOUR else 16)
@@ -157,6 +163,7 @@ if backend.triton_installed():
         BLOCK_H: tl.constexpr,
         BLOCK_GROUPS: tl.constexpr,
         AHEAD: tl.constexpr,
+        STAGES: tl.constexpr,
         COPIES: tl.constexpr,
     ):
         """Compute BLOCK_H columns of one token's output, over all of its experts at once.
@@ -182,16 +189,19 @@ if backend.triton_installed():
         state = tl.arange(0, BLOCK_K * COPIES) % BLOCK_K
         states_ptr = gated_ptr + ((token * K + state) * M)[:, None]
         known = (state < K)[:, None]
-        following = row_groups(row_ptr, live, 0, BYTES // 16, SIZE, BLOCK_GROUPS)
+        if STAGES == 1:
+            following = row_groups(row_ptr, live, 0, BYTES // 16, SIZE, BLOCK_GROUPS)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         total = tl.zeros((BLOCK_H * BLOCK_K, BLOCK_GROUPS), tl.float32)
-        for start in tl.range(0, BYTES // 16, BLOCK_GROUPS, num_stages=1):
-            loaded = following
+        for start in tl.range(0, BYTES // 16, BLOCK_GROUPS, num_stages=STAGES):
             if AHEAD:
+                loaded = following
                 following = row_groups(row_ptr, live, start + BLOCK_GROUPS, BYTES // 16, SIZE, BLOCK_GROUPS)
-            elif BYTES // 16 > BLOCK_GROUPS:
+            elif STAGES > 1 or BYTES // 16 > BLOCK_GROUPS:
                 loaded = row_groups(row_ptr, live, start, BYTES // 16, SIZE, BLOCK_GROUPS)
+            else:
+                loaded = following
             scale = block_scales(scale_row, live, start, BYTES // 16, GROUPS, EXPONENTS, BLOCK_GROUPS)
             col = octets(start, FOUR, BLOCK_GROUPS)[None, :]
             inside = known & (col < M)
@@ -371,7 +381,8 @@ def launch_block_experts(
             (
                 experts, top_k, gate_up.values.shape[2], size, gate_up.four, one.size, gate_up.rows, _groups(gate_up),
                 gate_up.exponents, one.decode, one.ptx, how.activation, how.bounded, how.interleaved,
-                first_bias is not None, overlap, first[0], first[1], bool(first[3]), _copies(first, 1, 2 * first[0]),
+                first_bias is not None, overlap, first[0], first[1], first[3] == 1,
+                max(1, first[3]), _copies(first, 1, 2 * first[0]),
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -388,7 +399,8 @@ def launch_block_experts(
             (
                 experts, top_k, down.values.shape[2], hidden_size, size, down.four, other.size, down.rows,
                 _groups(down), down.exponents, other.decode, other.ptx, second_bias is not None, residual is not None,
-                overlap, block_k, second[0], second[1], bool(second[3]), _copies(second, block_k, second[0]),
+                overlap, block_k, second[0], second[1], second[3] == 1, max(1, second[3]),
+                _copies(second, block_k, second[0]),
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -406,9 +418,11 @@ def _copies(tile: Tile, rows: int, most: int) -> int:
 
 
 def rule(parts: BlockExperts, top_k: int) -> tuple[Tile, Tile]:
-    """Return rows, groups and threads of a program of either kernel, and whether it loads a tile ahead.
+    """Return rows, groups and threads of a program of either kernel, and how many tiles it loads ahead.
 
-    The second may, before the first has ended. On gfx942 that takes 132 registers in place of 66: fewer waves.
+    Those are none; 1, into registers; or one less than the 2 or more that are given, by asynchronous copies into
+    shared memory, which take fewer registers (72, not 80, for sm_90) and as many instructions. The second kernel may
+    load one before the first has ended. On gfx942 that takes 132 registers in place of 66: fewer waves.
     """
     block_k = 1 << (top_k - 1).bit_length()
     first, second = (min(32, 1 << (part.values.shape[2] // GROUP - 1).bit_length()) for part in parts[:2])

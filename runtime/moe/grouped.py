@@ -52,7 +52,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.blocks import halves, scaled_by, widened
+    from ..products.blocks import halves, narrowed, scaled_by, widened
     from .form import gate_experts
 
     @triton.jit
@@ -69,6 +69,7 @@ if backend.triton_installed():
         COLUMNS: tl.constexpr,
         EXPONENTS: tl.constexpr,
         DECODE: tl.constexpr,
+        CUT: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
         """Load columns of rows of an expert's weight, [rows, BLOCK_COLS], and the scale of each row's sum."""
@@ -85,7 +86,7 @@ if backend.triton_installed():
             col = start + tl.arange(0, BLOCK_COLS)
             there = (row < O)[:, None] & (col < I)[None, :]
             loaded = tl.load(weight_ptr + row[:, None] * I + col[None, :], mask=there, other=0.0)
-            weight = widened(loaded, DECODE, False).to(dtype)
+            weight = narrowed(widened(loaded, DECODE, False), dtype, CUT)
             at = row // ROWS * ((I + COLUMNS - 1) // COLUMNS) + start // COLUMNS
             scale = scaled_by(scale, tl.load(scale_ptr + at, mask=row < O, other=0), False, EXPONENTS)
         else:
@@ -97,7 +98,7 @@ if backend.triton_installed():
             low, high = halves(loaded)
             up: tl.constexpr = 18446744073709551616.0
             pair = tl.join(scaled_by(low * up, exponent, True, True), scaled_by(high * up, exponent, True, True))
-            weight = tl.reshape(pair.to(dtype), (row.shape[0], BLOCK_COLS))
+            weight = tl.reshape(narrowed(pair, dtype, CUT), (row.shape[0], BLOCK_COLS))
         return weight, scale
 
     @triton.jit(do_not_specialize=["pairs"])
@@ -128,6 +129,7 @@ if backend.triton_installed():
         COLUMNS: tl.constexpr,
         EXPONENTS: tl.constexpr,
         DECODE: tl.constexpr,
+        CUT: tl.constexpr,
         BLOCK_E: tl.constexpr,
         BLOCK_PAIRS: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
@@ -181,7 +183,7 @@ if backend.triton_installed():
             else:
                 weight, scale = _tile(
                     matrix, scales, gate_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
-                    BLOCK_COLS,
+                    CUT, BLOCK_COLS,
                 )  # fmt: skip
                 if KIND == "eight":
                     gate += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
@@ -190,7 +192,7 @@ if backend.triton_installed():
                 if GATED:
                     weight, scale = _tile(
                         matrix, scales, up_row, start, dtype, MATRIX_ROWS, I, KIND, ROWS, COLUMNS, EXPONENTS, DECODE,
-                        BLOCK_COLS,
+                        CUT, BLOCK_COLS,
                     )  # fmt: skip
                     if KIND == "eight":
                         up += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
@@ -303,6 +305,6 @@ def _launch(
             (how.alpha if gated else how.scaling, how.largest, how.shift),
             (
                 experts, top_k, cols, rows, gated, how.interleaved, how.activation, how.bounded, bias is not None,
-                kind, *block, 1 << (experts - 1).bit_length(), tile.pairs, tile.rows, tile.cols, tile.stages,
+                kind, *block, HIP, 1 << (experts - 1).bit_length(), tile.pairs, tile.rows, tile.cols, tile.stages,
             ),
         )  # fmt: skip

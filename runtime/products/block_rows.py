@@ -29,7 +29,7 @@ def product(rows, cols, norm):
     given, added = (prologue(cols), None) if norm else (None, out)
     return launch_block_rows(tensor(8, 1, cols), weight, None, given, added, out)
 
-case("8B, qkv, 8 rows", product, 6144, LLAMA_8B.hidden_size, norm=True)
+case("8B, qkv, 8 rows", product, 6144, LLAMA_8B.hidden_size, norm=not HIP)
 case("8B, down, 8 rows", product, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size, norm=False)
 """
 
@@ -38,7 +38,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.arrivals import publish
-    from .blocks import scaled_by, widened
+    from .blocks import narrowed, scaled_by, widened
 
     @triton.jit(do_not_specialize=["count"])
     def _block_rows_kernel(  # type: ignore[no-untyped-def]
@@ -61,6 +61,7 @@ if backend.triton_installed():
         COLUMNS: tl.constexpr,
         EXPONENTS: tl.constexpr,
         DECODE: tl.constexpr,
+        CUT: tl.constexpr,
         NORM: tl.constexpr,
         NORM_WEIGHT: tl.constexpr,
         BIAS: tl.constexpr,
@@ -110,7 +111,7 @@ if backend.triton_installed():
                 if NORM_WEIGHT:
                     norm = tl.load(norm_ptr + col, mask=col < I, other=0.0).to(tl.float32) + offset
                     x = (wide * norm[None, :]).to(x.dtype)
-            weight = widened(loaded, DECODE, False).to(x.dtype)
+            weight = narrowed(widened(loaded, DECODE, False), x.dtype, CUT)
             part = tl.dot(weight, tl.trans(x), input_precision="ieee")
             y += scaled_by(part, scale[:, None], False, EXPONENTS)
         if NORM:
@@ -196,9 +197,9 @@ def launch_block_rows(
             (),
             (eps, offset),
             (
-                cols, size, weight.rows, weight.columns, weight.exponents, decode, prologue is not None, has_weight,
-                bias is not None, residual is not None, overlap, wait_for_stores(input) if splits > 1 else "",
-                MOST_ROWS, block_rows, block_cols, splits, stages,
+                cols, size, weight.rows, weight.columns, weight.exponents, decode, HIP, prologue is not None,
+                has_weight, bias is not None, residual is not None, overlap,
+                wait_for_stores(input) if splits > 1 else "", MOST_ROWS, block_rows, block_cols, splits, stages,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,7 +125,14 @@ def routed_packed_linear(input: Tensor, *projections: nn.Module) -> tuple[Tensor
     Returns:
         One `[..., N_i]` for each projection.
     """
-    return packing.multiplied(input, projections, product, _packed_operator)
+    multiply = functools.partial(_product_of_parts, projections) if ROCM else product
+    return packing.multiplied(input, projections, multiply, _packed_operator)
+
+
+def _product_of_parts(projections: Sequence[nn.Module], input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `product` of a packed weight, which is told the parameters that it is made of."""
+    preshuffle.tell(weight, [projection._parameters["weight"] for projection in projections])
+    return product(input, weight, bias)
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

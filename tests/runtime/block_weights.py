@@ -56,8 +56,8 @@ SWISH = ExpertsForm(None, 1.7, 7.0, 1.0, interleaved=True, biased=True)
 SILU = ExpertsForm(nn.SiLU())
 
 
-def mixture(kind: str, form: ExpertsForm, device: torch.device) -> few.BlockExperts:
-    count, size, inner = 3, 64, 32
+def mixture(kind: str, form: ExpertsForm, device: torch.device, size: int = 64, inner: int = 32) -> few.BlockExperts:
+    count = 3
     biases = (torch.randn(count, 2 * inner), torch.randn(count, size)) if form.biased else (None, None)
     gate_up, down = blocks(2 * inner, size, device, kind, (count,)), blocks(size, inner, device, kind, (count,))
     return few.BlockExperts(gate_up, down, tuple(None if b is None else b.to(device) for b in biases), form)

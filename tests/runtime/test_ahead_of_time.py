@@ -95,6 +95,57 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
 
 
 @compiles
+def test_a_byte_of_several_rows_takes_two_vector_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop of a product of 8 rows with weights in 8 bits: half a conversion, half a move, and the rest.
+
+    The matrix units multiply. With the compiler's own rounding to bf16 there were 6.3, and 10.6 with a
+    norm inside, which is a launch of its own here.
+    """
+    monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
+    monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path))
+    run.compile_all(["gfx942"], ["fp8_skinny"])
+    counted = []
+    for path in tmp_path.glob("*/*.amdgcn"):
+        loop = longest_loop(path.read_text("utf-8"))
+        operations = sum(name.startswith("v_") and not name.startswith("v_mfma") for name in loop)
+        weights = 2 * sum(name.startswith("v_cvt_pk_f32_fp8") for name in loop)
+        counted.append(operations / weights)
+    assert len(counted) == 2
+    assert max(counted) <= 2
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("arch", "name"), [("gfx942", "v_cvt_pk_fp8_f32"), ("gfx950", "v_cvt_scalef32_pk_fp8_f32"), ("gfx90a", None)]
+)
+def test_rows_are_converted_two_numbers_at_a_time(
+    arch: str, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the chip, where it can; else by operations on integers."""
+    monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
+    monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path))
+    run.compile_all([arch], ["fp8_rows"])
+    (path,) = tmp_path.glob("*/*.amdgcn")
+    converted = {found.group() for found in re.finditer(r"v_cvt_\w*fp8_f32", path.read_text("utf-8"))}
+    assert converted == (set() if name is None else {name})
+
+
+def longest_loop(text: str) -> list[str]:
+    """Return the names of the instructions of the longest loop of AMD's assembly."""
+    names: list[str] = []
+    begins: dict[str, int] = {}
+    longest: list[str] = []
+    for line in text.splitlines():
+        if label := re.match(r"(\.LBB\w+):", line):
+            begins[label[1]] = len(names)
+        elif found := re.match(r"\s+([a-z]\w+)(?:\s+(\S+))?", line):
+            names.append(found[1])
+            if found[1].startswith("s_cbranch") and len(names) - begins.get(found[2], len(names)) > len(longest):
+                longest = names[begins[found[2]] :]
+    return longest
+
+
+@compiles
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
 def test_what_is_wrong_with_a_kernel_is_found(arch: str) -> None:
     judged = findings.judge(run.compile_all([arch], module="planted"))

@@ -31,7 +31,7 @@ from rewrite.runtime.products.block_groups import (
     sixteen,
 )
 from rewrite.runtime.products.block_rows import launch_block_rows
-from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, reason_against, widened
+from rewrite.runtime.products.blocks import Blocks, _reference, dequantized, narrowed, reason_against, widened
 from rewrite.runtime.products.linear import gated_linear, linear
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -43,6 +43,13 @@ FORMATS = {torch.float8_e4m3fn: False, torch.float8_e4m3fnuz: True}
 def _decode(codes_ptr, out_ptr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, 256)
     tl.store(out_ptr + at, widened(tl.load(codes_ptr + at), True, FNUZ))
+
+
+@triton.jit
+def _narrow(codes_ptr, out_ptr, DECODE: tl.constexpr, FNUZ: tl.constexpr, CUT: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 256)
+    narrow = narrowed(widened(tl.load(codes_ptr + at), DECODE, FNUZ), tl.bfloat16, CUT)
+    tl.store(out_ptr + at, narrow.to(tl.int16, bitcast=True))
 
 
 @triton.jit
@@ -62,6 +69,23 @@ def test_every_code_of_8_bits_is_decoded(dtype: torch.dtype, device: torch.devic
     assert got[no_number].abs().tolist() == ([0.0] if FORMATS[dtype] else [480.0, 480.0])  # blocks.py says so
     number = ~wanted.isnan()
     assert torch.equal(got[number], wanted[number])
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_every_code_of_8_bits_is_a_bf16(dtype: torch.dtype, decode: bool, cut: bool, device: torch.device) -> None:
+    """Without a rounding too, as on AMD's chips: it cuts off nothing."""
+    if dtype == torch.float8_e4m3fnuz and not (decode or INTERPRETED):
+        pytest.skip("no such numbers in hardware here")
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    got = torch.zeros(256, dtype=torch.int16, device=device)
+    _narrow[(1,)](codes if decode else codes.view(dtype), got, decode, FORMATS[dtype], cut)
+    wanted = codes.view(dtype).float()
+    found = got.view(torch.bfloat16).float()
+    number = ~wanted.isnan()
+    assert torch.equal(found[number], wanted[number])
+    assert decode or INTERPRETED or found[~number].isnan().all()  # the interpreter decodes them as 480
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -219,6 +243,21 @@ def test_programs_that_share_rows(splits: int, device: torch.device, poisoned: N
             assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize(("count", "apart"), [(1, False), (3, True)])
+def test_several_rows_are_normed_first_on_amd(
+    count: int, apart: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_linear, "HIP", True)
+    weight, norm = blocks(80, 64, device, "eight"), Norm(torch.rand(64, device=device) + 0.5)
+    x = torch.randn(count, 1, 64, device=device)
+    wanted = norm(x).double() @ _reference(weight, torch.float64).T
+    called = []
+    monkeypatch.setattr(Norm, "forward", lambda self, x, forward=Norm.forward: called.append(1) or forward(self, x))
+    got = block_linear._by_kernel(x, (weight, None), norm, None, "")
+    assert bool(called) == apart
+    assert (got.double() - wanted).norm() <= 2e-6 * wanted.norm()
+
+
 def test_a_cast_model_is_the_original_s(device: torch.device) -> None:
     layer = nn.ModuleList([FP8Linear(blocks(32, 32, device, "eight"), None)])
     block_linear.BlockLinear.adopt(layer)
@@ -243,6 +282,20 @@ def test_experts(kind: str, form: ExpertsForm, many: bool, device: torch.device,
     with backend.use_backend("reference"):
         plainly = few.block_experts(x, parts, index, weights, residual, 0.5, many)
     assert (plainly.double() - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["eight", "four"])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_experts_whose_tiles_are_loaded_ahead(kind: str, ahead: int, device: torch.device, poisoned: None) -> None:
+    """Several tiles of a row, the last of them partly beyond it, however many are on their way."""
+    form = SWISH if kind == "four" else SILU
+    parts = mixture(kind, form, device, 160, 96)
+    x, index = torch.randn(1, 160, device=device), torch.tensor([[2, 0]], device=device)
+    weights, how, out = torch.rand(1, 2, device=device), gating(form), torch.empty(1, 160, device=device)
+    assert how is not None
+    few.launch_block_experts(x, index, weights, parts, None, out, how, ((2, 2, WAVE, ahead), (2, 2, WAVE, ahead)))
+    wanted = by_definition(x, index, weights, parts, how)
+    assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
 class Experts(nn.Module):

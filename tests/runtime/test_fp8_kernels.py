@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
+from rewrite.runtime.core.launch import Target
 from rewrite.runtime.fp8 import add_rms_norm as fp8_add_rms_norm
 from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
+from rewrite.runtime.fp8 import linear as fp8_linear_file
 from rewrite.runtime.fp8 import rows as fp8_rows
 from rewrite.runtime.fp8 import step as fp8_step
 from rewrite.runtime.fp8.format import Quantized, dtype_for, has_fp8, quantize
@@ -56,6 +58,33 @@ def test_rows_are_quantised_to_the_same_bits(
     x = rows_of(9, 2 * size, dtype, device)[:, size:]
     same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
     assert not backend.fallbacks()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's conversion is one that rounds otherwise")
+def test_a_conversion_that_rounds_otherwise_is_not_used(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pretended MI300X: what its first use finds, and that a capture does not wait for that."""
+    monkeypatch.setattr(fp8_rows, "chip_of", lambda tensor: Target("hip", "gfx942"))
+    monkeypatch.setattr(fp8_rows, "has_fp8", lambda tensor: True)
+    monkeypatch.setattr(fp8_rows, "_proven", {})
+    x = rows_of(9, 63, torch.float32, device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not fp8_rows.converts(x)
+    assert not fp8_rows._proven
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    same_bits(quantized_rows(x), quantize(x, dtype_for(x)))
+    assert fp8_rows._proven == {x.get_device(): False}
+    assert backend.fallbacks() == {("fp8_rows", "conversion_differs"): 1}
+    monkeypatch.setattr(fp8_rows, "_proven", {x.get_device(): True})
+    assert fp8_rows.converts(x)
+    converted, wanted = (found.values.view(torch.uint8) for found in (quantized_rows(x), quantize(x, dtype_for(x))))
+    assert not torch.equal(converted, wanted)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter rounds otherwise")
+def test_the_conversion_of_this_chip_rounds_as_torch_does(device: torch.device) -> None:
+    if not has_fp8(torch.empty(1, device=device)):
+        pytest.skip("it has none")
+    assert fp8_rows.rounds_alike(torch.empty(1, device=device))
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -151,6 +180,21 @@ def test_products_of_few_rows(
     assert not backend.fallbacks()
     for ours, theirs, exact in zip(got, plain(dtype), plain(torch.float64), strict=True):
         assert_as_exact_as(theirs, ours, exact, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("rows", "apart"), [(1, False), (3, True)])
+def test_several_rows_are_normed_first_on_amd(
+    rows: int, apart: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_linear_file, "HIP", True)
+    norm, one = Norm(64, 0.0).to(device, torch.float16), projection(64, 48, True).to(device, torch.float16)
+    called = []
+    monkeypatch.setattr(Norm, "forward", lambda self, x, forward=Norm.forward: called.append(1) or forward(self, x))
+    x = torch.randn(rows, 1, 64, device=device).half()
+    got = fp8_linear(x, one, norm=norm)
+    assert bool(called) == apart
+    wanted = nn.functional.linear(norm(x.float()), rounded(one, torch.float32), one.bias.float())
+    assert (got.float() - wanted).norm() <= 2e-3 * wanted.norm()
 
 
 @dtypes

@@ -328,10 +328,32 @@ def test_chips_without_the_order(order: Order, monkeypatch: pytest.MonkeyPatch) 
     assert order.shuffled == 0
 
 
-def test_packed_weights_have_no_copy(order: Order) -> None:
-    one, two = (nn.Linear(INPUTS, OUTPUTS // 2).bfloat16().requires_grad_(False) for _ in range(2))
-    routed_packed_linear(rows(64).bfloat16(), one, two)
-    assert order.shuffled == 0
+def test_packed_weights_have_one_copy(order: Order) -> None:
+    """Which a write to any of them makes anew; one alone has another."""
+    modules = [nn.Linear(INPUTS, size).bfloat16().requires_grad_(False) for size in (16, OUTPUTS - 16)]
+    x = rows(64).bfloat16()
+
+    def check(times: int) -> None:
+        for got, module in zip(routed_packed_linear(x, *modules), modules, strict=True):
+            torch.testing.assert_close(got, module(x), atol=0.05, rtol=0.0)
+        assert order.shuffled == times
+
+    check(1)
+    check(1)
+    assert preshuffle.nbytes() == sum(module.weight.nbytes for module in modules)
+    for number in range(2):
+        with torch.no_grad():
+            modules[number].weight.mul_(2)
+        check(2 + number)
+    modules[1].weight.data = modules[1].weight.data.clone()  # moved into one memory again, with all that is in it
+    check(4)
+    modules.clear()
+    assert preshuffle.nbytes() == 0
+
+
+def test_what_has_no_copy() -> None:
+    unknown = torch.zeros(OUTPUTS, INPUTS, dtype=torch.bfloat16)
+    assert not preshuffle.fits(unknown)
     assert not preshuffle.fits(nn.Parameter(torch.zeros(OUTPUTS, INPUTS)))
     assert not preshuffle.fits(nn.Parameter(torch.zeros(OUTPUTS + 1, INPUTS, dtype=torch.bfloat16)))
 
