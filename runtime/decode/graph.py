@@ -272,14 +272,13 @@ class DecodeGraph:
         states = self.cache.stateful_layers or self.carried  # filling up would go into them
         if length is None or self.cache.length or states:
             return ordinary()
-        self._find_pool()
 
         def warm_up(prompt: Callable[[], None]) -> None:
             if self.model not in _WARM:
                 self._warm_up(ordinary, prompt, sampling)
                 _WARM.add(self.model)
 
-        return self.prompts.read(self.cache, input_ids, length, self.pool, ordinary, warm_up)
+        return self.prompts.read(self.cache, input_ids, length, self._find_pool, ordinary, warm_up)
 
     def _warm_up(self, ordinary: Callable[[], Tensor], prompt: Callable[[], None], sampling: Sampling | None) -> None:
         """Compile the kernels of a prompt, a step and a sampling side by side; the cache is empty before and after.
@@ -442,10 +441,11 @@ class DecodeGraph:
         self.state.restore(before)
         return program
 
-    def _find_pool(self) -> None:
-        """Make a memory pool for the first graph; a pool ends with the last graph in it."""
+    def _find_pool(self) -> Any:
+        """Return the graphs' memory pool, a new one for the first graph; a pool ends with the last graph in it."""
         if self.captures and not self._programs and not self.prompts.lengths:
             self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
 
     def prove(self, tokens: Tensor, sampling: Sampling | None = None) -> None:
         """Compare one step against the buffers with the model's ordinary step, once; it leaves the cache as it was.

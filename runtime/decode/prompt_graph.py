@@ -224,7 +224,7 @@ class PromptGraphs:
         cache: PreallocatedCache,
         input_ids: Tensor,
         length: int,
-        pool: Any,
+        pool: Callable[[], Any],
         ordinary: Callable[[], Tensor],
         warm_up: Callable[[Callable[[], None]], None],
     ) -> Tensor:
@@ -234,7 +234,7 @@ class PromptGraphs:
             cache: empty.
             input_ids: the prompt.
             length: N.
-            pool: of the graphs' memory.
+            pool: returns that of the graphs' memory, a new one where none of its graphs is left.
             ordinary: reads it without a graph and returns the logits.
             warm_up: is given what a graph will hold before that runs for the first time.
 
@@ -253,13 +253,14 @@ class PromptGraphs:
         while self.refusal is None:
             cache.rewind(0)
             form = self._forms_for(length)[0]
+            graph = None  # a pool ends with the last graph in it, before it is asked for
             graph = PromptGraph(model, cache, self._inputs, length, form)
             before: Any = None
             if CHANGES:
                 before = Before(model, [])
             try:
                 if self._captures:
-                    graph.capture(pool)
+                    graph.capture(pool())
                 logits = graph.read(input_ids)
             except torch.OutOfMemoryError:
                 raise

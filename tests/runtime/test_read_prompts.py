@@ -297,3 +297,40 @@ def test_every_kernel_of_attention_reads_the_cache(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(prompt_attention, "prompt_attention_backend", lambda *_, name=name: name)
         got = prompt_attention.prompt_attention(query, keys, values, 0.125)
         assert_as_exact_as(plain(torch.bfloat16), got, plain(torch.float64), torch.finfo(torch.bfloat16).eps)
+
+
+def test_a_form_that_is_refused_takes_its_memory_pool_with_it(
+    pair: Callable[[str], tuple[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one was captured in the pool that had ended: `torch.cuda.empty_cache()` raised an internal error."""
+    _, ours, runtime = pair("llama")
+    part = importlib.import_module(f"{type(ours).__module__.rpartition('.')[0]}.runtime.decode")
+    pools, refused = list[object](), list[int]()
+
+    def captured(run: Callable[[], None], rehearse: Callable[[], None], device: object, pool: object) -> Any:
+        rehearse()
+        pools.append(pool)
+
+    def handle() -> object:
+        return object()
+
+    distance = part._distance
+
+    def far_at_first(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        refused.append(1)
+        return 1.0 if len(refused) == 1 else distance(found, expected)
+
+    monkeypatch.setattr(part, "capture", captured)
+    monkeypatch.setattr(part, "_distance", far_at_first)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", handle)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    graph = runtime.DecodeGraph(ours, batch_size=1, capacity=384)
+    graph.prompts._captures = graph.captures = True
+    for tokens in (37, 200):
+        graph.prompts.read(
+            graph.cache, prompt(1, tokens), -(-tokens // 128) * 128, graph._find_pool,
+            lambda tokens=tokens: ours(prompt(1, tokens)).logits[:, -1], lambda run: None,
+        )  # fmt: skip
+    assert graph.prompts.lengths == [128, 256]
+    assert pools[0] is not pools[1]
+    assert all(pool is pools[1] for pool in pools[2:])
