@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rewrite.runtime.attention.prepared import Prepared, Rows
 from rewrite.runtime.fp8.format import Quantized, dtype_for
 from rewrite.runtime.moe.form import ExpertsForm
 from rewrite.runtime.moe.selection import RoutingRule
 from rewrite.runtime.products.prologue import LayerNormPrologue, Prologue
 
-from .cases import int64, tensor
+from .cases import tensor
 from .models import Mixture, Model
 
 CONTEXT = 1024
@@ -38,16 +37,6 @@ def cache(model: Model, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a layer."""
     shape = (rows, model.kv_heads, capacity, model.head_dim)
     return tensor(*shape), tensor(*shape)
-
-
-def prepared(model: Model, rows: int, kept: tuple[Tensor, Tensor], *, normed: bool) -> Prepared:
-    """Return queries, keys and values behind their product, which attention to a cache is to prepare."""
-    sizes = [model.heads * model.head_dim, *2 * [model.kv_heads * model.head_dim]]
-    q, k, v = torch.split(tensor(rows, 1, sum(sizes)), sizes, -1)
-    table, norm = tensor(rows, 1, model.head_dim), prologue(model.head_dim) if normed else None
-    query = tensor(rows, model.heads, 1, model.head_dim)
-    read = Rows(q, k, v, table, table, model.head_dim, False, False, norm, norm)
-    return Prepared(read, query, *kept, int64(1), lambda *given: None)
 
 
 def quantized(rows: int, cols: int) -> Quantized:

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rewrite.runtime.attention import decode_attention, qkv_rows, qkv_step, rope_cache
 from rewrite.runtime.moe import experts, joined_experts, router
 from rewrite.runtime.products import linear
 
 from .cases import int64, tensor
 from .models import Step
-from .stand_ins import Experts, Gate, Norm, cache, prepared, prologue
+from .stand_ins import Experts, Gate, Norm, cache, prologue
 
 CONTEXT = 512
 """Tokens before the one of the step."""
@@ -52,6 +54,7 @@ def parts(step: Step, rows: int) -> Iterator[Part]:
         yield Part("qkv", step.layers, packed * size * WORD, lambda: _qkv(step, packed))
     else:
         yield product("qkv", packed, size, True)
+        yield Part("rotary and cache", step.layers, 0, lambda: _rope(step, rows, packed, width))
     kept = 2 * rows * CONTEXT * model.kv_heads * model.head_dim * WORD
     yield Part("attention", step.layers, kept, lambda: _attend(step, rows))
     yield product("o", size, width, False)
@@ -80,7 +83,8 @@ def _qkv(step: Step, packed: int) -> object:
     weight, x = tensor(packed, model.hidden_size), tensor(1, 1, model.hidden_size)
     tile = linear.tile_for("qkv", model.head_dim // 2, model.hidden_size, weight)
     if tile is None:
-        return _product(1, packed, model.hidden_size, True)
+        _product(1, packed, model.hidden_size, True)
+        return _rope(step, 1, packed, model.heads * model.head_dim)
     kept, at = cache(model, 1, CAPACITY), int64(1)
     return qkv_step.launch_qkv(x, weight, None, prologue(model.hidden_size), *kept, at, _rotation(step, 1), tile)
 
@@ -90,21 +94,21 @@ def _qkv_rows(step: Step, rows: int, packed: int) -> object:
     weight, x = tensor(packed, model.hidden_size), tensor(rows, 1, model.hidden_size)
     form = qkv_rows.form_for_rows(x, weight, model.head_dim, step.head_norms)
     if form is None:
-        return _product(rows, packed, model.hidden_size, True)
+        _product(rows, packed, model.hidden_size, True)
+        return _rope(step, rows, packed, model.heads * model.head_dim)
     kept, at = cache(model, rows, CAPACITY), int64(1)
     of_head = prologue(model.head_dim) if step.head_norms else None
     norms = (prologue(model.hidden_size), of_head, of_head)
     return qkv_rows.launch_qkv_rows(x, weight, None, norms, *kept, at, _rotation(step, rows), form)
 
 
-def _is_prepared(step: Step, rows: int) -> bool:
-    """Return whether what comes before attention is the product alone: the rest is attention's (`prepared`)."""
+def _rope(step: Step, rows: int, packed: int, width: int) -> object:
     model = step.model
-    weight = tensor((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden_size)
-    if rows > 1:
-        x = tensor(rows, 1, model.hidden_size)
-        return qkv_rows.form_for_rows(x, weight, model.head_dim, step.head_norms) is None
-    return step.head_norms or linear.tile_for("qkv", model.head_dim // 2, model.hidden_size, weight) is None
+    rest = (packed - width) // 2
+    q, k, v = torch.split(tensor(rows, 1, packed), [width, rest, rest], -1)
+    norm = prologue(model.head_dim) if step.head_norms else None
+    kept, at = cache(model, rows, CAPACITY), int64(1)
+    return rope_cache.rope_cache(q, k, v, *kept, at, _rotation(step, rows), norm, norm)
 
 
 def _attend(step: Step, rows: int) -> object:
@@ -113,8 +117,7 @@ def _attend(step: Step, rows: int) -> object:
     split = decode_attention.choose(rows, model.heads, model.kv_heads, CAPACITY, model.head_dim)
     rule = decode_attention.ScoreRule(model.head_dim**-0.5)
     kept = cache(model, rows, CAPACITY)
-    ahead = prepared(model, rows, kept, normed=step.head_norms) if _is_prepared(step, rows) else None
-    return decode_attention.launch(query, *kept, int64(1), int64(rows), counted.int(), rule, split, ahead)
+    return decode_attention.launch(query, *kept, int64(1), int64(rows), counted.int(), rule, split)
 
 
 def _gated(step: Step, rows: int) -> object:

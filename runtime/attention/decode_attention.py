@@ -9,7 +9,7 @@ of the token, W the window:
 
 A program takes some query heads of one key/value head and one part of the row's valid slots, so that time follows the
 tokens there are and not the capacity; the last program of a head to finish adds up the parts. Slots that hold nothing
-valid are never read. Where query, newest key and value are not prepared yet (`prepared`), that is done here, too.
+valid are never read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
-from ..core import backend, deferring, reading
+from ..core import backend, reading
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 from ..core.tiles import attention_key, entry, in_one_turn
-from .prepared import Prepared, head_scale, row_strides, row_tables
 from .prompt_attention import prompt_attention
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -35,23 +34,18 @@ OFFERS: dict[str, dict[str, str]] = {
 }
 
 CASES = """
-def attend(model, rows, capacity, *rule, prepares=None):
+def attend(model, rows, capacity, *rule):
     query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
     arrived = tensor(rows * model.heads, dtype=torch.int32)
     split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
     kept = cache(model, rows, capacity)
-    ahead = None if prepares is None else prepared(model, rows, kept, normed=prepares == "normed")
-    return launch(query, *kept, int64(1), starts, arrived, ScoreRule(model.head_dim**-0.5, *rule), split, ahead)
+    return launch(query, *kept, int64(1), starts, arrived, ScoreRule(model.head_dim**-0.5, *rule), split)
 
 for model in (*LLAMAS, GEMMA_9B):
     case(model.name, attend, model, 1, CONTEXT)
 case("Llama 8B, 8 rows", attend, LLAMA_8B, 8, CONTEXT)
 for model in (LLAMA_8B, GEMMA_9B):
     case(f"{model.name}, 32k", attend, model, 1, LONG_CONTEXT)
-case("Llama 8B, prepares", attend, LLAMA_8B, 1, CONTEXT, prepares="rotated")
-case("Qwen3 30B-A3B, prepares", attend, QWEN3_30B, 1, CONTEXT, prepares="normed")
-case("Qwen3 30B-A3B, 32k, 8", attend, QWEN3_30B, 8, LONG_CONTEXT, prepares="normed")
-case("Gemma 9B, 32k, prepares", attend, GEMMA_9B, 1, LONG_CONTEXT, prepares="normed")
 case("Gemma 9B, all forms", attend, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tensor(GEMMA_9B.heads))
 """
 
@@ -60,7 +54,6 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.arrivals import publish
-    from .prepared import prepared_heads
 
     @triton.jit
     def _tile(ptr, slot, keep, column, D: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -115,12 +108,6 @@ if backend.triton_installed():
         position_ptr,
         starts_ptr,
         sinks_ptr,
-        key_ptr,
-        value_ptr,
-        q_norm_ptr,
-        k_norm_ptr,
-        cos_ptr,
-        sin_ptr,
         top_ptr,
         sum_ptr,
         part_ptr,
@@ -128,16 +115,8 @@ if backend.triton_installed():
         out_ptr,
         capacity,
         window,
-        query_stride,
-        key_stride,
-        value_stride,
-        table_stride,
         scaling,
         softcap,
-        q_eps,
-        q_offset,
-        k_eps,
-        k_offset,
         H: tl.constexpr,
         HK: tl.constexpr,
         D: tl.constexpr,
@@ -145,12 +124,6 @@ if backend.triton_installed():
         WINDOW: tl.constexpr,
         SOFTCAP: tl.constexpr,
         SINKS: tl.constexpr,
-        PREPARES: tl.constexpr,
-        R: tl.constexpr,
-        INTERLEAVED: tl.constexpr,
-        HALF_TABLE: tl.constexpr,
-        Q_NORM: tl.constexpr,
-        K_NORM: tl.constexpr,
         OVERLAP: tl.constexpr,
         WAIT: tl.constexpr,
         HEADS: tl.constexpr,
@@ -193,36 +166,14 @@ if backend.triton_installed():
             tl.extra.cuda.gdc_wait()
         head = first_head + tl.arange(0, BLOCK_HEADS)
         live = tl.arange(0, BLOCK_HEADS) < HEADS
-        table = row.to(tl.int64) * table_stride
-        if PREPARES:
-            query_row = query_ptr + row.to(tl.int64) * query_stride + head[:, None] * D
-            query = prepared_heads(
-                query_row, q_norm_ptr, cos_ptr + table, sin_ptr + table, q_eps, q_offset, column,
-                live[:, None] & (column < D), D, R, INTERLEAVED, HALF_TABLE, Q_NORM,
-            ).to(keys_ptr.dtype.element_ty)  # fmt: skip
-        else:
-            query_row = query_ptr + (row * H + head).to(tl.int64)[:, None] * D
-            query = tl.load(query_row + column, mask=live[:, None] & (column < D), other=0.0)
+        query_row = query_ptr + (row * H + head).to(tl.int64)[:, None] * D
+        query = tl.load(query_row + column, mask=live[:, None] & (column < D), other=0.0)
         # The newest slot belongs to the last part; elsewhere it weighs nothing.
         newest = end > position
         # Not `newest & (column < D)`: to Triton 3.9's interpreter a mask made from a scalar is no mask.
         key_end, value_end = tl.where(newest, D, 0), tl.where(newest, DV, 0)
-        if PREPARES:  # nobody has written it yet: of the programs that have it, that with the group's first head does
-            of_group = first_head // (H // HK)
-            key_row = key_ptr + row.to(tl.int64) * key_stride + of_group * D
-            key = prepared_heads(
-                key_row, k_norm_ptr, cos_ptr + table, sin_ptr + table, k_eps, k_offset, column, column < key_end,
-                D, R, INTERLEAVED, HALF_TABLE, K_NORM,
-            ).to(keys_ptr.dtype.element_ty)  # fmt: skip
-            value_row = value_ptr + row.to(tl.int64) * value_stride + of_group * DV
-            value = tl.load(value_row + value_column, mask=value_column < value_end, other=0.0)
-            first_of_group = first_head % (H // HK) == 0
-            tl.store(keys_ptr + position * D + column, key, mask=column < tl.where(first_of_group, key_end, 0))
-            value_at = values_ptr + position * DV + value_column
-            tl.store(value_at, value, mask=value_column < tl.where(first_of_group, value_end, 0))
-        else:
-            key = tl.load(keys_ptr + position * D + column, mask=column < key_end, other=0.0)
-            value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
+        key = tl.load(keys_ptr + position * D + column, mask=column < key_end, other=0.0)
+        value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
         scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
         product = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
         score = tl.where(newest, _score(product, head, 0, scaling, softcap, SOFTCAP), -1e30)
@@ -320,12 +271,6 @@ class _Constants(NamedTuple):
     WINDOW: bool
     SOFTCAP: bool
     SINKS: bool
-    PREPARES: bool
-    R: int
-    INTERLEAVED: bool
-    HALF_TABLE: bool
-    Q_NORM: bool
-    K_NORM: bool
     OVERLAP: bool
     WAIT: str
     HEADS: int
@@ -363,7 +308,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the cache of one layer, which already holds the token's own key and value, or is to get them here.
+    """Attend to the cache of one layer, which already holds the token's own key and value.
 
     Args:
         query: `[B, H, 1, D]`.
@@ -387,7 +332,6 @@ def decode_attention(
                 raise reading.NoPromptForm("decode_attention", "scores are capped, cut by a window, or have sinks")
             return prompt_attention(query, keys, values, scaling)
         position = prompt.last  # the token's keys are there: a kernel that no other overlaps chose its query
-    prepared = deferring.take(query, Prepared)
     if (
         query.dtype in KERNEL_DTYPES
         and keys.dtype == values.dtype == query.dtype
@@ -400,15 +344,7 @@ def decode_attention(
     ):
         split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
-        if prepared is not None and not prepared.is_for(query, keys, values, position):
-            prepared.run()
-            prepared = None
-        out = launch(query, keys, values, position, starts, arrived, rule, split, prepared)
-        if prepared is not None:
-            prepared.attended()
-        return out
-    if prepared is not None:
-        prepared.run()
+        return launch(query, keys, values, position, starts, arrived, rule, split)
     return _reference(query, keys, values, position, starts, rule)
 
 
@@ -462,12 +398,10 @@ def launch(
     arrived: Tensor,
     rule: ScoreRule,
     split: Split,
-    prepared: Prepared | None = None,
 ) -> Tensor:
     """Run the kernel with a division of the work.
 
-    `arrived` is `[B H]` int32 zeros, and zeros again afterwards. With `prepared` the newest key and value are not read
-    but written; the query stays as it is.
+    `arrived` is `[B H]` int32 zeros, and zeros again afterwards.
     """
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
@@ -479,7 +413,6 @@ def launch(
     parts_at_once = max(1, min(split.splits, 4096 * split.num_warps // held))
     overlap = overlaps(query)
     heads_held = _power(split.heads)
-    rows = None if prepared is None else prepared.rows
     constants = _Constants(
         H=heads,
         HK=kv_heads,
@@ -488,12 +421,6 @@ def launch(
         WINDOW=rule.sliding_window is not None,
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
-        PREPARES=rows is not None,
-        R=0 if rows is None else rows.columns,
-        INTERLEAVED=rows is not None and rows.interleaved,
-        HALF_TABLE=rows is not None and rows.half_table,
-        Q_NORM=rows is not None and rows.q_norm is not None,
-        K_NORM=rows is not None and rows.k_norm is not None,
         OVERLAP=overlap,
         WAIT=wait_for_stores(query),
         HEADS=split.heads,
@@ -511,17 +438,12 @@ def launch(
             (batch, heads // split.heads, split.splits),
             split.num_warps,
             (
-                query.contiguous() if rows is None else rows.q, keys, values, position, starts,
-                query if rule.sinks is None else rule.sinks,
-                *((query,) * 6 if rows is None else (rows.k, rows.v, *row_tables(rows))),
-                top, total, parts, arrived, out,
+                query.contiguous(), keys, values, position, starts, query if rule.sinks is None else rule.sinks, top,
+                total, parts, arrived, out,
             ),
             (capacity, rule.sliding_window or 0),
-            (0, 0, 0, 0) if rows is None else row_strides(rows),
-            (
-                rule.scaling, rule.softcap or 1.0,
-                *((0.0,) * 4 if rows is None else (*head_scale(rows.q_norm), *head_scale(rows.k_norm))),
-            ),
+            (),
+            (rule.scaling, rule.softcap or 1.0),
             constants,
             overlap=overlap,
         )  # fmt: skip

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import Kernel, overlaps, processors, shared_memory
-from ..core.tiles import Tile, head_rule, one_tile
+from ..core.tiles import Tile, head_rule, tile
 from ..products.prologue import Prologue, norm_arguments
 from ..products.skinny import Work, height_for, skinny_kind
-from .prepared import head_scale, head_weight
-from .rope_cache import Rotation
+from .rope_cache import Rotation, head_scale, head_weight
 
 CASES = """
 def rows(model, count, columns, normed=False, norm=prologue, **form):
@@ -42,7 +41,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.skinny_tiles import halves, parts, put_part, rows_of_tile
+    from ..products.skinny import halves, parts, put_part, rows_of_tile
     from .rope_cache import pair_columns
 
     @triton.jit
@@ -190,7 +189,7 @@ def form_for_rows(input: Tensor, weight: Tensor, head_dim: int, normed: bool) ->
     device = input.get_device() if input.is_cuda else None
     rows, cols = weight.shape
     count = input.numel() // cols
-    form = one_tile(skinny_kind(count), rows, cols, weight.element_size(), device)
+    form = tile(skinny_kind(count), rows, cols, weight.element_size(), device)
     if form is None or not normed:
         return form
     if not 16 <= head_dim <= 256 or head_dim & (head_dim - 1):
@@ -233,7 +232,7 @@ def launch_qkv_rows(
     cos, sin = (input, input) if rotation is None else (rotation.cos, rotation.sin)
     overlap = overlaps(input)
     work = Work.of(input, weight, batch, prologue, form)
-    block_rows, block_cols, num_warps, splits, stages, _ = work.form
+    block_rows, block_cols, num_warps, splits, stages = work.form
     with backend.device_guard(input):
         qkv_rows_kernel.launch(
             (splits, work.blocks, 1),

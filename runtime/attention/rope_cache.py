@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ..core import backend
-from ..core.launch import WAVE, Kernel, overlaps, rehearses
+from ..core.launch import WAVE, Kernel, overlaps
 from ..products.prologue import Prologue
-from .prepared import Prepared, Rows, head_scale, is_put_off, row_strides, row_tables
 
 CASES = """
 def write(model, normed):
@@ -182,7 +181,7 @@ def rope_cache(
     q_norm: Prologue | None,
     k_norm: Prologue | None,
 ) -> Tensor:
-    """Write keys and values of one token a row at `position` and return its queries, or put it off (`prepared`).
+    """Write keys and values of one token a row at `position` and return its queries.
 
     Args:
         q: `[B, 1, H D]`, dense in its last dimension; `k`, `v` `[B, 1, Hk D]` likewise.
@@ -194,47 +193,43 @@ def rope_cache(
     Returns:
         `[B, H, 1, D]`.
     """
-    batch, _, _, head_dim = keys.shape
-    query = q.new_empty(batch, q.shape[-1] // head_dim, 1, head_dim)
-    if rehearses():  # shows what reads it unseen
-        query.fill_(float("nan"))
-    rows = Rows(
-        q, k, v,
-        None if rotation is None else rotation.cos,
-        None if rotation is None else rotation.sin,
-        0 if rotation is None else rotation.columns,
-        rotation is not None and rotation.interleaved,
-        rotation is not None and rotation.half_table,
-        q_norm, k_norm,
-    )  # fmt: skip
-    prepared = Prepared(rows, query, keys, values, position, _launch)
-    if not is_put_off(prepared):
-        prepared.run()
-    return query
-
-
-def _launch(prepared: Prepared, query: Tensor) -> None:
-    """Run the kernel."""
-    rows, keys = prepared.rows, prepared.keys
     batch, kv_heads, capacity, head_dim = keys.shape
-    heads = query.shape[1]
-    overlap = overlaps(query)
-    with backend.device_guard(query):
+    heads = q.shape[-1] // head_dim
+    query = q.new_empty(batch, heads, 1, head_dim)
+    cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.sin)
+    columns = 0 if rotation is None else rotation.columns
+    overlap = overlaps(q)
+    with backend.device_guard(q):
         rope_cache_kernel.launch(
             (heads + 2 * kv_heads, batch, 1),
             max(1, 32 // WAVE),
             (
-                rows.q, rows.k, rows.v, *row_tables(rows), prepared.position, query, keys, prepared.values,
+                q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, position, query, keys, values,
             ),
             (capacity,),
-            row_strides(rows),
-            (*head_scale(rows.q_norm), *head_scale(rows.k_norm)),
             (
-                heads, kv_heads, head_dim, rows.columns, rows.interleaved, rows.half_table,
-                rows.q_norm is not None, rows.k_norm is not None, overlap, 1 << (head_dim // 2 - 1).bit_length(),
+                q.stride(0), k.stride(0), v.stride(0),
+                0 if rotation is None or cos.shape[0] == 1 else cos.stride(0),
+            ),
+            (*head_scale(q_norm), *head_scale(k_norm)),
+            (
+                heads, kv_heads, head_dim, columns,
+                rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
+                q_norm is not None, k_norm is not None, overlap, 1 << (head_dim // 2 - 1).bit_length(),
             ),
             overlap=overlap,
         )  # fmt: skip
+    return query
+
+
+def head_weight(norm: Prologue | None, other: Tensor) -> Tensor:
+    """Return the weight of a norm over a head; `other` where there is none."""
+    return other if norm is None or norm.weight is None else norm.weight
+
+
+def head_scale(norm: Prologue | None) -> tuple[float, float]:
+    """Return eps and offset of a norm over a head."""
+    return (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
 
 
 def writable(keys: Tensor | None, values: Tensor | None, head_dim: int, dtype: torch.dtype) -> bool:

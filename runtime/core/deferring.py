@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.compiler import is_compiling
-
-T = TypeVar("T")
 
 
 class Puts(Protocol):
@@ -41,9 +39,6 @@ class Puts(Protocol):
 
     def write(self, write: Any, *places: Tensor) -> bool:
         """Put off a write into tensors that are there already, until something reads one of them."""
-
-    def take(self, tensor: Tensor, kind: type[Any]) -> Any:
-        """Return a write of a kind that was put off, whose first place is a tensor: who asks does it."""
 
 
 class _Thread(threading.local):
@@ -86,14 +81,6 @@ def sum(first: Tensor, second: Tensor) -> Tensor | None:
 def write(write: Any, *places: Tensor) -> bool:
     """Put off a write into tensors until something reads one of them; False where it has to be done now."""
     return not is_compiling() and _THREAD.puts is not None and _THREAD.puts.write(write, *places)
-
-
-def take(tensor: Tensor, kind: type[T]) -> T | None:
-    """Return the write of a kind that was put off and is to fill a tensor, for the caller to do; None for others."""
-    if is_compiling() or _THREAD.puts is None:
-        return None
-    found: T | None = _THREAD.puts.take(tensor, kind)
-    return found
 
 
 def normed(tensor: Tensor) -> tuple[Tensor, Any] | None:

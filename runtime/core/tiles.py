@@ -100,15 +100,6 @@ def tile(kind: str, rows: int, cols: int, element_size: int, device: int | None)
     return None if found is None else tuple(map(int, found))
 
 
-def one_tile(kind: str, rows: int, cols: int, element_size: int, device: int | None) -> Tile | None:
-    """Return what `tile` does for a kernel of 2 to 32 rows whose programs have one tile and no `skinny.Form.extra`."""
-    found = tile(kind, rows, cols, element_size, device)
-    if found is None or not any(found[5:]):
-        return found
-    height = 32 if kind.endswith("_32") else 16
-    return _several_rule(height, rows, cols, processors(device), shared_memory(device))
-
-
 def entry(name: str, device: int | None, otherwise: Callable[[], Entry]) -> Entry:
     """Return what the tables have under a name; `otherwise()` where that was not measured."""
     table = _tried if name in _tried else _table(device)
@@ -280,28 +271,6 @@ def _of_few_rows(rows: int, cols: int, processors: int) -> Tile | None:
 def _fill(programs: int, processors: int) -> float:
     """Return how many programs a processor has, average over most."""
     return programs / (processors * -(-programs // processors))
-
-
-FILL = 0.85
-"""Programs of a processor, average over most, below which a wide weight is divided otherwise."""
-PAIRS = ((64, 16), (64, 32), (128, 16), (128, 32), (128, 64))
-"""Rows of two tiles that a program may have, the sum of two powers of two."""
-
-
-def _in_pairs(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
-    """Return a form of two tiles for 2 to 32 rows of a wide weight that tiles of 128 divide badly; None for others.
-
-    140 tiles on 132 processors take two turns, the second for eight of them; 125 programs of 144 rows take one.
-    """
-    if rows < 64 * processors or _fill(-(-rows // 128), processors) >= FILL:
-        return None
-    for block_rows, extra in PAIRS:
-        whole = block_rows + extra
-        if rows <= whole * processors and _fill(-(-rows // whole), processors) >= FILL:
-            block_cols = max(16, min(128, _power(cols)))
-            stages = min(8, (shared - 2 * SPARED) // (2 * block_cols * (whole + height)), -(-cols // block_cols))
-            return (block_rows, block_cols, 8, 1, stages, extra) if stages > 2 else None
-    return None
 
 
 @functools.cache

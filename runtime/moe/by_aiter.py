@@ -11,7 +11,6 @@ from ..aiter import calls as aiter_calls
 from ..aiter import experts as aiter_experts
 from ..aiter import preshuffle as aiter_preshuffle
 from ..aiter import selection as aiter_selection
-from ..core import aiter_probe
 from ..products import preshuffle
 from .form import Gating
 from .selection import RoutingRule, select_experts
@@ -45,11 +44,6 @@ def experts_by_aiter(
 _copy_of = functools.partial(
     preshuffle.copy_of, shuffle=functools.partial(aiter_preshuffle.shuffle, operator="fused_moe")
 )
-
-
-def may_select(tensor: Tensor) -> bool:
-    """Return whether `selection_by_aiter` may have an answer for logits on a device: an AMD GPU, and an aiter."""
-    return aiter_probe.chip(tensor.device) is not None and aiter_probe.absence() is None
 
 
 def selection_by_aiter(logits: Tensor, rule: RoutingRule, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

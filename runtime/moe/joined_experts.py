@@ -42,7 +42,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.arrivals import publish
-    from ..products.skinny_tiles import halves, rows_of_tile
+    from ..products.skinny import halves, rows_of_tile
     from .form import gate_experts, load_tile
 
     @triton.jit

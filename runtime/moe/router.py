@@ -10,8 +10,6 @@ N tokens, H hidden_size, E experts, K experts a token:
 The largest of a softmax are those of its logits, and a softmax over the chosen logits is the normalised softmax, so
 `topk(softmax(x))` and `softmax(topk(x))` are one form. Of equal scores the expert with the lower number goes first, as
 `torch.topk` has it.
-
-Programs share a token's logits; the last of them to finish chooses the experts, so that the router is one kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import backend, rows
-from ..core.arrivals import arrivals
-from ..core.launch import WAVE, Kernel, overlaps, wait_for_stores
+from ..core.launch import WAVE, Kernel, overlaps
 from ..core.target import ROCM
 from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
 from ..products.prologue import Prologue, prologue_of
-from .by_aiter import may_select, selection_by_aiter
-from .selection import RoutingRule, choice_constants, choice_numbers, groups_fit, launch_selection, select_experts
+from .by_aiter import selection_by_aiter
+from .selection import RoutingRule, groups_fit, launch_selection, select_experts
 
 OFFERS: dict[str, dict[str, str]] = {
     "RoutingRule": {},
@@ -52,9 +49,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..core.arrivals import publish
     from ..norms.rms_norm import _scale
-    from .selection import choose_experts
 
     @triton.jit
     def _router_logits_kernel(  # type: ignore[no-untyped-def]
@@ -64,45 +59,21 @@ if backend.triton_installed():
         bias_ptr,
         normed_ptr,
         logits_ptr,
-        correction_ptr,
-        arrived_ptr,
-        weights_ptr,
-        index_ptr,
         x_stride,
-        norm_eps,
-        offset,
         eps,
-        scaling,
-        least_limit,
-        left_offset,
+        offset,
         E: tl.constexpr,
-        K: tl.constexpr,
-        SIGMOID: tl.constexpr,
-        CORRECTED: tl.constexpr,
-        NORMALIZE: tl.constexpr,
-        GROUPS: tl.constexpr,
-        CHOSEN_GROUPS: tl.constexpr,
-        GROUP_BEST: tl.constexpr,
-        WIDTH: tl.constexpr,
-        BLOCK_G: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        CHUNK: tl.constexpr,
         H: tl.constexpr,
         NORM: tl.constexpr,
         WEIGHTED: tl.constexpr,
         WEIGHT_IN_FP32: tl.constexpr,
         BIASED: tl.constexpr,
         ROUND: tl.constexpr,
-        CHOOSES: tl.constexpr,
         OVERLAP: tl.constexpr,
-        WAIT: tl.constexpr,
         BLOCK_E: tl.constexpr,
         BLOCK_H: tl.constexpr,
     ):
-        """Normalise a token and multiply it by BLOCK_E experts' rows.
-
-        The first program of a token stores the norm; with CHOOSES the last to arrive chooses the experts.
-        """
+        """Normalise a token and multiply it by BLOCK_E experts' rows; the first program of a token stores the norm."""
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         token = tl.program_id(1).to(tl.int64)
@@ -116,7 +87,7 @@ if backend.triton_installed():
         x = tl.load(x_ptr + token * x_stride + col, mask=live, other=0.0)
         if NORM:
             x32 = x.to(tl.float32)
-            normed = x32 * tl.rsqrt(tl.sum(x32 * x32, axis=0) / H + norm_eps)
+            normed = x32 * tl.rsqrt(tl.sum(x32 * x32, axis=0) / H + eps)
             if WEIGHTED:
                 norm_weight = tl.load(norm_weight_ptr + col, mask=live, other=0.0)
                 normed = _scale(normed, norm_weight, offset, x_ptr.dtype.element_ty, WEIGHT_IN_FP32)
@@ -129,15 +100,6 @@ if backend.triton_installed():
         if ROUND:
             logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
         tl.store(logits_ptr + token * E + expert, logits, mask=expert < E)
-        if CHOOSES:
-            publish(WAIT)
-            if tl.atomic_add(arrived_ptr + token, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-                tl.store(arrived_ptr + token, 0)
-                choose_experts(
-                    logits_ptr + token * E, correction_ptr, weights_ptr + token * K, index_ptr + token * K,
-                    eps, scaling, least_limit, left_offset, E, K, SIGMOID, CORRECTED, NORMALIZE,
-                    GROUPS, CHOSEN_GROUPS, GROUP_BEST, WIDTH, BLOCK_G, BLOCK_S, CHUNK,
-                )  # fmt: skip
 
     router_logits_kernel = Kernel(_router_logits_kernel)
 
@@ -162,7 +124,7 @@ REASONS = {
 def router(
     hidden_states: Tensor, gate: nn.Module, *given: Tensor, norm: nn.Module | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise tokens and choose their experts, in one kernel where the router's class has a method `rule`.
+    """Normalise tokens and choose their experts, in two kernels where the router's class has a method `rule`.
 
     Args:
         hidden_states: `[..., H]`, N tokens.
@@ -289,40 +251,40 @@ def _launch(
     weight = rule.weight.contiguous()
     # One expert or two a program, 4 or 8 warps: all within 4% at 128 experts of 2,048 columns (H100).
     block_e, block_h = 2, 1 << (hidden_size - 1).bit_length()
-    programs = -(-experts // block_e)
-    chooses = _chooses_itself(x)
     overlap = overlaps(x)
     with backend.device_guard(x):
         router_logits_kernel.launch(
-            (programs, tokens, 1),
+            (-(-experts // block_e), tokens, 1),
             (128 if block_h <= 4096 else 256) // WAVE,
             (
-                x, x if norm_weight is None else norm_weight.contiguous(), weight,
-                weight if rule.bias is None else rule.bias.contiguous(), out, logits,
-                logits if rule.correction_bias is None else rule.correction_bias.contiguous(),
-                arrivals(x, tokens), weights, index,
+                x,
+                x if norm_weight is None else norm_weight.contiguous(),
+                weight,
+                weight if rule.bias is None else rule.bias.contiguous(),
+                out,
+                logits,
             ),
             (),
             (stride,),
-            (norm_eps, offset, *choice_numbers(rule)),
+            (norm_eps, offset),
             (
-                *choice_constants(rule), hidden_size, normed, norm_weight is not None, weight_in_fp32,
-                rule.bias is not None, not rule.logits_in_fp32, chooses, overlap,
-                wait_for_stores(x) if chooses else "", block_e, block_h,
+                experts,
+                hidden_size,
+                normed,
+                norm_weight is not None,
+                weight_in_fp32,
+                rule.bias is not None,
+                not rule.logits_in_fp32,
+                overlap,
+                block_e,
+                block_h,
             ),
             overlap=overlap,
-        )  # fmt: skip
-    if chooses:
-        return out, weights, index
+        )
     if ROCM and (found := selection_by_aiter(logits, rule, x.dtype)) is not None:
         return out, *found
     launch_selection(logits, rule, weights, index)
     return out, weights, index
-
-
-def _chooses_itself(tokens: Tensor) -> bool:
-    """Return whether the kernel of the logits chooses the experts, too; else a kernel of its own does, or aiter's."""
-    return not (ROCM and may_select(tokens))
 
 
 def _empty(hidden_states: Tensor, normed: bool, rule: RoutingRule) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,16 +15,6 @@ from torch.nn import functional as F
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
 
-CASES = """
-def choose(sizes, corrected, groups=1):
-    rule = Gate(sizes, corrected, groups).rule()
-    logits = tensor(1, sizes.experts, dtype=torch.float32)
-    return launch_selection(logits, rule, tensor(1, sizes.top_k), int64(1, sizes.top_k))
-
-case(QWEN3_MOE.name, choose, QWEN3_MOE, corrected=False)
-case(f"{DEEPSEEK_V3.name}, 8 groups", choose, DEEPSEEK_V3, corrected=True, groups=8)
-"""
-
 if backend.triton_installed():
     import triton
     import triton.language as tl
@@ -44,7 +34,7 @@ if backend.triton_installed():
         GROUPED: tl.constexpr,
     ):
         """Return what experts are chosen by; softmax keeps the order of its logits where nothing is added."""
-        keys = tl.load(logits_row + expert, mask=there, other=float("-inf"), cache_modifier=".cg")
+        keys = tl.load(logits_row + expert, mask=there, other=float("-inf"))
         if SIGMOID:
             keys = 1.0 / (1.0 + tl.exp(-keys))
         elif CORRECTED or GROUPED:
@@ -88,11 +78,11 @@ if backend.triton_installed():
         return (better | equal).to(tl.int32)
 
     @triton.jit
-    def choose_experts(  # type: ignore[no-untyped-def]
-        logits_row,
+    def _select_experts_kernel(  # type: ignore[no-untyped-def]
+        logits_ptr,
         correction_ptr,
-        weights_row,
-        index_row,
+        weights_ptr,
+        index_ptr,
         eps,
         scaling,
         least_limit,
@@ -105,6 +95,7 @@ if backend.triton_installed():
         GROUPS: tl.constexpr,
         CHOSEN_GROUPS: tl.constexpr,
         GROUP_BEST: tl.constexpr,
+        OVERLAP: tl.constexpr,
         BLOCK_E: tl.constexpr,
         BLOCK_G: tl.constexpr,
         BLOCK_S: tl.constexpr,
@@ -113,8 +104,10 @@ if backend.triton_installed():
         """Choose a token's experts: an expert's rank is the number of experts ahead of it, all counted at once.
 
         Of groups, and of more than 256, they are chosen one after the other: of 512, all counted took 36 µs (H100).
-        The logits may be what other programs of the same launch have written.
         """
+        follow(OVERLAP)
+        token = tl.program_id(0).to(tl.int64)
+        logits_row = logits_ptr + token * E
         GROUPED: tl.constexpr = GROUPS > 1
         SIZE: tl.constexpr = E // GROUPS
         if GROUPED:
@@ -126,7 +119,7 @@ if backend.triton_installed():
         else:
             expert = tl.arange(0, BLOCK_E)
             there = expert < E
-        logits = tl.load(logits_row + expert, mask=there, other=float("-inf"), cache_modifier=".cg")
+        logits = tl.load(logits_row + expert, mask=there, other=float("-inf"))
         largest = tl.max(logits, axis=0)
         exponents = tl.exp(logits - largest)
         total = tl.sum(exponents, axis=0)
@@ -160,42 +153,9 @@ if backend.triton_installed():
             by = 1.0 if SIGMOID else total
             divisor = divisor + eps * by
             scores = scores / tl.where(divisor < least_limit * by, least_limit * by, divisor)
-        weights = (scores * scaling).to(weights_row.dtype.element_ty)
-        tl.store(weights_row + rank, weights, mask=chosen)
-        tl.store(index_row + rank, expert.to(tl.int64), mask=chosen)
-
-    @triton.jit
-    def _select_experts_kernel(  # type: ignore[no-untyped-def]
-        logits_ptr,
-        correction_ptr,
-        weights_ptr,
-        index_ptr,
-        eps,
-        scaling,
-        least_limit,
-        left_offset,
-        E: tl.constexpr,
-        K: tl.constexpr,
-        SIGMOID: tl.constexpr,
-        CORRECTED: tl.constexpr,
-        NORMALIZE: tl.constexpr,
-        GROUPS: tl.constexpr,
-        CHOSEN_GROUPS: tl.constexpr,
-        GROUP_BEST: tl.constexpr,
-        BLOCK_E: tl.constexpr,
-        BLOCK_G: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        CHUNK: tl.constexpr,
-        OVERLAP: tl.constexpr,
-    ):
-        """Choose a token's experts by logits that an earlier launch has written."""
-        follow(OVERLAP)
-        token = tl.program_id(0).to(tl.int64)
-        choose_experts(
-            logits_ptr + token * E, correction_ptr, weights_ptr + token * K, index_ptr + token * K,
-            eps, scaling, least_limit, left_offset, E, K, SIGMOID, CORRECTED, NORMALIZE,
-            GROUPS, CHOSEN_GROUPS, GROUP_BEST, BLOCK_E, BLOCK_G, BLOCK_S, CHUNK,
-        )  # fmt: skip
+        weights = (scores * scaling).to(weights_ptr.dtype.element_ty)
+        tl.store(weights_ptr + token * K + rank, weights, mask=chosen)
+        tl.store(index_ptr + token * K + rank, expert.to(tl.int64), mask=chosen)
 
     select_experts_kernel = Kernel(_select_experts_kernel)
 
@@ -266,32 +226,23 @@ def groups_fit(rule: RoutingRule) -> bool:
 
 def launch_selection(logits: Tensor, rule: RoutingRule, weights: Tensor, index: Tensor) -> None:
     """Write what `rule` chooses by `logits` `[N, E]`, in fp32, into `weights` and `index`, each `[N, K]`."""
+    tokens, experts = logits.shape
     overlap = overlaps(logits)
     correction = logits if rule.correction_bias is None else rule.correction_bias.contiguous()
+    groups = rule.num_group
     with backend.device_guard(logits):
         select_experts_kernel.launch(
-            (logits.shape[0], 1, 1),
+            (tokens, 1, 1),
             128 // WAVE,
             (logits, correction, weights, index),
             (),
             (),
-            choice_numbers(rule),
-            (*choice_constants(rule), overlap),
+            (float(rule.eps), float(rule.scaling), float(rule.least_sum), float(rule.left_out)),
+            (
+                experts, rule.top_k, rule.scores == "sigmoid", rule.correction_bias is not None, rule.normalize,
+                groups, rule.topk_group if groups > 1 else 1, rule.group_best, overlap,
+                max(1 << (experts - 1).bit_length(), 16), 1 << (groups - 1).bit_length(),
+                1 << (experts // groups - 1).bit_length(), 16,
+            ),
             overlap=overlap,
-        )
-
-
-def choice_numbers(rule: RoutingRule) -> tuple[float, float, float, float]:
-    """Return the numbers of `choose_experts`, in the order of its parameters."""
-    return float(rule.eps), float(rule.scaling), float(rule.least_sum), float(rule.left_out)
-
-
-def choice_constants(rule: RoutingRule) -> tuple[object, ...]:
-    """Return the constants of `choose_experts`, in the order of its parameters."""
-    experts, groups = rule.weight.shape[0], rule.num_group
-    return (
-        experts, rule.top_k, rule.scores == "sigmoid", rule.correction_bias is not None, rule.normalize,
-        groups, rule.topk_group if groups > 1 else 1, rule.group_best,
-        max(1 << (experts - 1).bit_length(), 16), 1 << (groups - 1).bit_length(),
-        1 << (experts // groups - 1).bit_length(), 16,
-    )  # fmt: skip
+        )  # fmt: skip

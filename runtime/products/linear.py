@@ -68,13 +68,6 @@ for rows in (8, 32):
 for model in LLAMAS:
     case(model.name, gated, model)
 
-def gated_rows(rows, out, cols):
-    return _gated_rows(tensor(rows, 1, cols), tensor(out, cols), None, "silu", prologue(cols))
-
-for rows in (8, 32):
-    for out, cols in ((12288, 2048), (17920, 1536), (24576, 4096)):
-        case(f"{out}x{cols}, {rows} rows", gated_rows, rows, out, cols)
-
 def plain(model, activation):
     size, inner = model.hidden_size, model.intermediate_size
     given = tensor(1, 1, size), tensor(inner, size), tensor(inner)

@@ -218,15 +218,6 @@ class PutsOff(TorchFunctionMode):
                 self._deferred[key_of(place)] = write
         return True
 
-    def take(self, tensor: Tensor, kind: type[Any]) -> Any:
-        """Return the write of a kind that was put off and is to fill a tensor, and leave it to whoever asks."""
-        with torch._C.DisableTorchFunction():
-            found = self.at(tensor)
-            if not isinstance(found, kind):
-                return None
-            self._deferred = {key: deferred for key, deferred in self._deferred.items() if deferred is not found}
-            return found
-
     def forget(self, *places: Tensor) -> None:
         """Leave out what somebody else has written."""
         for place in places:

@@ -75,8 +75,8 @@ def test_kernels_are_fit_for_the_chip(arch: str, brief: bool) -> None:
     assert drifts(rows) == []
     counting = {row.kernel for row in rows if row.figures is not None and row.figures.arrivals}
     shared = {
-        "decode_attention", "joined_down", "masked_attention", "qkv_rows", "router_logits", "skinny_linear",
-        "transposed_down", "transposed_linear",
+        "decode_attention", "joined_down", "masked_attention", "qkv_rows", "skinny_linear", "transposed_down",
+        "transposed_linear",
     }  # fmt: skip
     of_amd = CHIPS[arch].backend == "hip"
     assert counting - {"block_rows"} == (shared if of_amd else set())  # whose first launch needs no parts

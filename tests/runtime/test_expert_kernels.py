@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from rewrite.runtime.core import arrivals, backend, launch
+from rewrite.runtime.core import arrivals, backend
 from rewrite.runtime.moe.joined_experts import are_joined
 
 experts = importlib.import_module("rewrite.runtime.moe.experts")
@@ -130,24 +130,6 @@ def test_router_shapes(
 def test_router_rules(device: torch.device, poisoned: None, rule: str, dtype: torch.dtype) -> None:
     gate = Gate(spread(torch.randn(32, 96, device=device)).to(dtype), 4, **RULES[rule])
     check_router(torch.randn(5, 96, device=device).to(dtype), gate, Norm(torch.ones(96, device=device).to(dtype)))
-
-
-@pytest.mark.parametrize("itself", [True, False])
-def test_the_last_program_of_a_token_chooses(
-    itself: bool, device: torch.device, poisoned: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One kernel or two, the same experts; the second call finds the counters as the first left them."""
-    monkeypatch.setattr(router, "_chooses_itself", lambda tokens: itself)
-    launched: list[Any] = []
-    run = launch.Kernel.launch
-    monkeypatch.setattr(
-        launch.Kernel, "launch", lambda kernel, *a, **o: (launched.append(kernel), run(kernel, *a, **o))
-    )
-    gate = Gate(spread(torch.randn(128, 64, device=device)), 8)
-    for _ in range(2):
-        check_router(torch.randn(3, 64, device=device), gate, Norm(torch.ones(64, device=device)))
-    assert len(launched) == (2 if itself else 4)
-    assert not any(counters.any() for counters in arrivals._by_stream.get((gate.weight.get_device(), 0), []))
 
 
 @layouts
