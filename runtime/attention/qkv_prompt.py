@@ -18,8 +18,7 @@ from torch import Tensor
 from ..core import backend
 from ..core.launch import WAVE, Kernel, grid, overlaps
 from ..products.prologue import Prologue
-from .prepared import head_scale, head_weight
-from .rope_cache import Rotation
+from .rope_cache import Rotation, head_scale, head_weight
 
 CASES = """
 def read(model, normed, table=None, **form):

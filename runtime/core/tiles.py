@@ -218,7 +218,7 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     than with the best of about 25 tiles. What counts is how evenly programs fall to processors, and how soon the first
     tile is there: three tiles in flight, of 32 KiB, read as fast as five.
     """
-    tile = _of_many_rows(height, rows, cols, processors) or _of_few_rows(rows, cols, processors)
+    tile = _of_many_rows(height, rows, cols, processors, shared) or _of_few_rows(rows, cols, processors)
     if tile is None:
         tile = _skinny_rule(rows, cols, 2, processors)
     block_rows, block_cols, warps, splits, most = tile
@@ -233,18 +233,19 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     return block_rows, block_cols, warps, splits, max(1, min(most, fitting(), -(-cols // (block_cols * splits))))
 
 
-def _of_many_rows(height: int, rows: int, cols: int, processors: int) -> Tile | None:
+def _of_many_rows(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
     """Return a tile for a weight of gates or a head, whose tiles of 128 rows are half as many as processors, or more.
 
     One program a processor has as much on its way as shared memory takes. Where that makes a second turn of a few
     programs, and two on each processor hold all tiles at once, they are half as wide: 152 tiles on 132 processors take
     28% less time so. Two tiles of 64 rows, loaded before the kernel ahead has ended, are sooner yet where two programs
-    a processor are all there are.
+    a processor are all there are, and fit there.
     """
     tiles, halves = -(-rows // 128), -(-rows // 64)
     if 2 * tiles < processors:
         return None
-    if 1.7 * processors < halves <= 2 * processors and cols <= 2048 and cols % 256 == 0:
+    fit = 2 * 2 * 2 * 256 * (64 + height) <= shared
+    if fit and 1.7 * processors < halves <= 2 * processors and cols <= 2048 and cols % 256 == 0:
         return 64, 256, 4, 1, 2
     if processors < tiles <= 2 * processors or (tiles > processors and cols <= 2048 and height == 16):
         return 128, 64, 4, 1, 5
