@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 AddNorm = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
@@ -46,9 +45,6 @@ class Reading:
         self._add_norm = add_norm
         self._readers: dict[int, weakref.ref[nn.Module]] = {}
         """Which norm read which sum in the run before."""
-        self.overwrites = False
-        """Whether a product may add to the sum before it, where that lies: nobody reads that again (`poisoning`)."""
-        self.poisons = False
         self._begin()
 
     def _begin(self) -> None:
@@ -67,30 +63,6 @@ class Reading:
         finally:
             _THREAD.reading = before
             self._sum = self._normed = None
-
-    @contextlib.contextmanager
-    def poisoning(self) -> Iterator[None]:
-        """Fill each sum with NaN once the next one is there: what still reads it shows in the results."""
-        self.overwrites, self.poisons = False, True
-        try:
-            yield
-        finally:
-            self.poisons = False
-
-    def is_own(self, residual: Tensor) -> bool:
-        """Return whether a tensor is the last sum of this run, all of it."""
-        return residual is self._sum
-
-    def reader(self) -> nn.Module | None:
-        """Return the norm that read the sum to come in the run before."""
-        reader = self._readers.get(self._sums)
-        return None if reader is None else reader()
-
-    def overwritten(self, residual: Tensor) -> Tensor:
-        """Take note that a product was added to the last sum, and return that."""
-        self._sums += 1
-        self._normed = None
-        return residual
 
     def is_last(self, layer_idx: int) -> bool:
         """Return whether only one token is computed behind the keys of a layer."""
@@ -118,14 +90,13 @@ class Reading:
             product: `[B, N, O]`.
             residual: likewise.
         """
-        norm, own = self.reader(), self.is_own(residual)
+        reader = self._readers.get(self._sums)
+        norm = None if reader is None else reader()
         self._sums += 1
         if norm is None or product.shape != residual.shape:
             self._normed, self._sum = None, residual + product
         else:
             self._normed, self._sum = self._add_norm(product, residual, norm)
-        if self.poisons and own:
-            residual.fill_(torch.nan)
         return self._sum
 
     def normed(self, hidden_states: Tensor, norm: nn.Module) -> Tensor:

@@ -95,21 +95,10 @@ class PromptGraph:
         self._graph = capture(self.run, self.rehearse, self._last.device, pool)
 
     def rehearse(self) -> None:
-        """Run as a capture will: behind the first run it is known which norm reads which sum, and behind the second
-        whether anything reads a sum once the next one is there.
-        """
+        """Run as a capture will: behind the first run it is known which norm reads which sum."""
         self.run()
         if self._reading is not None:
-            with self._reading.poisoning():
-                self.run()
-            assert self._logits is not None
-            found = [self._logits, *_some_slots(self.cache, self._input_ids.shape[1])]
-            self._reading.overwrites = bool(torch.stack([part.isfinite().all() for part in found]).all())
             self.run()
-
-    def launch(self) -> None:
-        """Launch the kernels of a run to come, without a look at what they compute."""
-        self.run()
         if self._reading is not None:
             self.run()
 
@@ -289,7 +278,7 @@ class PromptGraphs:
         def run() -> None:
             for graph in graphs:
                 try:
-                    graph.launch()
+                    graph.rehearse()
                 except (RuntimeError, TypeError, ValueError, IndexError):
                     if graph is graphs[-1]:
                         raise

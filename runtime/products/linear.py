@@ -33,7 +33,6 @@ from .block_linear import are_blocks, block_linear, is_block_linear
 from .gated_activation import activation_kind, gated_activation
 from .one_row import Weight, launch_gated, launch_linear
 from .prologue import Norm, prologue_of, several_rows_norm
-from .prompt_sum import prompt_sum
 from .skinny import MOST_ROWS, launch_skinny_linear, skinny_kind, takes_norm
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -118,7 +117,7 @@ def linear(
         norm = norm if prologue is not None else None
     input = input if norm is None else reading.normed(input, norm)
     if prompt is not None and residual is not None:
-        return prompt_sum(prompt, input, projection, residual)
+        return prompt.added(projection(input), residual)
     output: Tensor = projection(input)
     return output if residual is None else residual + output
 
