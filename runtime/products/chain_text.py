@@ -85,16 +85,13 @@ class Node:
         at: the dtype that its operands are brought to; by default that of what it gives.
         tensor: the memory of a leaf.
         joined: of a `cat`, the dimension, and the size in it of each of `of`.
-        source: what computes a leaf that has no memory yet; it says what it `reads`, and whose memory is still `held`.
     """
 
     def __init__(
         self, kind: str, dtype: torch.dtype, shape: Sequence[int], of: Sequence[Read | float] = (),
         at: torch.dtype | None = None, tensor: Tensor | None = None,
         joined: tuple[int, tuple[int, ...]] | None = None,
-        source: Any = None,
     ):  # fmt: skip
-        self.source = source
         self.kind, self.dtype, self.shape, self.joined = kind, dtype, tuple(shape), joined
         self.of, self.at, self.tensor = tuple(of), at or dtype, tensor
         before = [one.node for one in self.of if isinstance(one, Read)]
@@ -113,10 +110,7 @@ class Node:
     @property
     def leaves(self) -> list[Tensor]:
         """The tensors that it is computed from."""
-        found = [node.tensor for node in self.nodes if node.tensor is not None]
-        for source in (node.source for node in self.nodes if node.source is not None):
-            found += [*source.reads, *source.held]
-        return found
+        return [node.tensor for node in self.nodes if node.tensor is not None]
 
 
 _TEXTS = {
@@ -180,10 +174,6 @@ class Written:
     def pointers(self) -> list[str]:
         """The names of the pointers to `tensors`."""
         return [*self._pointers.values()]
-
-    def give(self, node: Node, place: Place, name: str) -> None:
-        """Let a variable have what a node is at a place."""
-        self._values[node, place.flat, self.mask] = name
 
     def name(self, expression: str) -> str:
         """Return the variable that has an expression's value."""
@@ -394,15 +384,15 @@ def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
 
 
 @functools.cache
-def kernel_of(text: str, *, dot: bool = False) -> Kernel:
-    """Return the kernel of a text, where Triton finds it as it finds that of a file; `dot`: with matrix products."""
+def kernel_of(text: str) -> Kernel:
+    """Return the kernel of a text, where Triton finds it as it finds that of a file."""
     name = f"<chain {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "libdevice": libdevice}
     scope |= {"follow": follow, "quotient": quotient, "tanh_by_exp": tanh_by_exp}
     exec(compile(text, name, "exec"), scope)
     _chain_kernel = scope["_chain_kernel"]
-    chain_kernel = Kernel(_chain_kernel, dot=dot, contracts=False)
+    chain_kernel = Kernel(_chain_kernel, contracts=False)
     return chain_kernel
 
 
