@@ -3,7 +3,8 @@
     o[i] = f(g(a[i₁], b[i₂]), c[i₃], …)         i over the numbers of the output, iₙ what broadcasting makes of it
 
 Shapes and strides stand in the text as numbers, so that an index is a sum of a few products, and chains of the same
-structure are one kernel. What a function gives is rounded to the dtype that torch gives it, and products and sums are
+structure are one kernel. Where a kernel reads along one dimension and writes along another they are arguments, so that
+it serves other sizes, too. What a function gives is rounded to the dtype that torch gives it, and products and sums are
 not contracted: sums, products, quotients, roots, comparisons and casts are torch's, bit for bit. Other functions are
 those of the vendor's library in fp32, as torch's are, and may differ in the last bit of it.
 """
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import linecache
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -148,6 +150,8 @@ class Text(NamedTuple):
     """That it reads, in the order of its arguments."""
     programs: int
     warps: int
+    numbers: tuple[int, ...] = ()
+    """Arguments of the launch behind the tensors."""
 
 
 class Written:
@@ -363,10 +367,11 @@ def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
     text = Written("mask" if masks else "", interpreted, "zeros")
     others = [1 if dim in blocks else size for dim, size in enumerate(shape)]
     head = [
-        f"rest = tl.program_id(0) // {blocks[turned] * blocks[last]}",
-        f"along = tl.program_id(0) // {blocks[last]} % {blocks[turned]} * {TILE}",
+        f"high, wide = tl.cdiv({shape[turned]}, {TILE}), tl.cdiv({shape[last]}, {TILE})",
+        "rest = tl.program_id(0) // (high * wide)",
+        f"along = tl.program_id(0) // wide % high * {TILE}",
         f"c{turned} = (along + tl.arange(0, {TILE}))[:, None]",
-        f"c{last} = (tl.program_id(0) % {blocks[last]} * {TILE} + tl.arange(0, {TILE}))[None, :]",
+        f"c{last} = (tl.program_id(0) % wide * {TILE} + tl.arange(0, {TILE}))[None, :]",
         f"zeros = c{turned} * 0 + c{last} * 0",
         *([f"mask = {' & '.join(masks)}"] if masks else []),
     ]
@@ -380,7 +385,23 @@ def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
         text.name, shape, lambda: by_coordinates(text.name, shape, lambda dim: str(coordinate(dim, dim))), coordinate
     )
     programs = math.prod(others) * blocks[turned] * blocks[last]
-    return text.whole(head, place, [(node, out)], programs, TILE * TILE // (8 * WAVE))
+    return _of_any_size(text.whole(head, place, [(node, out)], programs, TILE * TILE // (8 * WAVE)))
+
+
+_SIZE = re.compile(r"(?<![\w.+-])(?<!// )(?<!% )(?<!\(1,\), )[1-9]\d{2,}(?![\w.])")
+"""A size or stride of 100 or more in a text: no part of a name or of another number, and no operand of a function.
+
+Nor what an index is divided by: Triton sees from a constant which of the quotients lie next to each other.
+"""
+
+
+def _of_any_size(made: Text) -> Text:
+    """Return the kernel with arguments for its sizes and strides, of which Triton knows whether 16 divides them."""
+    sizes = [*dict.fromkeys(map(int, _SIZE.findall(made.text)))]
+    names = {str(size): f"size{number}" for number, size in enumerate(sizes)}
+    text = _SIZE.sub(lambda found: names[found.group()], made.text)
+    text = text.replace("OVERLAP: tl.constexpr", ", ".join((*names.values(), "OVERLAP: tl.constexpr")), 1)
+    return made._replace(text=text, numbers=tuple(sizes))
 
 
 @functools.cache
@@ -407,4 +428,4 @@ def launch_text(made: Text, outs: Sequence[Tensor]) -> None:
     overlap = overlaps(outs[0])
     with backend.device_guard(outs[0]):
         given, grid = (*outs, *made.tensors), (made.programs, 1, 1)
-        kernel_of(made.text).launch(grid, made.warps, given, (), (), (), (overlap,), overlap=overlap)
+        kernel_of(made.text).launch(grid, made.warps, given, (), made.numbers, (), (overlap,), overlap=overlap)
