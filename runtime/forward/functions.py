@@ -148,9 +148,7 @@ def _convolution(step: PutsOff, input: Tensor, *args: Any, **named: Any) -> Tens
     return torch.conv1d(copied, *args, **named)
 
 
-def _linear(
-    step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any
-) -> Tensor | None:
+def _linear(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor | None:
     """Put a product off until it is known whether an activation alone reads it."""
     if named or where_it_runs((input, weight, bias), {}) is None:
         return None

@@ -24,7 +24,6 @@ from ..core.fastest import fastest
 from ..core.launch import HIP, collects, rehearses
 from .put_off import Deferred, PutsOff
 
-
 _FASTER: dict[tuple[Any, ...], bool] = {}
 """Whether the epilogue is, by `_size`."""
 
@@ -95,7 +94,11 @@ def put_off_product(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor |
     """
     if HIP or collects() or bias is None or not _takes(input, weight, bias):
         return None
-    if input.is_cuda and not rehearses() and not any(_FASTER.get(_size(input, weight, gelu)) for gelu in (True, False)):
+    if (
+        input.is_cuda
+        and not rehearses()
+        and not any(_FASTER.get(_size(input, weight, gelu)) for gelu in (True, False))
+    ):
         return None
     for operand in (input, weight, bias):
         step.settle(operand)
@@ -157,7 +160,7 @@ def _tried(product: LinearProduct, gelu: bool) -> bool:
 
 def _activate(numbers: Tensor, gelu: bool, out: Tensor) -> None:
     if gelu:
-        torch._C._nn.gelu(numbers, approximate="tanh", out=out)
+        torch.ops.aten.gelu.out(numbers, approximate="tanh", out=out)
     else:
         torch.clamp_min(numbers, 0, out=out)
 

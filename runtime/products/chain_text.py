@@ -3,8 +3,8 @@
     o[i] = f(g(a[i₁], b[i₂]), c[i₃], …)         i over the numbers of the output, iₙ what broadcasting makes of it
 
 Shapes and strides stand in the text as numbers, so that an index is a sum of a few products, and chains of the same
-structure are one kernel. Where a kernel reads along one dimension and writes along another they are arguments, so that
-it serves other sizes, too. What a function gives is rounded to the dtype that torch gives it, and products and sums are
+structure are one kernel. Where a kernel reads along one dimension and writes along another they are arguments, which
+serve other sizes, too. What a function gives is rounded to the dtype that torch gives it, and products and sums are
 not contracted: sums, products, quotients, roots, comparisons and casts are torch's, bit for bit. Other functions are
 those of the vendor's library in fp32, as torch's are, and may differ in the last bit of it.
 """

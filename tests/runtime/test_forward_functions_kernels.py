@@ -181,7 +181,6 @@ def test_sizes_that_stay_in_the_text(device: torch.device, texts: list[str]) -> 
     assert "567" in texts[-1]
 
 
-
 NORMS: dict[str, Function] = {
     "LayerNorm": lambda s, w, b: F.layer_norm(s, s.shape[-1:], w, b, 1e-5),
     "without a bias": lambda s, w, b: F.layer_norm(s, s.shape[-1:], w, None, 1e-5),
