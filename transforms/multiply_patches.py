@@ -49,7 +49,8 @@ class MultiplyPatches(Transform):
     Known limits:
         Where gradients are wanted, under autocast, with hooks or adapters, in fp32 on a GPU (torch lets convolutions
         round to TF32 there) and where the kernel does not divide the input, the module is called, with the reason
-        counted. torch.compile sees the module. Sizes that a configuration may set apart stay.
+        counted; on a GPU outside of a captured forward also for kernels of 16 places or fewer, as Swin's and
+        ConvNeXt's. torch.compile sees the module. Sizes that a configuration may set apart stay.
     """
 
     name: ClassVar[str] = "multiply_patches"

@@ -301,43 +301,6 @@ def _skinny_rule(rows: int, cols: int, element_size: int, processors: int) -> Ti
     return block_rows, block_cols, 4, max(1, splits), STAGES
 
 
-_PRODUCTS = ((128, 128, 1.0), (64, 256, 1.1), (64, 128, 1.2), (128, 64, 1.25), (64, 64, 1.5))
-"""Rows and columns of a program's tile of a product of many rows, and what a number of it costs beside the first's.
-
-Behind 128 x 256 GELU does not fit into an H100's registers (48 bytes spilled, Triton 3.8, compiled).
-"""
-PRODUCT_TILES = 2
-"""How many tiles of a size are compiled and measured."""
-
-
-@functools.cache
-def product_rule(rows: int, columns: int, depth: int, processors: int, shared: int) -> list[Tile]:
-    """Return tiles to measure for a product of many rows of 16 bits, the likeliest first.
-
-    A tile is rows and columns of a program, warps, and how many pairs of operands `[rows, 64]` and `[64, columns]` are
-    in flight: with three, two programs may share a processor, and the one multiplies while the other computes what is
-    behind its product. The time is that of as many turns as the processors need for all tiles.
-
-    Args:
-        rows: of the input.
-        columns: of the output, a multiple of 64.
-        depth: what is summed over, a multiple of 64.
-        processors: of the card.
-        shared: bytes of shared memory that a program can have.
-    """
-    found = list[tuple[float, Tile]]()
-    for block_rows, block_cols, cost in _PRODUCTS:
-        in_half, in_all = ((part - SPARED) // (128 * (block_rows + block_cols)) for part in (shared // 2, shared))
-        stages = min(4, depth // 64, in_half if in_half >= 3 else in_all)
-        if columns % block_cols or stages < min(2, depth // 64):
-            continue
-        turns = -(-(-(-rows // block_rows) * (columns // block_cols)) // processors)
-        threads = 256 if block_rows * block_cols >= 128 * 128 else 128
-        tile = block_rows, block_cols, threads // WAVE, stages
-        found.append((turns * block_rows * block_cols * cost, tile))
-    return [tile for _, tile in sorted(found)[:PRODUCT_TILES]]
-
-
 @functools.cache
 def _table(device: int | None) -> dict[str, Entry]:
     if device is None:

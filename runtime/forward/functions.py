@@ -4,12 +4,14 @@ A forward of many tokens is bound by memory wherever it is no product: each poin
 everything once more. What a capture runs is looked at once, so there runs of them are one kernel (`products.chain`),
 whatever the modeling file calls them, with the norm that follows as its last stage (`products.chain_rows`); joins
 (`torch.cat`) and copies into another order are part of that. Attention takes queries, keys and values where they lie.
-An activation is the last stage of the product before it (`products.product_chain`), where that is faster.
+ReLU and GELU's tanh form are in the epilogue of the product before them (`products.activated_product`), where that is
+faster.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.target import CHAINS
+from ..products.activated_product import activated_product, put_off_product
 from ..products.chain import FUNCTIONS, hides_nothing, in_order, uncopied, where_it_runs
 from ..products.chain_rows import norm_of_chain
-from ..products.product_chain import put_off_product
 from ..products.prologue import LayerNormPrologue, Norm, Prologue
 from ..products.put_off import PutsOff
 
@@ -45,19 +47,7 @@ def rms(x, scale, residual, weight):
         summed = x * scale + residual
         return step.rms_norm(summed, weight, EPS), summed
 
-def activated(activation):
-    return lambda x, weight, bias: activation(F.linear(x, weight, bias))
-
-def quick(x):
-    return x * torch.sigmoid(1.702 * x)
-
-layer = tensor(8, 512, 1024), tensor(4096, 1024), tensor(4096)
-short = tensor(1, 197, 768), tensor(3072, 768), tensor(3072)
 rows = tensor(8, 2048, 1024), tensor(1024), tensor(8, 2048, 1024)
-case("product, GELU", forward, activated(F.gelu), *layer)
-case("short product, tanh GELU", forward, activated(lambda x: F.gelu(x, approximate="tanh")), *short)
-case("product, quick GELU", forward, activated(quick), *layer)
-case("product, ReLU", forward, activated(F.relu), *short)
 case("rotation after a prefix", forward, turned, tensor(8, 201, 3072), tensor(196, 64), tensor(196, 64))
 case("quick GELU", forward, lambda x: x * torch.sigmoid(x * 1.702), tensor(32, 257, 4096))
 case("transposed", forward, lambda x: F.gelu(x).transpose(1, 2).contiguous(), tensor(8, 1599, 512))
@@ -158,9 +148,18 @@ def _convolution(step: PutsOff, input: Tensor, *args: Any, **named: Any) -> Tens
     return torch.conv1d(copied, *args, **named)
 
 
-def _linear(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Put a product off until it is known what reads it; the functions behind it may be its last stage."""
-    return None if where_it_runs((input, weight, bias), {}) is None else put_off_product(step, input, weight, bias)
+def _linear(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor | None:
+    """Put a product off until it is known whether an activation alone reads it."""
+    if named or where_it_runs((input, weight, bias), {}) is None:
+        return None
+    return put_off_product(step, input, weight, bias)
+
+
+def _activation(func: Callable[..., Any], step: PutsOff, *args: Any, **named: Any) -> Tensor | None:
+    """Put an activation off with the product that it reads, or as a function like others."""
+    alone = len(args) == 1 and named in _IN_EPILOGUE[func]
+    taken = activated_product(step, *args, gelu=func is F.gelu) if alone else None
+    return FUNCTIONS[func](step, *args, **named) if taken is None else taken
 
 
 def _settle(step: PutsOff, *given: Any) -> None:
@@ -169,9 +168,17 @@ def _settle(step: PutsOff, *given: Any) -> None:
             step.settle(one)
 
 
+_IN_EPILOGUE: dict[Callable[..., Any], list[dict[str, Any]]] = {
+    F.gelu: [{"approximate": "tanh"}],
+    F.relu: [{}, {"inplace": False}],
+    torch.relu: [{}],
+    Tensor.relu: [{}],
+}
+"""Activations that a product's epilogue has, by what they are given besides."""
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     **FUNCTIONS,
     F.linear: _linear,
+    **{func: functools.partial(_activation, func) for func in _IN_EPILOGUE},
     F.scaled_dot_product_attention: _attention,
     F.layer_norm: _layer_norm,
     torch.conv1d: _convolution,

@@ -29,7 +29,6 @@ from ..core import backend, layout
 from ..core.launch import overlaps, pretends
 from .chain_forms import CASTED, FORMS, NEVER, OUT, WRITTEN, Form, Maker, same
 from .chain_text import LARGE, TYPES, Node, Read, is_turned, launch_chain
-from .product_chain import compute_with_product, settle_sources, sources
 from .put_off import Deferred, PutsOff, is_slice, tensors_of
 
 CASES = """
@@ -86,13 +85,6 @@ class Chain(Deferred):
     step: PutsOff
     single: Callable[[Tensor], object] | None = None
     """Where it is one function of torch: writes what that gives."""
-    of_product: Callable[[Tensor, Tensor], object] | None = None
-    """Where it is one function of a linear layer's product: writes what that gives of the product's numbers."""
-
-    @property
-    def nodes(self) -> frozenset[Node]:
-        """All nodes of the chain."""
-        return self.node.nodes
 
     @property
     def link(self) -> Node:
@@ -105,46 +97,11 @@ class Chain(Deferred):
         return self.node.leaves
 
     def compute(self, out: Tensor) -> None:
-        """Run the kernel, or the function itself where there is no other; a product with what is behind it."""
-        products = sources(self.node)
-        if len(products) == 1 and not products[0].held and self._reads_alone(products[0].link):
-            if compute_with_product(self.node, out, self._of_numbers):
-                return
-        settle_sources(self.node)
-        if self.of_product is not None and _is_torchs(out):
-            self.of_product(_first(self.node), out)
-            return
+        """Run the kernel, or the function itself where there is no other."""
         if self.single is not None and not (is_turned(self.node) if out.numel() > LARGE else overlaps(out)):
             self.single(out)
             return
         launch_chain([(self.node, out), *_on_the_way(self.step, self.node)])
-
-    def _reads_alone(self, leaf: Node) -> bool:
-        """Return whether nothing else is computed from a product, nor from what the chain makes of it."""
-        return not self.step.takes_in(leaf, self)
-
-    def _of_numbers(self, numbers: Tensor, out: Tensor) -> None:
-        """Compute the chain of the numbers of its one product."""
-        if self.of_product is not None and _is_torchs(out):
-            self.of_product(numbers, out)
-            return
-        leaf = sources(self.node)[0].link
-        leaf.tensor = numbers
-        launch_chain([(self.node, out)])
-        leaf.tensor = None
-
-
-def _is_torchs(out: Tensor) -> bool:
-    """Return whether a function alone is torch's own: where it is large, or does not let the next kernel begin."""
-    return out.numel() > LARGE or not overlaps(out)
-
-
-def _first(node: Node) -> Tensor:
-    """Return the numbers that the first operand of a node is."""
-    first = node.of[0]
-    assert isinstance(first, Read)
-    assert first.node.tensor is not None
-    return first.node.tensor
 
 
 def _on_the_way(step: PutsOff, node: Node) -> list[tuple[Node, Tensor]]:
@@ -237,10 +194,7 @@ def _put_off(func: Callable[..., Any], form: Form, step: PutsOff, *args: Any, **
     if node is None:
         return None
     single = None if make.takes_in or func not in OUT else _single(OUT[func], args, named, result)
-    of_product = None
-    if make.takes_in and not make.takes_in_functions and func in OUT:
-        of_product = _of_product(OUT[func], args, named, result)
-    place = step.put_off(Chain(node, step, single, of_product), node.shape, like, result.dtype)
+    place = step.put_off(Chain(node, step, single), node.shape, like, result.dtype)
     return place if result.is_contiguous() else place.permute([order.index(number) for number in range(len(order))])
 
 
@@ -268,8 +222,6 @@ def uncopied(step: PutsOff, tensor: Tensor) -> Tensor:
     Kernels of attention read rows of heads wherever they begin, at multiples of 16 bytes.
     """
     found = step.of(tensor)
-    if isinstance(found, Chain):
-        settle_sources(found.node)
     if not isinstance(found, Chain) or found.node.kind != "same" or found.node.shape != tuple(tensor.shape):
         return tensor
     read = found.node.of[0]
@@ -296,18 +248,6 @@ def _single(
     except (RuntimeError, TypeError):
         return None
     return lambda out: function(*args, **named, out=out.as_strided(result.shape, result.stride()))
-
-
-def _of_product(
-    function: Callable[..., object], args: Sequence[Any], named: Mapping[str, Any], result: Tensor
-) -> Callable[[Tensor, Tensor], object] | None:
-    """Return what writes the result of a function of a product's numbers and no other tensor; None for any other."""
-    product, *rest = args
-    whole = isinstance(product, Tensor) and product.is_contiguous() and product.shape == result.shape
-    if not whole or [*tensors_of((rest, dict(named)))] or _single(function, args, named, result) is None:
-        return None
-    shape = result.shape  # and not the product, which would be held
-    return lambda numbers, out: function(numbers.view(shape), *rest, **named, out=out.view(shape))
 
 
 def _write(

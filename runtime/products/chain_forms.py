@@ -33,8 +33,6 @@ class Maker:
         self._own: set[Node] = set()
         self.takes_in = False
         """Whether an operand was itself put off."""
-        self.takes_in_functions = False
-        """Whether one was that is no product of a linear layer."""
 
     def __call__(
         self, kind: str, *operands: Any, at: torch.dtype | None = None, table: Tensor | None = None,
@@ -58,7 +56,6 @@ class Maker:
     def _node_of(self, operand: Tensor) -> Node:
         if (node := self._taken_in(operand)) is not None:
             self.takes_in = True
-            self.takes_in_functions |= node.source is None
             return node
         self._step.settle(operand)
         return Node("leaf", operand.dtype, operand.shape, tensor=operand)

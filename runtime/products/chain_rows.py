@@ -20,7 +20,6 @@ from ..core.launch import pretends
 from .chain import Chain
 from .chain_place import Place, part_of
 from .chain_text import TYPES, Node, Text, Written, launch_text
-from .product_chain import settle_sources
 from .prologue import LayerNormPrologue, Norm
 from .put_off import Deferred, PutsOff
 
@@ -34,18 +33,12 @@ class NormedChain(Deferred):
     norm: Norm
 
     @property
-    def nodes(self) -> frozenset[Node]:
-        """All nodes of the chain."""
-        return self.node.nodes
-
-    @property
     def reads(self) -> Sequence[Tensor]:
         """What the chain reads, and the parameters."""
         return [*self.node.leaves, *_parameters(self.norm)]
 
     def compute(self, out: Tensor) -> None:
         """Run the kernel, which writes the chain's own numbers where they are still held."""
-        settle_sources(self.node)
         held = self.step.take_out(lambda other: isinstance(other, Chain) and other.node is self.node)
         outs = [(self.node, place) for _, place in held]
         launch_text(text_of_rows(self.node, outs, self.norm, out), [*(place for _, place in outs), out])

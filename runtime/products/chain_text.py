@@ -3,7 +3,8 @@
     o[i] = f(g(a[i₁], b[i₂]), c[i₃], …)         i over the numbers of the output, iₙ what broadcasting makes of it
 
 Shapes and strides stand in the text as numbers, so that an index is a sum of a few products, and chains of the same
-structure are one kernel. What a function gives is rounded to the dtype that torch gives it, and products and sums are
+structure are one kernel. Where a kernel reads along one dimension and writes along another they are arguments, which
+serve other sizes, too. What a function gives is rounded to the dtype that torch gives it, and products and sums are
 not contracted: sums, products, quotients, roots, comparisons and casts are torch's, bit for bit. Other functions are
 those of the vendor's library in fp32, as torch's are, and may differ in the last bit of it.
 """
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import linecache
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -85,16 +87,13 @@ class Node:
         at: the dtype that its operands are brought to; by default that of what it gives.
         tensor: the memory of a leaf.
         joined: of a `cat`, the dimension, and the size in it of each of `of`.
-        source: what computes a leaf that has no memory yet; it says what it `reads`, and whose memory is still `held`.
     """
 
     def __init__(
         self, kind: str, dtype: torch.dtype, shape: Sequence[int], of: Sequence[Read | float] = (),
         at: torch.dtype | None = None, tensor: Tensor | None = None,
         joined: tuple[int, tuple[int, ...]] | None = None,
-        source: Any = None,
     ):  # fmt: skip
-        self.source = source
         self.kind, self.dtype, self.shape, self.joined = kind, dtype, tuple(shape), joined
         self.of, self.at, self.tensor = tuple(of), at or dtype, tensor
         before = [one.node for one in self.of if isinstance(one, Read)]
@@ -113,10 +112,7 @@ class Node:
     @property
     def leaves(self) -> list[Tensor]:
         """The tensors that it is computed from."""
-        found = [node.tensor for node in self.nodes if node.tensor is not None]
-        for source in (node.source for node in self.nodes if node.source is not None):
-            found += [*source.reads, *source.held]
-        return found
+        return [node.tensor for node in self.nodes if node.tensor is not None]
 
 
 _TEXTS = {
@@ -154,6 +150,8 @@ class Text(NamedTuple):
     """That it reads, in the order of its arguments."""
     programs: int
     warps: int
+    numbers: tuple[int, ...] = ()
+    """Arguments of the launch behind the tensors."""
 
 
 class Written:
@@ -180,10 +178,6 @@ class Written:
     def pointers(self) -> list[str]:
         """The names of the pointers to `tensors`."""
         return [*self._pointers.values()]
-
-    def give(self, node: Node, place: Place, name: str) -> None:
-        """Let a variable have what a node is at a place."""
-        self._values[node, place.flat, self.mask] = name
 
     def name(self, expression: str) -> str:
         """Return the variable that has an expression's value."""
@@ -373,10 +367,11 @@ def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
     text = Written("mask" if masks else "", interpreted, "zeros")
     others = [1 if dim in blocks else size for dim, size in enumerate(shape)]
     head = [
-        f"rest = tl.program_id(0) // {blocks[turned] * blocks[last]}",
-        f"along = tl.program_id(0) // {blocks[last]} % {blocks[turned]} * {TILE}",
+        f"high, wide = tl.cdiv({shape[turned]}, {TILE}), tl.cdiv({shape[last]}, {TILE})",
+        "rest = tl.program_id(0) // (high * wide)",
+        f"along = tl.program_id(0) // wide % high * {TILE}",
         f"c{turned} = (along + tl.arange(0, {TILE}))[:, None]",
-        f"c{last} = (tl.program_id(0) % {blocks[last]} * {TILE} + tl.arange(0, {TILE}))[None, :]",
+        f"c{last} = (tl.program_id(0) % wide * {TILE} + tl.arange(0, {TILE}))[None, :]",
         f"zeros = c{turned} * 0 + c{last} * 0",
         *([f"mask = {' & '.join(masks)}"] if masks else []),
     ]
@@ -390,19 +385,35 @@ def _tile(node: Node, out: Tensor, turned: int, interpreted: bool) -> Text:
         text.name, shape, lambda: by_coordinates(text.name, shape, lambda dim: str(coordinate(dim, dim))), coordinate
     )
     programs = math.prod(others) * blocks[turned] * blocks[last]
-    return text.whole(head, place, [(node, out)], programs, TILE * TILE // (8 * WAVE))
+    return _of_any_size(text.whole(head, place, [(node, out)], programs, TILE * TILE // (8 * WAVE)))
+
+
+_SIZE = re.compile(r"(?<![\w.+-])(?<!// )(?<!% )(?<!\(1,\), )[1-9]\d{2,}(?![\w.])")
+"""A size or stride of 100 or more in a text: no part of a name or of another number, and no operand of a function.
+
+Nor what an index is divided by: Triton sees from a constant which of the quotients lie next to each other.
+"""
+
+
+def _of_any_size(made: Text) -> Text:
+    """Return the kernel with arguments for its sizes and strides, of which Triton knows whether 16 divides them."""
+    sizes = [*dict.fromkeys(map(int, _SIZE.findall(made.text)))]
+    names = {str(size): f"size{number}" for number, size in enumerate(sizes)}
+    text = _SIZE.sub(lambda found: names[found.group()], made.text)
+    text = text.replace("OVERLAP: tl.constexpr", ", ".join((*names.values(), "OVERLAP: tl.constexpr")), 1)
+    return made._replace(text=text, numbers=tuple(sizes))
 
 
 @functools.cache
-def kernel_of(text: str, *, dot: bool = False) -> Kernel:
-    """Return the kernel of a text, where Triton finds it as it finds that of a file; `dot`: with matrix products."""
+def kernel_of(text: str) -> Kernel:
+    """Return the kernel of a text, where Triton finds it as it finds that of a file."""
     name = f"<chain {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "libdevice": libdevice}
     scope |= {"follow": follow, "quotient": quotient, "tanh_by_exp": tanh_by_exp}
     exec(compile(text, name, "exec"), scope)
     _chain_kernel = scope["_chain_kernel"]
-    chain_kernel = Kernel(_chain_kernel, dot=dot, contracts=False)
+    chain_kernel = Kernel(_chain_kernel, contracts=False)
     return chain_kernel
 
 
@@ -417,4 +428,4 @@ def launch_text(made: Text, outs: Sequence[Tensor]) -> None:
     overlap = overlaps(outs[0])
     with backend.device_guard(outs[0]):
         given, grid = (*outs, *made.tensors), (made.programs, 1, 1)
-        kernel_of(made.text).launch(grid, made.warps, given, (), (), (), (overlap,), overlap=overlap)
+        kernel_of(made.text).launch(grid, made.warps, given, (), made.numbers, (), (overlap,), overlap=overlap)

@@ -32,6 +32,10 @@ def patch_product(input, convolution):
 }
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SMALL_KERNEL = 16
+"""Places of a kernel, Πk_i, up to which a GPU takes a convolution sooner than a product whose result is copied into
+torch's order: 2 x 2 (ConvNeXt) 26.6 and 27.1 us, without the copy 17.0; 4 x 4 (Swin) 25.8 and 30.7, 12.7. From
+14 x 14 on the product is 2.6 times as fast or more, with the copy (H200, bf16; figures in docs/forwards.md)."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -103,14 +107,18 @@ def _reason(input: Tensor, convolution: nn.Module) -> str | None:
 def _pays(input: Tensor, weight: Tensor) -> bool:
     """Return whether a product takes no longer than a convolution; a backend that was named is honoured.
 
-    On a GPU not in fp32, where torch lets convolutions round to TF32, and products not. On a CPU the copy of an image
-    in fp32 takes longer than is saved (224 x 224, 1.2 and 2.3 ms, one core, torch 2.14); with a patch a row there is
-    none, as in Qwen2-VL (64 patches, 6.7 and 1.9 ms), and in 16 bits oneDNN's convolution is slower (1.0 and 0.7 ms).
+    On a GPU not in fp32, where torch lets convolutions round to TF32, and products not; nor for small kernels where
+    the result is copied into torch's order: a captured forward takes it as it is, and one patch has no other. On a
+    CPU the copy of an image in fp32 takes longer than is saved (224 x 224, 1.2 and 2.3 ms, one core, torch 2.14); with
+    a patch a row there is none, as in Qwen2-VL (64 patches, 6.7 and 1.9 ms), and in 16 bits oneDNN's convolution is
+    slower (1.0 and 0.7 ms).
     """
     if not backend.named_none() and backend.uses_triton(input):
         return True
     if input.is_cuda:
-        return input.element_size() == 2
+        kernel = weight.shape[2:]
+        copied = not layout.is_free() and input.shape[2:] != kernel
+        return input.element_size() == 2 and not (copied and math.prod(kernel) <= SMALL_KERNEL)
     return input.device.type == "cpu" and (input.element_size() == 2 or input.shape[2:] == weight.shape[2:])
 
 

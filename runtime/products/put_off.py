@@ -83,11 +83,6 @@ class Deferred:
         return None
 
     @property
-    def nodes(self) -> frozenset[Any]:
-        """The nodes of chains that it is computed from."""
-        return frozenset()
-
-    @property
     def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         """The function of torch that it is, and its operands; None where it is none that a chain may take in."""
         return None
@@ -240,11 +235,6 @@ class PutsOff(TorchFunctionMode):
         """Return what will be written where a tensor lies, of which it may be any part."""
         found = self._deferred.get(key_of(tensor))  # which may be of a tensor that is gone, whose key was given anew
         return None if found is None or found.place() is None else found
-
-    def takes_in(self, node: Any, reader: Deferred) -> bool:
-        """Return whether anything put off is computed from a node, but for `reader`."""
-        self._forget()
-        return any(node in deferred.nodes for deferred in self._deferred.values() if deferred is not reader)
 
     def is_read(self, tensor: Tensor) -> bool:
         """Return whether what is put off reads the memory of a tensor."""

@@ -159,6 +159,28 @@ def test_what_is_turned_is_read_and_written_in_squares(
     assert ["[None, :]" in text for text in texts] == [True]
 
 
+def test_what_is_turned_is_one_kernel_of_all_sizes(device: torch.device, texts: list[str]) -> None:
+    """As the layers of a convolution over sound, each half as long as the one before, and of other batches."""
+    function = lambda x: F.relu(x * 2).transpose(1, 2).contiguous()
+    for batch, length in ((2, 499), (2, 999), (3, 201)):
+        x = numbers(device, torch.float32, batch, length, 512)
+        assert torch.equal(forward(function, x), function(x))
+    assert len(texts) == 3
+    assert len({*texts}) == 1
+
+
+def test_sizes_that_stay_in_the_text(device: torch.device, texts: list[str]) -> None:
+    """Operands of functions, and what an index is divided by."""
+    x, row = numbers(device, torch.float32, 2, 120, 300), numbers(device, torch.float32, 2, 120, 3)
+    function = lambda x, row: torch.where(x > 128, x, x * 1000.0).transpose(1, 2) + row.repeat(1, 1, 100).mT
+    assert torch.equal(forward(function, x, row), function(x, row))
+    index = torch.arange(2 * 120 * 300, device=device).view(2, 120, 300)
+    number = lambda index: (index * 1234 - 567).transpose(1, 2).contiguous()
+    assert torch.equal(forward(number, index), number(index))
+    assert "1234" in texts[-1]
+    assert "567" in texts[-1]
+
+
 NORMS: dict[str, Function] = {
     "LayerNorm": lambda s, w, b: F.layer_norm(s, s.shape[-1:], w, b, 1e-5),
     "without a bias": lambda s, w, b: F.layer_norm(s, s.shape[-1:], w, None, 1e-5),

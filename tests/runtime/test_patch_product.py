@@ -155,6 +155,44 @@ def test_where_it_pays() -> None:
     assert operator._pays(pieces.bfloat16(), weight.bfloat16())
 
 
+class OnCard:
+    """An input that says that it is on a card."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+    def __init__(self, dtype: torch.dtype, *shape: int):
+        self.dtype, self.shape = dtype, torch.Size(shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "pays"),
+    [
+        ((96, 2, 2), (56, 56), False),
+        ((3, 4, 4), (224, 224), False),
+        ((3, 4, 4), (4, 4), True),
+        ((3, 14, 14), (224, 224), True),
+        ((3, 16, 16), (224, 224), True),
+        ((3, 2, 14, 14), (2, 14, 14), True),
+    ],
+    ids=["ConvNeXt", "Swin", "one patch", "CLIP", "ViT", "Qwen2-VL"],
+)
+def test_where_it_pays_on_a_gpu(
+    kernel: tuple[int, ...], sizes: tuple[int, ...], pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small kernels only in a captured forward, which needs no copy; none in fp32."""
+    monkeypatch.setattr(backend, "uses_triton", lambda _: True)
+    monkeypatch.setattr(backend, "named_none", lambda: True)
+    weight = torch.empty(7, *kernel)
+    x: object = OnCard(torch.bfloat16, 8, kernel[0], *sizes)
+    assert operator._pays(x, weight) is pays  # type: ignore[arg-type]
+    with layout.free():
+        assert operator._pays(x, weight)  # type: ignore[arg-type]
+        assert not operator._pays(OnCard(torch.float32, 8, kernel[0], *sizes), weight)  # type: ignore[arg-type]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu(kind: str) -> None:
@@ -164,7 +202,8 @@ def test_on_a_gpu(kind: str) -> None:
         module, x = layer(kind, dtype)
         module, x = module.cuda(), x.cuda()
         backend.reset_fallbacks()
-        found, exact = patch_product(x, module), module.double()(x.double())
+        with layout.free():  # kernels are small
+            found, exact = patch_product(x, module), module.double()(x.double())
         assert not backend.fallbacks()
         assert_as_exact_as(module.to(dtype)(x), found, exact, torch.finfo(dtype).eps)
     module, x = layer(kind, torch.float32)
