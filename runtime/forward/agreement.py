@@ -18,52 +18,33 @@ TOLERANCE = 1e-3
 """The same for wider dtypes."""
 
 
-NOISE = 2
-"""How much further apart two runs may be than two others that differ by nothing but the order of their sums."""
-MOST_NOISE = 0.15
-"""A model whose own two runs are further apart cannot be judged."""
-
-
-def compare(wanted: list[Tensor], found: list[Tensor], noise: float = 0.0) -> None:
+def compare(wanted: list[Tensor], found: list[Tensor]) -> None:
     """Compare tensors of the same shapes one by one.
-
-    Args:
-        wanted: of one run.
-        found: of another.
-        noise: distance of two runs of the model that compute the same in another order, where it was measured.
 
     Raises:
         Unsuitable: if two are further apart than rounding in another order takes them.
     """
     for tensor, other in zip(wanted, found, strict=True):
-        if (distance := distance_of(tensor, other)) > _allowed(tensor, noise):
+        if (distance := distance_of(tensor, other)) > TOLERANCES.get(tensor.dtype, TOLERANCE):
             raise Unsuitable("differs", f"by {distance:.3g}")
 
 
-def compare_positions(wanted: Tensor, found: Tensor, dims: Collection[int], noise: float = 0.0) -> None:
+def compare_positions(wanted: Tensor, found: Tensor, dims: Collection[int]) -> None:
     """Compare two tensors at each place of some dimensions by itself, relative to its size or the mean size there.
 
     Raises:
         Unsuitable: if they are further apart in one than rounding in another order takes them.
     """
-    if (worst := worst_position(wanted, found, dims)) > _allowed(wanted, noise):
-        raise Unsuitable("differs", f"at one position by {worst:.3g}")
-
-
-def _allowed(tensor: Tensor, noise: float) -> float:
-    return max(TOLERANCES.get(tensor.dtype, TOLERANCE), NOISE * noise if noise <= MOST_NOISE else 0.0)
-
-
-def worst_position(wanted: Tensor, found: Tensor, dims: Collection[int]) -> float:
-    """Return the largest relative distance of two tensors at a place of some dimensions; 0 for whole numbers."""
     if not wanted.is_floating_point() or not wanted.numel():
-        return 0.0
+        return
     finite = wanted.isfinite()
     wide = torch.float64 if wanted.itemsize > 4 else torch.float32
     one, other = (torch.where(finite, tensor, 0).to(wide) for tensor in (wanted, found))
     rest = [dim for dim in range(wanted.dim()) if dim not in dims]
     norms, apart = (tensor.square().sum(rest).sqrt() if rest else tensor.abs() for tensor in (one, one - other))
-    return float((apart / norms.clamp(min=max(norms.mean().item(), torch.finfo(wide).tiny))).max().item())
+    worst = (apart / norms.clamp(min=max(norms.mean().item(), torch.finfo(wide).tiny))).max().item()
+    if worst > TOLERANCES.get(wanted.dtype, TOLERANCE):
+        raise Unsuitable("differs", f"at one position by {worst:.3g}")
 
 
 def distance_of(expected: Tensor, found: Tensor) -> float:

@@ -185,15 +185,6 @@ class Text:
                 given[name] = torch.ones_like(tensor) if shown and name == MASK and tensor.dim() == 2 else tensor
         return replace(self, given=given, length=length)
 
-    def twice(self) -> Text:
-        """Return the call with each of its texts twice, all of them once and then again."""
-        rows = self.rows
-        given = {
-            name: tensor if tensor is None or tensor.shape[0] != rows else torch.cat((tensor, tensor))
-            for name, tensor in self.given.items()
-        }
-        return replace(self, given=given)
-
     def hiding(self, tokens: int) -> Text | None:
         """Return the call with its first tokens hidden, as padding on the left is; None if it has no plain mask."""
         mask = self.given.get(MASK)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .agreement import compare, compare_positions, distance_of, equal, tensors_in, worst_position
+from .agreement import compare, compare_positions, equal, tensors_in
 from .graph import ForwardGraph, Part, Run, Unsuitable
 from .lengths import MASK, Text, special_tokens
 from .structure import form_of
@@ -89,8 +89,6 @@ class _Case(NamedTuple):
     text: Text
     wanted: Any
     other: list[Tensor]
-    noise: float
-    """Of the model on this text, 0 where nobody had to know."""
 
 
 class Padding:
@@ -149,33 +147,9 @@ class Padding:
         if not self._cases:
             self._cut = Cut(_dims(wanted, found, text), tokens=self._text.tokens)
         parts = self._cut.parts(text)
-        ours, others, noise = _cut(tensors_in(found), parts), _cut(tensors_in(changed), parts), 0.0
-        try:
-            self._agree(text, wanted, ours, noise)
-        except Unsuitable as error:
-            if not error.reason.endswith("_differ") or not all(map(equal, ours, others)):
-                raise
-            noise = self._noise(text, wanted)
-            self._agree(text, wanted, ours, noise)
-        _same(ours, others)
-        return _Case(text, wanted, tensors_in(other), noise)
-
-    def _noise(self, text: Text, wanted: Any) -> float:
-        """Return how far a model is from itself on the same texts in a batch of twice as many, at the worst position.
-
-        It computes the same there with other kernels. In 16 bits the rounding of a model may grow from layer to layer
-        beyond what is allowed to others.
-        """
-        if text.tokens:
-            return 0.0
-        apart = [0.0]
-        for tensor, double in zip(tensors_in(wanted), tensors_in(self._run(text.twice().call)), strict=True):
-            changed = [dim for dim, size in enumerate(tensor.shape) if double.shape[dim] != size]
-            if len(changed) == 1 and double.shape[changed[0]] == 2 * text.rows:
-                other = double.narrow(changed[0], 0, text.rows)
-                lengths = [dim for dim, size in enumerate(tensor.shape) if size == text.length]
-                apart += [distance_of(tensor, other), worst_position(tensor, other, {0, *changed, *lengths[:1]})]
-        return max(apart)
+        self._agree(text, wanted, _cut(tensors_in(found), parts))
+        _same(*[_cut(tensors_in(value), parts) for value in (found, changed)])
+        return _Case(text, wanted, tensors_in(other))
 
     def proved(self, graph: ForwardGraph) -> Cut:
         """Return how a bucket's graph is used, once it has given what the forward does.
@@ -183,18 +157,18 @@ class Padding:
         Raises:
             Unsuitable: if it gives something else.
         """
-        for text, wanted, other, noise in self._cases:
+        for text, wanted, other in self._cases:
             given = InBucket(text, self._cut)
             given.launch(graph)
             found = given.results(graph)
             if _layout(found) != _layout(wanted):
                 raise Unsuitable("lengths_outputs", "outputs of another form or layout")
-            self._agree(text, wanted, tensors_in(found), noise)
+            self._agree(text, wanted, tensors_in(found))
             graph.launch(other)
             _same(tensors_in(found), tensors_in(given.results(graph)))
         return self._cut
 
-    def _agree(self, text: Text, wanted: Any, found: list[Tensor], noise: float) -> None:
+    def _agree(self, text: Text, wanted: Any, found: list[Tensor]) -> None:
         """Compare outputs as a whole, and position by position: a few that differ are lost among many.
 
         Of a batch whose layers were packed, only what the mask shows is compared.
@@ -206,9 +180,9 @@ class Padding:
         try:
             for tensor, other, dims in zip(tensors_in(wanted), found, self._cut.dims, strict=True):
                 if not dims.length or mask is None:
-                    compare([tensor], [other], noise)
+                    compare([tensor], [other])
                     if dims.length or dims.rows:
-                        compare_positions(tensor, other, {0, *dims.length[:1], *dims.rows[:1]}, noise)
+                        compare_positions(tensor, other, {0, *dims.length[:1], *dims.rows[:1]})
                 elif dims.length != (1,) or tensor.shape[:2] != mask.shape:
                     raise Unsuitable("packed_outputs")
                 else:
