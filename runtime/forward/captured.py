@@ -121,6 +121,9 @@ def _in_bucket(model: Any, store: ForwardStore, kind: Hashable, call: Any, measu
     if text.reason:
         store.leave_lengths(text.family, text.reason)
         return False, None
+    if text.family in store.hidden and text.hides:
+        store.reasons["lengths_hidden"] += 1
+        return False, None
     for one in (text,) if text.rows == text.row_bucket else (text, text.with_its_rows()):
         if one.is_padded and one.kind in store.graphs and store.is_repeated(kind):
             return False, None

@@ -42,6 +42,7 @@ REASONS = {
     "lengths_reach": "it does not run on a text of the padded length",
     "lengths_outputs": "an output does not have the length of the text, and depends on it",
     "lengths_differ": "a padded text gives something else",
+    "lengths_hidden": "where its mask hides a position, a padded text gives something else there",
     "lengths_read": "what stands in the padding has influence",
     "packed_layers": "the model has no layers of one class, one behind the other, that are given the hidden states",
     "packed_reach": "the layers do not run on a packed batch, as where attention is not torch's own function",

@@ -144,6 +144,12 @@ class Text:
             or any(tensor is None for tensor in self.given.values())
         )
 
+    @property
+    def hides(self) -> bool:
+        """Whether its mask hides a position, which is read from the device; one of several dimensions may."""
+        mask = self.given.get(MASK)
+        return mask is not None and (mask.dim() != 2 or bool((mask == 0).any()))
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one of its tensors in the bucket."""
         tensor = self.given[name]

@@ -106,6 +106,8 @@ class Padding:
         self._garbage = Garbage(model)
         self._cases: list[_Case] = []
         self._cut = Cut(())
+        self.hidden: Unsuitable | None = None
+        """Why texts that hide positions are not padded, where others may be."""
 
     def tried(self, expected: Any) -> tuple[Any, list[Tensor]]:
         """Return the padded call and its tensors, once texts have been run with padding.
@@ -127,9 +129,17 @@ class Padding:
         short = text.shortened(length, rows, shown=True)
         left = None if text.tokens else text.hiding(text.length // 3)  # whose first token is hidden, and may be pooled
         for one in (short, text, left, text.unmarked()):
-            if one is not None:
-                wanted = expected if one is text else self._run(one.call)
+            if one is None:
+                continue
+            wanted = expected if one is text else self._run(one.call)
+            try:
                 self._cases.append(self._tried(one, wanted))
+            except Unsuitable as error:
+                if error.reason != "lengths_differ" or not one.hides:
+                    raise
+                self.hidden = Unsuitable("lengths_hidden", error.detail)
+                if one is text:
+                    raise self.hidden from error
         return text.padded()
 
     def _tried(self, text: Text, wanted: Any) -> _Case:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.snapshot import Snapshot
 from .draws import Draws
 from .fitness import REASONS, device_of
-from .graph import ForwardGraph
+from .graph import ForwardGraph, Unsuitable
 from .padding import Cut
 
 GRAPHS_KEPT = 24
@@ -86,6 +86,8 @@ class ForwardStore:
         """The kinds of calls that kernels were compiled for."""
         self.unpadded: dict[Hashable, Refusal] = {}
         """Why texts are not padded, by what such calls have in common."""
+        self.hidden: dict[Hashable, Refusal] = {}
+        """Why those that hide positions are not, likewise."""
         self._lengths: dict[Hashable, int | None] = {}
         """The one length of calls that have the rest in common, None once there were several."""
         self._recent: deque[int] = deque(maxlen=RECENT)
@@ -194,6 +196,12 @@ class ForwardStore:
             self.unpadded.clear()
         self.unpadded[family] = Refusal(reason, detail)
 
+    def leave_hidden(self, family: Hashable, error: Unsuitable) -> None:
+        """Remember that texts which hide positions are not padded in calls that have the rest in common."""
+        if len(self.hidden) > KINDS_KNOWN:
+            self.hidden.clear()
+        self.hidden[family] = Refusal(error.reason, error.detail)
+
     def refuse_all(self, reason: str) -> None:
         """Remember that no call of the model is captured, as it is now."""
         self.whole = Refusal(reason)
@@ -222,6 +230,7 @@ class ForwardStore:
         self._needed.clear()
         self._changed.clear()
         self.unpadded.clear()
+        self.hidden.clear()
         self._recent.clear()
         self.snapshot = self.tried = self.whole = None
         self._failures = 0
@@ -303,7 +312,8 @@ def _lines(store: ForwardStore) -> Iterator[str]:
         yield f"in a graph for {shapes or 'no tensors'}{times}, {kept.graph.nbytes / 2**20:.1f} MiB"
     if store.replays:
         yield f"{store.replays} calls replayed a graph"
-    for refusal in {refusal.reason: refusal for refusal in store.unpadded.values()}.values():
+    left = [*store.unpadded.values(), *store.hidden.values()]
+    for refusal in {refusal.reason: refusal for refusal in left}.values():
         said_why = f" ({refusal.detail})" if refusal.detail else ""
         what = (
             "batches are not packed"

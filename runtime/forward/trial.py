@@ -104,12 +104,16 @@ def attempt(
         kept = kept._replace(as_written=reason if CHAINS else "")
         if padding is not None and text is not None:
             cut = padding.proved(kept.graph)
+            if padding.hidden is not None:
+                store.leave_hidden(text.family, padding.hidden)
             kept = _timed_texts(kept, cut, snapshot, text, own) if measures else kept._replace(cut=cut)
         elif measures:
             kept = kept._replace(milliseconds=_times(kept.graph, snapshot, AsItIs(call, tensors), run))
         store.keep(kind, kept._replace(draws=draws if draws.are_there else None))
     except Unsuitable as error:
-        if text is not None and error.reason in OF_ALL_BUCKETS:
+        if text is not None and error.reason == "lengths_hidden":
+            store.leave_hidden(text.family, error)
+        elif text is not None and error.reason in OF_ALL_BUCKETS:
             store.leave_lengths(text.family, error.reason, error.detail)
         else:
             store.refuse(kind, error.reason, error.detail)

@@ -290,7 +290,18 @@ def test_a_decoder_that_is_called_once(device: str) -> None:
     check(model, *given)
     left = made(device, causal=True)
     check(left, *[call(device, length, attention_mask=_left(length)) for length in (40, 50, 41)])
-    assert refused(left) == {"lengths_differ"}, "a query that sees nothing takes the mean of what is there"
+    assert not refused(left)
+    kept = store.store_of(left)
+    assert {refusal.reason for refusal in kept.hidden.values()} == {"lengths_hidden"}, "who sees nothing takes a mean"
+    assert not buckets(kept)
+    replays = kept.replays
+    check(left, *[call(device, length, attention_mask=torch.ones(2, length).long()) for length in (42, 51, 43)])
+    assert buckets(kept) == [64]
+    assert kept.replays > replays, "texts that hide nothing are served"
+    replays = kept.replays
+    check(left, call(device, 44, attention_mask=_left(44)))
+    assert kept.replays == replays
+    assert "where its mask hides a position" in str(explain(left))
 
 
 def _mean(model: Encoder, given: dict[str, Any]) -> Any:
