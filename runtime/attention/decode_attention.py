@@ -382,7 +382,9 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
             return Split(group, _splits(twice, capacity, 32), 32, True, 8 if head_dim > 64 else 4)
         return Split(group, _power(min(64, twice)), 32, True, 4)
     slots = 64 if head_dim <= 128 else 32
-    return Split(group, _splits(twice if capacity <= 128 * twice else wanted, capacity, slots), slots, True, 4)
+    if capacity <= 128 * twice:
+        return Split(group, _splits(twice, capacity, slots), 128 if head_dim <= 64 else slots, True, 4)
+    return Split(group, _splits(wanted, capacity, slots), slots, True, 4)
 
 
 def _splits(wanted: int, capacity: int, slots: int) -> int:

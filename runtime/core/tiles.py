@@ -216,7 +216,8 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
 
     On an H200 (Triton 3.6, 2026-11-26, `bench/step_tiles.py`) a product takes 0.2 µs more (mean of 60, at most 1.7)
     than with the best of about 25 tiles. What counts is how evenly programs fall to processors, and how soon the first
-    tile is there: three tiles in flight, of 32 KiB, read as fast as five.
+    tile is there: three tiles in flight, of 32 KiB, read as fast as five. With a stage more than a program has tiles
+    all of them are on their way at once.
     """
     tile = _of_many_rows(height, rows, cols, processors, shared) or _of_few_rows(rows, cols, processors)
     if tile is None:
@@ -230,7 +231,7 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     while fitting() < 4 and block_cols > 64:  # wider tiles spill on an A100 (compiled)
         block_cols //= 2
         most *= 2
-    return block_rows, block_cols, warps, splits, max(1, min(most, fitting(), -(-cols // (block_cols * splits))))
+    return block_rows, block_cols, warps, splits, max(1, min(most, fitting(), 1 - -cols // (block_cols * splits)))
 
 
 def _of_many_rows(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:
@@ -262,7 +263,7 @@ def _of_few_rows(rows: int, cols: int, processors: int) -> Tile | None:
     if cols <= 1280:
         return (32, 256, 4, 1, 8) if rows >= 8 * processors else None
     if cols == 2048 and 4 * tiles <= 2 * processors and _fill(4 * tiles, processors) >= LEAST_FILL:
-        return 64, 256, 4, 4, 2
+        return 64, 256, 4, 4, 3 if 4 * tiles <= processors else 2
     splits = max(1, min(processors // tiles, most))
     if splits * tiles >= LEAST_FILL * processors:
         return 64, 256, 4, splits, 3
