@@ -45,6 +45,9 @@ for sizes in (QWEN3_MOE, MIXTRAL):
 case("Qwen3 30B-A3B, GELU tanh", trained, QWEN3_MOE, "gelu_tanh")
 """
 
+WIDEST = 4096
+"""Columns of a block of gradients, for 512 threads: they hold more than a norm does, and 1,024 threads spilled."""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl
@@ -245,6 +248,8 @@ def gradients_of_gates(
     of_both, shared, of_weights = torch.empty_like(both), torch.empty_like(of_gated), torch.empty_like(weights)
     of_weights = of_weights if of_weights.is_contiguous() else of_weights.contiguous()
     block_rows, block_cols, num_warps = rows.tile(size, pairs)
+    if block_cols > WIDEST:
+        block_cols, num_warps = WIDEST, 512 // WAVE
     with backend.device_guard(both):
         experts_gradient_kernel.launch(
             (-(-pairs // block_rows), 1, 1),
