@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -45,11 +44,11 @@ BACKENDS: dict[str, SDPBackend] = {
 }
 OWN = "own"
 """The ordinary way of a call: torch's choice, the forms of `native_gqa`, aiter where it is installed."""
-ENVIRONMENT_VARIABLE = "REWRITE_ATTENTION"
+ENVIRONMENT_VARIABLE = backend.ATTENTION_VARIABLE
 TABLE = place.FOLDER / "attention.json"
 
 _ROCM_LIBRARIES = frozenset({"aotriton", "ck"})
-_chosen: str | None = os.environ.get(ENVIRONMENT_VARIABLE) or None
+_chosen: str | None = backend.named_besides["attention"]
 _runs: set[str] = set()
 """What was found to run on this machine."""
 _counts: Counter[str] = Counter()
@@ -98,8 +97,7 @@ def set_attention_backend(name: str | None) -> None:
     global _chosen
     if name is not None and name != OWN:
         check(name)
-    _chosen = name
-    _tell()
+    _chosen = backend.named_besides["attention"] = name
 
 
 def get_attention_backend() -> str | None:
@@ -317,14 +315,6 @@ def listen(listener: Callable[[Size], None] | None) -> None:
     """Tell `listener` the size of every call that the table is asked for; None for nobody."""
     global _listener
     _listener = listener
-
-
-def _tell() -> None:
-    """Say what was chosen to what is captured: a graph with another backend is not replayed."""
-    backend.named_besides["attention"] = _chosen
-
-
-_tell()
 
 
 def describe(model: nn.Module) -> list[str]:

@@ -27,3 +27,5 @@ CHANGES: bool = True
 """Whether its code may leave something on a module."""
 CHAINS: bool = True
 """Whether chains of pointwise functions of a step are made into kernels."""
+READS: bool = True
+"""Whether its layers may read prompts by the functions of a step."""

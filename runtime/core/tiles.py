@@ -231,7 +231,8 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     while fitting() < 4 and block_cols > 64:  # wider tiles spill on an A100 (compiled)
         block_cols //= 2
         most *= 2
-    return block_rows, block_cols, warps, splits, max(1, min(most, fitting(), 1 - -cols // (block_cols * splits)))
+    tiles = -(-cols // (block_cols * splits))
+    return block_rows, block_cols, warps, splits, max(1, min(most, fitting(), tiles + (tiles > 1)))
 
 
 def _of_many_rows(height: int, rows: int, cols: int, processors: int, shared: int) -> Tile | None:

@@ -32,7 +32,7 @@ from ..core import backend
 from ..core.capture import capture
 from ..core.launch import rehearsing
 from ..core.reading import NoPromptForm, Reading
-from ..core.target import CHANGES
+from ..core.target import CHANGES, READS
 from ..norms.add_norm import add_norm
 from .changes import Before
 from .policy import policy_of
@@ -77,8 +77,9 @@ class PromptGraph:
             self._last = torch.full((1,), length - 1, dtype=torch.int64, device=device)
         self._tokens = length
         """n, as `_last` has it."""
-        self._reading: Reading | None = None
-        if form is not Form.FORWARD:
+        self._reading: Any = None
+        """`core.reading.Reading`, where the functions of a step read it."""
+        if READS and form is not Form.FORWARD:
             self._reading = Reading(cache, length, self._last, form is Form.LAST, add_norm)
         # Where a single row is left in the end, two cannot be kept: `_by_steps` looks whether it is.
         given = {
@@ -135,7 +136,7 @@ class PromptGraph:
         finally:
             self.cache.causal = False
         self.cache.rewind(0)
-        if reading is not None and (reading.needs_mask or logits.shape[1] != 1):
+        if READS and reading is not None and (reading.needs_mask or logits.shape[1] != 1):
             raise NoPromptForm(
                 type(model).__name__, "its layers read a mask, or more than the last token's row is left"
             )
@@ -166,8 +167,10 @@ class PromptGraphs:
         self._inputs = inputs
         self._captures = captures
         self._policy = policy_of(model)
-        self._forms = list(FORMS if steps_read_prompts(model) else (Form.FORWARD,))
+        self._forms = [Form.FORWARD]
         """Those that are left: what did not do for one length is not tried for another."""
+        if READS and steps_read_prompts(model):
+            self._forms = list(FORMS)
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.rehearses_every_form = False
         """Whether all forms are, and not the first that reads a prompt alone: for models that are not whole."""

@@ -30,7 +30,7 @@ LOOP = (
     bug(
         "padding not masked",
         "runtime/decode.py",
-        "self.cache.starts.copy_((attention_mask != 0).int().argmax(dim=1))",
+        "self.cache.pad((attention_mask != 0).int().argmax(dim=1))",
         "pass",
     ),
     bug(

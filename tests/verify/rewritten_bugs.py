@@ -58,8 +58,8 @@ REWRITTEN = (
     Bug(
         "llama",
         "adapters ignored",
-        "if type(projection) is not nn.Linear:",
-        "projection = getattr(projection, 'base', projection)\n        if type(projection) is not nn.Linear:",
+        "if type(projection) not in classes:",
+        "projection = getattr(projection, 'base', projection)\n        if type(projection) not in classes:",
         file="runtime/products.py",
     ),
     Bug(
