@@ -366,7 +366,8 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     """Return a division that was not measured: into twice as many programs, or as many where they stream.
 
     With few slots every program has one tile, loaded before the query is there; with many it streams. Found in whole
-    steps of eleven models on an H200, and of six on an H100 (Triton 3.6, 2026-11-26, `bench/step_tiles.py`). Where
+    steps of eleven widths on an H200 (`bench/step_tiles.py`) and by searches for six models on an H100
+    (`bench/tuning_gain.py`, Triton 3.6, 2026-11-26). Where
     there are fewer programs than half of the processors, each has twice the warps. A wave of 64 counts as a warp of
     32: with half as many of them a thread holds 212 registers and not 136 (compiled for gfx942, Triton 3.6, the shape
     of Llama 8B).
