@@ -367,10 +367,9 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
 
     With few slots every program has one tile, loaded before the query is there; with many it streams. Found in whole
     steps of eleven widths on an H200 (`bench/step_tiles.py`) and by searches for six models on an H100
-    (`bench/tuning_gain.py`, Triton 3.6, 2026-11-26). Where
-    there are fewer programs than half of the processors, each has twice the warps. A wave of 64 counts as a warp of
-    32: with half as many of them a thread holds 212 registers and not 136 (compiled for gfx942, Triton 3.6, the shape
-    of Llama 8B).
+    (`bench/tuning_gain.py`, Triton 3.6, 2026-11-26). Where there are fewer programs than processors, each has twice
+    the warps. A wave of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136
+    (compiled for gfx942, Triton 3.6, the shape of Llama 8B).
     """
     group = heads // kv_heads
     rows = batch * kv_heads
@@ -379,7 +378,7 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
         if head_dim > 128:
             slots = 64 if group >= 4 else 32
             return Split(group, _splits(twice, capacity, slots), slots, True, 4)
-        if rows * -(-capacity // 32) < programs // 4:
+        if rows * -(-capacity // 32) < programs // 2:
             return Split(group, _splits(twice, capacity, 32), 32, True, 8 if head_dim > 64 else 4)
         return Split(group, _power(min(64, twice)), 32, True, 4)
     slots = 64 if head_dim <= 128 else 32
