@@ -378,9 +378,10 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
         if head_dim > 128:
             slots = 64 if group >= 4 else 32
             return Split(group, _splits(twice, capacity, slots), slots, True, 4)
-        if rows * -(-capacity // 32) < programs // 2:
-            return Split(group, _splits(twice, capacity, 32), 32, True, 8 if head_dim > 64 else 4)
-        return Split(group, _power(min(64, twice)), 32, True, 4)
+        tiles = rows * -(-capacity // 32)
+        if head_dim <= 64 and tiles < programs // 4:
+            return Split(group, _splits(twice, capacity, 32), 32, True, 4)
+        return Split(group, _power(min(64, twice)), 32, True, 8 if head_dim > 64 and tiles < programs // 2 else 4)
     slots = 64 if head_dim <= 128 else 32
     if capacity <= 128 * twice:
         return Split(group, _splits(twice, capacity, slots), 128 if head_dim <= 64 else slots, True, 4)
