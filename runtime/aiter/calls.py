@@ -41,6 +41,7 @@ OPERATORS = {
     "gated_activation": Operator(_CDNA, auto=False),
     "gemm": Operator(_MI300, auto=True),  # with the gate that a tuned table is there
     "fused_moe": Operator(_MI300, auto=False),  # with the gate that the table has the shape
+    "unified_attention": Operator(_CDNA, auto=False),
     "topk_softmax": Operator(_CDNA, auto=False),
     "biased_grouped_topk": Operator(_CDNA, auto=False),
 }
@@ -99,11 +100,15 @@ def chosen(operator: str, tensor: Tensor) -> bool:
 
 
 def function(
-    operator: str, path: str, tensors: tuple[str, ...], keywords: Collection[str], module: str = "aiter"
+    operator: str,
+    path: str,
+    tensors: tuple[str, ...],
+    keywords: Collection[str],
+    module: str | tuple[str, ...] = "aiter",
 ) -> Callable[..., Any] | None:
     """Return the function of aiter that `operator` is to call, as `aiter_probe.function`; None, and counted, if none.
 
-    The first call imports aiter, which may take a while.
+    Of several modules the first that can be imported has it. The first call imports aiter, which may take a while.
     """
     if not aiter_probe.tried():
         if capturing():
@@ -118,7 +123,10 @@ def function(
         backend.warn_once(f"aiter is not used: {failure}")
         refuse(operator, "import_failed")
         return None
-    found = aiter_probe.function(path, tensors, keywords, module)
+    found: Callable[..., Any] | str = "import_failed"
+    for each in (module,) if isinstance(module, str) else module:
+        if (found := aiter_probe.function(path, tensors, keywords, each)) != "import_failed":
+            break
     if isinstance(found, str):
         refuse(operator, found)
         return None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_aiter_attention
 import fake_aiter_moe
 import torch
 import torch.nn.functional as F
@@ -150,6 +151,10 @@ def install(folder: Path, release: Release) -> None:
     files |= {
         f"ops/{name}.py": module for name in ("mha", "rmsnorm", "norm", "activation", "moe_op", "shuffle", "topk")
     }
+    for name in ("attention.unified_attention", "unified_attention"):
+        if release.functions(f"aiter.ops.triton.{name}"):
+            files |= {f"ops/triton/{folder}__init__.py": "" for folder in ("", "attention/")}
+            files[f"ops/triton/{name.replace('.', '/')}.py"] = module
     for name, text in files.items():
         path = folder / "aiter" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,6 +308,6 @@ BODIES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         rms_norm, rmsnorm, rmsnorm2d_fwd_with_add, layernorm2d_fwd, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul,
-        flash_attn_func, mm, *fake_aiter_moe.FUNCTIONS,
+        flash_attn_func, mm, *fake_aiter_moe.FUNCTIONS, *fake_aiter_attention.FUNCTIONS,
     )
 }  # fmt: skip
