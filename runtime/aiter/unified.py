@@ -65,8 +65,6 @@ _KEYWORDS = (
     "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal", "window_size",
     "block_table", "softcap", "q_descale", "k_descale", "v_descale", "sinks",
 )  # fmt: skip
-_PERIOD = 1_000_003
-"""Numbers after which those that a variant is proven on come again: a prime, so that no two pages are alike."""
 
 Reference = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -205,12 +203,9 @@ def _holds(call: Any, reference: Reference, query: Tensor, shape: tuple[int, int
     Of a cache of the same sizes, full and half full, whose rows start in different slots, none a multiple of another.
     """
     batch, heads, capacity = shape
-    (few,) = aiter_calls.samples(query, (_PERIOD,))
-    q = few[: query.numel()].view(query.shape) if query.numel() <= _PERIOD else torch.randn_like(query)
-    k, v = (allocate((*shape, query.shape[3]), query.dtype, query.device) for _ in range(2))
-    for cache, at in ((k, 17), (v, 4099)):
-        count = -(-(cache.numel() + at) // _PERIOD)
-        cache.copy_(few.repeat(count)[at : at + cache.numel()].view(cache.shape))
+    cache = (*shape, query.shape[3])
+    q, *rest = aiter_calls.many_samples(query, tuple(query.shape), cache, cache)
+    k, v = (allocate(cache, query.dtype, query.device).copy_(numbers) for numbers in rest)
     starts = torch.arange(batch, device=query.device) * 7 % (capacity // 4)
     for last in (capacity - 1, capacity // 2 + 1):
         position = torch.tensor([last], device=query.device)
