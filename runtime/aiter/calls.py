@@ -32,7 +32,7 @@ class Operator(NamedTuple):
     auto: bool
     """Whether the backend `auto` takes it, or only `aiter`."""
     named: bool = False
-    """Whether it has to be named besides, since it takes memory or rounds what the bundled form does not."""
+    """Whether it has to be named besides: it takes memory, rounds, or lays a cache otherwise than the bundled form."""
 
 
 _MI300 = frozenset({"gfx942", "gfx950"})
@@ -48,6 +48,7 @@ OPERATORS = {
     "gemm_a8w8_blockscale": Operator(_MI300, auto=False, named=True),  # rounds the input
     "fused_moe": Operator(_MI300, auto=False),  # with the gate that the table has the shape
     "unified_attention": Operator(_CDNA, auto=False),
+    "mla_decode": Operator(_MI300, auto=False, named=True),  # latents lie otherwise
     "topk_softmax": Operator(_CDNA, auto=False),
     "biased_grouped_topk": Operator(_CDNA, auto=False),
 }
@@ -72,6 +73,7 @@ REASONS = {
     "head_dim": "the head dimension is over 256 or no multiple of 8",
     "single_query": "aiter's kernel is for prompts: one query gives it a workgroup a head and a row, of 304",
     "heads": "the query heads are no multiple of the key heads, or batches or lengths differ",
+    "latent_heads": "aiter has kernels for 16 and for 128 heads that read latents in bf16",
     "more_queries_than_keys": "aiter aligns the causal mask with the last key, torch with the first",
     "mask": "a mask (padding, static cache, window) is given",
     "dropout": "dropout is wanted",
@@ -141,11 +143,7 @@ def function(
 
 def _selected(operator: str, chip: str) -> bool:
     named = backend.get_backend()
-    if (
-        named not in ("auto", "aiter")
-        or backend.runs_plainly()
-        or operator in listed(SWITCH)
-    ):
+    if named not in ("auto", "aiter") or backend.runs_plainly() or operator in listed(SWITCH):
         return False
     if OPERATORS[operator].named and operator not in listed(NAMED):
         return False
@@ -176,7 +174,9 @@ def _listed(variable: str, value: str) -> frozenset[str]:
     known = [name for name, operator in OPERATORS.items() if variable == SWITCH or operator.named]
     if names - set(known):
         unknown = ", ".join(sorted(names - set(known)))
-        raise ValueError(f"{variable} names '{unknown}': choose from {'all, ' * (variable == SWITCH)}{', '.join(known)}")
+        raise ValueError(
+            f"{variable} names '{unknown}': choose from {'all, ' * (variable == SWITCH)}{', '.join(known)}"
+        )
     return names
 
 

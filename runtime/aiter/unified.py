@@ -7,8 +7,8 @@ lies, as overlapping pages of which one begins at each slot:
     pages[i, t, h, d] = memory[(i + t) D + h S D + d]              strides (D, D, S D, 1)
     table[b, j] = b Hk S + starts[b] + j P                         lengths[b] = p + 1 - starts[b]
 
-So left padding is no tokens of a row, whatever it is a multiple of. Rotation and the write of the token come before, as
-for `decode_attention`. What the kernel reads of a page behind the last token has no weight, but has to be finite, and
+So left padding is no tokens of a row, of whatever length. Rotation and the write of the token come before, as for
+`decode_attention`. What the kernel reads of a page behind the last token has no weight, but has to be finite, and
 the last page of the last head ends behind the cache: `allocate` gives it the room.
 """
 
@@ -28,7 +28,7 @@ from .attention import LEAST, MAX_HEAD_DIM
 from .norms import DTYPES
 
 CASES = """
-case("8B, 8 rows", tables, int64(1), int64(8), (8, LLAMA_8B.kv_heads, LONG_CONTEXT))
+case("8B, 8 rows", page_tables, int64(1), int64(8), (8, LLAMA_8B.kv_heads, LONG_CONTEXT))
 """
 
 if backend.triton_installed():
@@ -36,7 +36,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["row_size", "pages"])
-    def _tables_kernel(  # type: ignore[no-untyped-def]
+    def _page_tables_kernel(  # type: ignore[no-untyped-def]
         position_ptr,
         starts_ptr,
         table_ptr,
@@ -54,7 +54,7 @@ if backend.triton_installed():
         if tl.program_id(1) == 0:
             tl.store(lengths_ptr + row, (tl.load(position_ptr) + 1 - start).to(tl.int32))
 
-    tables_kernel = Kernel(_tables_kernel)
+    page_tables_kernel = Kernel(_page_tables_kernel)
 
 PAGE = 32
 """Slots of a page. Older releases take it for the tile, of which three have to fit into 64 KiB; and it divides every
@@ -108,7 +108,7 @@ def unified_attention(
 
     def call(q: Tensor, k: Tensor, v: Tensor, position: Tensor, starts: Tensor) -> Tensor:
         batch, heads, _, head_dim = q.shape
-        table, lengths = tables(position, starts, shape)
+        table, lengths = page_tables(position, starts, shape)
         out = q.new_empty(batch, heads, head_dim)
         function(
             q.reshape(batch, heads, head_dim).contiguous(), paged(k), paged(v), out,
@@ -153,7 +153,7 @@ def paged(tensor: Tensor) -> Tensor:
     return tensor.as_strided((pages, PAGE, heads, dim), (dim, dim, capacity * dim, 1))
 
 
-def tables(position: Tensor, starts: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def page_tables(position: Tensor, starts: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """Return the table of pages `[B, S / P]` and the lengths `[B]` of rows, int32, for `(B, Hk, S)`."""
     batch, heads, capacity = shape
     pages = capacity // PAGE
@@ -165,7 +165,7 @@ def tables(position: Tensor, starts: Tensor, shape: tuple[int, int, int]) -> tup
     lengths = starts.new_empty(batch, dtype=torch.int32)
     block = min(1024, 1 << (pages - 1).bit_length())
     with backend.device_guard(starts):
-        tables_kernel.launch(
+        page_tables_kernel.launch(
             (batch, -(-pages // block), 1),
             max(1, min(256, block) // WAVE),
             (position, starts, table, lengths),
@@ -202,7 +202,7 @@ def _holds(call: Any, reference: Reference, query: Tensor, shape: tuple[int, int
 
     Of a cache of the same sizes, full and half full, whose rows start in different slots, none a multiple of another.
     """
-    batch, heads, capacity = shape
+    batch, _, capacity = shape
     cache = (*shape, query.shape[3])
     q, *rest = aiter_calls.many_samples(query, tuple(query.shape), cache, cache)
     k, v = (allocate(cache, query.dtype, query.device).copy_(numbers) for numbers in rest)
@@ -211,10 +211,10 @@ def _holds(call: Any, reference: Reference, query: Tensor, shape: tuple[int, int
         position = torch.tensor([last], device=query.device)
         got = call(q, k, v, position, starts)
         for row in {0, batch // 2, batch - 1}:
-            one = [x[row : row + 1] for x in (q, k, v)]
+            x, keys, values = (each[row : row + 1] for each in (q, k, v))
             where = position, starts[row : row + 1]
-            exact = reference(*(x.float() for x in one), *where)
-            own = (reference(*one, *where).float() - exact).abs().max()
+            exact = reference(x.float(), keys.float(), values.float(), *where)
+            own = (reference(x, keys, values, *where).float() - exact).abs().max()
             error = (got[row : row + 1].float() - exact).abs().max()
             if not bool(torch.isfinite(got).all() & (error <= torch.clamp(2 * own, min=LEAST))):
                 return False

@@ -275,7 +275,7 @@ def block_affine(input: Tensor, parameters: Parameters) -> Tensor:
 
 def _by_aiter(module: Any, input: Tensor) -> Tensor | None:
     """Return the product of many rows in 8 bits, where that is asked for by name."""
-    if takes_rows(input) or not backend.nothing_watches(input):
+    if input.numel() <= MOST_ROWS * input.shape[-1] or not backend.nothing_watches(input):
         return None
     if _reason_against(input, (blocks_of(module), module._parameters["bias"]), None, None) is not None:
         return None

@@ -145,7 +145,8 @@ def install(folder: Path, release: Release) -> None:
     tuned = f"{module}\n\nclass TunedGemm:\n    mm = mm\n\n\ntgemm = TunedGemm()\n"
     top = (
         "from .ops.mha import *\nfrom .ops.rmsnorm import *\nfrom .ops.norm import *\nfrom .ops.activation import *\n"
-        "from .ops.moe_op import *\nfrom .ops.topk import *\nfrom .ops.gemm_op_a8w8 import *\nfrom .ops.quant import *\n"
+        "from .ops.moe_op import *\nfrom .ops.topk import *\nfrom .ops.gemm_op_a8w8 import *\n"
+        "from .ops.quant import *\n"
     )
     files = {
         "__init__.py": top,
@@ -154,6 +155,7 @@ def install(folder: Path, release: Release) -> None:
         "ops/__init__.py": "",
         "tuned_gemm.py": tuned,
         "fused_moe.py": module,
+        "mla.py": module,
     }
     files |= {
         f"ops/{name}.py": module

@@ -13,7 +13,13 @@ FORMAT = torch.float8_e4m3fnuz
 def unshuffled(x: Tensor) -> Tensor:
     """A weight of one byte an element, out of the order that `shuffle_weight` gives."""
     rows, cols = x.shape
-    return x.view(torch.uint8).view(rows // 16, cols // 32, 2, 16, 16).permute(0, 3, 1, 2, 4).reshape(rows, cols).view(x.dtype)
+    return (
+        x.view(torch.uint8)
+        .view(rows // 16, cols // 32, 2, 16, 16)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(rows, cols)
+        .view(x.dtype)
+    )
 
 
 def gemm_a8w8_bpreshuffle(

@@ -16,6 +16,7 @@ from rewrite.runtime.aiter import fp8 as aiter_fp8
 from rewrite.runtime.core import backend
 from rewrite.runtime.fp8.format import Quantized, quantize
 from rewrite.runtime.fp8.product import fp8_product
+from rewrite.runtime.products.block_linear import BlockLinear
 
 pytestmark = [pytest.mark.filterwarnings(QUIET), pytest.mark.usefixtures("machine", "named")]
 
@@ -175,9 +176,7 @@ def test_a_copy_of_blocks_follows_its_weight(install: fake_aiter.Install) -> Non
 
 
 @pytest.mark.parametrize("fault", ["scales transposed", "bits of e4m3fn", "coarse", "columns for rows"])
-def test_blocks_that_aiter_gets_wrong(
-    install: fake_aiter.Install, machine: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_blocks_that_aiter_gets_wrong(install: fake_aiter.Install, machine: pytest.MonkeyPatch, fault: str) -> None:
     def body(release: Any, x_scale: Tensor, w_scale: Tensor, **others: Any) -> Tensor:
         if fault == "scales transposed":
             w_scale = w_scale.t().contiguous()
@@ -208,3 +207,32 @@ def test_gates_of_blocks(install: fake_aiter.Install, machine: pytest.MonkeyPatc
     machine.delenv(aiter_calls.NAMED)
     assert layer.by_aiter(x) is None
     assert not fake_aiter.calls
+
+
+class FP8Linear(nn.Linear):
+    """What transformers puts in the place of a quantised layer: `BlockLinear.adopt` knows it by its name."""
+
+    block_size = (128, 128)
+
+    def __init__(self, scaled: Scaled):
+        super().__init__(COLUMNS, 256)
+        self.weight, self.weight_scale_inv = scaled.weight, scaled.scale
+
+
+def test_layers_of_published_checkpoints(install: fake_aiter.Install) -> None:
+    """Many rows go to aiter, and those of a step do not."""
+    install()
+    scaled = Scaled()
+    layer = nn.Sequential(FP8Linear(scaled)).requires_grad_(False)
+    BlockLinear.adopt(layer)
+    many, few = torch.randn(2, 20, COLUMNS).bfloat16(), torch.randn(2, 1, COLUMNS).bfloat16()
+    with backend.use_backend("aiter"):
+        got, step = layer(many), layer(few)
+    with backend.use_backend("reference"):
+        wanted, step_wanted = layer(many), layer(few)
+    assert torch.equal(step, step_wanted)
+    by_definition = rounded(many) @ scaled.wide().t() + layer[0].bias
+    assert (got - by_definition).abs().max() <= 0.01 * by_definition.abs().max()
+    assert not torch.equal(got, wanted), "the input was rounded"
+    assert (got - wanted).abs().max() <= 0.1 * wanted.abs().max()
+    assert fake_aiter.calls["gemm_a8w8_blockscale"] == 2

@@ -27,7 +27,12 @@ RULES: list[dict[str, Any]] = [
 
 
 def stepping(
-    rows: int, last: int, dtype: torch.dtype = torch.bfloat16, dim: int = 32, capacity: int = CAPACITY, kv: int = KV_HEADS
+    rows: int,
+    last: int,
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 32,
+    capacity: int = CAPACITY,
+    kv: int = KV_HEADS,
 ) -> PreallocatedCache:
     """A cache in a step, whose rows start in different slots and hold a loud number behind the token."""
     cache = PreallocatedCache(1, rows, capacity, "cpu")
@@ -63,7 +68,9 @@ def test_attention_on_the_cache(install: fake_aiter.Install, tag: str) -> None:
             with backend.use_backend("reference"):
                 exact = decode_attention(asked.double(), cache, 0, **{"scaling": 0.2, **rule})
             assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
-    assert fake_aiter.calls["unified_attention"] == 2 * 2 * len(RULES) * (2 + 3), "two proofs of a variant, three calls"
+    assert fake_aiter.calls["unified_attention"] == 2 * 2 * len(RULES) * (2 + 3), (
+        "two proofs of a variant, three calls"
+    )
     assert reasons("unified_attention") == {}
 
 
@@ -92,8 +99,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_table_is_found(install: fake_aiter.Install, machine: pytest.MonkeyPatch, fault: str) -> None:
-    right = aiter_unified.tables
-    machine.setattr(aiter_unified, "tables", lambda *given: FAULTS[fault](*right(*given)))
+    right = aiter_unified.page_tables
+    machine.setattr(aiter_unified, "page_tables", lambda *given: FAULTS[fault](*right(*given)))
     install()
     cache, asked = stepping(3, 100), query(3)
     for _ in range(2):
@@ -128,7 +135,10 @@ def test_gates(install: fake_aiter.Install, machine: pytest.MonkeyPatch) -> None
     install()
     odd: dict[str, list[tuple[PreallocatedCache, Tensor, dict[str, Any]]]] = {
         "dtype": [(stepping(1, 20, torch.float32), query(1, torch.float32), {})],
-        "head_dim": [(stepping(1, 20, dim=24), query(1, dim=24), {}), (stepping(1, 20, dim=272), query(1, dim=272), {})],
+        "head_dim": [
+            (stepping(1, 20, dim=24), query(1, dim=24), {}),
+            (stepping(1, 20, dim=272), query(1, dim=272), {}),
+        ],
         "heads": [(stepping(1, 20, kv=1), query(1), {"sinks": torch.zeros(1, HEADS)})],
         "layout": [(stepping(1, 20, capacity=100), query(1), {})],
     }
