@@ -44,6 +44,7 @@ OPERATORS = {
     "layer_norm": Operator(_CDNA, auto=False),
     "gated_activation": Operator(_CDNA, auto=False),
     "gemm": Operator(_MI300, auto=True),  # with the gate that a tuned table is there
+    "add_rmsnorm_quant": Operator(_MI300, auto=False, named=True),  # rounds by other scales
     "gemm_a8w8": Operator(_MI300, auto=False, named=True),  # copies of weights
     "gemm_a8w8_blockscale": Operator(_MI300, auto=False, named=True),  # rounds the input
     "fused_moe": Operator(_MI300, auto=False),  # with the gate that the table has the shape

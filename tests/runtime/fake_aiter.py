@@ -30,6 +30,7 @@ SCHEMA_TYPES = {
     "epsilon": "float", "eps": "float", "limit": "float",
     "use_model_sensitive_rmsnorm": "SymInt", "gemma_norm": "bool", "x_bias": "Tensor?",
     "need_renorm": "bool", "num_shared_experts": "SymInt", "shared_expert_scoring_func": "str",
+    "out_before_quant": "Tensor?",
     "bias": "Tensor?", "dtype": "ScalarType?", "check": "bool", "isBpreshuffled": "bool", "scale": "Tensor?",
     "quant_dtype": "ScalarType?", "group_size": "SymInt", "transpose_scale": "bool", "num_rows": "Tensor?",
     "num_rows_factor": "SymInt", "scale_type": "ScalarType?",
@@ -113,7 +114,9 @@ class Release:
         for index, parameter in enumerate(record["parameters"]):
             own, _, default = parameter.partition("=")
             kind = SCHEMA_TYPES.get(own, "Tensor") if own != "bias" or default else "Tensor"
-            if kind.startswith("Tensor") and (not clean or own in ("out", "residual_out")):
+            if kind.startswith("Tensor") and (
+                not clean or own in ("out", "residual_out", "yscale", "out_before_quant")
+            ):
                 kind = kind.replace("Tensor", f"Tensor(a{index}!)")
             written = "None" if default.startswith("dtypes.") else default.replace("'", '"')
             parts.append(f"{kind} {own}" + (f"={written}" if written else ""))

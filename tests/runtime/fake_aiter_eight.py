@@ -69,4 +69,37 @@ def gemm_a8w8_blockscale(
     return (x @ weight.t()).to(dtype)
 
 
-FUNCTIONS = (gemm_a8w8_bpreshuffle, per_group_quant_hip, gemm_a8w8_blockscale)
+def rmsnorm2d_fwd_with_add_smoothquant(
+    release: Any,
+    out: Tensor,
+    input: Tensor,
+    residual_in: Tensor,
+    residual_out: Tensor,
+    xscale: Tensor,
+    yscale: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    out_before_quant: Tensor,
+    use_model_sensitive_rmsnorm: int,
+) -> None:
+    """Mode 1, with the row before it is quantised."""
+    for tensor in (out, input, residual_in, residual_out, xscale, yscale, weight, out_before_quant):
+        assert tensor.is_contiguous(), "raw addresses"
+    assert input.ndim == 2
+    assert input.shape[1] % 8 == 0, "neighbouring rows are written to"
+    assert input.dtype == residual_in.dtype == residual_out.dtype == weight.dtype == out_before_quant.dtype
+    assert out.dtype == FORMAT
+    assert xscale.dtype == yscale.dtype == torch.float32
+    assert xscale.shape == (input.shape[1],)
+    assert yscale.shape == (input.shape[0], 1)
+    assert use_model_sensitive_rmsnorm == 1
+    residual_out.copy_(input + residual_in)
+    x = residual_out.float()
+    normed = (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + epsilon)).to(input.dtype) * weight
+    out_before_quant.copy_(normed)
+    smooth = normed.float() * xscale
+    yscale.copy_(smooth.abs().amax(-1, keepdim=True) / 240)
+    out.copy_((smooth / yscale).to(FORMAT))
+
+
+FUNCTIONS = (rmsnorm2d_fwd_with_add_smoothquant, gemm_a8w8_bpreshuffle, per_group_quant_hip, gemm_a8w8_blockscale)

@@ -14,6 +14,7 @@ from rewrite.runtime.aiter import blockscale as aiter_blockscale
 from rewrite.runtime.aiter import calls as aiter_calls
 from rewrite.runtime.aiter import fp8 as aiter_fp8
 from rewrite.runtime.core import backend
+from rewrite.runtime.fp8 import add_rms_norm as fp8_norm
 from rewrite.runtime.fp8.format import Quantized, quantize
 from rewrite.runtime.fp8.product import fp8_product
 from rewrite.runtime.products.block_linear import BlockLinear
@@ -25,7 +26,7 @@ SIZE, COLUMNS = 192, 256
 
 @pytest.fixture
 def named(machine: pytest.MonkeyPatch) -> None:
-    machine.setenv(aiter_calls.NAMED, "gemm_a8w8,gemm_a8w8_blockscale")
+    machine.setenv(aiter_calls.NAMED, "gemm_a8w8,gemm_a8w8_blockscale,add_rmsnorm_quant")
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float8_e4m3fnuz) -> Quantized:
@@ -236,3 +237,70 @@ def test_layers_of_published_checkpoints(install: fake_aiter.Install) -> None:
     assert not torch.equal(got, wanted), "the input was rounded"
     assert (got - wanted).abs().max() <= 0.1 * wanted.abs().max()
     assert fake_aiter.calls["gemm_a8w8_blockscale"] == 2
+
+
+def normed(x: Tensor, residual: Tensor, weight: Tensor, *form: Any) -> list[tuple[Tensor, ...]]:
+    given = (x, residual, weight, 1e-6, *(form or (0.0, False)))
+    with backend.use_backend("aiter"):
+        got = fp8_norm._op(*given)
+    with backend.use_backend("reference"):
+        return [got, fp8_norm._op(*given)]
+
+
+@pytest.mark.parametrize("tag", fake_aiter.RELEASES)
+def test_norms_and_rows_in_8_bits(install: fake_aiter.Install, tag: str) -> None:
+    install(tag)
+    for dtype in DTYPES:
+        x, residual = (
+            torch.randn(2, 3, 20, 64, dtype=dtype)[..., ::1],
+            torch.randn(2, 3, 20, 96, dtype=dtype)[..., :64],
+        )
+        weight = torch.rand(64).to(dtype) + 0.5
+        for _ in range(2):
+            got, wanted = normed(x, residual[..., :64], weight)
+        assert torch.equal(got[1], wanted[1])
+        assert (got[0] != wanted[0]).double().mean() <= 0.01
+        assert (got[2].float() * got[3][..., None] - got[0].float()).abs().max() <= 0.04 * got[0].abs().max()
+        assert got[2].dtype == torch.float8_e4m3fnuz
+        assert [each.shape for each in got] == [each.shape for each in wanted]
+    assert fake_aiter.calls["rmsnorm2d_fwd_with_add_smoothquant"] == 2 * (1 + 2)
+    assert reasons("add_rmsnorm_quant") == {}
+
+
+@pytest.mark.parametrize("fault", ["mode 0", "scale of the sum", "a scale for all", "smooth"])
+def test_norms_in_8_bits_that_aiter_gets_wrong(install: fake_aiter.Install, fault: str) -> None:
+    def body(release: Any, **given: Any) -> None:
+        if fault == "smooth":
+            given["xscale"] = given["xscale"] * torch.linspace(0.5, 1, given["xscale"].shape[0])
+        fake_aiter.BODIES["rmsnorm2d_fwd_with_add_smoothquant"](release, **given)
+        x = given["residual_out"].float()
+        if fault == "mode 0":
+            scaled = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + given["epsilon"])
+            given["out_before_quant"].copy_(scaled * given["weight"].float())
+        if fault == "scale of the sum":
+            given["yscale"].copy_(x.abs().amax(-1, keepdim=True) / 240)
+        if fault == "a scale for all":
+            given["yscale"].fill_(given["yscale"].max().item())
+
+    install(rmsnorm2d_fwd_with_add_smoothquant=body)
+    x, residual, weight = torch.randn(40, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.rand(64).bfloat16()
+    got, wanted = normed(x, residual, weight)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, wanted, strict=True))
+    assert reasons("add_rmsnorm_quant") == {"differs": 1}
+
+
+def test_gates_of_norms_in_8_bits(install: fake_aiter.Install, machine: pytest.MonkeyPatch) -> None:
+    install()
+    x, weight = torch.randn(40, 64).bfloat16(), torch.rand(64).bfloat16()
+    cases: dict[str, list[tuple[Any, ...]]] = {
+        "no_equal_mode": [(x, x, weight, 1.0, True), (x, x, weight, 0.0, True)],
+        "dtype": [(x.float(), x.float(), weight.float()), (x, x, weight.float()), (x, x.half(), weight)],
+        "weight": [(x, x, weight[:1])], "empty": [(x[:0], x[:0], weight)],
+        "hidden_size": [(x[:, :60], x[:, :60], weight[:60])], "layout": [(x, x[:1], weight)],
+    }  # fmt: skip
+    for given in (given for many in cases.values() for given in many if given[2].numel() > 1):
+        normed(*given)
+    assert reasons("add_rmsnorm_quant") == {name: len(many) for name, many in cases.items() if name != "weight"}
+    machine.delenv(aiter_calls.NAMED)
+    normed(x, x, weight)
+    assert not fake_aiter.calls
