@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core import aiter_probe
+from ..core import aiter_probe, derived
 from ..core.launch import fp8_dtype
 from . import calls as aiter_calls
 from .norms import DTYPES
@@ -111,6 +111,7 @@ def _as_read(weight: Tensor, scale: Tensor) -> _Weight | None:
         return _Weight((0, 0, 0, 0), weight.detach(), scale.detach())
     if weight.is_inference() or scale.is_inference():
         return None
+    derived.note()
     kept: _Weight | None = _weights.get(weight)
     state = (weight._version, weight.data_ptr(), scale._version, scale.data_ptr())
     if kept is not None and kept.state == state:

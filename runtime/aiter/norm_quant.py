@@ -86,7 +86,8 @@ def add_rms_norm(
     found = aiter_calls.run("add_rmsnorm_quant", hidden_states, variant, lambda: call(rows, others, weight), proof)
     if found is None:
         return None
-    return Rows(*(each.view(shape) for each in found[:3]), found.scale.view(shape[:-1]))
+    normed, summed, values = (each.view(shape) for each in found[:3])
+    return Rows(normed, summed, values, found.scale.view(shape[:-1]))
 
 
 def _holds(found: Rows, summed: Tensor, normed: Tensor) -> bool:
