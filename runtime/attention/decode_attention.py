@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..aiter import unified as aiter_unified
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
+from ..core.target import ROCM
 from ..core.tiles import attention_key, entry, in_one_turn
 from .prompt_attention import prompt_attention
 
@@ -332,6 +334,12 @@ def decode_attention(
                 raise reading.NoPromptForm("decode_attention", "scores are capped, cut by a window, or have sinks")
             return prompt_attention(query, keys, values, scaling)
         position = prompt.last  # the token's keys are there: a kernel that no other overlaps chose its query
+    if ROCM and backend.nothing_watches(query) and not backend.wants_gradient(query):
+        found = aiter_unified.unified_attention(
+            query, keys, values, position, starts, rule, functools.partial(_reference, rule=rule)
+        )
+        if found is not None:
+            return found
     if (
         query.dtype in KERNEL_DTYPES
         and keys.dtype == values.dtype == query.dtype
