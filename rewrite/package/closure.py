@@ -22,6 +22,7 @@ CALLED_FROM_OUTSIDE = {
         "set_attention_backend",
         "use_attention_backend",
     ),
+    "cache/cache_format": ("get_cache_format", "set_cache_format"),
     "core/arrivals": ("new", "of_graph"),
     "core/tiles": ("forget", "listen", "try_out"),
     "core/compile_ahead": ("compile_all", "variants"),

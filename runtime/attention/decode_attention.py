@@ -15,15 +15,17 @@ valid are never read.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..cache.fp8_layer import Fp8Layer
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
+from ..core.target import FP8_CACHE
 from ..core.tiles import attention_key, entry, in_one_turn
 from .prompt_attention import prompt_attention
 
@@ -46,6 +48,18 @@ for model in (*LLAMAS, GEMMA_9B):
 case("Llama 8B, 8 rows", attend, LLAMA_8B, 8, CONTEXT)
 for model in (LLAMA_8B, GEMMA_9B):
     case(f"{model.name}, 32k", attend, model, 1, LONG_CONTEXT)
+def attend_in_8_bits(model, rows, capacity, *rule):
+    slots = fp8_cache(model, rows, capacity)
+    query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
+    arrived = tensor(rows * model.heads, dtype=torch.int32)
+    split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
+    rule = ScoreRule(model.head_dim**-0.5, *rule)
+    return launch(query, slots.keys, slots.values, int64(1), starts, arrived, rule, split, slots)
+
+for model in (LLAMA_8B, GEMMA_9B):
+    case(f"{model.name}, 8 bits", attend_in_8_bits, model, 1, CONTEXT)
+    case(f"{model.name}, 8 bits, 32k", attend_in_8_bits, model, 8, LONG_CONTEXT)
+case("Gemma 9B, all, 8 bits", attend_in_8_bits, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tensor(GEMMA_9B.heads))
 case("Gemma 9B, all forms", attend, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tensor(GEMMA_9B.heads))
 """
 
@@ -53,6 +67,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..cache.fp8_layer import kept
     from ..core.arrivals import publish
 
     @triton.jit
@@ -113,6 +128,8 @@ if backend.triton_installed():
         part_ptr,
         arrived_ptr,
         out_ptr,
+        key_scale_ptr,
+        value_scale_ptr,
         capacity,
         window,
         scaling,
@@ -135,6 +152,10 @@ if backend.triton_installed():
         SPLITS: tl.constexpr,
         PARTS: tl.constexpr,
         DOT: tl.constexpr,
+        FP8_CACHE: tl.constexpr,
+        DECODE: tl.constexpr,
+        FNUZ: tl.constexpr,
+        CUT: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
@@ -155,6 +176,9 @@ if backend.triton_installed():
         kv_head = (row * HK + first_head // (H // HK)).to(tl.int64)
         keys_ptr += kv_head * capacity * D
         values_ptr += kv_head * capacity * DV
+        if FP8_CACHE:
+            key_scale_ptr += kv_head * capacity
+            value_scale_ptr += kv_head * capacity
         column = tl.arange(0, BLOCK_D)[None, :]
         value_column = tl.arange(0, BLOCK_DV)[None, :]
         # All slots but the newest were written by earlier steps, before this graph was launched.
@@ -162,6 +186,10 @@ if backend.triton_installed():
         slot = begin + tl.arange(0, BLOCK_SLOTS)
         keys = _tile(keys_ptr, slot, slot < older, column, D)
         values = _tile(values_ptr, slot, slot < older, value_column, DV)
+        if FP8_CACHE:
+            dtype: tl.constexpr = query_ptr.dtype.element_ty
+            keys = kept(keys, key_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
+            values = kept(values, value_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         head = first_head + tl.arange(0, BLOCK_HEADS)
@@ -174,6 +202,10 @@ if backend.triton_installed():
         key_end, value_end = tl.where(newest, D, 0), tl.where(newest, DV, 0)
         key = tl.load(keys_ptr + position * D + column, mask=column < key_end, other=0.0)
         value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
+        if FP8_CACHE:
+            last = position + tl.arange(0, 1)
+            key = kept(key, key_scale_ptr, last, last < end, dtype, DECODE, FNUZ, CUT)
+            value = kept(value, value_scale_ptr, last, last < end, dtype, DECODE, FNUZ, CUT)
         scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
         product = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
         score = tl.where(newest, _score(product, head, 0, scaling, softcap, SOFTCAP), -1e30)
@@ -186,6 +218,9 @@ if backend.triton_installed():
             slot = at + tl.arange(0, BLOCK_SLOTS)
             keys = _tile(keys_ptr, slot, slot < older, column, D)
             values = _tile(values_ptr, slot, slot < older, value_column, DV)
+            if FP8_CACHE:
+                keys = kept(keys, key_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
+                values = kept(values, value_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
             scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
@@ -282,6 +317,10 @@ class _Constants(NamedTuple):
     SPLITS: int
     PARTS: int
     DOT: bool
+    FP8_CACHE: bool
+    DECODE: bool
+    FNUZ: bool
+    CUT: bool
 
 
 class Split(NamedTuple):
@@ -325,16 +364,24 @@ def decode_attention(
     rule = ScoreRule(scaling, sliding_window, softcap, sinks)
     layer = past_key_values.layers[layer_idx]
     keys, values = layer.keys, layer.values
+    in_8_bits: Any = None
+    if FP8_CACHE and isinstance(layer, Fp8Layer):
+        in_8_bits = layer
     position, starts = past_key_values.position, past_key_values.starts
     if (prompt := reading.of(past_key_values)) is not None:
         if query.shape[2] > 1:
             if softcap is not None or sinks is not None or (sliding_window or query.shape[2]) < query.shape[2]:
                 raise reading.NoPromptForm("decode_attention", "scores are capped, cut by a window, or have sinks")
+            if FP8_CACHE and in_8_bits is not None:
+                keys, values = in_8_bits.of_prompt(query.shape[2])
             return prompt_attention(query, keys, values, scaling)
         position = prompt.last  # the token's keys are there: a kernel that no other overlaps chose its query
+        if FP8_CACHE and in_8_bits is not None:
+            keys, values = (kept.contiguous() for kept in in_8_bits.of_prompt(prompt.tokens))
+            in_8_bits = None
     if (
         query.dtype in KERNEL_DTYPES
-        and keys.dtype == values.dtype == query.dtype
+        and (in_8_bits is not None or keys.dtype == values.dtype == query.dtype)
         and keys.is_contiguous()
         and values.is_contiguous()
         and max(keys.shape[3], values.shape[3]) <= 256
@@ -344,7 +391,10 @@ def decode_attention(
     ):
         split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
-        return launch(query, keys, values, position, starts, arrived, rule, split)
+        slots = None if in_8_bits is None else in_8_bits.slots
+        return launch(query, keys, values, position, starts, arrived, rule, split, slots)
+    if FP8_CACHE and in_8_bits is not None:
+        keys, values = in_8_bits.read(keys.shape[2])
     return _reference(query, keys, values, position, starts, rule)
 
 
@@ -401,11 +451,15 @@ def launch(
     arrived: Tensor,
     rule: ScoreRule,
     split: Split,
+    slots: Any = None,
 ) -> Tensor:
     """Run the kernel with a division of the work.
 
-    `arrived` is `[B H]` int32 zeros, and zeros again afterwards.
+    `arrived` is `[B H]` int32 zeros, and zeros again afterwards. Keys and values in 8 bits are those of `Fp8Slots`.
     """
+    scales, form = (query, query), (False, False, False, False)
+    if FP8_CACHE and slots is not None:
+        keys, values, scales, form = slots.keys, slots.values, slots.scales, slots.form
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     out = query.new_empty(batch, 1, heads * value_dim)
@@ -435,6 +489,10 @@ def launch(
         SPLITS=split.splits,
         PARTS=parts_at_once,
         DOT=split.dot,
+        FP8_CACHE=form[0],
+        DECODE=form[1],
+        FNUZ=form[2],
+        CUT=form[3],
     )
     with backend.device_guard(query):
         decode_attention_kernel.launch(
@@ -442,7 +500,7 @@ def launch(
             split.num_warps,
             (
                 query.contiguous(), keys, values, position, starts, query if rule.sinks is None else rule.sinks, top,
-                total, parts, arrived, out,
+                total, parts, arrived, out, *scales,
             ),
             (capacity, rule.sliding_window or 0),
             (),

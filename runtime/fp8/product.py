@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core import backend
-from .format import Quantized, has_fp8
+from ..core.e4m3 import Quantized, has_fp8
 
 FAST_SUMS = False
 """Whether NVIDIA's tensor cores may keep partial sums in fewer bits than fp32."""

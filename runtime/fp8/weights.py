@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core import backend, derived
+from ..core.e4m3 import Quantized
 from ..products import memory, packing
 from ..products.prologue import is_trained
-from .format import Quantized
 from .rows import empty_rows, quantized_rows
 
 REASONS = {

@@ -1,0 +1,326 @@
+"""One layer's keys and values in 8 bits: e4m3, with a power of two for each head of each token.
+
+B batch, Hk key/value heads, S capacity, D and Dv head_dim of keys and values, n new tokens:
+
+    keys[b, h, s] ≈ key_scale[b, h, s] code[b, h, s]        as `core.e4m3` quantises rows; values likewise
+
+What a token's bytes are follows from its key and value alone, rounded to the model's dtype before, and no scale has to
+be found in a calibration. `scale code` is a number of that dtype, so that whoever reads a slot, a kernel or plain
+torch, has the same bits. A head of 128 takes 130 bytes where it took 256.
+
+A text's first tokens attend to their own keys and values in the model's dtype; every later token, to what is kept, its
+own included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import backend, reading
+from ..core.e4m3 import Quantized, as_read, dtype_for, quantize
+from ..core.launch import HIP, WAVE, Kernel
+from ..core.rows import KERNEL_DTYPES
+from .layers import CacheFull, PreallocatedLayer
+
+if TYPE_CHECKING:
+    from .preallocated import PreallocatedCache
+
+OFFERS: dict[str, dict[str, str]] = {}
+
+CASES = """
+def keep(model, tokens):
+    new = [tensor(1, tokens, model.kv_heads, model.head_dim).transpose(1, 2) for _ in range(2)]
+    return launch_keep(fp8_cache(model, 1, CONTEXT), *new, 0)
+
+case("8B, 512 tokens", keep, LLAMA_8B, 512)
+case("Gemma 9B, 512 tokens", keep, GEMMA_9B, 512)
+"""
+
+if backend.triton_installed():
+    import triton
+    import triton.language as tl
+
+    from ..core.e4m3 import encode, magnitude, scale_of
+    from ..products.blocks import narrowed, widened
+
+    @triton.jit
+    def kept(  # type: ignore[no-untyped-def]
+        codes, scale_ptr, slot, there, dtype: tl.constexpr, DECODE: tl.constexpr, FNUZ: tl.constexpr, CUT: tl.constexpr
+    ):
+        """Return `[slots, columns]` of one head, loaded as codes, in the model's dtype; zeros where not `there`."""
+        scale = tl.load(scale_ptr + slot, mask=there, other=0.0).to(tl.float32)
+        return narrowed(widened(codes, DECODE, FNUZ) * scale[:, None], dtype, CUT)
+
+    @triton.jit
+    def kept_pairs(first, second, scale_ptr, dtype: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Store the scale of one head, whose fp32 columns are `first` and `second`, and return their codes."""
+        first = first.to(dtype).to(tl.float32)
+        second = second.to(dtype).to(tl.float32)
+        largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 0)
+        scale, inverse = scale_of(largest, FNUZ)
+        tl.store(scale_ptr, scale.to(scale_ptr.dtype.element_ty))
+        return encode(first * inverse, FNUZ), encode(second * inverse, FNUZ)
+
+    @triton.jit(do_not_specialize=["capacity", "tokens", "start"])
+    def _keep_kernel(  # type: ignore[no-untyped-def]
+        key_ptr,
+        value_ptr,
+        keys_ptr,
+        values_ptr,
+        key_scale_ptr,
+        value_scale_ptr,
+        capacity,
+        tokens,
+        start,
+        key_row_stride,
+        key_head_stride,
+        key_token_stride,
+        value_row_stride,
+        value_head_stride,
+        value_token_stride,
+        HK: tl.constexpr,
+        D: tl.constexpr,
+        DV: tl.constexpr,
+        FNUZ: tl.constexpr,
+        BLOCK_TOKENS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """Write some tokens of a head: their keys or their values."""
+        row = tl.program_id(1).to(tl.int64) // HK
+        head = tl.program_id(1) % HK
+        token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        there = token < tokens
+        column = tl.arange(0, BLOCK)[None, :]
+        slot = tl.program_id(1).to(tl.int64) * capacity + start + token
+        if tl.program_id(2) == 0:
+            at = (
+                key_ptr
+                + row * key_row_stride
+                + head * key_head_stride
+                + token.to(tl.int64)[:, None] * key_token_stride
+            )
+            mask = there[:, None] & (column < D)
+            x = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
+            scale, inverse = scale_of(tl.max(magnitude(x), axis=1), FNUZ)
+            tl.store(keys_ptr + slot[:, None] * D + column, encode(x * inverse[:, None], FNUZ), mask=mask)
+            tl.store(key_scale_ptr + slot, scale.to(key_scale_ptr.dtype.element_ty), mask=there)
+        else:
+            at = value_ptr + row * value_row_stride + head * value_head_stride
+            at += token.to(tl.int64)[:, None] * value_token_stride
+            mask = there[:, None] & (column < DV)
+            x = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
+            scale, inverse = scale_of(tl.max(magnitude(x), axis=1), FNUZ)
+            tl.store(values_ptr + slot[:, None] * DV + column, encode(x * inverse[:, None], FNUZ), mask=mask)
+            tl.store(value_scale_ptr + slot, scale.to(value_scale_ptr.dtype.element_ty), mask=there)
+
+    keep_kernel = Kernel(_keep_kernel)
+
+
+class Fp8Slots(NamedTuple):
+    """Keys and values as kernels read and write them."""
+
+    keys: Tensor
+    """`[B, Hk, S, D]` e4m3 where the chip converts it, else its bytes."""
+    values: Tensor
+    """`[B, Hk, S, Dv]`, likewise."""
+    key_scale: Tensor
+    """`[B, Hk, S]` bf16, which has every power of two of the format's scales."""
+    value_scale: Tensor
+    fnuz: bool
+
+    @property
+    def codes(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as bytes."""
+        return self.keys.view(torch.uint8), self.values.view(torch.uint8)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """Of keys and of values."""
+        return self.key_scale, self.value_scale
+
+    @property
+    def form(self) -> tuple[bool, bool, bool, bool]:
+        """`FP8_CACHE`, `DECODE`, `FNUZ` and `CUT` of the kernels that read."""
+        return True, self.keys.dtype == torch.uint8, self.fnuz, HIP
+
+
+class Fp8Layer(PreallocatedLayer):
+    """One layer's keys and values in 8 bits."""
+
+    def __init__(self, cache: PreallocatedCache):
+        super().__init__(cache)
+        self.key_scale: Tensor | None = None
+        self.value_scale: Tensor | None = None
+        self.value_dtype: torch.dtype | None = None
+        self._prompt: tuple[Tensor, Tensor] | None = None
+        """Keys and values of the prompt that a step's functions read, as they were written."""
+
+    @property
+    def slots(self) -> Fp8Slots:
+        """What kernels are given."""
+        assert self.keys is not None and self.values is not None  # noqa: PT018
+        assert self.key_scale is not None and self.value_scale is not None  # noqa: PT018
+        fnuz = self.keys.dtype == torch.float8_e4m3fnuz
+        return Fp8Slots(as_read(self.keys), as_read(self.values), self.key_scale, self.value_scale, fnuz)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocate the buffers for keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]` of this kind."""
+        values = key_states if value_states is None else value_states
+        self.allocate(key_states.shape[1], key_states.shape[3], values.shape[3], key_states.dtype, key_states.device)
+        self.value_dtype = values.dtype
+
+    def allocate(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate zeroed buffers."""
+        shape = self.cache.batch_size, heads, self.cache.capacity
+        with torch.inference_mode(False):
+            self.key_scale, self.value_scale = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv")
+            kind = dtype_for(self.key_scale)
+            self.keys, self.values = (
+                torch.zeros(*shape, size, dtype=torch.uint8, device=device).view(kind) for size in (key_dim, value_dim)
+            )
+        self.dtype, self.value_dtype, self.device = dtype, dtype, device
+        self.is_initialized = True
+
+    def free(self) -> None:
+        """Give the buffers back."""
+        super().free()
+        self.key_scale = self.value_scale = self._prompt = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` behind what is there; return what attention may read.
+
+        In a step that is a copy of every slot, for layers whose attention does not take its method for one token.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.cache.stepping:
+            for buffer, new in self._quantized(key_states, value_states):
+                buffer.index_copy_(2, self.cache.slots, new)
+            return self.read(self.cache.capacity)
+        start, end = self.length, self.length + key_states.shape[2]
+        if end > self.cache.capacity:
+            raise CacheFull(end, self.cache.capacity)
+        self.write(key_states, value_states, start)
+        self.length = end
+        if start:
+            return self.read(end)
+        if reading.of(self.cache) is not None:
+            self._prompt = key_states, value_states
+        return key_states, value_states
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` from a slot on."""
+        if (
+            {key.dtype, value.dtype} <= KERNEL_DTYPES
+            and key.stride(3) == value.stride(3) == 1
+            and backend.nothing_watches(key)
+            and not backend.wants_gradient(key, value)
+            and backend.uses_triton(key)
+        ):
+            launch_keep(self.slots, key, value, start)
+            return
+        for buffer, new in self._quantized(key, value):
+            buffer[:, :, start : start + new.shape[2]] = new
+
+    def _quantized(self, key: Tensor, value: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Yield each buffer and what belongs into it, in plain torch."""
+        assert self.keys is not None
+        keys, values, key_scale, value_scale = self.buffers
+        for codes, scales, new in ((keys, key_scale, key), (values, value_scale, value)):
+            found = quantize(new, self.keys.dtype)
+            yield codes, found.values.view(torch.uint8)
+            yield scales, found.scale.to(scales.dtype)
+
+    def read(self, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Return copies of the slots from `start` to `end`, in the model's dtype."""
+        assert self.keys is not None and self.values is not None  # noqa: PT018
+        assert self.key_scale is not None and self.value_scale is not None  # noqa: PT018
+        keys = Quantized(self.keys[:, :, start:end], self.key_scale[:, :, start:end])
+        values = Quantized(self.values[:, :, start:end], self.value_scale[:, :, start:end])
+        return keys.dequantized(self.dtype), values.dequantized(self.value_dtype or self.dtype)
+
+    def of_prompt(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return what a prompt that a step's functions read attends to: its own keys and values, to the first reader.
+
+        Later ones, layers that share the keys of this one, get what is kept.
+        """
+        found, self._prompt = self._prompt, None
+        return self.read(tokens) if found is None else found
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Codes of keys and of values as bytes, and their scales."""
+        if self.keys is None or self.values is None or self.key_scale is None or self.value_scale is None:
+            return []
+        return [self.keys.view(torch.uint8), self.values.view(torch.uint8), self.key_scale, self.value_scale]
+
+    def of_slots(self, slots: Tensor) -> list[Tensor]:
+        """Return what some slots `[n]` hold, in fp32."""
+        if self.keys is None:
+            return []
+        return [kept.index_select(2, slots).float() for kept in self.read(self.cache.capacity)]
+
+    def spoil(self, start: int, value: float) -> None:
+        """Fill the values of every slot from `start` on."""
+        if self.values is not None:
+            _, values, _, scales = self.buffers
+            found = quantize(torch.full((1,), value, device=values.device), self.values.dtype)
+            values[:, :, start:] = found.values.view(torch.uint8)
+            scales[:, :, start:] = found.scale
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Choose rows."""
+        if self.keys is not None:
+            kind = self.keys.dtype
+            rows = [buffer.index_select(0, beam_idx.to(buffer.device)) for buffer in self.buffers]
+            self.keys, self.values = rows[0].view(kind), rows[1].view(kind)
+            self.key_scale, self.value_scale = rows[2:]
+
+    def take(self, other: Any, length: int) -> None:
+        """Take over what another layer holds of the first `length` tokens: all of them, or the last ones."""
+        self.rewind(length)
+        if other.keys is None or other.values is None or not other.keys.numel():
+            return
+        if not isinstance(other, Fp8Layer):
+            if not self.is_initialized:
+                self.lazy_initialization(other.keys, other.values)
+            start = max(length - other.keys.shape[2], 0)
+            self.write(other.keys[:, :, : length - start], other.values[:, :, : length - start], start)
+            return
+        if not self.is_initialized:
+            sizes = other.keys.shape[1], other.keys.shape[3], other.values.shape[3]
+            self.allocate(*sizes, other.dtype, other.device)
+            self.value_dtype = other.value_dtype
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine[:, :, :length] = theirs[:, :, :length]
+
+    def give(self, growing: Any, start: int, stop: int) -> None:
+        """Make a growing layer of transformers' hold the tokens from `start` to `stop`, in the model's dtype."""
+        if self.keys is None:
+            return
+        keys, values = self.read(stop, start)
+        if not growing.is_initialized:
+            growing.lazy_initialization(keys, values)
+        growing.keys, growing.values = keys, values
+
+
+def launch_keep(slots: Fp8Slots, key: Tensor, value: Tensor, start: int) -> None:
+    """Write `key` `[B, Hk, n, D]` and `value` `[B, Hk, n, Dv]` from a slot on; each head's numbers are dense."""
+    batch, heads, tokens, head_dim = key.shape
+    value_dim, capacity = value.shape[3], slots.keys.shape[2]
+    block = 1 << (max(head_dim, value_dim) - 1).bit_length()
+    block_tokens = max(1, 2048 // block)
+    with backend.device_guard(key):
+        keep_kernel.launch(
+            (-(-tokens // block_tokens), batch * heads, 2),
+            128 // WAVE,
+            (key, value, *slots.codes, slots.key_scale, slots.value_scale),
+            (capacity, tokens, start),
+            (*key.stride()[:3], *value.stride()[:3]),
+            (),
+            (heads, head_dim, value_dim, slots.fnuz, block_tokens, block),
+        )
