@@ -82,3 +82,8 @@ def assert_as_exact_as(
     row_floor = tolerance.row_floor_ulps * row_ulp * got.shape[-1] / got.numel()
     limit = tolerance.root_mean_square * theirs.square().mean().sqrt().item() + row_floor
     assert ours.square().mean().sqrt().item() <= limit
+
+
+# Logits in fp64 beside the original's, whose cache rounds to 8 bits in plain torch, relative: the same roundings,
+# unless two sums in another order meet one halfway, which moves a number by a sixteenth of it; none of these do.
+ROUNDED_CACHE = 1e-6

@@ -44,7 +44,7 @@ def fp8_cache(model: Model, rows: int, capacity: int) -> Fp8Slots:
     """Return the keys and values of a layer in 8 bits."""
     shape, kind = (rows, model.kv_heads, capacity), dtype_for(tensor(1))
     keys, values = (as_read(tensor(*shape, model.head_dim, dtype=kind)) for _ in range(2))
-    return Fp8Slots(keys, values, tensor(*shape), tensor(*shape), kind == torch.float8_e4m3fnuz)
+    return Fp8Slots(keys, values, tensor(*shape, 2), kind == torch.float8_e4m3fnuz)
 
 
 def quantized(rows: int, cols: int) -> Quantized:

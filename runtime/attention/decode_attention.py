@@ -23,7 +23,7 @@ from torch import Tensor
 from ..cache.fp8_layer import Fp8Layer
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
-from ..core.launch import Kernel, overlaps, processors, wait_for_stores
+from ..core.launch import HIP, Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import FP8_CACHE
 from ..core.tiles import attention_key, entry, in_one_turn
@@ -52,7 +52,7 @@ def attend_in_8_bits(model, rows, capacity, *rule):
     slots = fp8_cache(model, rows, capacity)
     query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
     arrived = tensor(rows * model.heads, dtype=torch.int32)
-    split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
+    split = for_8_bits(choose(rows, model.heads, model.kv_heads, capacity, model.head_dim), capacity)
     rule = ScoreRule(model.head_dim**-0.5, *rule)
     return launch(query, slots.keys, slots.values, int64(1), starts, arrived, rule, split, slots)
 
@@ -128,8 +128,7 @@ if backend.triton_installed():
         part_ptr,
         arrived_ptr,
         out_ptr,
-        key_scale_ptr,
-        value_scale_ptr,
+        scale_ptr,
         capacity,
         window,
         scaling,
@@ -177,8 +176,7 @@ if backend.triton_installed():
         keys_ptr += kv_head * capacity * D
         values_ptr += kv_head * capacity * DV
         if FP8_CACHE:
-            key_scale_ptr += kv_head * capacity
-            value_scale_ptr += kv_head * capacity
+            scale_ptr += kv_head * capacity
         column = tl.arange(0, BLOCK_D)[None, :]
         value_column = tl.arange(0, BLOCK_DV)[None, :]
         # All slots but the newest were written by earlier steps, before this graph was launched.
@@ -186,10 +184,13 @@ if backend.triton_installed():
         slot = begin + tl.arange(0, BLOCK_SLOTS)
         keys = _tile(keys_ptr, slot, slot < older, column, D)
         values = _tile(values_ptr, slot, slot < older, value_column, DV)
+        rate = scaling
         if FP8_CACHE:
             dtype: tl.constexpr = query_ptr.dtype.element_ty
-            keys = kept(keys, key_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
-            values = kept(values, value_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
+            keys, values, key_scale, value_scale = kept(
+                keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT
+            )
+            rate = scaling * key_scale[None, :]
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         head = first_head + tl.arange(0, BLOCK_HEADS)
@@ -204,28 +205,37 @@ if backend.triton_installed():
         value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
         if FP8_CACHE:
             last = position + tl.arange(0, 1)
-            key = kept(key, key_scale_ptr, last, last < end, dtype, DECODE, FNUZ, CUT)
-            value = kept(value, value_scale_ptr, last, last < end, dtype, DECODE, FNUZ, CUT)
-        scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
+            key, value, last_key_scale, last_value_scale = kept(
+                key, value, scale_ptr, last, last < end, tl.float32, DECODE, FNUZ, CUT
+            )
+            key *= last_key_scale[:, None]
+            value *= last_value_scale[:, None]
+        scores = _scores(query, keys, head, slot, position, older, rate, softcap, SOFTCAP, DOT)
         product = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
         score = tl.where(newest, _score(product, head, 0, scaling, softcap, SOFTCAP), -1e30)
         top = tl.maximum(tl.max(scores, 1), score)
         weights = tl.exp(scores - top[:, None])
         weight = tl.exp(score - top)
         total = tl.sum(weights, 1) + weight
+        if FP8_CACHE:
+            weights *= value_scale[None, :]
         mixed = _weighted(weights, values, DOT) + weight[:, None] * value.to(tl.float32)
         for at in range(begin + BLOCK_SLOTS, older, BLOCK_SLOTS):
             slot = at + tl.arange(0, BLOCK_SLOTS)
             keys = _tile(keys_ptr, slot, slot < older, column, D)
             values = _tile(values_ptr, slot, slot < older, value_column, DV)
             if FP8_CACHE:
-                keys = kept(keys, key_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
-                values = kept(values, value_scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT)
-            scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
+                keys, values, key_scale, value_scale = kept(
+                    keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT
+                )
+                rate = scaling * key_scale[None, :]
+            scores = _scores(query, keys, head, slot, position, older, rate, softcap, SOFTCAP, DOT)
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
             shrink = tl.exp(top - higher)
             total = total * shrink + tl.sum(weights, 1)
+            if FP8_CACHE:
+                weights *= value_scale[None, :]
             mixed = mixed * shrink[:, None] + _weighted(weights, values, DOT)
             top = higher
         out_row = (row * H + head).to(tl.int64)
@@ -391,7 +401,9 @@ def decode_attention(
     ):
         split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
-        slots = None if in_8_bits is None else in_8_bits.slots
+        slots: Any = None
+        if FP8_CACHE and in_8_bits is not None:
+            split, slots = for_8_bits(split, keys.shape[2]), in_8_bits.slots
         return launch(query, keys, values, position, starts, arrived, rule, split, slots)
     if FP8_CACHE and in_8_bits is not None:
         keys, values = in_8_bits.read(keys.shape[2])
@@ -438,6 +450,18 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     return Split(group, _splits(wanted, capacity, slots), slots, True, 4)
 
 
+def for_8_bits(split: Split, capacity: int) -> Split:
+    """Return a division for keys and values in 8 bits, which a thread also holds as they are converted.
+
+    As compiled by Triton 3.8: on gfx942 a Llama's tile of 64 slots has 52 scalar registers in lanes of others, one of
+    32 no more than fit (197 vector registers, as many waves as in 16 bits); on sm_90 a single tile of 32 spills with
+    four warps and does not with eight.
+    """
+    if HIP:
+        return split._replace(slots=max(16, split.slots // 2))
+    return split._replace(num_warps=8) if split.slots * split.splits >= capacity else split
+
+
 def _splits(wanted: int, capacity: int, slots: int) -> int:
     return min(64, _power(max(1, min(wanted, -(-capacity // slots)))))
 
@@ -457,9 +481,9 @@ def launch(
 
     `arrived` is `[B H]` int32 zeros, and zeros again afterwards. Keys and values in 8 bits are those of `Fp8Slots`.
     """
-    scales, form = (query, query), (False, False, False, False)
+    scales, form = query, (False, False, False, False)
     if FP8_CACHE and slots is not None:
-        keys, values, scales, form = slots.keys, slots.values, slots.scales, slots.form
+        keys, values, scales, form = slots.keys, slots.values, slots.pairs, slots.form
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     out = query.new_empty(batch, 1, heads * value_dim)
@@ -500,7 +524,7 @@ def launch(
             split.num_warps,
             (
                 query.contiguous(), keys, values, position, starts, query if rule.sinks is None else rule.sinks, top,
-                total, parts, arrived, out, *scales,
+                total, parts, arrived, out, scales,
             ),
             (capacity, rule.sliding_window or 0),
             (),

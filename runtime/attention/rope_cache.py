@@ -100,8 +100,7 @@ if backend.triton_installed():
         query_ptr,
         keys_ptr,
         values_ptr,
-        key_scale_ptr,
-        value_scale_ptr,
+        scale_ptr,
         capacity,
         q_stride,
         k_stride,
@@ -158,7 +157,7 @@ if backend.triton_installed():
         elif head < H + HK:
             target = keys_ptr + ((row * HK + head - H) * capacity + position) * D
             if FP8_CACHE:
-                scale = key_scale_ptr + (row * HK + head - H) * capacity + position
+                scale = scale_ptr + 2 * ((row * HK + head - H) * capacity + position)
                 code, other_code = kept_pairs(first, second, scale, query_ptr.dtype.element_ty, FNUZ)
                 store_pairs(target, column, other_column, live, code, other_code)
             if not FP8_CACHE:
@@ -166,7 +165,7 @@ if backend.triton_installed():
         else:
             target = values_ptr + ((row * HK + head - H - HK) * capacity + position) * D
             if FP8_CACHE:
-                scale = value_scale_ptr + (row * HK + head - H - HK) * capacity + position
+                scale = scale_ptr + 2 * ((row * HK + head - H - HK) * capacity + position) + 1
                 code, other_code = kept_pairs(first, second, scale, query_ptr.dtype.element_ty, FNUZ)
                 store_pairs(target, column, other_column, live, code, other_code)
             if not FP8_CACHE:
@@ -221,9 +220,9 @@ def rope_cache(
     Returns:
         `[B, H, 1, D]`.
     """
-    written, scales, form = (keys, values), (keys, values), (False, False)
+    written, form = (keys, values, keys), (False, False)
     if FP8_CACHE and slots is not None:
-        written, scales, form = slots.codes, slots.scales, (True, slots.fnuz)
+        written, form = slots.written, (True, slots.fnuz)
     batch, kv_heads, capacity, head_dim = keys.shape
     heads = q.shape[-1] // head_dim
     query = q.new_empty(batch, heads, 1, head_dim)
@@ -236,7 +235,6 @@ def rope_cache(
             max(1, 32 // WAVE),
             (
                 q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, position, query, *written,
-                *scales,
             ),
             (capacity,),
             (

@@ -49,11 +49,22 @@ if backend.triton_installed():
 
     @triton.jit
     def kept(  # type: ignore[no-untyped-def]
-        codes, scale_ptr, slot, there, dtype: tl.constexpr, DECODE: tl.constexpr, FNUZ: tl.constexpr, CUT: tl.constexpr
-    ):
-        """Return `[slots, columns]` of one head, loaded as codes, in the model's dtype; zeros where not `there`."""
-        scale = tl.load(scale_ptr + slot, mask=there, other=0.0).to(tl.float32)
-        return narrowed(widened(codes, DECODE, FNUZ) * scale[:, None], dtype, CUT)
+        keys, values, scale_ptr, slot, there,
+        dtype: tl.constexpr, DECODE: tl.constexpr, FNUZ: tl.constexpr, CUT: tl.constexpr,
+    ):  # fmt: skip
+        """Return keys and values `[slots, columns]`, loaded as codes, in a dtype, and what they are to be times.
+
+        Weights times a scale are no fp16, which has no numbers as small: then values are.
+        """
+        both = tl.load(scale_ptr + slot, mask=there, other=0)
+        key_scale = (both << 16).to(tl.float32, bitcast=True)
+        value_scale = (both & -65536).to(tl.float32, bitcast=True)
+        value = widened(values, DECODE, FNUZ)
+        if dtype == tl.float16:
+            value *= value_scale[:, None]
+            value_scale = tl.where(there, 1.0, 0.0)
+        keys = narrowed(widened(keys, DECODE, FNUZ), dtype, CUT)
+        return keys, narrowed(value, dtype, CUT), key_scale, value_scale
 
     @triton.jit
     def kept_pairs(first, second, scale_ptr, dtype: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -71,8 +82,7 @@ if backend.triton_installed():
         value_ptr,
         keys_ptr,
         values_ptr,
-        key_scale_ptr,
-        value_scale_ptr,
+        scale_ptr,
         capacity,
         tokens,
         start,
@@ -107,7 +117,7 @@ if backend.triton_installed():
             x = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
             scale, inverse = scale_of(tl.max(magnitude(x), axis=1), FNUZ)
             tl.store(keys_ptr + slot[:, None] * D + column, encode(x * inverse[:, None], FNUZ), mask=mask)
-            tl.store(key_scale_ptr + slot, scale.to(key_scale_ptr.dtype.element_ty), mask=there)
+            tl.store(scale_ptr + 2 * slot, scale.to(scale_ptr.dtype.element_ty), mask=there)
         else:
             at = value_ptr + row * value_row_stride + head * value_head_stride
             at += token.to(tl.int64)[:, None] * value_token_stride
@@ -115,7 +125,7 @@ if backend.triton_installed():
             x = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
             scale, inverse = scale_of(tl.max(magnitude(x), axis=1), FNUZ)
             tl.store(values_ptr + slot[:, None] * DV + column, encode(x * inverse[:, None], FNUZ), mask=mask)
-            tl.store(value_scale_ptr + slot, scale.to(value_scale_ptr.dtype.element_ty), mask=there)
+            tl.store(scale_ptr + 2 * slot + 1, scale.to(scale_ptr.dtype.element_ty), mask=there)
 
     keep_kernel = Kernel(_keep_kernel)
 
@@ -127,20 +137,19 @@ class Fp8Slots(NamedTuple):
     """`[B, Hk, S, D]` e4m3 where the chip converts it, else its bytes."""
     values: Tensor
     """`[B, Hk, S, Dv]`, likewise."""
-    key_scale: Tensor
-    """`[B, Hk, S]` bf16, which has every power of two of the format's scales."""
-    value_scale: Tensor
+    scales: Tensor
+    """`[B, Hk, S, 2]` bf16, which has every power of two there may be: of a slot's key, and of its value."""
     fnuz: bool
 
     @property
-    def codes(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as bytes."""
-        return self.keys.view(torch.uint8), self.values.view(torch.uint8)
+    def written(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values as bytes, and their scales."""
+        return self.keys.view(torch.uint8), self.values.view(torch.uint8), self.scales
 
     @property
-    def scales(self) -> tuple[Tensor, Tensor]:
-        """Of keys and of values."""
-        return self.key_scale, self.value_scale
+    def pairs(self) -> Tensor:
+        """Both scales of a slot as one integer `[B, Hk, S, 1]`: loads of two bytes are not started ahead of a loop."""
+        return self.scales.view(torch.int32)
 
     @property
     def form(self) -> tuple[bool, bool, bool, bool]:
@@ -153,8 +162,7 @@ class Fp8Layer(PreallocatedLayer):
 
     def __init__(self, cache: PreallocatedCache):
         super().__init__(cache)
-        self.key_scale: Tensor | None = None
-        self.value_scale: Tensor | None = None
+        self.scales: Tensor | None = None
         self.value_dtype: torch.dtype | None = None
         self._prompt: tuple[Tensor, Tensor] | None = None
         """Keys and values of the prompt that a step's functions read, as they were written."""
@@ -162,10 +170,15 @@ class Fp8Layer(PreallocatedLayer):
     @property
     def slots(self) -> Fp8Slots:
         """What kernels are given."""
-        assert self.keys is not None and self.values is not None  # noqa: PT018
-        assert self.key_scale is not None and self.value_scale is not None  # noqa: PT018
-        fnuz = self.keys.dtype == torch.float8_e4m3fnuz
-        return Fp8Slots(as_read(self.keys), as_read(self.values), self.key_scale, self.value_scale, fnuz)
+        keys, values, scales = self._buffers
+        return Fp8Slots(as_read(keys), as_read(values), scales, keys.dtype == torch.float8_e4m3fnuz)
+
+    @property
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.scales is not None
+        return self.keys, self.values, self.scales
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate the buffers for keys `[B, Hk, n, D]` and values `[B, Hk, n, Dv]` of this kind."""
@@ -177,8 +190,8 @@ class Fp8Layer(PreallocatedLayer):
         """Allocate zeroed buffers."""
         shape = self.cache.batch_size, heads, self.cache.capacity
         with torch.inference_mode(False):
-            self.key_scale, self.value_scale = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in "kv")
-            kind = dtype_for(self.key_scale)
+            self.scales = torch.zeros(*shape, 2, dtype=torch.bfloat16, device=device)
+            kind = dtype_for(self.scales)
             self.keys, self.values = (
                 torch.zeros(*shape, size, dtype=torch.uint8, device=device).view(kind) for size in (key_dim, value_dim)
             )
@@ -188,7 +201,7 @@ class Fp8Layer(PreallocatedLayer):
     def free(self) -> None:
         """Give the buffers back."""
         super().free()
-        self.key_scale = self.value_scale = self._prompt = None
+        self.scales = self._prompt = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B, Hk, n, D]` and `[B, Hk, n, Dv]` behind what is there; return what attention may read.
@@ -228,20 +241,17 @@ class Fp8Layer(PreallocatedLayer):
 
     def _quantized(self, key: Tensor, value: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Yield each buffer and what belongs into it, in plain torch."""
-        assert self.keys is not None
-        keys, values, key_scale, value_scale = self.buffers
-        for codes, scales, new in ((keys, key_scale, key), (values, value_scale, value)):
-            found = quantize(new, self.keys.dtype)
-            yield codes, found.values.view(torch.uint8)
-            yield scales, found.scale.to(scales.dtype)
+        keys, values, scales = self._buffers
+        for number, (codes, new) in enumerate(((keys, key), (values, value))):
+            found = quantize(new, codes.dtype)
+            yield codes.view(torch.uint8), found.values.view(torch.uint8)
+            yield scales[..., number], found.scale.to(scales.dtype)
 
     def read(self, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """Return copies of the slots from `start` to `end`, in the model's dtype."""
-        assert self.keys is not None and self.values is not None  # noqa: PT018
-        assert self.key_scale is not None and self.value_scale is not None  # noqa: PT018
-        keys = Quantized(self.keys[:, :, start:end], self.key_scale[:, :, start:end])
-        values = Quantized(self.values[:, :, start:end], self.value_scale[:, :, start:end])
-        return keys.dequantized(self.dtype), values.dequantized(self.value_dtype or self.dtype)
+        keys, values, scales = (buffer[:, :, start:end] for buffer in self._buffers)
+        key = Quantized(keys, scales[..., 0]).dequantized(self.dtype)
+        return key, Quantized(values, scales[..., 1]).dequantized(self.value_dtype or self.dtype)
 
     def of_prompt(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Return what a prompt that a step's functions read attends to: its own keys and values, to the first reader.
@@ -254,9 +264,9 @@ class Fp8Layer(PreallocatedLayer):
     @property
     def buffers(self) -> list[Tensor]:
         """Codes of keys and of values as bytes, and their scales."""
-        if self.keys is None or self.values is None or self.key_scale is None or self.value_scale is None:
+        if self.keys is None or self.values is None or self.scales is None:
             return []
-        return [self.keys.view(torch.uint8), self.values.view(torch.uint8), self.key_scale, self.value_scale]
+        return [self.keys.view(torch.uint8), self.values.view(torch.uint8), self.scales]
 
     def of_slots(self, slots: Tensor) -> list[Tensor]:
         """Return what some slots `[n]` hold, in fp32."""
@@ -267,18 +277,17 @@ class Fp8Layer(PreallocatedLayer):
     def spoil(self, start: int, value: float) -> None:
         """Fill the values of every slot from `start` on."""
         if self.values is not None:
-            _, values, _, scales = self.buffers
+            _, values, scales = self.buffers
             found = quantize(torch.full((1,), value, device=values.device), self.values.dtype)
             values[:, :, start:] = found.values.view(torch.uint8)
-            scales[:, :, start:] = found.scale
+            scales[:, :, start:, 1] = found.scale
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Choose rows."""
         if self.keys is not None:
             kind = self.keys.dtype
-            rows = [buffer.index_select(0, beam_idx.to(buffer.device)) for buffer in self.buffers]
-            self.keys, self.values = rows[0].view(kind), rows[1].view(kind)
-            self.key_scale, self.value_scale = rows[2:]
+            keys, values, self.scales = (rows.index_select(0, beam_idx.to(rows.device)) for rows in self.buffers)
+            self.keys, self.values = keys.view(kind), values.view(kind)
 
     def take(self, other: Any, length: int) -> None:
         """Take over what another layer holds of the first `length` tokens: all of them, or the last ones."""
@@ -318,7 +327,7 @@ def launch_keep(slots: Fp8Slots, key: Tensor, value: Tensor, start: int) -> None
         keep_kernel.launch(
             (-(-tokens // block_tokens), batch * heads, 2),
             128 // WAVE,
-            (key, value, *slots.codes, slots.key_scale, slots.value_scale),
+            (key, value, *slots.written),
             (capacity, tokens, start),
             (*key.stride()[:3], *value.stride()[:3]),
             (),

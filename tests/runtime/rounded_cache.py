@@ -1,6 +1,6 @@
 """Keys and values rounded to 8 bits in plain torch, by a definition of its own, and a growing cache that does so.
 
-    rounded(x)[..., d] = s * nearest(x[..., d] / s)        s the least power of two with max|x[..., :]| <= s * largest
+rounded(x)[..., d] = s * nearest(x[..., d] / s)        s the least power of two with max|x[..., :]| <= s * largest
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_attention_is_that_among_the_same_numbers(
     cache.position.fill_(position)
     keys, values = layer.read(capacity)
     layer.spoil(filled, torch.nan)
-    layer.key_scale[:, :, filled:] = torch.nan
+    layer.scales[:, :, filled:] = torch.nan
     query = torch.randn(batch, heads, 1, head_dim, device=device).to(dtype)
     given = ScoreRule(0.2, **rule)
     if given.sinks is not None:
