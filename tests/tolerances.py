@@ -87,3 +87,8 @@ def assert_as_exact_as(
 # Logits in fp64 beside the original's, whose cache rounds to 8 bits in plain torch, relative: the same roundings,
 # unless two sums in another order meet one halfway, which moves a number by a sixteenth of it; none of these do.
 ROUNDED_CACHE = 1e-6
+# The same in fp32 by kernels: as a whole forward in another order.
+ROUNDED_CACHE_IN_FP32 = WHOLE_FORWARD_IN_FP32
+# Attention by the kernel and in plain torch among the same numbers, in roundings of the largest: products of 24 to 40
+# columns and a softmax, in another order.
+SAME_NUMBERS_ULPS = 8.0

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
-from rounded_cache import RoundedLayer, rounded_cache
-from tolerances import ROUNDED_CACHE
+from rounded_cache import RoundedLayer, rounded, rounded_cache
+from tolerances import ROUNDED_CACHE, ROUNDED_CACHE_IN_FP32
 from torch import Tensor
 
 from rewrite.engine.build import build
@@ -20,6 +24,8 @@ from rewrite.measure.runtime_part import runtime_part
 from rewrite.package.assemble import assemble
 from rewrite.package.features import ON_REQUEST
 from rewrite.package.lock import Options
+from rewrite.runtime.cache.fp8_layer import Fp8Layer
+from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
 
@@ -256,3 +262,92 @@ def test_it_is_on_request(llama: Pair, place: Path, monkeypatch: pytest.MonkeyPa
     said = str(package.explain(model))
     assert "fp8_cache: fp8_cache_left_out" in said
     assert "fp8_cache did not come along: rewrite sync small_llama_3 --with fp8_cache" in said
+
+
+def filled(capacity: int, dtype: torch.dtype = torch.bfloat16) -> tuple[PreallocatedCache, Tensor, Tensor]:
+    """Return a cache of one layer with 6 tokens of 3 rows, and its keys and values before the rounding."""
+    cache = PreallocatedCache(1, 3, capacity, "cpu")
+    cache.layers[0] = Fp8Layer(cache)
+    key, value = torch.randn(3, 2, 6, 16, dtype=dtype), torch.randn(3, 2, 6, 24, dtype=dtype)
+    found = cache.layers[0].update(key, value)
+    assert found[0] is key
+    assert found[1] is value
+    return cache, key, value
+
+
+def test_rows_are_chosen_and_tokens_forgotten() -> None:
+    cache, key, value = filled(8)
+    layer = cache.layers[0]
+    layer.crop(-2)
+    assert layer.get_seq_length() == 4
+    more = torch.randn(3, 2, 1, 16).bfloat16(), torch.randn(3, 2, 1, 24).bfloat16()
+    keys, values = layer.update(*more)
+    torch.testing.assert_close(keys, torch.cat([rounded(key[:, :, :4]), rounded(more[0])], 2), rtol=0, atol=0)
+    torch.testing.assert_close(values, torch.cat([rounded(value[:, :, :4]), rounded(more[1])], 2), rtol=0, atol=0)
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    assert torch.equal(layer.read(5)[0], keys[[2, 0, 0]])
+    assert torch.equal(layer.read(5)[1], values[[2, 0, 0]])
+    with pytest.raises(RuntimeError, match="holds 8 tokens"):
+        layer.update(key, value)
+    cache.clear()
+    assert not any(buffer.any() for buffer in cache.buffers)
+
+
+def test_what_another_cache_holds_is_taken_over_as_it_is() -> None:
+    small, key, value = filled(8)
+    large = PreallocatedCache(1, 3, 32, "cpu")
+    large.layers[0] = Fp8Layer(large)
+    large.copy_from(small)
+    for mine, theirs in zip(large.buffers, small.buffers, strict=True):
+        assert torch.equal(mine[:, :, :6], theirs[:, :, :6])
+        assert not mine[:, :, 6:].any()
+    growing = transformers.DynamicCache()
+    small.store(growing, 6)
+    assert torch.equal(growing.layers[0].keys, rounded(key))
+    again, _, _ = filled(8)
+    again.clear()
+    again.load(growing)  # numbers that were rounded are rounded to themselves
+    again.rewind(6)
+    assert torch.equal(again.layers[0].read(6)[0], rounded(key))
+    assert torch.equal(again.layers[0].read(6)[1], rounded(value))
+
+
+@pytest.mark.parametrize("poison", [64.0, -64.0, 0.0])
+def test_slots_are_spoiled_for_the_proof_of_a_step(poison: float) -> None:
+    cache, _, value = filled(8)
+    cache.layers[0].spoil(4, poison)
+    values = cache.layers[0].read(8)[1]
+    assert (values[:, :, 4:] == poison).all()
+    assert torch.equal(values[:, :, :4], rounded(value)[:, :, :4])
+
+
+def test_a_step_of_a_layer_without_a_method_reads_copies() -> None:
+    cache, key, value = filled(8, torch.float32)
+    new = torch.randn(3, 2, 1, 16), torch.randn(3, 2, 1, 24)
+    cache.position.fill_(6)
+    with cache.step():
+        keys, values = cache.layers[0].update(*new)
+    assert torch.equal(keys[:, :, :7], rounded(torch.cat([key, new[0]], 2)))
+    assert torch.equal(values[:, :, :7], rounded(torch.cat([value, new[1]], 2)))
+    assert keys.shape[2] == 8
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) >= "2.4.0",
+    reason="Triton's interpreter needs numpy before 2.4, as [dev] has it",
+)
+def test_kernels_give_the_originals_logits_with_a_cache_that_rounds(llama: Pair, place: Path) -> None:
+    script = Path(__file__).with_name("fp8_cache_under_interpreter.py")
+    root = script.parents[2]
+    paths = os.pathsep.join(map(str, (root, root / "tests")))
+    environment = {"TRITON_INTERPRET": "1", "REWRITE_BACKEND": "triton", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(script), str(place / llama.package.__name__)]
+    run = subprocess.run(command, env=os.environ | environment, cwd=place, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    far = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("distance")]
+    assert len(far) == 2
+    for first, others, rounding in far:
+        assert max(float(first), float(others)) < ROUNDED_CACHE_IN_FP32 < float(rounding) / 100
+    assert run.stdout.count("every operator took its fast form") == 2
+    assert "by a step's functions" in run.stdout
