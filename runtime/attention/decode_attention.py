@@ -52,7 +52,7 @@ def attend_in_8_bits(model, rows, capacity, *rule):
     slots = fp8_cache(model, rows, capacity)
     query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
     arrived = tensor(rows * model.heads, dtype=torch.int32)
-    split = for_8_bits(choose(rows, model.heads, model.kv_heads, capacity, model.head_dim), capacity)
+    split = for_8_bits(choose(rows, model.heads, model.kv_heads, capacity, model.head_dim), model.head_dim)
     rule = ScoreRule(model.head_dim**-0.5, *rule)
     return launch(query, slots.keys, slots.values, int64(1), starts, arrived, rule, split, slots)
 
@@ -67,7 +67,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..cache.fp8_layer import kept
+    from ..cache.fp8_layer import in_range, kept
     from ..core.arrivals import publish
 
     @triton.jit
@@ -154,7 +154,6 @@ if backend.triton_installed():
         FP8_CACHE: tl.constexpr,
         DECODE: tl.constexpr,
         FNUZ: tl.constexpr,
-        CUT: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
@@ -184,13 +183,11 @@ if backend.triton_installed():
         slot = begin + tl.arange(0, BLOCK_SLOTS)
         keys = _tile(keys_ptr, slot, slot < older, column, D)
         values = _tile(values_ptr, slot, slot < older, value_column, DV)
-        rate = scaling
-        if FP8_CACHE:
-            dtype: tl.constexpr = query_ptr.dtype.element_ty
-            keys, values, key_scale, value_scale = kept(
-                keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT
+        if FP8_CACHE:  # codes are exact in fp16, to which a chip converts them at once
+            dtype: tl.constexpr = tl.float32 if query_ptr.dtype.element_ty == tl.float32 else tl.float16
+            keys, values, key_scale, shift, inverse = kept(
+                keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ
             )
-            rate = scaling * key_scale[None, :]
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         head = first_head + tl.arange(0, BLOCK_HEADS)
@@ -205,37 +202,47 @@ if backend.triton_installed():
         value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
         if FP8_CACHE:
             last = position + tl.arange(0, 1)
-            key, value, last_key_scale, last_value_scale = kept(
-                key, value, scale_ptr, last, last < end, tl.float32, DECODE, FNUZ, CUT
+            key, value, last_key_scale, last_shift, last_inverse = kept(
+                key, value, scale_ptr, last, last < end, tl.float32, DECODE, FNUZ
             )
-            key *= last_key_scale[:, None]
-            value *= last_value_scale[:, None]
+            query, times = in_range(query, dtype)
+            rate = scaling * times[:, None] * key_scale[None, :]
+            last_rate = scaling * times * last_key_scale
+        if not FP8_CACHE:
+            rate = scaling
+            last_rate = scaling
         scores = _scores(query, keys, head, slot, position, older, rate, softcap, SOFTCAP, DOT)
         product = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
-        score = tl.where(newest, _score(product, head, 0, scaling, softcap, SOFTCAP), -1e30)
+        score = tl.where(newest, _score(product, head, 0, last_rate, softcap, SOFTCAP), -1e30)
+        if FP8_CACHE:
+            scores += shift[None, :]
+            score += last_shift
         top = tl.maximum(tl.max(scores, 1), score)
         weights = tl.exp(scores - top[:, None])
         weight = tl.exp(score - top)
         total = tl.sum(weights, 1) + weight
         if FP8_CACHE:
-            weights *= value_scale[None, :]
+            total = tl.sum(weights * inverse[None, :], 1) + weight * last_inverse
         mixed = _weighted(weights, values, DOT) + weight[:, None] * value.to(tl.float32)
         for at in range(begin + BLOCK_SLOTS, older, BLOCK_SLOTS):
             slot = at + tl.arange(0, BLOCK_SLOTS)
             keys = _tile(keys_ptr, slot, slot < older, column, D)
             values = _tile(values_ptr, slot, slot < older, value_column, DV)
             if FP8_CACHE:
-                keys, values, key_scale, value_scale = kept(
-                    keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ, CUT
+                keys, values, key_scale, shift, inverse = kept(
+                    keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ
                 )
-                rate = scaling * key_scale[None, :]
+                rate = scaling * times[:, None] * key_scale[None, :]
             scores = _scores(query, keys, head, slot, position, older, rate, softcap, SOFTCAP, DOT)
+            if FP8_CACHE:
+                scores += shift[None, :]
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
             shrink = tl.exp(top - higher)
-            total = total * shrink + tl.sum(weights, 1)
             if FP8_CACHE:
-                weights *= value_scale[None, :]
+                total = total * shrink + tl.sum(weights * inverse[None, :], 1)
+            if not FP8_CACHE:
+                total = total * shrink + tl.sum(weights, 1)
             mixed = mixed * shrink[:, None] + _weighted(weights, values, DOT)
             top = higher
         out_row = (row * H + head).to(tl.int64)
@@ -330,7 +337,6 @@ class _Constants(NamedTuple):
     FP8_CACHE: bool
     DECODE: bool
     FNUZ: bool
-    CUT: bool
 
 
 class Split(NamedTuple):
@@ -403,7 +409,7 @@ def decode_attention(
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
         slots: Any = None
         if FP8_CACHE and in_8_bits is not None:
-            split, slots = for_8_bits(split, keys.shape[2]), in_8_bits.slots
+            split, slots = for_8_bits(split, keys.shape[3]), in_8_bits.slots
         return launch(query, keys, values, position, starts, arrived, rule, split, slots)
     if FP8_CACHE and in_8_bits is not None:
         keys, values = in_8_bits.read(keys.shape[2])
@@ -450,16 +456,17 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     return Split(group, _splits(wanted, capacity, slots), slots, True, 4)
 
 
-def for_8_bits(split: Split, capacity: int) -> Split:
-    """Return a division for keys and values in 8 bits, which a thread also holds as they are converted.
+def for_8_bits(split: Split, head_dim: int) -> Split:
+    """Return a division for keys and values in 8 bits, of which a tile has half as many bytes.
 
-    As compiled by Triton 3.8: on gfx942 a Llama's tile of 64 slots has 52 scalar registers in lanes of others, one of
-    32 no more than fit (197 vector registers, as many waves as in 16 bits); on sm_90 a single tile of 32 spills with
-    four warps and does not with eight.
+    A thread also holds them as they are converted. As compiled for gfx942 (Triton 3.8) a Llama's tile of 64 slots
+    keeps scalar registers in lanes of others, and Gemma's of 32 leaves one wave where 16 bits have two; half of that
+    fits.
     """
     if HIP:
         return split._replace(slots=max(16, split.slots // 2))
-    return split._replace(num_warps=8) if split.slots * split.splits >= capacity else split
+    slots = 64 if head_dim > 64 else 128
+    return split._replace(slots=slots, splits=min(32, split.splits if head_dim > 64 else 2 * split.splits))
 
 
 def _splits(wanted: int, capacity: int, slots: int) -> int:
@@ -481,7 +488,7 @@ def launch(
 
     `arrived` is `[B H]` int32 zeros, and zeros again afterwards. Keys and values in 8 bits are those of `Fp8Slots`.
     """
-    scales, form = query, (False, False, False, False)
+    scales, form = query, (False, False, False)
     if FP8_CACHE and slots is not None:
         keys, values, scales, form = slots.keys, slots.values, slots.pairs, slots.form
     batch, heads, _, head_dim = query.shape
@@ -516,7 +523,6 @@ def launch(
         FP8_CACHE=form[0],
         DECODE=form[1],
         FNUZ=form[2],
-        CUT=form[3],
     )
     with backend.device_guard(query):
         decode_attention_kernel.launch(

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..core import backend, reading
-from ..core.e4m3 import Quantized, as_read, dtype_for, quantize
-from ..core.launch import HIP, WAVE, Kernel
+from ..core.e4m3 import Quantized, as_read, dtype_for, scales
+from ..core.launch import WAVE, Kernel
 from ..core.rows import KERNEL_DTYPES
 from .layers import CacheFull, PreallocatedLayer
 
@@ -40,39 +40,54 @@ case("8B, 512 tokens", keep, LLAMA_8B, 512)
 case("Gemma 9B, 512 tokens", keep, GEMMA_9B, 512)
 """
 
+SMALLEST = 2.0**-24
+"""Rows with no larger number have the scale of this one: it is the least fp16, and the inverse of a scale is one by
+which sums of weights stay in fp32's range."""
+
 if backend.triton_installed():
     import triton
     import triton.language as tl
 
     from ..core.e4m3 import encode, magnitude, scale_of
-    from ..products.blocks import narrowed, widened
+    from ..products.blocks import widened
 
     @triton.jit
-    def kept(  # type: ignore[no-untyped-def]
-        keys, values, scale_ptr, slot, there,
-        dtype: tl.constexpr, DECODE: tl.constexpr, FNUZ: tl.constexpr, CUT: tl.constexpr,
-    ):  # fmt: skip
-        """Return keys and values `[slots, columns]`, loaded as codes, in a dtype, and what they are to be times.
+    def kept(keys, values, scale_ptr, slot, there, dtype: tl.constexpr, DECODE: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return keys and values `[slots, columns]`, loaded as codes, in a dtype, and three numbers of each slot.
 
-        Weights times a scale are no fp16, which has no numbers as small: then values are.
+        The scale of its key; the logarithm of that of its value, and the inverse of that. A weight times the scale of
+        its value has the logarithm in its exponent, where the largest of them is made 1: what is left for a product
+        of matrices has the range of fp16, and the sum of weights takes each times the inverse.
         """
-        both = tl.load(scale_ptr + slot, mask=there, other=0)
-        key_scale = (both << 16).to(tl.float32, bitcast=True)
-        value_scale = (both & -65536).to(tl.float32, bitcast=True)
-        value = widened(values, DECODE, FNUZ)
-        if dtype == tl.float16:
-            value *= value_scale[:, None]
-            value_scale = tl.where(there, 1.0, 0.0)
-        keys = narrowed(widened(keys, DECODE, FNUZ), dtype, CUT)
-        return keys, narrowed(value, dtype, CUT), key_scale, value_scale
+        both = tl.load(scale_ptr + slot, mask=there, other=0x3F803F80)
+        value_scale = both & -65536
+        no_number = value_scale.to(tl.float32, bitcast=True) * 0.0
+        shift = ((value_scale >> 23) - 127).to(tl.float32) * 0.6931471805599453 + no_number
+        inverse = (0x7F000000 - value_scale).to(tl.float32, bitcast=True)
+        keys = widened(keys, DECODE, FNUZ).to(dtype)
+        values = widened(values, DECODE, FNUZ).to(dtype)
+        return keys, values, (both << 16).to(tl.float32, bitcast=True), shift, inverse
+
+    @triton.jit
+    def in_range(query, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return rows `[heads, columns]` in a dtype, each over a power of two, and these: bf16 is exact in fp16 so."""
+        exponent = tl.max(magnitude(query.to(tl.float32)), 1) >> 23
+        exponent = tl.where(exponent < 1, 127, exponent)
+        times = (exponent << 23).to(tl.float32, bitcast=True)
+        over = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        return (query.to(tl.float32) * over[:, None]).to(dtype), times
+
+    @triton.jit
+    def scale_of_row(largest, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return scale and inverse of rows, from the bits of their largest magnitudes; 2^-24 where these are less."""
+        return scale_of(tl.where(largest < 0x33800000, 0x33800000, largest), FNUZ)
 
     @triton.jit
     def kept_pairs(first, second, scale_ptr, dtype: tl.constexpr, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
         """Store the scale of one head, whose fp32 columns are `first` and `second`, and return their codes."""
         first = first.to(dtype).to(tl.float32)
         second = second.to(dtype).to(tl.float32)
-        largest = tl.max(tl.maximum(magnitude(first), magnitude(second)), 0)
-        scale, inverse = scale_of(largest, FNUZ)
+        scale, inverse = scale_of_row(tl.max(tl.maximum(magnitude(first), magnitude(second)), 0), FNUZ)
         tl.store(scale_ptr, scale.to(scale_ptr.dtype.element_ty))
         return encode(first * inverse, FNUZ), encode(second * inverse, FNUZ)
 
@@ -115,7 +130,7 @@ if backend.triton_installed():
             )
             mask = there[:, None] & (column < D)
             x = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
-            scale, inverse = scale_of(tl.max(magnitude(x), axis=1), FNUZ)
+            scale, inverse = scale_of_row(tl.max(magnitude(x), axis=1), FNUZ)
             tl.store(keys_ptr + slot[:, None] * D + column, encode(x * inverse[:, None], FNUZ), mask=mask)
             tl.store(scale_ptr + 2 * slot, scale.to(scale_ptr.dtype.element_ty), mask=there)
         else:
@@ -123,7 +138,7 @@ if backend.triton_installed():
             at += token.to(tl.int64)[:, None] * value_token_stride
             mask = there[:, None] & (column < DV)
             x = tl.load(at + column, mask=mask, other=0.0).to(tl.float32)
-            scale, inverse = scale_of(tl.max(magnitude(x), axis=1), FNUZ)
+            scale, inverse = scale_of_row(tl.max(magnitude(x), axis=1), FNUZ)
             tl.store(values_ptr + slot[:, None] * DV + column, encode(x * inverse[:, None], FNUZ), mask=mask)
             tl.store(scale_ptr + 2 * slot + 1, scale.to(scale_ptr.dtype.element_ty), mask=there)
 
@@ -152,9 +167,9 @@ class Fp8Slots(NamedTuple):
         return self.scales.view(torch.int32)
 
     @property
-    def form(self) -> tuple[bool, bool, bool, bool]:
-        """`FP8_CACHE`, `DECODE`, `FNUZ` and `CUT` of the kernels that read."""
-        return True, self.keys.dtype == torch.uint8, self.fnuz, HIP
+    def form(self) -> tuple[bool, bool, bool]:
+        """`FP8_CACHE`, `DECODE` and `FNUZ` of the kernels that read."""
+        return True, self.keys.dtype == torch.uint8, self.fnuz
 
 
 class Fp8Layer(PreallocatedLayer):
@@ -243,7 +258,7 @@ class Fp8Layer(PreallocatedLayer):
         """Yield each buffer and what belongs into it, in plain torch."""
         keys, values, scales = self._buffers
         for number, (codes, new) in enumerate(((keys, key), (values, value))):
-            found = quantize(new, codes.dtype)
+            found = _rounded(new, codes.dtype)
             yield codes.view(torch.uint8), found.values.view(torch.uint8)
             yield scales[..., number], found.scale.to(scales.dtype)
 
@@ -278,7 +293,7 @@ class Fp8Layer(PreallocatedLayer):
         """Fill the values of every slot from `start` on."""
         if self.values is not None:
             _, values, scales = self.buffers
-            found = quantize(torch.full((1,), value, device=values.device), self.values.dtype)
+            found = _rounded(torch.full((1,), value, device=values.device), self.values.dtype)
             values[:, :, start:] = found.values.view(torch.uint8)
             scales[:, :, start:, 1] = found.scale
 
@@ -315,6 +330,13 @@ class Fp8Layer(PreallocatedLayer):
         if not growing.is_initialized:
             growing.lazy_initialization(keys, values)
         growing.keys, growing.values = keys, values
+
+
+def _rounded(rows: Tensor, dtype: torch.dtype) -> Quantized:
+    """Return rows `[..., D]` in 8 bits, in plain torch."""
+    wide = rows.to(torch.float32)
+    scale, inverse = scales(wide.abs().amax(-1).clamp_min(SMALLEST), dtype)
+    return Quantized((wide * inverse.unsqueeze(-1)).to(dtype), scale)
 
 
 def launch_keep(slots: Fp8Slots, key: Tensor, value: Tensor, start: int) -> None:

@@ -1,6 +1,6 @@
 """Keys and values rounded to 8 bits in plain torch, by a definition of its own, and a growing cache that does so.
 
-rounded(x)[..., d] = s * nearest(x[..., d] / s)        s the least power of two with max|x[..., :]| <= s * largest
+rounded(x)[..., d] = s * nearest(x[..., d] / s)        s the least power of two with max|x[..., :]| <= s * 448
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rounded(x: Tensor) -> Tensor:
     """Return `[..., D]` in 8 bits and back: each row with its scale, to nearest, ties to even."""
     wide = x.double()
     largest = wide.abs().amax(-1, keepdim=True)
-    scale = torch.exp2(torch.ceil(torch.log2((largest / 448).clamp_min(2.0**-126))))
+    scale = torch.exp2(torch.ceil(torch.log2(largest.clamp_min(2.0**-24) / 448)))
     numbers, even = NUMBERS.to(x.device), EVEN.to(x.device)
     at = (wide / scale).contiguous()
     above = torch.searchsorted(numbers, at).clamp(1, len(numbers) - 1)

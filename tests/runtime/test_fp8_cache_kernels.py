@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 from rounded_cache import rounded
-from tolerances import SAME_NUMBERS_ULPS
+from tolerances import IN_AN_EXPONENT, assert_as_exact_as
 from torch import Tensor
 
-from rewrite.runtime.attention.decode_attention import ScoreRule, Split, decode_attention, launch
+from rewrite.runtime.attention.decode_attention import ScoreRule, Split, _reference, decode_attention, launch
 from rewrite.runtime.attention.rope_cache import Rotation, rope_cache
 from rewrite.runtime.cache.fp8_layer import Fp8Layer
 from rewrite.runtime.cache.preallocated import PreallocatedCache
@@ -104,7 +104,6 @@ RULES: list[dict[str, Any]] = [{}, {"sliding_window": 20}, {"softcap": 3.0, "sin
 def test_attention_is_that_among_the_same_numbers(
     position: int, rule: dict[str, Any], dtype: torch.dtype, device: torch.device, poisoned: None
 ) -> None:
-    """To the bit, what is loaded as 8 bits and a scale; a GPU may add up in another order."""
     batch, heads, kv_heads, head_dim, value_dim, capacity = 2, 6, 2, 24, 40, 96
     cache, layer = cache_of(batch, capacity, device)
     cache.starts.copy_(torch.tensor([0, position // 2]))
@@ -117,23 +116,57 @@ def test_attention_is_that_among_the_same_numbers(
     keys, values = layer.read(capacity)
     layer.spoil(filled, torch.nan)
     layer.scales[:, :, filled:] = torch.nan
-    query = torch.randn(batch, heads, 1, head_dim, device=device).to(dtype)
+    sizes = torch.tensor([1e-3, 30.0] * 3, device=device)[:, None, None]
+    query = (torch.randn(batch, heads, 1, head_dim, device=device) * sizes).to(dtype)
     given = ScoreRule(0.2, **rule)
     if given.sinks is not None:
         given = given._replace(sinks=torch.randn(heads, device=device).to(dtype))
-    limit = SAME_NUMBERS_ULPS * torch.finfo(dtype).eps * values.abs().max()
+
+    def plain(kind: torch.dtype) -> Tensor:
+        rule = given._replace(sinks=None if given.sinks is None else given.sinks.to(kind))
+        return _reference(*(t.to(kind) for t in (query, keys, values)), cache.position, cache.starts, rule)
+
+    wanted, exact = plain(dtype), plain(torch.float64)
     for split in (Split(3, 4, 16, True, 1), Split(1, 8, 16, False, 1), Split(3, 1, 32, True, 1)):
-        both = [
-            launch(query, *kept, cache.position, cache.starts, cache.arrived(12), given, split, slots)
-            for kept, slots in (((keys, values), None), ((layer.keys, layer.values), layer.slots))
-        ]
-        assert both[0].isfinite().all()
-        assert torch.equal(*both) or (not INTERPRETED and torch.allclose(*both, atol=float(limit), rtol=0))
+        got = launch(
+            query, layer.keys, layer.values, cache.position, cache.starts, cache.arrived(12), given, split, layer.slots
+        )
+        assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps, IN_AN_EXPONENT)
     options = {name: getattr(given, name) for name in ("sliding_window", "softcap", "sinks")}
     with cache.step():
         got = decode_attention(query, cache, 0, scaling=0.2, **options)
         assert not backend.fallbacks()
         with backend.use_backend("reference"):
-            plain = decode_attention(query, cache, 0, scaling=0.2, **options)
-    limit = SAME_NUMBERS_ULPS * torch.finfo(dtype).eps * plain.abs().max()
-    assert (got - plain).abs().max() <= limit
+            assert torch.equal(decode_attention(query, cache, 0, scaling=0.2, **options), wanted)
+    assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps, IN_AN_EXPONENT)
+
+
+@dtypes
+def test_values_that_are_all_zero_or_tiny_weigh_what_they_weigh(dtype: torch.dtype, device: torch.device) -> None:
+    """Their scale is in the exponent of a weight, and its inverse in the sum of weights."""
+    cache, layer = cache_of(1, 32, device)
+    keys = torch.zeros(1, 1, 20, 16, device=device, dtype=dtype)
+    values = torch.zeros(1, 1, 20, 16, device=device, dtype=dtype)
+    values[0, 0, ::4] = 1.0
+    values[0, 0, 1::4] = 2.0**-24
+    layer.update(keys, values)
+    cache.position.fill_(19)
+    query = torch.ones(1, 2, 1, 16, device=device, dtype=dtype)
+    with cache.step():
+        got = decode_attention(query, cache, 0, scaling=1.0)
+    torch.testing.assert_close(got, torch.full_like(got, 0.25))
+
+
+def test_queries_beyond_the_range_of_fp16(device: torch.device) -> None:
+    cache, layer = cache_of(1, 32, device)
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    keys, values = (torch.randn(1, 1, 20, 16, device=device).to(dtype) for _ in range(2))
+    layer.update(keys, values)
+    cache.position.fill_(19)
+    large = 6e4 if INTERPRETED else 1e30
+    query = (torch.rand(1, 2, 1, 16, device=device) * large).to(dtype)
+    with cache.step():
+        got = decode_attention(query, cache, 0, scaling=1 / large)
+    kept = [tensor.double() for tensor in layer.read(32)]
+    exact = _reference(query.double(), *kept, cache.position, cache.starts, ScoreRule(1 / large))
+    assert_as_exact_as(exact.to(dtype), got, exact, torch.finfo(dtype).eps, IN_AN_EXPONENT)
