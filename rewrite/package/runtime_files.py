@@ -35,9 +35,8 @@ _ALWAYS = {
 """What every package has: it is called by the package's `__init__.py` or by its user."""
 
 _EXPORTS = {
-    "cache": ("get_cache_format", "set_cache_format"),
     "core": ("explain", "get_backend", "set_backend", "use_backend"),
-    "decode": ("DecodeGraph", "release_graphs"),
+    "decode": ("DecodeGraph", "get_cache_format", "release_graphs", "set_cache_format"),
     "forward": (
         "release_forwards",
         "set_forward_graphs",

@@ -322,7 +322,7 @@ def _prompt_step(
     q, q_prologue = over_one_head(q, q_norm, head_dim)
     k, k_prologue = over_one_head(k, k_norm, head_dim)
     if FP8_CACHE and isinstance(layer, Fp8Layer):
-        shape = q.shape[0], layer.keys.shape[1], q.shape[1], head_dim
+        shape = q.shape[0], k.shape[2] // head_dim, q.shape[1], head_dim
         keys, values = q.new_empty(shape), q.new_empty(shape)
         query = qkv_prompt(q, k, v, keys, values, rotation, q_prologue, k_prologue)
         layer.update(keys, values)

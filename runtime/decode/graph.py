@@ -27,7 +27,6 @@ from transformers.cache_utils import DynamicCache
 
 from ..attention.eager_step import HANDLERS
 from ..attention.step_attention import StepAttention
-from ..cache.cache_format import get_cache_format
 from ..cache.grown import takes_padding
 from ..cache.layers import CacheFull
 from ..cache.names import argument_of
@@ -42,6 +41,7 @@ from ..core.target import CARRIED, CHAINS, CHANGES, FP8_CACHE
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
+from .cache_format import get_cache_format
 from .carried import carried_by
 from .changes import Before, Kept
 from .constants import StepConstants

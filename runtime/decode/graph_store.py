@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from ..cache.cache_format import get_cache_format
 from ..cache.own import own_cache_of
 from ..core import backend
 from ..core.compile_ahead import Compilation
 from ..core.target import FP8_CACHE
+from .cache_format import get_cache_format
 from .carried import argument_of_states
 from .fp8_cache import layers_in_8_bits
 from .graph import DecodeGraph

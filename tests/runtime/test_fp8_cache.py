@@ -79,7 +79,7 @@ class Pair:
         self.ours.load_state_dict(self.theirs.state_dict())
         self.ours._step_without_graph = True
         self.ours.starts_plainly = False
-        self.format = runtime_part(self.package.__name__, "cache/cache_format")
+        self.format = runtime_part(self.package.__name__, "decode/cache_format")
         self.layers = config.num_hidden_layers
 
     def ours_in_8_bits(self, **given: Any) -> Any:
@@ -237,7 +237,7 @@ def test_what_cannot_be_in_8_bits_says_so(llama: Pair, place: Path) -> None:
     model = package.DeepseekV2ForCausalLM(config).eval()
     model._step_without_graph, model.starts_plainly = True, False
     whole = generate(model, **given)
-    runtime_part(package.__name__, "cache/cache_format").set_cache_format("fp8")
+    runtime_part(package.__name__, "decode/cache_format").set_cache_format("fp8")
     latents = generate(model, **given)
     said = str(package.explain(model))
     assert "fp8_cache: no_method_for_one_token" in said
