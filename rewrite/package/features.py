@@ -20,6 +20,7 @@ FEATURES = {
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
     "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
+    "fp8_cache": ("FP8_CACHE", "keys and values of captured decode steps in 8 bits, where that is asked for"),
     "training": (
         "TRAINING",
         "gradients by kernels, where torch would differentiate the operators of the original",
@@ -27,7 +28,7 @@ FEATURES = {
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
 
-ON_REQUEST = ("formats", "ranks")
+ON_REQUEST = ("formats", "fp8_cache", "ranks")
 """What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
 
 IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})

@@ -126,6 +126,10 @@ class PreallocatedLayer(CacheLayerMixin):
         """Everything with a slot for each token that has been written."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
+    def of_slots(self, slots: Tensor) -> list[Tensor]:
+        """Return what some slots `[n]` of each buffer hold, in fp32."""
+        return [buffer.index_select(-2, slots).float() for buffer in self.buffers]
+
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, as far as the host knows."""
         self.length = length

@@ -27,5 +27,8 @@ CHANGES: bool = True
 """Whether its code may leave something on a module."""
 CHAINS: bool = True
 """Whether chains of pointwise functions of a step are made into kernels."""
+FP8_CACHE: bool = True
+"""Whether keys and values may be kept in 8 bits. Kernels have a constant of this name: what they do for it stands
+under an `if` of it, which a package without does not have either."""
 READS: bool = True
 """Whether its layers may read prompts by the functions of a step."""

@@ -150,7 +150,7 @@ def _plain_rule(rows: int, cols: int, processors: int) -> Tile:
     """
     few, head = rows < 18 * processors, rows >= 64 * processors
     block: Tile
-    if cols <= 2048 and cols != 1536 and (head or cols > 1536 and rows > 24 * processors):
+    if cols <= 2048 and cols != 1536 and (head or (cols > 1536 and rows > 24 * processors)):
         block = 4, 1024, 4
     elif cols <= 1024:
         block = 2, _power(cols), 1

@@ -1,6 +1,6 @@
 """Residual add, RMSNorm, and its rows in 8 bits, in one pass over memory.
 
-N is any leading shape, H the hidden size, `s` as in `fp8_format`:
+N is any leading shape, H the hidden size, `s` as in `core.e4m3`:
 
     summed = residual + hidden_states             as `add_rms_norm` has it
     normed = rms_norm(summed, weight, eps)        as `add_rms_norm` has it
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..aiter import norm_quant as aiter_norm_quant
 from ..core import backend, rows
+from ..core.e4m3 import Quantized, dtype_for, quantize
 from ..core.launch import Kernel
 from ..core.target import ROCM
 from ..norms.add_norm import add_norm
@@ -22,7 +23,6 @@ from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
 from ..products.prologue import prologue_of
-from .format import Quantized, dtype_for, quantize
 from .rows import converts, empty_rows, remember
 from .step import MOST_ROWS
 
@@ -43,8 +43,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.e4m3 import encode, magnitude, scale_of
     from ..norms.rms_norm import _load, _scale
-    from .format import encode, magnitude, scale_of
 
     @triton.jit(do_not_specialize=["row_count"])
     def _fp8_add_rms_norm_kernel(  # type: ignore[no-untyped-def]

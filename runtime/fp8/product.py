@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ..aiter import fp8 as aiter_fp8
 from ..core import backend
+from ..core.e4m3 import Quantized, has_fp8
 from ..core.target import ROCM
-from .format import Quantized, has_fp8
 
 FAST_SUMS = False
 """Whether NVIDIA's tensor cores may keep partial sums in fewer bits than fp32."""

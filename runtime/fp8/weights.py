@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..aiter import fp8 as aiter_fp8
 from ..core import backend, derived
+from ..core.e4m3 import Quantized
 from ..core.target import ROCM
 from ..products import memory, packing
 from ..products.prologue import is_trained
-from .format import Quantized
 from .rows import empty_rows, quantized_rows
 
 REASONS = {

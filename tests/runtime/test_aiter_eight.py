@@ -14,8 +14,8 @@ from rewrite.runtime.aiter import blockscale as aiter_blockscale
 from rewrite.runtime.aiter import calls as aiter_calls
 from rewrite.runtime.aiter import fp8 as aiter_fp8
 from rewrite.runtime.core import backend
+from rewrite.runtime.core.e4m3 import Quantized, quantize
 from rewrite.runtime.fp8 import add_rms_norm as fp8_norm
-from rewrite.runtime.fp8.format import Quantized, quantize
 from rewrite.runtime.fp8.product import fp8_product
 from rewrite.runtime.products.block_linear import BlockLinear
 
