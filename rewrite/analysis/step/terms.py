@@ -29,7 +29,8 @@ CACHE = PASSED[0]
 CACHES = (*PASSED, "past_key_value", "layer_past")
 """That, and what files call it that are older than the names."""
 _OF_CACHES = ("update", "get_conv_state", "get_recurrent_state")
-_DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
+DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
+"""Modules that return their input in evaluation."""
 LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
 _IN_PLACE = {cst.AddAssign: "add", cst.MultiplyAssign: "mul", cst.DivideAssign: "div"}
 _FILLS = m.Call(
@@ -277,7 +278,7 @@ class Step(Run):
         """Return the term of a call: none of dropout, and what earlier transforms merged taken apart again."""
         attribute = self_attribute(node.func)
         if attribute is not None and self.owner is not None and len(node.args) == 1:
-            if is_built_from(attribute, _DROPOUT, self.owner, self.module):
+            if is_built_from(attribute, DROPOUT, self.owner, self.module):
                 return self.expression(node.args[0].value, environment)
         self.check_helper(node)
         called = super().call(node, environment)
