@@ -48,6 +48,9 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
     Raises:
         NoStep: if they are made in another way.
     """
+    if (scaled := _scaled(term, info, module)) is not None:
+        turned = turned_heads(scaled[1], info, module)
+        return replace(turned, heads=_with_scale(turned.heads, scaled[0]))
     if term.op == "select":
         test, yes, no = _positive(term, lambda way: rotation_of(way) is not None)
         turned = turned_heads(yes, info, module) if rotation_of(yes) else None
@@ -282,7 +285,14 @@ def projections_of(heads: Sequence[Heads], info: ClassInfo, module: Module) -> t
 def _packed(
     projected: Sequence[Term], head_dim: Term, info: ClassInfo, module: Module
 ) -> tuple[tuple[Term, ...], Term | None]:
-    """Read three slices of the last dimension of one product: queries, then keys, then values."""
+    """Read three parts of the last dimension of one product: queries, then keys, then values."""
+    if (parts := _parts(projected)) is not None:
+        product, kv_size = parts
+        if product.op != "call" or product.args[1:] != (HIDDEN,) or not is_linear(product.args[0], info, module):
+            raise NoStep("other_projection", "one product is split another way")
+        if kv_size is None:
+            kv_size = make("floordiv", Term("attribute", (), f"{product.args[0].value}.out_features"), constant(3))
+        return (product.args[0],), make("floordiv", kv_size, head_dim)
     if (
         any(term.op != "index" or len(term.args) != 3 for term in projected)
         or len({t.args[:2] for t in projected}) > 1
@@ -303,3 +313,19 @@ def _packed(
         if len(heads) == 1:
             return (product.args[0],), heads[0]
     raise NoStep("other_projection", "the keys of one product are not `num_key_value_heads * head_dim` wide")
+
+
+def _parts(projected: Sequence[Term]) -> tuple[Term, Term | None] | None:
+    """Return what is split or chunked into queries, keys and values, and how wide the keys are; None for thirds.
+
+    None for what is cut in another way. The width is an attribute, which is surely a number of the file's.
+    """
+    cut = projected[0].args[0] if projected[0].op == "index" else Term("none")
+    if any(part != Term("index", (cut, constant(place))) for place, part in enumerate(projected)):
+        return None
+    if cut.op == "chunk" and cut.args[1:] == (constant(3), constant(-1)):
+        return cut.args[0], None
+    if cut.op not in ("split", "split_with_sizes") or len(cut.args) != 3 or cut.args[2] != constant(-1):
+        return None
+    sizes = cut.args[1].args if cut.args[1].op == "tuple" else ()
+    return (cut.args[0], sizes[1]) if len(sizes) == 3 and sizes[1] == sizes[2] and sizes[1].op == "attribute" else None

@@ -39,6 +39,7 @@ from rewrite.analysis.step.terms import (
     of_the_object,
     run_step,
 )
+from rewrite.analysis.step.written_scores import as_written, masks_of
 from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line
@@ -258,6 +259,8 @@ def roles_of(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
             found[MASK] |= _parameter(mask) if mask is not None else set()
         elif is_direct(inner):
             found[MASK] |= _parameter(mask_of(inner))
+        elif inner.op == "softmax":
+            found[MASK] |= masks_of(inner)
     return {role: names.pop() for role, names in found.items() if len(names) == 1}
 
 
@@ -364,7 +367,7 @@ def _attention_call(term: Term) -> Term:
     """Return the call of the attention function whose heads `term` merges."""
     while term.op in ("contiguous", "reshape", "view", "flatten"):
         term = term.args[0]
-    if (direct := as_attention(term)) is not None:
+    if (direct := as_attention(term) or as_written(term)) is not None:
         return direct
     call = term.args[0] if term.op == "index" and term.args[1:] == (constant(0),) else term
     if call.op != "call" or implementation(call.args[0]) is None:

@@ -14,7 +14,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.step.attention_step import POSITIONS
 from rewrite.analysis.step.mixer_text import MixerText, bound_by, names_read, returns, value_of
-from rewrite.analysis.step.terms import CACHE, DROPOUT, NoStep, is_built_from
+from rewrite.analysis.step.terms import DROPOUT, NoStep, complains, is_built_from
 from rewrite.analysis.syntax.module import self_attribute, walk
 from rewrite.analysis.syntax.nodes import called_attribute, calls_in
 from rewrite.analysis.syntax.replacement import call_statement
@@ -36,12 +36,19 @@ class AttentionText(MixerText):
     """The parameter of `forward` that says where the tokens are; empty for none."""
     query: str = field(default="", kw_only=True)
     """What the rotated query is called where `qkv_step` makes it; empty where the file does."""
-    packed: list[cst.CSTNode] = field(default_factory=list, kw_only=True)
+    front: list[cst.CSTNode] = field(default_factory=list, kw_only=True)
+    """The statements that make it."""
+    left_out: set[str] = field(default_factory=set, kw_only=True)
+    """Names of the weights of attention, which a step does not compute."""
 
     @property
     def renaming(self) -> dict[str, str]:
         """What the method calls the parameters of `forward` that it has too."""
         return super().renaming | ({self.positions: POSITIONS.value} if self.positions else {})
+
+    def statements(self, block: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
+        """Return what a step runs of a block, those statements left out that only complain."""
+        return super().statements([statement for statement in block if not complains(statement)])
 
     def line(self, statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
         """Return a line of simple statements, None for nothing: attention alone, without its weights."""
@@ -67,6 +74,7 @@ class AttentionText(MixerText):
             pair = line.targets[0].target
             if len(line.targets) != 1 or not isinstance(pair, cst.Tuple) or len(pair.elements) != 2:
                 raise NoStep("other_attention", "its result is not taken apart where it is called")
+            self.left_out |= {*names_read(pair.elements[1].value)}
             line = line.with_changes(targets=[cst.AssignTarget(pair.elements[0].value)])
         return line.with_changes(value=value)
 
@@ -116,7 +124,9 @@ class AttentionText(MixerText):
             read |= {*names_read(line)}
         if self.query and self.query in {name for line in kept for name in bound_by(line)}:
             raise NameTaken
-        return [*self.packed, *kept]
+        if left := sorted(self.left_out & read):
+            raise NoStep("other_attention", f"{left[0]} is read")
+        return [*self.front, *kept]
 
     def _only_written(self, line: cst.CSTNode, read: set[str]) -> cst.CSTNode:
         """Return an update of the cache without the names of what it returns, where nothing reads them."""

@@ -199,7 +199,7 @@ class Step(Run):
 
     def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
         """Execute statements, those left out that only complain."""
-        return super().block([s for s in statements if not _complains(s)], environment)
+        return super().block([s for s in statements if not complains(s)], environment)
 
     def decided(self, test: Term) -> bool | None:
         """Return what a step decides a test to be."""
@@ -355,7 +355,8 @@ def _takes(module: Module, name: str) -> list[str]:
     return ["input"] if name.startswith("torch.nn.") else []
 
 
-def _complains(statement: cst.CSTNode) -> bool:
+def complains(statement: cst.CSTNode) -> bool:
+    """Whether a statement does nothing but complain, if something is not as it should be."""
     if isinstance(statement, cst.If) and statement.orelse is None:
         return all(m.matches(inner, _COMPLAINS) for inner in statement.body.body)
     return m.matches(statement, _COMPLAINS)

@@ -104,7 +104,7 @@ class WrittenAttention:
             positions=self.takes.get("position_embeddings", ""), query=query,
         )  # fmt: skip
         if self.front is not None:
-            text.packed = [*self.front.query_statements(query, module, "None" if norm_first else "norm")]
+            text.front = [*self.front.query_statements(query, module, "None" if norm_first else "norm")]
             text.uses.add("attention.qkv_step")
         return text
 
@@ -130,6 +130,7 @@ def written_attention(info: ClassInfo, module: Module) -> WrittenAttention:
     attention, called = _only(run.found, forward)
     if called not in subterms(term):
         raise NoStep("other_attention", "what it returns does not depend on the attention function")
+    _check_around(term.args[0] if term.op == "tuple" else term, called)
     heads_first = is_direct(called)
     call = as_attention(Term("transpose", (called, constant(1), constant(2)))) if heads_first else called
     given = {} if call is None else arguments(call)
@@ -171,6 +172,27 @@ def _takes(info: ClassInfo, forward: cst.FunctionDef, module: Module) -> dict[st
         if len(left) == 1:
             takes["position_embeddings"] = left.pop()
     return takes
+
+
+def _check_around(output: Term, called: Term) -> None:
+    """Refuse what reads more of attention than its result: weights, or keys and values that a cache gave back.
+
+    In a step those are all slots of the buffers, whatever lies in them.
+
+    Raises:
+        NoStep: saying what is read.
+    """
+    if Term("index", (called, constant(1))) in subterms(output):
+        raise NoStep("other_attention", "the weights of attention are read")
+    stack, seen = [output], {called}
+    while stack:
+        term = stack.pop()
+        if term in seen:
+            continue
+        if term.op == "update":
+            raise NoStep("other_attention", "keys or values are read behind the cache")
+        seen.add(term)
+        stack += term.args
 
 
 def _only(found: Mapping[int, tuple[cst.Call, Term]], forward: cst.FunctionDef) -> tuple[cst.Call, Term]:
