@@ -278,7 +278,9 @@ class _Flow:
         attribute = self_attribute(value)
         built = self.module.assignments(self.info, attribute) if attribute is not None else ()
         names = {layer.name for layer in self.layers}
-        made = [{self.module.qualified(call.func) for call in calls_in(value)} & {*self.module.classes} for value in built]
+        made = [
+            {self.module.qualified(call.func) for call in calls_in(value)} & {*self.module.classes} for value in built
+        ]
         return bool(made) and all(classes and classes <= names for classes in made)
 
     def named(self, argument: cst.Arg, call: cst.Call) -> str:

@@ -97,7 +97,11 @@ def case_of(name: str, around: str, own: Mapping[str, str]) -> Case:
     if unknown := {*own} - holes - {*_FIELDS}:
         raise ValueError(f"{name}: no hole {', '.join(sorted(unknown))}")
     given = {**dict.fromkeys(holes, ""), **given, **own}
-    fields = {name: given[name] for name in ("inputs", "run", "must_rewrite", "must_not_rewrite", "raises", "fails_as") if name in given}
+    fields = {
+        name: given[name]
+        for name in ("inputs", "run", "must_rewrite", "must_not_rewrite", "raises", "fails_as")
+        if name in given
+    }
     return Case(
         name=name,
         text=fill(text, {name: given[name] for name in holes}),

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rewrite.analysis.sites.norms import runtime_norm
-from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, is_number, keyword
+from rewrite.analysis.step.terms import NORMS, NoStep, is_built_from, is_linear, is_number, keyword
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 HIDDEN = Term("parameter", (), "hidden_states")
 POSITIONS = Term("parameter", (), "position_embeddings")
 _EVERY = Term("constant", (), "...")
-_TORCH_NORMS = ("torch.nn.LayerNorm", "torch.nn.RMSNorm")
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
         NoStep: if they are made in another way.
     """
     if (scaled := _scaled(term, info, module)) is not None:
-        turned = turned_heads(scaled[1], info, module)
-        return replace(turned, heads=_with_scale(turned.heads, scaled[0]))
+        inner = turned_heads(scaled[1], info, module)
+        return replace(inner, heads=_with_scale(inner.heads, scaled[0]))
     if term.op == "select":
         test, yes, no = _positive(term, lambda way: rotation_of(way) is not None)
         turned = turned_heads(yes, info, module) if rotation_of(yes) else None
@@ -227,7 +226,7 @@ def _norm_of(term: Term, info: ClassInfo, module: Module) -> Term | None:
         return None
     for value in module.assignments(info, attribute.value):
         name = module.qualified(getattr(value, "func", value))
-        known = name in _TORCH_NORMS or (name in module.classes and runtime_norm(module.classes[name], module))
+        known = name in NORMS or (name in module.classes and runtime_norm(module.classes[name], module))
         if not known:
             raise NoStep("other_heads", f"{attribute.value} is no norm that a step computes")
         if any(_is_several(argument.value) for argument in getattr(value, "args", ())):
@@ -240,7 +239,7 @@ def _is_several(value: object) -> bool:
 
 
 def _has_weight(norm: Term, info: ClassInfo, module: Module) -> bool:
-    if is_built_from(norm.value, _TORCH_NORMS, info, module):
+    if is_built_from(norm.value, NORMS, info, module):
         return True
     for value in module.assignments(info, norm.value):
         found = runtime_norm(module.classes[module.qualified(value.func)], module)  # type: ignore[attr-defined]

@@ -101,7 +101,10 @@ class AttentionStep:
             before.insert(-1, line(f"is_sliding = {source(window.args[0], module, ())}", module))
             window = Term("select", (Term("parameter", (), "is_sliding"), *window.args[1:]))
         attended = call_statement(
-            "attn_output = ", "decode_attention", ["query", CACHE, layer_idx, *self.attended_with(window, module)], module
+            "attn_output = ",
+            "decode_attention",
+            ["query", CACHE, layer_idx, *self.attended_with(window, module)],
+            module,
         )
         last = call_statement(
             "return ", "linear", ["attn_output", source(self.output, module, ()), "residual=residual"], module
@@ -140,10 +143,10 @@ class AttentionStep:
             options.append(f"num_key_value_heads={source(self.num_key_value_heads, module, ())}")
         options.append(f"norm={norm}")
         for name, turned in (("q_norm", self.query), ("k_norm", self.key)):
-            if (norm := turned.heads.norm) is not None:
+            if (of_heads := turned.heads.norm) is not None:
                 test = turned.heads.normed_if
                 condition = "" if test is None else f" if {source(test, module, ())} else None"
-                options.append(f"{name}={source(norm, module, ())}{condition}")
+                options.append(f"{name}={source(of_heads, module, ())}{condition}")
         return [*options, *self.query.options]
 
     def attended_with(self, window: Term, module: Module) -> list[str]:

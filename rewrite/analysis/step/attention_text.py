@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import libcst as cst
 import libcst.matchers as m
 
-from rewrite.analysis.step.attention_step import POSITIONS
-from rewrite.analysis.step.mixer_text import MixerText, bound_by, names_read, returns, value_of
+from rewrite.analysis.step.attention_heads import POSITIONS
+from rewrite.analysis.step.mixer_text import MixerText, bound_by, names_read, value_of
 from rewrite.analysis.step.terms import DROPOUT, NoStep, complains, is_built_from
 from rewrite.analysis.syntax.module import self_attribute, walk
-from rewrite.analysis.syntax.nodes import called_attribute, calls_in
+from rewrite.analysis.syntax.nodes import calls_in
 from rewrite.analysis.syntax.replacement import call_statement
 
 _FIRST = m.Subscript(slice=[m.SubscriptElement(m.Index(m.Integer("0")))])
@@ -75,7 +75,10 @@ class AttentionText(MixerText):
             if len(line.targets) != 1 or not isinstance(pair, cst.Tuple) or len(pair.elements) != 2:
                 raise NoStep("other_attention", "its result is not taken apart where it is called")
             self.left_out |= {*names_read(pair.elements[1].value)}
-            line = line.with_changes(targets=[cst.AssignTarget(pair.elements[0].value)])
+            first = pair.elements[0].value
+            if not isinstance(first, cst.Name):
+                raise NoStep("other_attention", "its result is put somewhere else than in a local")
+            line = line.with_changes(targets=[cst.AssignTarget(first)])
         return line.with_changes(value=value)
 
     def _augmented(self, statement: cst.SimpleStatementLine, small: cst.AugAssign) -> cst.SimpleStatementLine:
@@ -147,7 +150,9 @@ class AttentionText(MixerText):
         if not isinstance(names, cst.Tuple) or len(names.elements) != len(parts):
             return line
         pairs = zip((element.value for element in names.elements), parts, strict=True)
-        left = [(name, part.value) for name, part in pairs if not m.matches(name, m.Name()) or {*names_read(name)} & read]
+        left = [
+            (name, part.value) for name, part in pairs if not m.matches(name, m.Name()) or {*names_read(name)} & read
+        ]
         texts = [(self.module.tree.code_for_node(name), self.module.tree.code_for_node(part)) for name, part in left]
         function = "packed_step" if len(left) > 1 else "linear"
         self.uses.add(f"products.{function}")

@@ -66,7 +66,7 @@ def check_eager_attention(chosen: Term, given: Mapping[str, Term], module: Modul
 
 
 def reads_as_attention(term: Term) -> bool:
-    """Whether a term over `QUERY`, `KEY`, `VALUE`, `MASK` and `SCALING` is what is said above, without cap and sinks."""
+    """Whether a term over `QUERY`, `KEY`, `VALUE`, `MASK`, `SCALING` is what is said above, without cap and sinks."""
     try:
         _Reader({}).result(term)
     except NotComputable:

@@ -32,7 +32,7 @@ from rewrite.analysis.step.mixer_step import check_plain
 from rewrite.analysis.step.mixer_text import NeedsNorm
 from rewrite.analysis.step.mlp_step import NAME
 from rewrite.analysis.step.source import source
-from rewrite.analysis.step.terms import CACHE, MAX_DEPTH, NoStep, Step, cache_parameters, run_step
+from rewrite.analysis.step.terms import MAX_DEPTH, NoStep, Step, cache_parameters, run_step
 from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import parameters
@@ -162,7 +162,7 @@ def _takes(info: ClassInfo, forward: cst.FunctionDef, module: Module) -> dict[st
     takes = roles_of(term, info, module)
     if "hidden_states" not in takes:
         raise NoStep("other_attention", "its hidden states are not told from others")
-    _, called = _only(run.found, forward)
+    _only(run.found, forward)
     mask = takes.get(MASK)
     if "position_embeddings" not in takes:
         read = {inner.value for inner in subterms(term) if inner.op == "parameter"} & {*parameters(forward)}

@@ -136,4 +136,7 @@ def _as(term: Term, letters: str, wanted: list[str]) -> Term | None:
     if [*letters] == wanted:
         return term
     moved = [place for place, letter in enumerate(letters) if letter != wanted[place]]
-    return Term("transpose", (term, constant(1), constant(2))) if moved == [1, 2] else None
+    if moved != [1, 2]:
+        return None
+    exchanged = term.op == "transpose" and {*term.args[1:]} == {constant(1), constant(2)}
+    return term.args[0] if exchanged else Term("transpose", (term, constant(1), constant(2)))
