@@ -35,9 +35,7 @@ class AttentionText(MixerText):
     positions: str = field(default="", kw_only=True)
     """The parameter of `forward` that says where the tokens are; empty for none."""
     query: str = field(default="", kw_only=True)
-    """What the rotated query is called where `qkv_step` makes it; empty where the file does."""
-    front: list[cst.CSTNode] = field(default_factory=list, kw_only=True)
-    """The statements that make it."""
+    """What the rotated query is called where `qkv_step` makes it, in `front`; empty where the file does."""
     left_out: set[str] = field(default_factory=set, kw_only=True)
     """Names of the weights of attention, which a step does not compute."""
 
@@ -129,7 +127,7 @@ class AttentionText(MixerText):
             raise NameTaken
         if left := sorted(self.left_out & read):
             raise NoStep("other_attention", f"{left[0]} is read")
-        return [*self.front, *kept]
+        return kept
 
     def _only_written(self, line: cst.CSTNode, read: set[str]) -> cst.CSTNode:
         """Return an update of the cache without the names of what it returns, where nothing reads them."""

@@ -39,6 +39,8 @@ class MixerText:
     norm_first: bool = False
     """Whether the norm is called before everything else, and in no product."""
     uses: set[str] = field(default_factory=set)
+    front: list[cst.CSTNode] = field(default_factory=list, kw_only=True)
+    """Statements before all others, in the names of the method."""
     facts: Facts = field(init=False)
 
     def write(self) -> tuple[cst.BaseStatement, ...]:
@@ -54,7 +56,7 @@ class MixerText:
         block = [line for line in forward.body.body if not _is_docstring(line)]
         lines = self.last(self.needed(self.statements(block)))
         self._check(lines, forward)
-        lines = [visited(line, Renamed(self.renaming)) for line in lines]
+        lines = [*self.front, *(visited(line, Renamed(self.renaming)) for line in lines)]
         if self.norm_first:
             test = "if norm is not None:\n    hidden_states = norm(hidden_states)\n"
             lines.insert(0, cst.parse_statement(test, config=self.module.tree.config_for_parsing))
