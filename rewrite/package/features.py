@@ -51,6 +51,9 @@ MARKS = {
 """By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind, and
 the function of a step without which none reads a prompt."""
 
+NO_PROMPT = "attention.attend_step"
+"""The function of a step that refuses to read a prompt: with it the rest of them reads none."""
+
 _ELSEWHERE = re.compile(
     r"Auto(Model|Backbone)|^transformers\.models\.(?!.*\.configuration_)|^\.(?!runtime|configuration_)"
 )
@@ -127,4 +130,6 @@ def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> froz
     there = set(uses)
     forms = {name for use, (name, _) in FORMS.items() if use not in there}
     forms |= {name for name, marks in MARKS.items() if there.isdisjoint(marks)}
+    if NO_PROMPT in there:
+        forms.add("READS")
     return targets.left_out(target) | forms | {FEATURES[feature][0] for feature in without}

@@ -19,7 +19,7 @@ from rewrite.analysis.terms.computation import NotComputable, Run, body, unify
 from rewrite.analysis.terms.spelling import NONE, Term
 
 HIDDEN = "hidden_states"
-_ASKED = ("shape", "dtype", "device", "ndim")
+_ASKED = ("shape", "size", "dim", "dtype", "device", "ndim")
 """What a norm does not change of its input."""
 
 
