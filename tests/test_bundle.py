@@ -106,6 +106,7 @@ def test_prompts_are_read_by_steps_that_are_whole() -> None:
         ("from torch import nn\nnorm = nn.LayerNorm(8)", ["norms.add_layer_norm"]),
         ("from torch.nn import LayerNorm as Norm", ["norms.add_layer_norm"]),
         ("import torch.nn.functional as F\ndef f(x): return F.layer_norm(x, (8,))", ["norms.add_layer_norm"]),
+        ("from torch import nn\nnorm = nn.RMSNorm(8, eps=1e-6)", ["norms.torch_rms_norm"]),
         ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
         ("from transformers.pytorch_utils import Conv1D", ["products.transposed"]),
         ("import torch\ndef f(x, w, b): return torch.addmm(b, x, w)", ["products.transposed"]),

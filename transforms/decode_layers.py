@@ -45,10 +45,10 @@ class DecodeLayers(Transform):
         What else stands around the attention function stays as the file has it, as statements of `decode_residual`:
         gates and norms before the last projection, norms behind the rotation, normalised values, heads that lie one
         behind the other in one product, other rotations. Nothing but the function may read the keys and values that
-        the cache gives back, or the weights of attention. Of a mixer, that its `forward` asks the cache for its states,
-        masks nothing but padding, and ends in a product. What a test of attributes adds and no step has a form for
-        (a norm for each head, say) is asked before `decode` is taken. Queries may be multiplied by a number, which
-        becomes part of the scaling, and hidden states may lose their middle dimension on the way, as OPT's.
+        the cache gives back, or the weights of attention. Of a mixer, that its `forward` asks the cache for its
+        states, masks nothing but padding, and ends in a product. What a test of attributes adds and no step has a
+        form for (a norm for each head, say) is asked before `decode` is taken. Queries may be multiplied by a number,
+        which becomes part of the scaling, and hidden states may lose their middle dimension on the way, as OPT's.
         Blocks of another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
 
     Numerics:

@@ -35,6 +35,7 @@ IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})
 
 FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
+    "norms.torch_rms_norm": ("RMS_NORM", re.compile(r"^RMSNorm$")),
     "products.transposed": ("CONV1D", re.compile(r"Conv1D|^addmm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
     "decode.Before": ("CHANGES", may_change_modules),

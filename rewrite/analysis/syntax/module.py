@@ -287,7 +287,7 @@ def dotted(node: cst.BaseExpression) -> str:
 
 
 def self_assignments(function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-    """Yield (attribute, value) of every `self.attribute = value` in a method, in source order; of each in a tuple, too."""
+    """Yield (attribute, value) of every `self.attribute = value` in a method, in source order, also of tuples."""
     for node in small_statements(function.body):
         if isinstance(node, cst.Assign):
             for given in node.targets:
