@@ -58,17 +58,14 @@ class WrittenAttention:
     """The same as a term, as a call of one of transformers' attention functions."""
     heads_first: bool
     """Whether it is one of torch's instead, and returns `[B, H, S, D]`."""
+    positions: str
+    """The type of `position_embeddings`, which may be positions, or numbers of another form than tables."""
     front: AttentionStep | None
     """How queries, keys and values are made, where the step's operators make them."""
     norms: tuple[str, ...] = ()
     """The attributes that normalise queries and keys in one kernel with the rotation."""
     unless: tuple[Term, ...] = ()
     """Tests of attributes that do not hold where this is what it computes."""
-
-    @property
-    def positions(self) -> str:
-        """The type of `position_embeddings`."""
-        return f"{TABLES} | None"
 
     @property
     def turns(self) -> bool:
@@ -84,7 +81,8 @@ class WrittenAttention:
         statements, uses = self._written(module)
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
         forward, types = self.info.methods["forward"], ("cache.PreallocatedCache",)
-        return Method(forward, NAME, PARAMETERS, TENSOR, text, statements, tuple(sorted(uses)), types)
+        taken = PARAMETERS | {"position_embeddings": self.positions}
+        return Method(forward, NAME, taken, TENSOR, text, statements, tuple(sorted(uses)), types)
 
     def _written(self, module: Module) -> tuple[tuple[cst.BaseStatement, ...], set[str]]:
         for query in _QUERIES if self.front is not None else ("",):
@@ -138,9 +136,11 @@ def written_attention(info: ClassInfo, module: Module) -> WrittenAttention:
         raise NoStep("other_attention", "the mask is changed, or not given")
     layer_idx = cached_at(given)
     check_arguments(call, given, module)
+    known = "position_embeddings" in roles_of(term, info, module) or "position_embeddings" not in takes
     step = WrittenAttention(
-        info, takes, layer_idx, given.get("sliding_window", NONE), attention, call, heads_first, None
-    )
+        info, takes, layer_idx, given.get("sliding_window", NONE), attention, call, heads_first,
+        f"{TABLES} | None" if known else f"{TENSOR} | {TABLES} | None", None,
+    )  # fmt: skip
     with contextlib.suppress(NoStep, NotComputable):
         front = step_from_heads(info, takes, call, layer_idx, NONE, module)
         norms = tuple(front.norms)
