@@ -55,6 +55,8 @@ MODELS = {
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "laguna": "LagunaForCausalLM",
 }
+OF_SOME_RELEASES = ("afmoe", "bitnet", "gpt_neox", "gptj", "hunyuan_v1_dense", "laguna")
+"""Files that are not in every release of transformers, or are written in another way there: no layer has a step."""
 MORE = ("qk_layernorm", "use_qk_norm")
 """Attributes of attentions for which no step has a form: a layer asks before it takes its `decode`."""
 PROMPT, NEW, PADDING, ROWS = 11, 7, 3, 2
@@ -167,6 +169,11 @@ def variants(model):
 @pytest.mark.parametrize("model", MODELS)
 @torch.no_grad()
 def test_steps_give_the_logits_of_the_original(package, model):
+    if model in OF_SOME_RELEASES:
+        pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+        module = importlib.import_module(f"{package(model).__name__}.modeling_{model}")
+        if not any(hasattr(kind, "decode") for kind in vars(module).values()):
+            pytest.skip(f"no layer of {model} has a step in this release")
     for variant in variants(model):
         off, allowed = error(package, model, variant)
         assert off < allowed, variant.name

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tolerances import assert_same_gradient
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 
 from rewrite.runtime.attention.rotary import rotary, rotary_single
@@ -222,3 +224,24 @@ def test_rotary_of_one_tensor(dtype: torch.dtype) -> None:
     )
     q, _, cos, sin = rotary_inputs(dtype, 32, None)
     assert_same(modeling("gemma3n").apply_rotary_pos_emb, rotary_single, (q, cos, sin))
+
+
+def test_one_tensor_is_rotated_beside_keys_whose_fake_lies_as_they_do() -> None:
+    """Of a part of a head, as GPT-J's: fake tensors give the copy of an empty view other strides than torch does."""
+    x, table = torch.randn(5, 11, 8, 16)[..., :8], torch.rand(1, 11, 4)
+    promised: list[tuple[object, ...]] = []
+
+    class Faked(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.namespace not in ("aten", "prim"):
+                with FakeTensorMode() as mode:
+                    faked = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+                    promised.extend((out.shape, out.stride()) for out in func(*faked))
+                found = func(*args)
+                assert [(out.shape, out.stride()) for out in found] == promised
+                return found
+            return func(*args, **(kwargs or {}))
+
+    with Faked():
+        rotary_single(x, table.cos(), table.sin(), unsqueeze_dim=2, interleaved=True, half_table=True)
+    assert len(promised) == 2
