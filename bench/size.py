@@ -73,8 +73,9 @@ GPUs. A package keeps what it has: one that was made when all of this came along
 
 Nothing fails for want of it. A model whose tensors are dealt to ranks generates in transformers' own loop; layers
 with scales for blocks are called as transformers has them; without `training` gradients are torch's, of the operators
-that the original has. `explain(model)` counts each of these calls (`ranks_left_out`, `formats_left_out`,
-`training_left_out`) and names the command that brings what was missing.
+that the original has; a batch is padded in whole; attention runs as torch chooses. `explain(model)` counts each of
+these calls (`ranks_left_out`, `formats_left_out`, `attention_left_out`, …) and names the command that brings what was
+missing. To choose an attention kernel in code (`set_attention_backend`) is an error that names it.
 
 ## What can be left out
 
@@ -196,7 +197,7 @@ def requests() -> list[str]:
     """Return what a user can ask for, by how many lines come."""
     base = runtime_lines(MAIN)
     sets = {f"`--with {name}`": ({name}, FEATURES[name][1]) for name in ON_REQUEST}
-    sets["both"] = ({*ON_REQUEST}, "what packages had before it was asked for")
+    sets["all of it"] = ({*ON_REQUEST}, "what packages had before it was asked for")
     found = [(runtime_lines(MAIN, (), {*ON_REQUEST} - asked), name, what) for name, (asked, what) in sets.items()]
     shown = [f"| {name} | {lines:,} | {lines - base:,} | {what} |" for lines, name, what in sorted(found)]
     return [f"| as it comes, `upstream.py` aside | {base:,} | | |", *shown]

@@ -64,7 +64,7 @@ def tune(
 
     With --products the libraries and kernels of each product of a prompt are compared instead, and DIR/gemm.json says
     which one to take. With --attention it is torch's kernels of attention (flash, efficient, cuDNN, and on ROCm
-    AOTriton and CK), and DIR/attention.json.
+    AOTriton and CK), and DIR/attention.json, which packages made --with attention read.
     """
     from rewrite.show.console import Screen
 
@@ -72,6 +72,7 @@ def tune(
     if export is not None or export_shapes is not None:
         return _export(folder, export, export_shapes, screen, json_path)
     from rewrite.deliver import report, verification
+    from rewrite.package.lock import read_lock
 
     verification.require_libraries("tuning")
     from rewrite.tuning import Plan, results
@@ -83,6 +84,9 @@ def tune(
     if attention and products:
         raise click.UsageError("--attention and --products measure different things: ask for one")
     if attention:
+        if "attention" in read_lock(folder).options.without:
+            way = f"rewrite sync {folder} --with attention"
+            raise click.UsageError(f"--attention: {folder} was made without attention: {way}")
         return _attention(plan, lengths, screen, json_path)
     if products:
         return _products(plan, rows, screen, json_path)

@@ -17,6 +17,11 @@ from rewrite.package.module_writes import may_change_modules
 from rewrite.package.step_functions import may_call_functions
 
 FEATURES = {
+    "attention": (
+        "ATTENTION",
+        "torch's attention kernels by name (`set_attention_backend`), and by what `rewrite tune --attention` measured",
+    ),
+    "ragged": ("RAGGED", "layers that run on the tokens alone that a batch's mask shows (`use_ragged_batches`)"),
     "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
     "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
@@ -27,7 +32,7 @@ FEATURES = {
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
 
-ON_REQUEST = ("formats", "ranks")
+ON_REQUEST = ("attention", "formats", "ragged", "ranks")
 """What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
 
 IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})

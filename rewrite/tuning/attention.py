@@ -128,6 +128,7 @@ class Attention:
         package = type(model).__module__.rpartition(".")[0]
         try:
             self.backends = runtime_part(package, "attention/backends")
+            self.named = runtime_part(package, "attention/named")
             self.native = runtime_part(package, "attention/native_gqa")
             self.backends.attend, self.native.native_gqa  # noqa: B018
         except (ModuleNotFoundError, AttributeError) as error:
@@ -222,7 +223,7 @@ class Attention:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         module = _Module(query.shape[1] // key.shape[1])
-        with self.backends.use_attention_backend(OWN):
+        with self.named.use_attention_backend(OWN):
             attend = self.native.native_gqa(sdpa_attention_forward)
             return attend(module, query, key, value, mask, is_causal=causal)[0]
 

@@ -27,5 +27,9 @@ CHANGES: bool = True
 """Whether its code may leave something on a module."""
 CHAINS: bool = True
 """Whether chains of pointwise functions of a step are made into kernels."""
+RAGGED: bool = True
+"""Whether layers can run on the tokens alone that a mask shows."""
+ATTENTION: bool = True
+"""Whether torch's attention kernels can be chosen, by name or by a table."""
 READS: bool = True
 """Whether its layers may read prompts by the functions of a step."""

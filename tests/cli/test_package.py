@@ -107,6 +107,8 @@ def test_what_is_left_out_is_kept_in_the_lock_and_by_sync(here: Path, package: P
     assert (done.code, f"rewrite sync {here / 'small'} --with ranks" in done.err) == (2, True)
     done = rewrite("bench", here / "small", "--tp", "2")
     assert (done.code, "was made without ranks: rewrite sync" in done.err) == (2, True)
+    done = rewrite("tune", here / "small", "--attention")
+    assert (done.code, f"rewrite sync {here / 'small'} --with attention" in done.err) == (2, True)
     lock = json.loads((here / "small" / "rewrite.lock").read_text())
     lock["options"]["without"] = ["thing"]
     (here / "small" / "rewrite.lock").write_text(json.dumps(lock))
@@ -126,16 +128,16 @@ def test_a_package_has_what_nobody_asked_for_if_it_had_it(here: Path, package: P
 
     done = rewrite(*given)
     assert left_out() == ON_REQUEST
-    assert "runtime    without formats, ranks: --with NAME brings it" in done.out
+    assert "runtime    without attention, formats, ragged, ranks: --with NAME brings it" in done.out
     assert rewrite("sync", place, "--with", "ranks", "--without", "training").code == 0
-    assert left_out() == ("formats", "training")
+    assert left_out() == ("attention", "formats", "ragged", "training")
     assert (place / "runtime" / "core.py").read_text().count("RANKS: bool = False") == 0
     assert rewrite(*given, "--without", "chains").code == 0  # a package keeps its choice until told
-    assert left_out() == ("chains", "formats", "training")
+    assert left_out() == ("attention", "chains", "formats", "ragged", "training")
     assert rewrite("sync", place, "--without", "ranks", "--with", "chains", "--with", "formats").code == 0
-    assert left_out() == ("ranks", "training")
+    assert left_out() == ("attention", "ragged", "ranks", "training")
     lock = place / "rewrite.lock"
-    lock.write_text(lock.read_text().replace('"without": ["ranks", "training"]', '"without": []'))
+    lock.write_text(lock.read_text().replace('"without": ["attention", "ragged", "ranks", "training"]', '"without": []'))
     assert rewrite("sync", place).code == 0  # as one of a version in which all came along
     assert left_out() == ()
     assert "brings it" not in rewrite(*given).out
@@ -153,9 +155,9 @@ def test_what_is_wanted_and_not_wanted_is_said(here: Path, package: Path, rewrit
     assert "`rewrite sync DIR --with ranks`" in rewrite("explain", "ranks").out
     (here / "pyproject.toml").write_text('[tool.rewrite]\nwithout = ["ranks"]\nwith = ["fp8", "training"]\n')
     assert rewrite("modeling_tiny.py", "--no-verify", "--out", here / "small", "--with", "ranks").code == 0
-    assert read_lock(here / "small").options.without == ("formats",)  # typed goes before written
+    assert read_lock(here / "small").options.without == ("attention", "formats", "ragged")  # typed goes before written
     assert rewrite("sync", here / "small").code == 0
-    assert read_lock(here / "small").options.without == ("formats", "ranks")
+    assert read_lock(here / "small").options.without == ON_REQUEST
 
 
 def test_what_is_seen_to_be_needed_comes_along(
@@ -166,13 +168,13 @@ def test_what_is_seen_to_be_needed_comes_along(
     config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (checkpoint / "config.json").write_text(json.dumps(config))
     done = rewrite(checkpoint, "--no-verify", "--out", here / "eight")
-    assert read_lock(here / "eight").options.without == ("ranks",)
+    assert read_lock(here / "eight").options.without == ("attention", "ragged", "ranks")
     assert "runtime    with formats: its config.json has weight_block_size" in done.out
     assert rewrite(checkpoint, "--no-verify", "--out", here / "plain", "--without", "formats").code == 0
     assert read_lock(here / "plain").options.without == ON_REQUEST
     monkeypatch.setattr(targets, "cards", lambda: 2)
     done = rewrite("deepseek_v3", "--no-verify", "--out", here / "dealt")
-    assert read_lock(here / "dealt").options.without == ()
+    assert read_lock(here / "dealt").options.without == ("attention", "ragged")
     assert "runtime    with formats: its checkpoints are published in FP8 with a scale for each block" in done.out
     assert "runtime    with ranks: this machine has 2 GPUs" in done.out
 

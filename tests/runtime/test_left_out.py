@@ -117,3 +117,32 @@ def test_a_layer_with_scales_for_blocks_says_what_it_lacks(folder: Path) -> None
     said = str(package.explain(model))
     assert "packed_linear: formats_left_out" in said
     assert "formats did not come along: rewrite sync small_llama --with formats" in said
+
+
+def test_an_attention_kernel_that_is_named_says_what_it_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, model = small(folder)
+    attention = importlib.import_module("small_llama.runtime.attention")
+    with pytest.raises(RuntimeError, match="attention did not come along: rewrite sync small_llama --with attention"):
+        attention.set_attention_backend("flash")
+    with attention.use_attention_backend("own"):
+        model(torch.arange(6)[None])
+    assert "attention_left_out" not in str(package.explain(model))
+    named = runtime_part("small_llama", "core/backend").named_besides
+    monkeypatch.setitem(named, "attention", "flash")  # as REWRITE_ATTENTION does
+    model(torch.arange(6)[None])
+    said = str(package.explain(model))
+    assert "attention_backend: attention_left_out" in said
+    assert "attention did not come along: rewrite sync small_llama --with attention" in said
+
+
+def test_batches_whose_layers_would_be_packed_say_what_they_lack(folder: Path) -> None:
+    package, model = small(folder)
+    model._forward_without_graph = True
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, 3:] = 0
+    runtime = importlib.import_module("small_llama.runtime")
+    with torch.no_grad(), runtime.use_ragged_batches(), runtime.use_forward_graphs("always"):
+        model(torch.ones_like(mask), attention_mask=mask)
+    said = str(package.explain(model))
+    assert "forward: ragged_left_out" in said
+    assert "ragged did not come along: rewrite sync small_llama --with ragged" in said
