@@ -71,7 +71,7 @@ and for files whose checkpoints are published so (DeepSeek-V3, MiniMax-M2); `ran
 GPUs. A package keeps what it has: one that was made when all of this came along keeps it in `rewrite sync`, and in
 `rewrite MODEL --out DIR` over it.
 
-Nothing fails for want of it. A model whose tensors are dealt to ranks generates in transformers' own loop; layers
+Nothing fails for want of it. A model on several GPUs generates in transformers' own loop; layers
 with scales for blocks are called as transformers has them; without `training` gradients are torch's, of the operators
 that the original has; a batch is padded in whole; attention runs as torch chooses. `explain(model)` counts each of
 these calls (`ranks_left_out`, `formats_left_out`, `attention_left_out`, …) and names the command that brings what was

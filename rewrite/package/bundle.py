@@ -25,8 +25,12 @@ from rewrite.package.parts import File, NotFollowed, Outside, Own, Part
 from rewrite.upstream.statements import statements
 
 _LAYOUT = ("--isolated", "--no-cache", "--quiet", "--line-length", "119", "--target-version", "py310")
-_SORTED = ("check", *_LAYOUT, "--fix-only", "--select", "I,F401")
-_FORMATTED = ("format", *_LAYOUT)
+_COMMAS = "lint.isort.split-on-trailing-comma = false", "format.skip-magic-trailing-comma = true"
+"""What was laid out in many lines for who changes the runtime takes as few as it needs."""
+_SORTED = ("check", *_LAYOUT, "--config", _COMMAS[0], "--fix-only", "--select", "I,F401")
+_FORMATTED = ("format", *_LAYOUT, "--config", _COMMAS[0], "--config", _COMMAS[1])
+_GLUE = "\0"
+"""What stands for a space at which a line may not end."""
 _DEFINED = re.compile(r"(?P<before>\b(?:def|class)\s+)(?P<name>\w+)")
 
 
@@ -49,7 +53,7 @@ def _laid_out(texts: tuple[str, ...]) -> list[str]:
             path.write_text(text, encoding="utf-8", newline="\n")
         for arguments in (_SORTED, _FORMATTED):
             assert ruff_folder(arguments, folder), "ruff cannot read what was generated"
-        return [path.read_text(encoding="utf-8") for path in paths]
+        return [_with_filled_parameters(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def _room(room: str, taken: Closure) -> str:
@@ -92,6 +96,25 @@ def _with_summaries(text: str) -> str:
         one = f'{indent}{opening.rstrip()}"""'
         if last > said.lineno and one.endswith('."""') and opening.startswith('"""') and len(one) <= LINE_LENGTH:
             lines[said.lineno - 1 : last] = [one]
+    return "\n".join(lines)
+
+
+def _with_filled_parameters(text: str) -> str:
+    """Return a formatted text whose kernels have several parameters in a line: they have up to forty."""
+    lines = text.split("\n")
+    for kernel in reversed([node for node in statements(ast.parse(text)) if _is_kernel(node)]):
+        assert isinstance(kernel, ast.FunctionDef)
+        first, last = kernel.args.args[0].lineno, kernel.args.args[-1].lineno
+        if first == last or kernel.args.defaults:
+            continue
+        indent = " " * kernel.args.args[0].col_offset
+        pragmas = {arg.arg: lines[arg.lineno - 1].partition("  # ")[2] for arg in kernel.args.args}
+        words = [f"{ast.unparse(arg)},".replace(" ", _GLUE) for arg in kernel.args.args]
+        filled = textwrap.wrap(" ".join(words), LINE_LENGTH - len(indent), break_on_hyphens=False)
+        for number, line in enumerate(filled):
+            said = [pragmas[name] for word in line.split() if pragmas.get(name := word.split(":")[0].rstrip(","))]
+            filled[number] = f"{indent}{line.replace(_GLUE, ' ')}{''.join(f'  # {pragma}' for pragma in said[:1])}"
+        lines[first - 1 : last + 1] = [*filled, f"{lines[last]}  # fmt: skip"]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ FEATURES = {
         "torch's attention kernels by name (`set_attention_backend`), and by what `rewrite tune --attention` measured",
     ),
     "ragged": ("RAGGED", "layers that run on the tokens alone that a batch's mask shows (`use_ragged_batches`)"),
-    "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
+    "ranks": ("RANKS", "the decode loop of models that are dealt to several GPUs (`tp_plan`), fused layers there (`device_map`)"),
     "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
     "training": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 ROCM: bool = True
 """Whether what only AMD's GPUs take came along: aiter, and settings of ROCm's libraries."""
 RANKS: bool = True
-"""Whether models whose tensors are dealt to several ranks have the decode loop."""
+"""Whether models on several GPUs have the decode loop, by ranks, or layers of operators, one behind the other."""
 FORMATS: bool = True
 """Whether weights with a scale for each block of them have kernels."""
 LAYER_NORM: bool = True

@@ -41,7 +41,7 @@ MOST_ASSISTED = 5
 
 REASONS = {
     "cpu": "the model is not on a GPU",
-    "ranks_left_out": "the model's tensors are dealt to several ranks, and the package was made without ranks",
+    "ranks_left_out": "the model is on several GPUs, and the package was made without ranks",
     "several_devices": "the model's layers are on several devices, or its tensors are split over them",
     "parallel_style": "the plan deals a module to the ranks in a way that is not known here",
     "parallel_mesh": "tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",

@@ -472,9 +472,10 @@ class DecodeGraph:
             return
         several = tokens if width > 1 else None
         if (self._kind, width) in self._proved:
-            kept = self._kept.get(self._kind) if several is None else None
-            if CHANGES and kept is not None and kept.is_read(self._once_more):
-                raise StepReads(self.model)
+            if CHANGES and several is None:
+                kept = self._kept.get(self._kind)
+                if kept is not None and kept.is_read(self._once_more):
+                    raise StepReads(self.model)
             return
         state.input_ids.copy_(tokens[:, :1])
         with self._as_for_decoding():

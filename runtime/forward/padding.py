@@ -187,11 +187,10 @@ class Padding:
         Raises:
             Unsuitable: if they differ by more than rounding in another order.
         """
-        mask = text.given.get(MASK) if text.tokens else None
         try:
             for tensor, other, dims in zip(tensors_in(wanted), found, self._cut.dims, strict=True):
-                if RAGGED and mask is not None and dims.length:
-                    _agree_where_shown(tensor, other, dims, mask)
+                if RAGGED and text.tokens and dims.length:
+                    _agree_where_shown(tensor, other, dims, text.given[MASK])
                     continue
                 compare([tensor], [other])
                 if dims.length or dims.rows:

@@ -95,6 +95,13 @@ def test_a_model_that_is_dealt_to_ranks_says_what_it_lacks(folder: Path) -> None
     assert "ranks did not come along: rewrite sync small_llama --with ranks" in said
 
 
+def test_a_model_whose_layers_are_on_several_devices_says_what_it_lacks(folder: Path) -> None:
+    package, model = small(folder)
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    model.generate(torch.arange(6)[None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert "ranks did not come along: rewrite sync small_llama --with ranks" in str(package.explain(model))
+
+
 def test_a_layer_with_scales_for_blocks_says_what_it_lacks(folder: Path) -> None:
     class Scaled(nn.Module):
         """As transformers' `FP8Linear`, as far as a package without formats looks at it."""
