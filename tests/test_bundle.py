@@ -14,7 +14,7 @@ import pytest
 from rewrite.operators import offers
 from rewrite.package import bundle, parts, runtime_files
 from rewrite.package.closure import Closure, closure
-from rewrite.package.features import FEATURES, FORMS, MARKS, forms_of, left_out
+from rewrite.package.features import FEATURES, FORMS, MARKS, forms_of, left_out, needed_by
 from rewrite.package.parts import NotFollowed, Own
 from rewrite.package.targets import TARGETS
 from rewrite.sync.edits import problems_of
@@ -279,3 +279,24 @@ def test_kernels_run_from_one_file_a_room(package: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "every operator took its fast form" in done.stdout
+
+
+SDPA = "class Model:\n    _supports_sdpa = True\n"
+SOFTMAX = "def {}(q, k, v):\n    return F.softmax(q @ k, -1) @ v\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        (SDPA, False),
+        ("class Model: ...", True),  # transformers takes its attention then, which is the file's
+        (f"{SDPA}class Other:\n    _supports_sdpa = False\n", True),
+        (f"{SDPA}{SOFTMAX.format('eager')}chosen = get_interface(eager)\n", False),
+        (f"{SDPA}{SOFTMAX.format('attend')}def forward(q, k, v):\n    return attend(q, k, v)\n", True),
+        (f"{SDPA}class Attention:\n    {SOFTMAX.format('forward').replace(chr(10), chr(10) + '    ')}", True),
+        (f"{SDPA}import torch\nclass Router:\n    act = torch.nn.Softmax(-1)\n", True),
+        (f"{SDPA}from transformers import AutoModel\ninner = AutoModel.from_config\n", True),
+    ],
+)
+def test_attention_that_is_written_out_is_told_by_the_file(text: str, needed: bool) -> None:
+    assert ("eager" in needed_by(text)) == needed

@@ -15,14 +15,19 @@ from typing import Any
 from rewrite.package import targets
 from rewrite.package.module_writes import may_change_modules
 from rewrite.package.step_functions import may_call_functions
+from rewrite.package.written_attention import writes_attention
 
 FEATURES = {
     "attention": (
         "ATTENTION",
         "torch's attention kernels by name (`set_attention_backend`), and by what `rewrite tune --attention` measured",
     ),
+    "eager": ("EAGER", 'one kernel in a step for attention that a model writes out (`attn_implementation="eager"`)'),
     "ragged": ("RAGGED", "layers that run on the tokens alone that a batch's mask shows (`use_ragged_batches`)"),
-    "ranks": ("RANKS", "the decode loop of models that are dealt to several GPUs (`tp_plan`), fused layers there (`device_map`)"),
+    "ranks": (
+        "RANKS",
+        "the decode loop of models that are dealt to several GPUs (`tp_plan`), fused layers there (`device_map`)",
+    ),
     "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
     "training": (
@@ -32,7 +37,7 @@ FEATURES = {
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
 
-ON_REQUEST = ("attention", "formats", "ragged", "ranks")
+ON_REQUEST = ("attention", "eager", "formats", "ragged", "ranks")
 """What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
 
 IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})
@@ -102,15 +107,16 @@ def without(before: Collection[str] | None, wanted: Collection[str], unwanted: C
     return tuple(sorted(kept | set(unwanted)))
 
 
-def needed_for(config: Mapping[str, Any], model: str, cards: int) -> dict[str, str]:
+def needed_for(config: Mapping[str, Any], model: str, cards: int, text: str) -> dict[str, str]:
     """Return which of `ON_REQUEST` are needed, with what shows it.
 
     Args:
         config: a checkpoint's config.json; empty for none.
         model: the modeling file's name in transformers.
         cards: GPUs of this machine.
+        text: of the rewritten file.
     """
-    found = {}
+    found = needed_by(text)
     stored = config.get("quantization_config")
     if isinstance(stored, Mapping) and stored.get("weight_block_size"):
         found["formats"] = "its config.json has weight_block_size"
@@ -119,6 +125,15 @@ def needed_for(config: Mapping[str, Any], model: str, cards: int) -> dict[str, s
     if cards > 1:
         found["ranks"] = f"this machine has {cards} GPUs"
     return found
+
+
+def needed_by(text: str) -> dict[str, str]:
+    """Return which of `ON_REQUEST` a rewritten file needs, with what shows it."""
+    tree = ast.parse(text)
+    if writes_attention(tree):
+        return {"eager": "its file writes attention out"}
+    others = any(map(_ELSEWHERE.search, _names(tree)))
+    return {"eager": "its file takes modules of others, which may write attention out"} if others else {}
 
 
 def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> frozenset[str]:

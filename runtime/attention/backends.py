@@ -8,9 +8,9 @@ attention by a preference of the process. Here a call takes one of them:
     flash, efficient, cudnn, math       torch's `SDPBackend`s
     aotriton, ck                        flash attention by either of ROCm's libraries
 
-by `set_attention_backend` (`named`) or the environment variable `REWRITE_ATTENTION` for all attention outside captured decode
-steps, which have a kernel of this package; else, for prompts, by `attention.json` beside the package's modeling file,
-which `rewrite tune DIR --attention` writes:
+by `set_attention_backend` (`named`) or the environment variable `REWRITE_ATTENTION` for all attention outside captured
+decode steps, which have a kernel of this package; else, for prompts, by `attention.json` beside the package's modeling
+file, which `rewrite tune DIR --attention` writes:
 
     {"AMD Instinct MI300X": {"bfloat16 1x32/8x128 512:512 causal": {"backend": "ck", "us": {"ck": 40.1, …}}, …}, …}
 
@@ -261,7 +261,11 @@ def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 def _table(device: int | None) -> Mapping[str, str]:
     """Return the backends of a card by size, without those that run no more."""
     name = "cpu" if device is None else torch.cuda.get_device_properties(device).name
-    found = {size: entry["backend"] for size, entry in _tables().get(name, {}).items() if entry["backend"] != backend.OWN_ATTENTION}
+    found = {
+        size: entry["backend"]
+        for size, entry in _tables().get(name, {}).items()
+        if entry["backend"] != backend.OWN_ATTENTION
+    }
     for chosen in sorted({*found.values()}):
         why = failure(chosen) if chosen in BACKENDS else f"it is none of {', '.join(BACKENDS)}"
         if why is not None:

@@ -77,7 +77,8 @@ def explain(model: nn.Module | None = None) -> Explanation:
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
     loops = decode_loops()
     missing = [NOT_FOR_AMD] if torch.version.hip is not None and not target.ROCM else []
-    missing += sorted({str(LeftOut(name.removesuffix(LEFT_OUT))) for _, name in backend.fallbacks() if name.endswith(LEFT_OUT)})
+    features = {name.removesuffix(LEFT_OUT) for _, name in backend.fallbacks() if name.endswith(LEFT_OUT)}
+    missing += sorted(str(LeftOut(feature)) for feature in features)
     if model is None:
         return Explanation(backend.get_backend(), counts, decode_loops=loops, missing=missing)
     graphs = [line for describe in _describers() for line in describe(model)]

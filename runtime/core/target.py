@@ -31,5 +31,7 @@ RAGGED: bool = True
 """Whether layers can run on the tokens alone that a mask shows."""
 ATTENTION: bool = True
 """Whether torch's attention kernels can be chosen, by name or by a table."""
+EAGER: bool = True
+"""Whether attention that a model writes out is one kernel in a step."""
 READS: bool = True
 """Whether its layers may read prompts by the functions of a step."""

@@ -37,7 +37,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHAINS, CHANGES
+from ..core.target import CARRIED, CHAINS, CHANGES, EAGER
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
@@ -632,7 +632,11 @@ class DecodeGraph:
         with cache.step(width):
             attention = StepAttention(cache, [] if self.watched is None else self.watched.heard)
             instead = {functional.scaled_dot_product_attention: attention.plain}
-            handlers: Handlers = {**HANDLERS, functional.scaled_dot_product_attention: attention}
+            handlers: Handlers = {functional.scaled_dot_product_attention: attention}
+            if EAGER:
+                handlers = {**HANDLERS, **handlers}
+            elif self.model.config.get_text_config(decoder=True)._attn_implementation == "eager":
+                backend.count_fallback("decode_step", "eager_left_out")
             products = StepProducts(instead, handlers, poisons=rehearses())
             if CHAINS:
                 products.chains = FUNCTIONS

@@ -153,3 +153,13 @@ def test_batches_whose_layers_would_be_packed_say_what_they_lack(folder: Path) -
     said = str(package.explain(model))
     assert "forward: ragged_left_out" in said
     assert "ragged did not come along: rewrite sync small_llama --with ragged" in said
+
+
+def test_attention_that_a_model_writes_out_says_what_it_lacks(folder: Path) -> None:
+    package, model = small(folder)
+    model.set_attn_implementation("eager")
+    model._step_without_graph = True
+    model.generate(torch.arange(6)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    said = str(package.explain(model))
+    assert "decode_step: eager_left_out" in said
+    assert "eager did not come along: rewrite sync small_llama --with eager" in said
