@@ -105,12 +105,12 @@ def tune(
 
 def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
     from rewrite.deliver import report
-    from rewrite.tuning import products
+    from rewrite.tuning import choices, products
 
     with screen.working("tuning") as progress:
         outcome = products.tune_products(plan, lengths, progress)
     name = plan.shape or Path(str(plan.weights)).name
-    rows = products.rows(outcome.choices)
+    rows = choices.rows(outcome.choices, products.VENDOR)
     screen.figures(f"{name} · products · {outcome.chip}", products.HEADINGS, rows, ())
     screen.line("written", str(outcome.path))
     data = {"chip": outcome.chip, "headings": products.HEADINGS, "products": rows, "written": str(outcome.path)}
@@ -120,12 +120,12 @@ def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: P
 
 def _attention(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
     from rewrite.deliver import report
-    from rewrite.tuning import attention
+    from rewrite.tuning import attention, choices
 
     with screen.working("tuning") as progress:
         outcome = attention.tune_attention(plan, lengths, progress)
     name = plan.shape or Path(str(plan.weights)).name
-    rows = attention.rows(outcome.choices)
+    rows = choices.rows(outcome.choices, attention.OWN)
     screen.figures(f"{name} · attention · {outcome.chip}", attention.HEADINGS, rows, ())
     screen.line("written", str(outcome.path))
     every = {choice.size: choice.us for choice in outcome.choices}

@@ -189,8 +189,8 @@ class Padding:
         """
         try:
             for tensor, other, dims in zip(tensors_in(wanted), found, self._cut.dims, strict=True):
-                if RAGGED and text.tokens and dims.length:
-                    _agree_where_shown(tensor, other, dims, text.given[MASK])
+                if RAGGED and text.tokens and dims.length and (mask := text.given[MASK]) is not None:
+                    _agree_where_shown(tensor, other, dims, mask)
                     continue
                 compare([tensor], [other])
                 if dims.length or dims.rows:
