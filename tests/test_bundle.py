@@ -225,7 +225,8 @@ def test_a_branch_that_is_left_out_hands_over_to_the_next(monkeypatch: pytest.Mo
         "    if ROCM:",
         "        return 3",
         "    else:",
-        "        return 4",
+        "        if x:",
+        "            return 4",
     ]
     found = reader(monkeypatch, "def g(x): ...\ndef h(x): ...\n" + "\n".join(lines) + "\n")
     part = found.parts[2]
@@ -233,7 +234,52 @@ def test_a_branch_that_is_left_out_hands_over_to_the_next(monkeypatch: pytest.Mo
     monkeypatch.setattr(parts, "file", lambda name: found)
     monkeypatch.setattr(parts, "final_names", lambda: {Own(part.file, name): name for name in "fgh"})
     assert bundle._text(part, frozenset()) == lines
-    assert bundle._text(part, frozenset({"ROCM"})) == [lines[0], "    if x:", lines[4], *lines[7:]]
+    assert bundle._text(part, frozenset({"ROCM"})) == [lines[0], "    if x:", lines[4], "    if x:", "        return 4"]
+    with pytest.raises(NotFollowed, match="else behind elif ROCM"):
+        reader(monkeypatch, "def f(x):\n    if x: ...\n    elif ROCM: ...\n    else: ...\n")
+
+
+def test_what_only_a_variant_of_a_kernel_has_goes_with_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["def kernel(x, CENTRED):", "    if CENTRED:", "        x = g(x)", "    else:", "        x = h(x)"]
+    found = reader(monkeypatch, "def g(x): ...\ndef h(x): ...\n" + "\n".join(lines) + "\n")
+    part = found.parts[2]
+    monkeypatch.setattr(parts, "file", lambda name: found)
+    monkeypatch.setattr(parts, "final_names", lambda: {Own(part.file, name): name for name in ("g", "h", "kernel")})
+    assert [use.written for use in parts.uses(part, frozenset({"LAYER_NORM"}))] == ["h"]
+    assert bundle._text(part, frozenset({"LAYER_NORM"})) == [lines[0], "    x = h(x)"]
+    assert bundle._text(part, frozenset()) == lines
+
+
+def test_no_variant_of_a_kernel_is_launched_that_is_not_there() -> None:
+    """`CENTRED` and `SHIFT` are of a `LayerNormPrologue`, which nothing makes where no module can be a LayerNorm."""
+    uses = ("decode.GraphGeneration", "attention.qkv_step", "products.gated_linear")
+    for forms, makes in ((), False), (("norms.add_layer_norm",), True):
+        made = runtime_files.files(runtime_files.closure_of([*uses, *forms], "cuda", ()))
+        text = "\n".join(data.decode() for data in made.values()).replace("class LayerNormPrologue(", "")
+        assert (makes, makes) == ("LayerNormPrologue(" in text, "if CENTRED:" in text)
+
+
+def test_methods_go_with_what_calls_them() -> None:
+    made = runtime_files.files(runtime_files.closure_of(["decode.GraphGeneration"], "cuda", ()))
+    products, decode = made["runtime/products.py"].decode(), made["runtime/decode.py"].decode()
+    assert not [name for name in ("_layer_norm", "_turned", "take_out", "is_read") if f"def {name}(" in products]
+    assert "def _once_more(" not in decode
+    with_all = runtime_files.files(runtime_files.closure_of(["decode.GraphGeneration", *FORMS], "cuda", ()))
+    assert "        def _turned(" in with_all["runtime/products.py"].decode()
+    assert "        def _once_more(" in with_all["runtime/decode.py"].decode()
+
+
+def test_kernels_have_several_parameters_in_a_line() -> None:
+    names = [f"some_pointer_{number}" for number in range(9)]
+    head = "@triton.jit\ndef kernel(  # type: ignore[no-untyped-def]\n"
+    given = "".join(f"    {name},\n" for name in names) + "    I: tl.constexpr,  # noqa: E741\n"
+    text = f"{head}{given}):\n    return 1\n"
+    filled = bundle._with_filled_parameters(text)
+    assert filled == (
+        f"{head}    {', '.join(names[:7])},\n    {', '.join(names[7:])}, I: tl.constexpr,  # noqa: E741\n"
+        "):  # fmt: skip\n    return 1\n"
+    )
+    assert bundle._with_filled_parameters(filled.replace("@triton.jit\n", "")) == filled.replace("@triton.jit\n", "")
 
 
 def test_what_cannot_be_followed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def _with_filled_parameters(text: str) -> str:
     for kernel in reversed([node for node in statements(ast.parse(text)) if _is_kernel(node)]):
         assert isinstance(kernel, ast.FunctionDef)
         first, last = kernel.args.args[0].lineno, kernel.args.args[-1].lineno
-        if first == last or kernel.args.defaults:
+        if first == last or kernel.args.defaults or "fmt: skip" in lines[last]:
             continue
         indent = " " * kernel.args.args[0].col_offset
         pragmas = {arg.arg: lines[arg.lineno - 1].partition("  # ")[2] for arg in kernel.args.args}
@@ -175,6 +175,9 @@ def _text(part: Part, without: frozenset[str]) -> list[str]:
         if last < part.last and lines[first - part.first].lstrip().startswith("if "):
             following = lines[last + 1 - part.first]
             lines[last + 1 - part.first] = re.sub(r"^( *)elif ", r"\1if ", following)
+    for first, last, name in part.moved:
+        for number in range(first, last + 1) if name in without else ():
+            lines[number - part.first] = lines[number - part.first].removeprefix("    ")
     return [line for number, line in enumerate(lines, part.first) if number not in left_out]
 
 

@@ -514,19 +514,20 @@ class DecodeGraph:
         written = length + (1 if several is None else several.shape[1])
         return compared(self.cache, written, ordinary, step, nudged)
 
-    def _look_for_changes(self) -> None:
-        """Run a step once more: what it makes at its first run is there."""
-        if CHANGES:
+    if CHANGES:
+
+        def _look_for_changes(self) -> None:
+            """Run a step once more: what it makes at its first run is there."""
             before = Before(self.model, self.carried.buffers)
             self._once_more()
             if (changes := before.changes()) is not None:
                 raise StepChanges(changes, changes.named(self.model))
             self._kept[self._kind] = Kept(self.model)
 
-    def _once_more(self) -> None:
-        """Run a step and leave everything as it is."""
-        with rehearsing(), self._held(), self._as_for_decoding():
-            self.forward()
+        def _once_more(self) -> None:
+            """Run a step and leave everything as it is."""
+            with rehearsing(), self._held(), self._as_for_decoding():
+                self.forward()
 
     def _step_with(self, sampling: Sampling | None, several: Tensor | None = None) -> Callable[[], None]:
         """Return a step with what follows it."""
