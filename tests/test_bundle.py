@@ -234,7 +234,13 @@ def test_a_branch_that_is_left_out_hands_over_to_the_next(monkeypatch: pytest.Mo
     monkeypatch.setattr(parts, "file", lambda name: found)
     monkeypatch.setattr(parts, "final_names", lambda: {Own(part.file, name): name for name in "fgh"})
     assert bundle._text(part, frozenset()) == lines
-    assert bundle._text(part, frozenset({"ROCM"})) == [lines[0], "    if x:", lines[4], "    if x:", "        return 4"]
+    assert bundle._text(part, frozenset({"ROCM"})) == [
+        lines[0],
+        "    if x:",
+        lines[4],
+        "    if x:",
+        "        return 4",
+    ]
     with pytest.raises(NotFollowed, match="else behind elif ROCM"):
         reader(monkeypatch, "def f(x):\n    if x: ...\n    elif ROCM: ...\n    else: ...\n")
 

@@ -182,7 +182,12 @@ class StepProducts(PutsOff):
 
         def _turned(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
             if input.is_contiguous():
-                if type(weight) is nn.Parameter and weight.dim() == 2 and takes_few_rows(input) and memory.turn(weight):
+                if (
+                    type(weight) is nn.Parameter
+                    and weight.dim() == 2
+                    and takes_few_rows(input)
+                    and memory.turn(weight)
+                ):
                     return self._product(input, weight.t(), bias)
                 if takes_transposed(input, weight, bias):
                     product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
