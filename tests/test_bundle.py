@@ -265,6 +265,14 @@ def test_no_variant_of_a_kernel_is_launched_that_is_not_there() -> None:
         assert (makes, makes) == ("LayerNormPrologue(" in text, "if CENTRED:" in text)
 
 
+@pytest.mark.parametrize("use", [offer.use for offer in offers() if offer.room == "moe"])
+def test_what_loads_layers_as_they_are_published_comes_with_them(use: str) -> None:
+    taken = runtime_files.closure_of(["package.NativeCheckpoint", use], "cuda", ())
+    names = {own.name for own in taken.definitions}
+    assert ("MxExperts" in names) == ("_published" in names)
+    assert {"MxExperts", "BlockLinear"}.isdisjoint(of_llama(without=("formats",))[1])
+
+
 def test_methods_go_with_what_calls_them() -> None:
     made = runtime_files.files(runtime_files.closure_of(["decode.GraphGeneration"], "cuda", ()))
     products, decode = made["runtime/products.py"].decode(), made["runtime/decode.py"].decode()

@@ -56,10 +56,11 @@ names of a file whose modules may be of that form, or who tells by its tree."""
 MARKS = {
     "CARRIED": ("decode.keeps_states", "decode.hands_on_states", "cache.keeps_own_cache"),
     "GROWS": ("cache.grows_in_layers",),
+    "LOADS": ("moe.fused_experts", "moe.chosen_experts"),
     "READS": ("attention.qkv_step",),
 }
-"""By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind, and
-the function of a step without which none reads a prompt."""
+"""By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind; the
+function of a step without which none reads a prompt; and the experts that may be loaded as they are published."""
 
 _ELSEWHERE = re.compile(
     r"Auto(Model|Backbone)|^transformers\.models\.(?!.*\.configuration_)|^\.(?!runtime|configuration_)"

@@ -33,5 +33,7 @@ ATTENTION: bool = True
 """Whether torch's attention kernels can be chosen, by name or by a table."""
 EAGER: bool = True
 """Whether attention that a model writes out is one kernel in a step."""
+LOADS: bool = True
+"""Whether it has layers that are loaded in their published form, where transformers would change it."""
 READS: bool = True
 """Whether its layers may read prompts by the functions of a step."""
