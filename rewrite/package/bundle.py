@@ -69,7 +69,8 @@ def _room(room: str, taken: Closure) -> str:
     guarded = {test: [*outside.get(test, []), *inside.get(test, [])] for test in {*outside, *inside}}
     for name in ordered:
         here = parts.file(name)
-        lines += ["", *textwrap.wrap(here.summary, 117, initial_indent="# ", subsequent_indent="# "), ""]
+        said = f"{name.partition('/')[2]}.py: {here.summary}"
+        lines += ["", *textwrap.wrap(said, 117, initial_indent="# ", subsequent_indent="# ")]
         lines += _file(here, by_file[name], guarded, taken.without)
     for test, body in guarded.items():
         lines += [f"if {test}:", *(f"    {statement}" for statement in body)]
@@ -123,16 +124,21 @@ def _is_kernel(node: ast.AST) -> bool:
 
 
 def _file(here: File, chosen: Sequence[Part], guarded: dict[str, list[str]], without: frozenset[str]) -> Iterator[str]:
-    """Yield the lines of the parts of a file; those that stood under one `if` stand under one again."""
+    """Yield the lines of the parts of a file; those that stood under one `if` stand under one again.
+
+    The first stands right below what says of the file what it is, and others have blank lines where they had them.
+    """
     guard = 0
-    for part in chosen:
+    for number, part in enumerate(chosen):
+        spaced = number > 0 and not here.lines[part.first - 2].strip()
         if part.guard != guard and part.guard:
             condition = here.guards[part.guard]
             test = _condition(condition)
-            yield from ["", f"if {test}:"]
+            yield from [*[""] * bool(number), f"if {test}:"]
             yield from (f"    {statement}" for statement in guarded.pop(test, []))
+            spaced = True
+        yield from [""] * (spaced or part.guard != guard)
         guard = part.guard
-        yield ""
         yield from _text(part, without)
 
 
