@@ -75,7 +75,8 @@ Nothing fails for want of it. A model on several GPUs generates in transformers'
 with scales for blocks are called as transformers has them; without `training` gradients are torch's, of the operators
 that the original has; a batch is padded in whole; attention runs as torch chooses. `explain(model)` counts each of
 these calls (`ranks_left_out`, `formats_left_out`, `attention_left_out`, …) and names the command that brings what was
-missing. To choose an attention kernel in code (`set_attention_backend`) is an error that names it.
+missing. To choose an attention kernel in code (`set_attention_backend`), or to save a model with its code, is an
+error that names it.
 
 ## What can be left out
 

@@ -345,6 +345,26 @@ SDPA = "class Model:\n    _supports_sdpa = True\n"
 SOFTMAX = "def {}(q, k, v):\n    return F.softmax(q @ k, -1) @ v\n"
 
 
+STEP = "class Model(GraphGeneration):\n    {}\n"
+PLAIN = STEP.format("def forward(self, input_ids, attention_mask=None, past_key_values=None, **kwargs): ...")
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        ("class Model: ...", False),
+        (PLAIN, False),
+        (STEP.format("def forward(self, input_ids, pixel_values=None): ..."), True),
+        (STEP.format("def forward(self, input_ids, *, decoder_input_ids=None): ..."), True),
+        (STEP.format("def forward(self, input_ids, *more): ..."), True),
+        (STEP.format("config: int"), True),  # who knows what is inherited
+        (f"{PLAIN}    def prepare_inputs_for_generation(self): ...\n", True),
+    ],
+)
+def test_what_a_step_may_be_given_is_told_by_the_file(text: str, needed: bool) -> None:
+    assert ("inputs" in needed_by(text)) == needed
+
+
 @pytest.mark.parametrize(
     ("text", "needed"),
     [

@@ -79,8 +79,7 @@ def show_written(
     if package.shared is not None:
         screen.line("runtime", _shared(package.shared))
     if absent := [name for name in features.ON_REQUEST if name in package.lock.options.without]:
-        said = f"without {', '.join(absent)}: --with NAME brings it"
-        screen.line("runtime" if package.shared is None else "", said)
+        screen.line("runtime" if package.shared is None else "", f"more: --with {'|'.join(absent)}")
     main = headline(build.source, build.rewritten.decode_loops)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rewrite.package import targets
 from rewrite.package.module_writes import may_change_modules
+from rewrite.package.step_arguments import gives_more
 from rewrite.package.step_functions import may_call_functions
 from rewrite.package.written_attention import writes_attention
 
@@ -29,7 +30,15 @@ FEATURES = {
         "the decode loop of models that are dealt to several GPUs (`tp_plan`), fused layers there (`device_map`)",
     ),
     "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
+    "inputs": (
+        "INPUTS",
+        "the decode loop for models and calls that give a step more than tokens, a mask and positions",
+    ),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
+    "upload": (
+        "UPLOAD",
+        "`save_pretrained` and `push_to_hub` with code (`register_for_auto_class`), as `rewrite export --hub`",
+    ),
     "training": (
         "TRAINING",
         "gradients by kernels, where torch would differentiate the operators of the original",
@@ -37,7 +46,7 @@ FEATURES = {
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
 
-ON_REQUEST = ("attention", "eager", "formats", "ragged", "ranks")
+ON_REQUEST = ("attention", "eager", "formats", "inputs", "ragged", "ranks", "upload")
 """What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
 
 IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})
@@ -131,10 +140,14 @@ def needed_for(config: Mapping[str, Any], model: str, cards: int, text: str) -> 
 def needed_by(text: str) -> dict[str, str]:
     """Return which of `ON_REQUEST` a rewritten file needs, with what shows it."""
     tree = ast.parse(text)
+    found = {}
     if writes_attention(tree):
-        return {"eager": "its file writes attention out"}
-    others = any(map(_ELSEWHERE.search, _names(tree)))
-    return {"eager": "its file takes modules of others, which may write attention out"} if others else {}
+        found["eager"] = "its file writes attention out"
+    elif any(map(_ELSEWHERE.search, _names(tree))):
+        found["eager"] = "its file takes modules of others, which may write attention out"
+    if gives_more(tree):
+        found["inputs"] = "its models give a step more than tokens and positions"
+    return found
 
 
 def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> frozenset[str]:

@@ -35,5 +35,9 @@ EAGER: bool = True
 """Whether attention that a model writes out is one kernel in a step."""
 LOADS: bool = True
 """Whether it has layers that are loaded in their published form, where transformers would change it."""
+UPLOAD: bool = True
+"""Whether models are saved with their code."""
+INPUTS: bool = True
+"""Whether steps may be given more than tokens, a mask and positions."""
 READS: bool = True
 """Whether its layers may read prompts by the functions of a step."""

@@ -25,7 +25,7 @@ from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
-from ..core.target import CARRIED, RANKS
+from ..core.target import CARRIED, INPUTS, RANKS
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
@@ -42,6 +42,7 @@ MOST_ASSISTED = 5
 REASONS = {
     "cpu": "the model is not on a GPU",
     "ranks_left_out": "the model is on several GPUs, and the package was made without ranks",
+    "inputs_left_out": "a step is given more than tokens and positions, and the package was made without inputs",
     "several_devices": "the model's layers are on several devices, or its tensors are split over them",
     "parallel_style": "the plan deals a module to the ranks in a way that is not known here",
     "parallel_mesh": "tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
@@ -338,6 +339,8 @@ def _unfit_call(model: Any, call: Call) -> str | None:
 
 def _unfit_inputs(model: Any, call: Call) -> str | None:
     own = has_own_inputs(model, call)
+    if own and not INPUTS:
+        return "inputs_left_out"
     if (own and not can_watch()) or call.input_ids.dim() != 2 or call.input_ids.shape[1] == 0:
         return "inputs"
     if call.input_ids.device != model.device:

@@ -37,7 +37,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHAINS, CHANGES, EAGER
+from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, INPUTS
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
@@ -51,7 +51,6 @@ from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
 from .sampling import Sampling, StepState
-from .step_inputs import StepInputs
 from .step_length import StepLength
 
 PROGRAMS_KEPT = 8
@@ -168,10 +167,10 @@ class DecodeGraph:
         """Kinds of steps, and how many tokens they read."""
         self._hiding: set[Hashable] = set()
         """Kinds of steps that need a 2D mask over the slots that are written: the model's own masks hide no others."""
-        self._watched: OrderedDict[Hashable, StepInputs] = OrderedDict()
+        self._watched: OrderedDict[Hashable, Any] = OrderedDict()
         self._constants = StepConstants()
-        self.watched: StepInputs | None = None
-        """What the model's own loop gives the running call's steps, where that is more than `_inputs`."""
+        self.watched: Any = None
+        """A `StepInputs`: what the model's own loop gives the steps of a call, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
         self._cached: dict[str, Any] = {"use_cache": True}
         if not self.carried.argument:
@@ -355,9 +354,9 @@ class DecodeGraph:
         """Bytes of the cache, and of states beside it."""
         return self.cache.nbytes + sum(buffer.nbytes for buffer in self.carried.buffers)
 
-    def watch(self, inputs: StepInputs | None) -> None:
-        """Take over what the steps of a call are given besides tokens and mask; None for nothing but positions."""
-        if inputs is not None:
+    def watch(self, inputs: Any) -> None:
+        """Take over the `StepInputs` of a call, beside tokens and mask; None for nothing but positions."""
+        if INPUTS and inputs is not None:
             known = self._watched.setdefault(inputs.key, inputs)
             if known is not inputs:
                 known.load(inputs)
@@ -611,7 +610,7 @@ class DecodeGraph:
         with self._stepping():
             outputs = self.model(**self._step_arguments(), return_dict=True)
             self.carried.advance(outputs)
-        if self.watched is not None:
+        if INPUTS and self.watched is not None:
             self.watched.advance()
         logits: Tensor = outputs.logits[:, -1]
         return logits
@@ -662,7 +661,7 @@ class DecodeGraph:
     def _arguments(self, mask: Tensor) -> dict[str, Any]:
         """Return what a step's forward is called with, the mask `[B, n]` as given."""
         states = self.carried.arguments
-        if self.watched is not None:
+        if INPUTS and self.watched is not None:
             return self.watched.arguments(self.state.input_ids, mask, self.cache) | states
         masked = {"attention_mask": mask} if "attention_mask" in self._inputs else {}
         return {**self._inputs, **masked, **states}

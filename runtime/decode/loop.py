@@ -24,7 +24,7 @@ from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
-from ..core.target import CHANGES, GROWS
+from ..core.target import CHANGES, GROWS, INPUTS
 from .arrival import Arrival
 from .assistant import Assistant
 from .changes import Before
@@ -216,10 +216,11 @@ class GraphLoop:
                 used = used.self_attention_cache  # a model with cross-attention may put it into a cache of both
             if used is not cache or graph.cache.length == 0:
                 raise self._refuse(graph, "cache_unused")
-            watched = StepInputs(self.model, outputs, ids, inputs, graph.cache) if self.watches else None
-            if watched is not None and not watched.sees(self.call.mask):
-                raise Unfit("attention_mask")
-            graph.watch(watched)
+            if INPUTS and self.watches:
+                watched = StepInputs(self.model, outputs, ids, inputs, graph.cache)
+                if not watched.sees(self.call.mask):
+                    raise Unfit("attention_mask")
+                graph.watch(watched)
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
@@ -454,7 +455,7 @@ class GraphLoop:
         carried = graph.carried.leave() if graph.carried else None
         if keeps_cache(call):
             graph.cache.store(self.dynamic, length)
-            if graph.watched is not None:
+            if INPUTS and graph.watched is not None:
                 graph.watched.store(call.inputs.get(call.cache_name))
         if call.streamer is not None:
             call.streamer.end()

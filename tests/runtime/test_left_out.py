@@ -163,3 +163,25 @@ def test_attention_that_a_model_writes_out_says_what_it_lacks(folder: Path) -> N
     said = str(package.explain(model))
     assert "decode_step: eager_left_out" in said
     assert "eager did not come along: rewrite sync small_llama --with eager" in said
+
+
+def test_saving_with_code_says_what_it_lacks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = small(folder)
+    model.save_pretrained(tmp_path / "plain")
+    monkeypatch.setattr(type(model), "_auto_class", "AutoModelForCausalLM")
+    with pytest.raises(RuntimeError, match="upload did not come along: rewrite sync small_llama --with upload"):
+        model.save_pretrained(tmp_path / "with_code")
+    assert not (tmp_path / "with_code").exists()
+
+
+def test_a_step_that_is_given_more_says_what_it_lacks(folder: Path) -> None:
+    package, model = small(folder)
+    model._step_without_graph = True
+    ids = torch.arange(6)[None]
+    given = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **given)
+    found = model.generate(ids, inputs_embeds=model.get_input_embeddings()(ids).detach(), **given)
+    assert torch.equal(found, wanted)
+    said = str(package.explain(model))
+    assert "generate: inputs_left_out" in said
+    assert "inputs did not come along: rewrite sync small_llama --with inputs" in said
