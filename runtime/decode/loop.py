@@ -240,13 +240,12 @@ class GraphLoop:
 
     def _cache_for_the_prompt(self, graph: DecodeGraph) -> Cache:
         """Return what the model is given: the graph's cache, beside one of an encoder's output where it wants that."""
-        given = self.call.inputs.get(self.call.cache_name)
-        if not isinstance(given, EncoderDecoderCache):
-            return graph.cache
-        cross = DynamicCache()
-        cross.layers = [copy.copy(layer) for layer in given.cross_attention_cache.layers]
-        cross.layer_class_to_replicate = given.cross_attention_cache.layer_class_to_replicate
-        return EncoderDecoderCache(graph.cache, cross)
+        if INPUTS and isinstance(given := self.call.inputs.get(self.call.cache_name), EncoderDecoderCache):
+            cross = DynamicCache()
+            cross.layers = [copy.copy(layer) for layer in given.cross_attention_cache.layers]
+            cross.layer_class_to_replicate = given.cross_attention_cache.layer_class_to_replicate
+            return EncoderDecoderCache(graph.cache, cross)
+        return graph.cache
 
     def _next_position_ids(self, graph: DecodeGraph, mask: Tensor | None) -> Tensor | int:
         """Return `[B or 1, 1]`, or one number for all rows."""
@@ -474,20 +473,27 @@ class GraphLoop:
 
     def _returned_cache(self) -> Any:
         """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
-        call, config = self.call, self.model.config
-        given = call.inputs[call.cache_name]
-        knows_both = "EncoderDecoderCache" in vars(sys.modules[type(self.model.base_model).__module__])
-        may_wrap = knows_both and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
-        if type(given) is not DynamicCache or not may_wrap or self.store.gives_back_plain:
-            return given
-        beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
-        one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
-        returned = given_back(one)
-        if not isinstance(returned, EncoderDecoderCache):
-            self.store.gives_back_plain = True
-            return given
-        returned.self_attention_cache = given
-        return returned
+        given = self.call.inputs[self.call.cache_name]
+        if INPUTS and type(given) is DynamicCache:
+            return self._wrapped(given)
+        return given
+
+    if INPUTS:
+
+        def _wrapped(self, given: DynamicCache) -> Cache:
+            call, config = self.call, self.model.config
+            knows_both = "EncoderDecoderCache" in vars(sys.modules[type(self.model.base_model).__module__])
+            may_wrap = knows_both and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
+            if not may_wrap or self.store.gives_back_plain:
+                return given
+            beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
+            one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
+            returned = given_back(one)
+            if not isinstance(returned, EncoderDecoderCache):
+                self.store.gives_back_plain = True
+                return given
+            returned.self_attention_cache = given
+            return returned
 
     def _keep(self, logits: Tensor | None, scores: Tensor | None) -> None:
         if self.call.keeps and logits is not None and scores is not None:
