@@ -83,6 +83,14 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
     rooms, names = of_llama(without=("formats",))
     assert "parallel" in rooms
     assert not names & {"BlockLinear", "block_linear_kernel"}
+    drafts = {"DraftedLoop", "Assistant", "Window", "look_up_kernel", "lookup_of"}
+    assert drafts <= names
+    assert not of_llama(without=("speculation",))[1] & drafts
+    more = {"StepInputs", "Written", "AttentionBackendUnavailable", "flat_files", "packed_run"}
+    assert more <= of_llama(("forward.CapturedForward", "attention.native_gqa"))[1]
+    without = ("inputs", "eager", "attention", "upload", "ragged")
+    names = of_llama(("forward.CapturedForward", "attention.native_gqa"), without)[1]
+    assert not names & more
     operators = ("attention.rotary", "norms.add_rms_norm")
     learns = {"rms_norm_backward_kernel", "_AddRmsNorm", "_Rotary", "_GatedActivation", "learned_projections", "again"}
     assert learns <= of_llama(operators)[1]

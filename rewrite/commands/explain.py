@@ -27,7 +27,7 @@ def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
     """Say what the transform NAME does, why, what it needs, and when it leaves a place alone.
 
     NAME may also be a part of the runtime that a package can do without: attention, chains, eager, formats, inputs,
-    ragged, ranks, training, upload. With --quiet in one line.
+    ragged, ranks, speculation, training, upload. With --quiet in one line.
     """
     from rich.markdown import Markdown
 

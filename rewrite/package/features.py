@@ -35,6 +35,10 @@ FEATURES = {
         "the decode loop for models and calls that give a step more than tokens, a mask and positions",
     ),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
+    "speculation": (
+        "SPECULATION",
+        "the decode loop where tokens are looked up in the prompt, or drafted by a smaller model",
+    ),
     "upload": (
         "UPLOAD",
         "`save_pretrained` and `push_to_hub` with code (`register_for_auto_class`), as `rewrite export --hub`",

@@ -39,5 +39,7 @@ UPLOAD: bool = True
 """Whether models are saved with their code."""
 INPUTS: bool = True
 """Whether steps may be given more than tokens, a mask and positions."""
+SPECULATION: bool = True
+"""Whether drafted tokens are checked several at a time."""
 READS: bool = True
 """Whether its layers may read prompts by the functions of a step."""

@@ -59,6 +59,7 @@ REASONS = {
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
     "beams": "the call searches with beams",
     "drafted": "another model drafts, which has no loop of this package, or the model's own heads do",
+    "speculation_left_out": "tokens are to be drafted, and the package was made without speculation",
     "drafts_for_rows": "tokens are drafted for one row only",
     "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
     "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",

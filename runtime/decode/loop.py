@@ -24,7 +24,7 @@ from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
-from ..core.target import CHANGES, GROWS, INPUTS
+from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .arrival import Arrival
 from .assistant import Assistant
 from .changes import Before
@@ -62,7 +62,8 @@ class GraphLoop:
         self.captures = model.device.type == "cuda" and not model._step_without_graph
         self.dynamic = call.cache if isinstance(call.cache, DynamicCache) else DynamicCache()
         self.watches = has_own_inputs(model, call)
-        self.assistant: Assistant | None = None
+        self.assistant: Any = None
+        """The `Assistant` that drafts."""
         self.loading: CompilerLoading | None = None
         self.sampling = self._sampling()
         self.kept_logits: list[Tensor] = []
@@ -137,9 +138,9 @@ class GraphLoop:
         """Return the graph of a step that has been compared with the model's, of the tokens `[B]` that come next."""
         graph.prove(tokens, self.sampling)
         program = self._program(graph)
-        if self.lookup is not None:
+        if SPECULATION and self.lookup is not None:
             self._prepare_window(graph, tokens)
-        if assistant is not None:
+        if SPECULATION and assistant is not None:
             self._assist(graph, assistant)
         return program
 
@@ -154,7 +155,7 @@ class GraphLoop:
             eos = torch.cat([ids.to(self.device) for ids in call.ends]).clone()
             pad = call.config._pad_token_tensor.to(self.device).view(1).clone()
         sampling = Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
-        if self.lookup is not None:
+        if SPECULATION and self.lookup is not None:
             if sampling.reads_ids:
                 raise Unfit("drafts_for_processor")
             sampling.lookup = self.lookup
@@ -167,7 +168,9 @@ class GraphLoop:
                 raise Unfit(self.store.refused[key].reason)
         if GROWS and not takes_padding(self.model) and not self.call.is_unpadded:
             raise Unfit("attention_mask")
-        room = min(self.call.steps - 1, FIRST_ROOM) + (0 if self.lookup is None else width_of(self.sampling))
+        room = min(self.call.steps - 1, FIRST_ROOM)
+        if SPECULATION and self.lookup is not None:
+            room += width_of(self.sampling)
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:
             graph = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
@@ -267,36 +270,51 @@ class GraphLoop:
             key = self.sampling.key if self.sampling.forms else None
             raise self._refuse(graph, "step_not_capturable", key, error) from error
 
-    def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
-        """Try and capture the step of several tokens, where there is room for one behind the prompt."""
-        width = width_of(self.sampling)
-        if not fits(graph, width, self._positions()):
-            return
-        several = token[:, None] + torch.arange(width, device=self.device)
-        try:
-            graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
-            graph.program(self.sampling, Window)
-        except StepDiffers as error:
-            raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
-        except (StepFails, CaptureFailed) as error:
-            raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
+    if SPECULATION:
 
-    def _assist(self, graph: DecodeGraph, model: Any) -> None:
-        """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
-        assert self.lookup is not None
-        room = graph.cache.capacity - self.prompt_length
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if graph.cache.length != self.prompt_length or (positions is not None and positions < graph.cache.capacity):
-            raise Unfit("drafted")
-        ids, mask = self.call.input_ids, self.call.mask
-        self.assistant = Assistant(
-            model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
-        )
+        def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
+            """Try and capture the step of several tokens, where there is room for one behind the prompt."""
+            width = width_of(self.sampling)
+            if not fits(graph, width, self._positions()):
+                return
+            several = token[:, None] + torch.arange(width, device=self.device)
+            try:
+                graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
+                graph.program(self.sampling, Window)
+            except StepDiffers as error:
+                raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
+            except (StepFails, CaptureFailed) as error:
+                raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
 
-    def _positions(self) -> int | None:
-        """Return how many positions the model has, as far as its configuration says."""
-        found: int | None = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return found
+        def _assist(self, graph: DecodeGraph, model: Any) -> None:
+            """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
+            assert self.lookup is not None
+            room = graph.cache.capacity - self.prompt_length
+            positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            if graph.cache.length != self.prompt_length or (
+                positions is not None and positions < graph.cache.capacity
+            ):
+                raise Unfit("drafted")
+            ids, mask = self.call.input_ids, self.call.mask
+            self.assistant = Assistant(
+                model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
+            )
+
+        def _decode_drafted(self, graph: DecodeGraph, program: Program, reader: Reader, lookup: Lookup) -> DecodeGraph:
+            if lookup.ngram:
+                look_up(graph.state, lookup, self.sampling.eos)
+            loop = DraftedLoop(
+                self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
+                self.assistant,
+            )  # fmt: skip
+            return loop.run(graph, program)
+
+        def _positions(self) -> int | None:
+            """Return how many positions the model has, as far as its configuration says."""
+            found: int | None = getattr(
+                self.model.config.get_text_config(decoder=True), "max_position_embeddings", None
+            )
+            return found
 
     def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
@@ -382,15 +400,9 @@ class GraphLoop:
         self, graph: DecodeGraph, program: Program | PlainStep, reader: Reader, progress: Progress, start: int
     ) -> DecodeGraph:
         """Replay until the reader has seen the end; return the graph that holds it."""
-        if self.lookup is not None:
+        if SPECULATION and self.lookup is not None:
             assert isinstance(program, Program)
-            if self.lookup.ngram:
-                look_up(graph.state, self.lookup, self.sampling.eos)
-            loop = DraftedLoop(
-                self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
-                self.assistant,
-            )  # fmt: skip
-            return loop.run(graph, program)
+            return self._decode_drafted(graph, program, reader, self.lookup)
         steps, waiting = self.call.steps, progress.waiting
         chunk, ahead = STREAMED_CHUNK if self.plan.streams else CHUNK, 2
         outlives = self.plan.keeps_cache or graph.carried.argument in self.call.inputs

@@ -54,7 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("left_out")
     chosen = select()
     files = assemble(
-        build(resolve("llama"), chosen), chosen, Options(without=(*ON_REQUEST, "training")), place / "small_llama"
+        build(resolve("llama"), chosen),
+        chosen,
+        Options(without=(*ON_REQUEST, "speculation", "training")),
+        place / "small_llama",
     ).files
     for path, content in files.items():
         (place / "small_llama" / path).parent.mkdir(parents=True, exist_ok=True)
@@ -185,3 +188,15 @@ def test_a_step_that_is_given_more_says_what_it_lacks(folder: Path) -> None:
     said = str(package.explain(model))
     assert "generate: inputs_left_out" in said
     assert "inputs did not come along: rewrite sync small_llama --with inputs" in said
+
+
+def test_drafted_tokens_say_what_they_lack(folder: Path) -> None:
+    package, model = small(folder)
+    model._step_without_graph = True
+    ids = torch.arange(6).repeat(2)[None]
+    given = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **given)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=2, **given), wanted)
+    said = str(package.explain(model))
+    assert "generate: speculation_left_out" in said
+    assert "speculation did not come along: rewrite sync small_llama --with speculation" in said
