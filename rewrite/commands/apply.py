@@ -115,8 +115,10 @@ class Job:
 @click.option(
     "--without",
     multiple=True,
+    metavar="NAME",
     type=click.Choice(tuple(FEATURES)),
-    help="Leave this out of the runtime; repeatable. A package keeps its choice until told. docs/size.md has sizes.",
+    help=f"Leave {' or '.join(sorted(FEATURES))} out of the runtime; repeatable. A package keeps its choice until "
+    "told. docs/size.md has sizes.",
 )
 @runtime_option
 @click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
