@@ -103,7 +103,7 @@ class Models:
         """The original with its projections rounded to 8 bits and back, and their inputs where those are quantised."""
         import torch
 
-        form = self.runtime["fp8.format"]
+        form = self.runtime["core.e4m3"]
         model = self._with_the_same_weights(model_class)
         dtype = form.dtype_for(self.plain.lm_head.weight)
 
@@ -121,7 +121,7 @@ class Models:
 
 
 RUNTIME = (
-    "fp8.format",
+    "core.e4m3",
     "fp8.weights",
     "fp8.step",
     "fp8.product",

@@ -1,9 +1,10 @@
 """Times every tile of every kernel in whole steps of Llamas of many widths, to hold `runtime/core/tiles.py` to.
 
-    python bench/step_tiles.py measure PACKAGE RESULTS.json [--steps 1.5b:1,8b:8] [--limit-seconds 265]   # on a GPU
-    python bench/step_tiles.py compare RESULTS.json [--processors 132]                                   # anywhere
+    python bench/step_tiles.py measure PACKAGE RESULTS.json [--steps 1.5b:1,8b:8] [--kinds linear,gated,qkv]
+        [--layers 24] [--limit-seconds 265]                                     # on a GPU
+    python bench/step_tiles.py compare RESULTS.json… [--processors 132]         # anywhere
 
-A step has four layers and the head, of the widths of a published model, with 512 tokens before. Kernels overlap in a
+A step has layers and the head, of the widths of a published model, with 512 tokens before. Kernels overlap in a
 step, so a kernel is not timed alone: the graph of the step is replayed with each of its tiles in turn, the others as
 the rule has them, or as the best were that were found before. `compare` prints what the rule of today loses, a call.
 """
@@ -33,8 +34,23 @@ WIDTHS = {
 }
 """Hidden and inner width, heads of queries and of keys, their width, vocabulary: Qwen, Gemma, Llama by size."""
 STEPS = ",".join(f"{name}:{rows}" for rows in (1, 8) for name in WIDTHS)
-LAYERS = 4
+LAYERS = 24
+"""Layers of a step at most, of as many as the published model has. In steps of four one call in four layers has to
+differ by a microsecond to be seen, and what a tile gained in them was seldom what it gained in all."""
+DEPTHS = {"0.5b": 24, "1b": 16}
+"""Layers of published models that have fewer than 26."""
 CONTEXT = 512
+PLAIN = (
+    (1, 2048, 2), (1, 2048, 4), (2, 2048, 2), (2, 2048, 4), (4, 2048, 8), (1, 4096, 4), (1, 4096, 8), (2, 4096, 8),
+    (4, 1024, 4), (1, 1024, 2), (2, 1024, 2), (2, 1024, 4), (4, 512, 2), (4, 512, 4), (8, 512, 4), (2, 512, 2),
+    (2, 256, 1),
+)  # fmt: skip
+"""Rows, columns and warps of products of one row."""
+HALVES = (
+    (1, 512, 2), (1, 512, 4), (2, 512, 2), (2, 512, 4), (1, 1024, 2), (1, 1024, 4), (1, 1024, 8), (2, 1024, 4),
+    (2, 1024, 8), (1, 2048, 4), (1, 2048, 8), (1, 4096, 8), (2, 256, 2),
+)  # fmt: skip
+"""The same where a program takes rows of two halves."""
 BLOCKS = (
     (64, 256, 4, 3), (64, 128, 4, 5), (128, 128, 4, 4), (128, 64, 4, 5), (64, 64, 4, 5), (32, 256, 4, 5),
     (64, 256, 4, 2), (128, 128, 8, 6), (128, 256, 8, 2), (32, 512, 4, 3), (64, 512, 8, 2), (64, 256, 4, 5),
@@ -50,24 +66,27 @@ def main() -> int:
     made.add_argument("package", type=Path, help="of Llama")
     made.add_argument("results", type=Path)
     made.add_argument("--steps", default=STEPS, help="widths and rows")
+    made.add_argument("--kinds", default="linear,gated,qkv,attention,skinny_linear,skinny_linear_32")
+    made.add_argument("--layers", type=int, default=LAYERS, help="at most")
     made.add_argument("--limit-seconds", type=float, default=600.0)
     read = commands.add_parser("compare")
-    read.add_argument("results", type=Path)
+    read.add_argument("results", type=Path, nargs="+")
     read.add_argument("--processors", type=int, default=132)
     given = parser.parse_args()
     if given.command == "measure":
-        measure(given.package, given.results, given.steps.split(","), given.limit_seconds)
+        kinds = given.kinds.split(",")
+        measure(given.package, given.results, given.steps.split(","), kinds, given.layers, given.limit_seconds)
     else:
-        compare(json.loads(given.results.read_text("utf-8")), given.processors)
+        compare([row for path in given.results for row in json.loads(path.read_text("utf-8"))], given.processors)
     return 0
 
 
-def measure(package: Path, results: Path, steps: list[str], limit: float) -> None:
+def measure(package: Path, results: Path, steps: list[str], kinds: list[str], most_layers: int, limit: float) -> None:
     """Time the candidates of each kernel of each step, until the time is up; what is left out is said."""
     import torch
 
     from rewrite.benchmark.models import build
-    from rewrite.tuning.candidates import Limits, one_row, splits, varied
+    from rewrite.tuning.candidates import Limits, splits
     from rewrite.tuning.run import rounds
     from rewrite.tuning.steps import Steps
     from rewrite.verify.models import sides
@@ -80,13 +99,17 @@ def measure(package: Path, results: Path, steps: list[str], limit: float) -> Non
 
     def options(name: str, current: Any) -> list[Any]:
         kind, shape, *_ = name.split()
+        if kind not in kinds:
+            return []
         if kind == "attention":
             return splits(current, int(shape.split("x")[3]), limits)
         rows, cols, _ = map(int, shape.split("x"))
         if kind.startswith("skinny"):
             found = several(kind, rows, cols, processors, limits.shared)
         else:
-            found = varied(one_row(kind, rows, cols, limits))
+            widest = 1 << (cols - 1).bit_length()
+            tiles = PLAIN if kind == "linear" else HALVES
+            found = [tile for tile in tiles if rows % tile[0] == 0 and tile[1] <= widest]
         return [entry for entry in dict.fromkeys(found) if entry != current][:26]
 
     began, rows = time.perf_counter(), list[dict[str, Any]]()
@@ -95,12 +118,15 @@ def measure(package: Path, results: Path, steps: list[str], limit: float) -> Non
             print(f"{step}: left out, no time", flush=True)
             continue
         name, batch = step.split(":")
-        model = build(main.rewritten, config(main.config_class, name), "bfloat16", "cuda")
+        layers = min(most_layers, DEPTHS.get(name, most_layers))
+        model = build(main.rewritten, config(main.config_class, name, layers), "bfloat16", "cuda")
         taken = Steps(model, int(batch), CONTEXT)
         used = taken.in_use({})
         taken.compile_ahead(rounds(taken, options))
         best: dict[str, Any] = {}
         for key, (entry, calls) in used.items():
+            if key.split()[0] not in kinds:
+                continue
             tried = [entry, *options(key, entry)]
             times = taken.times([{**best, key: option} for option in tried], 4)
             found = {
@@ -108,7 +134,8 @@ def measure(package: Path, results: Path, steps: list[str], limit: float) -> Non
                 for option, ms in zip(tried, times, strict=True)
                 if ms
             }
-            row = {"model": name, "batch": int(batch), "name": key, "calls": calls, "before": shown(entry)}
+            row: dict[str, Any] = {"model": name, "batch": int(batch), "layers": layers}
+            row |= {"name": key, "calls": calls, "before": shown(entry)}
             rows.append({**row, "step_us": found})
             winner = min(found, key=found.__getitem__)
             if found[winner] < 0.997 * found[shown(entry)]:
@@ -120,12 +147,12 @@ def measure(package: Path, results: Path, steps: list[str], limit: float) -> Non
         torch.cuda.empty_cache()
 
 
-def config(config_class: Any, name: str) -> Any:
-    """A configuration of four layers in the widths of a model."""
+def config(config_class: Any, name: str, layers: int) -> Any:
+    """A configuration of so many layers in the widths of a model."""
     hidden, inner, heads, kv_heads, head_dim, vocabulary = WIDTHS[name]
     return config_class(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=head_dim, vocab_size=vocabulary, num_hidden_layers=LAYERS, max_position_embeddings=4096,
+        head_dim=head_dim, vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=4096,
         pad_token_id=0,
     )  # fmt: skip
 

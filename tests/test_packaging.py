@@ -127,5 +127,5 @@ def test_the_runtime_of_a_package_exports_what_it_has() -> None:
         '__all__ = ["explain", "get_backend", "set_backend", "use_backend"]\n'
     )
     decoding = runtime_files.init(runtime_files.closure_of(["decode.GraphGeneration"], "cuda").rooms)
-    assert "from .decode import DecodeGraph, release_graphs\n" in decoding
-    assert '__all__ = ["DecodeGraph", "explain", ' in decoding
+    assert "from .decode import DecodeGraph, get_cache_format, release_graphs, set_cache_format\n" in decoding
+    assert '__all__ = [\n    "DecodeGraph",\n    "explain",' in decoding

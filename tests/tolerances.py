@@ -30,6 +30,14 @@ KERNEL = Tolerance(
 )
 
 
+IN_AN_EXPONENT = KERNEL._replace(
+    largest_floor_ulps=24.0,
+    row_floor_ulps=24.0,
+    reason="a weight of attention has the logarithm of its value's scale in its exponent, -22 to 5 for numbers of any "
+    "model: in fp32 that is rounded to 24 roundings of 1; in 16 bits it is none",
+)
+
+
 LOSS = KERNEL._replace(
     root_mean_square=2.0,
     reason="the column of the label is most of a row's gradient, and shares the roundings of the row's norm and of "
@@ -82,3 +90,10 @@ def assert_as_exact_as(
     row_floor = tolerance.row_floor_ulps * row_ulp * got.shape[-1] / got.numel()
     limit = tolerance.root_mean_square * theirs.square().mean().sqrt().item() + row_floor
     assert ours.square().mean().sqrt().item() <= limit
+
+
+# Logits in fp64 beside the original's, whose cache rounds to 8 bits in plain torch, relative: the same roundings,
+# unless two sums in another order meet one halfway, which moves a number by a sixteenth of it; none of these do.
+ROUNDED_CACHE = 1e-6
+# The same in fp32 by kernels: as a whole forward in another order.
+ROUNDED_CACHE_IN_FP32 = WHOLE_FORWARD_IN_FP32

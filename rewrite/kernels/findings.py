@@ -34,6 +34,7 @@ class Exemption:
 
 
 BYTES = "8 columns a head are 16 bytes, and a mask is one byte a slot"
+SCALES = "the scales of a slot are 4 bytes of 260, which all threads of its columns read"
 EXEMPTIONS = (
     Exemption("scalar loads", "rotary", "a program of 8 heads of 64 columns has 2 elements a thread", "Llama 1B"),
     Exemption("scalar loads", "rotary_rows", "one row of a table: 256 bytes that one wave reads at once", chips="hip"),
@@ -57,6 +58,9 @@ EXEMPTIONS = (
     Exemption("spills", "shared_sum", "8 bytes, once a wait for another card; not later", "8B", "cuda", "triton 3.4"),
     Exemption("scalar loads", "write_token", "one head: 256 bytes that one wave reads at once", chips="hip"),
     Exemption("scalar loads", "rope_cache", "one head a program: 2 pairs of columns a thread at most"),
+    Exemption("scalar loads", "decode_attention", SCALES, "Llama 8B, 8 bits, 32k", "gfx90a"),
+    Exemption("scalar loads", "decode_attention", SCALES, "Llama 8B, 8 bits, 32k", "gfx950"),
+    Exemption("scalar loads", "decode_attention", SCALES, "Gemma 9B, 8 bits, 32k", "gfx950"),
     Exemption(
         "scalar loads", "qkv_prompt", "every other column: a line's second half is in L1", "8B, 64 columns, prompt"
     ),
@@ -68,6 +72,8 @@ EXEMPTIONS = (
     Exemption("scalar loads", "take_best", "one program a step, for one number a block of the vocabulary"),
     Exemption("scalar loads", "chain", "one or two numbers a thread: it is short, and more threads wait less"),
     Exemption("scalar loads", "select_experts", "one score a thread"),
+    Exemption("scalar loads", "page_tables", "two numbers a row: it writes", chips="hip"),
+    Exemption("scalar loads", "slot_lists", "two numbers a row: it writes", chips="hip"),
 )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rewrite.runtime.fp8.format import Quantized, dtype_for
+from rewrite.runtime.cache.fp8_layer import Fp8Slots
+from rewrite.runtime.core.e4m3 import Quantized, as_read, dtype_for
 from rewrite.runtime.moe.form import ExpertsForm
 from rewrite.runtime.moe.selection import RoutingRule
 from rewrite.runtime.products.prologue import LayerNormPrologue, Prologue
@@ -37,6 +38,13 @@ def cache(model: Model, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a layer."""
     shape = (rows, model.kv_heads, capacity, model.head_dim)
     return tensor(*shape), tensor(*shape)
+
+
+def fp8_cache(model: Model, rows: int, capacity: int) -> Fp8Slots:
+    """Return the keys and values of a layer in 8 bits."""
+    shape, kind = (rows, model.kv_heads, capacity), dtype_for(tensor(1))
+    keys, values = (as_read(tensor(*shape, model.head_dim, dtype=kind)) for _ in range(2))
+    return Fp8Slots(keys, values, tensor(*shape, 2), kind == torch.float8_e4m3fnuz)
 
 
 def quantized(rows: int, cols: int) -> Quantized:

@@ -22,6 +22,7 @@ CALLED_FROM_OUTSIDE = {
     "core/arrivals": ("new", "of_graph"),
     "core/tiles": ("forget", "listen", "try_out"),
     "core/compile_ahead": ("compile_all", "variants"),
+    "decode/cache_format": ("get_cache_format", "set_cache_format"),
     "decode/graph": ("DecodeGraph",),
     "decode/graph_store": ("release_graphs", "store_of"),
     "forward/store": ("captured_kinds", "release_forwards"),

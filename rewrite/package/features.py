@@ -43,6 +43,7 @@ FEATURES = {
         "UPLOAD",
         "`save_pretrained` and `push_to_hub` with code (`register_for_auto_class`), as `rewrite export --hub`",
     ),
+    "fp8_cache": ("FP8_CACHE", "keys and values of captured decode steps in 8 bits, where that is asked for"),
     "training": (
         "TRAINING",
         "gradients by kernels, where torch would differentiate the operators of the original",
@@ -50,7 +51,7 @@ FEATURES = {
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
 
-ON_REQUEST = ("attention", "eager", "formats", "inputs", "ragged", "ranks", "upload")
+ON_REQUEST = ("attention", "eager", "formats", "fp8_cache", "inputs", "ragged", "ranks", "upload")
 """What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
 
 IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})

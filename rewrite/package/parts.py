@@ -24,7 +24,7 @@ _LOOPS_INSIDE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 SWITCHES = (
     "ROCM", "RANKS", "FORMATS", "TRAINING", "LAYER_NORM", "CONV1D", "INDEXER", "CARRIED", "GROWS", "CHANGES", "CHAINS",
-    "READS", "RAGGED", "ATTENTION", "EAGER", "LOADS", "UPLOAD", "INPUTS", "SPECULATION",
+    "READS", "RAGGED", "ATTENTION", "EAGER", "LOADS", "UPLOAD", "INPUTS", "SPECULATION", "FP8_CACHE",
 )  # fmt: skip
 """The names of `core/target`: what stands under `if ROCM` or `if ROCM and …` is for packages that have it. An `elif`
 may follow, which is the `if` where the first goes, or an `else`, whose statements take its place."""
@@ -408,7 +408,9 @@ def _switch(node: ast.If, hidden: frozenset[str]) -> str:
     first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else test
     if not isinstance(first, ast.Name):
         return ""
-    return KERNEL_SWITCHES.get(first.id, "") if first.id in hidden else first.id if first.id in SWITCHES else ""
+    if first.id in SWITCHES:
+        return first.id
+    return KERNEL_SWITCHES.get(first.id, "") if first.id in hidden else ""
 
 
 def _is_elif(node: ast.If) -> bool:

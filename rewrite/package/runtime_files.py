@@ -36,7 +36,7 @@ _ALWAYS = {
 
 _EXPORTS = {
     "core": ("explain", "get_backend", "set_backend", "use_backend"),
-    "decode": ("DecodeGraph", "release_graphs"),
+    "decode": ("DecodeGraph", "get_cache_format", "release_graphs", "set_cache_format"),
     "forward": (
         "release_forwards",
         "set_forward_graphs",

@@ -18,7 +18,7 @@ from . import calls as aiter_calls
 from .norms import DTYPES
 
 MAX_HEAD_DIM = 256
-_LEAST = 0.01
+LEAST = 0.01
 """Error against fp32 that aiter's own tests allow at least."""
 
 
@@ -115,7 +115,7 @@ def _holds(call: Any, states: list[Tensor], scale: float, causal: bool, window: 
     torchs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).transpose(1, 2)
     own = (torchs.float() - exact).abs().max()
     error = (got.float() - exact).abs().max()
-    return bool(torch.isfinite(got).all() & (error <= torch.clamp(2 * own, min=_LEAST)))
+    return bool(torch.isfinite(got).all() & (error <= torch.clamp(2 * own, min=LEAST)))
 
 
 def visible(queries: int, keys: int, causal: bool, window: int | None, device: torch.device) -> Tensor:

@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 SWITCH = "REWRITE_AITER_OFF"
 """Environment variable: operators that aiter is not to run, by comma, or `all`."""
+NAMED = "REWRITE_AITER_ON"
+"""Environment variable: operators that it runs besides, by comma, of those that have to be named."""
 
 
 class Operator(NamedTuple):
@@ -29,6 +31,8 @@ class Operator(NamedTuple):
     chips: frozenset[str]
     auto: bool
     """Whether the backend `auto` takes it, or only `aiter`."""
+    named: bool = False
+    """Whether it has to be named besides: it takes memory, rounds, or lays a cache otherwise than the bundled form."""
 
 
 _MI300 = frozenset({"gfx942", "gfx950"})
@@ -40,7 +44,12 @@ OPERATORS = {
     "layer_norm": Operator(_CDNA, auto=False),
     "gated_activation": Operator(_CDNA, auto=False),
     "gemm": Operator(_MI300, auto=True),  # with the gate that a tuned table is there
+    "add_rmsnorm_quant": Operator(_MI300, auto=False, named=True),  # rounds by other scales
+    "gemm_a8w8": Operator(_MI300, auto=False, named=True),  # copies of weights
+    "gemm_a8w8_blockscale": Operator(_MI300, auto=False, named=True),  # rounds the input
     "fused_moe": Operator(_MI300, auto=False),  # with the gate that the table has the shape
+    "unified_attention": Operator(_CDNA, auto=False),
+    "mla_decode": Operator(_MI300, auto=False, named=True),  # latents lie otherwise
     "topk_softmax": Operator(_CDNA, auto=False),
     "biased_grouped_topk": Operator(_CDNA, auto=False),
 }
@@ -65,6 +74,7 @@ REASONS = {
     "head_dim": "the head dimension is over 256 or no multiple of 8",
     "single_query": "aiter's kernel is for prompts: one query gives it a workgroup a head and a row, of 304",
     "heads": "the query heads are no multiple of the key heads, or batches or lengths differ",
+    "latent_heads": "aiter has kernels for 16 and for 128 heads that read latents in bf16",
     "more_queries_than_keys": "aiter aligns the causal mask with the last key, torch with the first",
     "mask": "a mask (padding, static cache, window) is given",
     "dropout": "dropout is wanted",
@@ -99,11 +109,15 @@ def chosen(operator: str, tensor: Tensor) -> bool:
 
 
 def function(
-    operator: str, path: str, tensors: tuple[str, ...], keywords: Collection[str], module: str = "aiter"
+    operator: str,
+    path: str,
+    tensors: tuple[str, ...],
+    keywords: Collection[str],
+    module: str | tuple[str, ...] = "aiter",
 ) -> Callable[..., Any] | None:
     """Return the function of aiter that `operator` is to call, as `aiter_probe.function`; None, and counted, if none.
 
-    The first call imports aiter, which may take a while.
+    Of several modules the first that can be imported has it. The first call imports aiter, which may take a while.
     """
     if not aiter_probe.tried():
         if capturing():
@@ -118,7 +132,10 @@ def function(
         backend.warn_once(f"aiter is not used: {failure}")
         refuse(operator, "import_failed")
         return None
-    found = aiter_probe.function(path, tensors, keywords, module)
+    found: Callable[..., Any] | str = "import_failed"
+    for each in (module,) if isinstance(module, str) else module:
+        if (found := aiter_probe.function(path, tensors, keywords, each)) != "import_failed":
+            break
     if isinstance(found, str):
         refuse(operator, found)
         return None
@@ -127,11 +144,9 @@ def function(
 
 def _selected(operator: str, chip: str) -> bool:
     named = backend.get_backend()
-    if (
-        named not in ("auto", "aiter")
-        or backend.runs_plainly()
-        or operator in switched_off(os.environ.get(SWITCH, ""))
-    ):
+    if named not in ("auto", "aiter") or backend.runs_plainly() or operator in listed(SWITCH):
+        return False
+    if OPERATORS[operator].named and operator not in listed(NAMED):
         return False
     return named == "aiter" or (OPERATORS[operator].auto and chip in _AUTO_CHIPS)
 
@@ -143,19 +158,26 @@ def candidate(operator: str) -> bool:
     return chip is not None and _selected(operator, chip) and aiter_probe.absence() is None
 
 
-@functools.lru_cache(maxsize=8)
-def switched_off(listed: str) -> frozenset[str]:
-    """Return the operators that the environment variable turns off.
+def listed(variable: str) -> frozenset[str]:
+    """Return the operators that `REWRITE_AITER_OFF` or `REWRITE_AITER_ON` lists.
 
     Raises:
         ValueError: if it names something else.
     """
-    names = frozenset(name.strip() for name in listed.split(",") if name.strip())
-    if "all" in names:
+    return _listed(variable, os.environ.get(variable, ""))
+
+
+@functools.lru_cache(maxsize=8)
+def _listed(variable: str, value: str) -> frozenset[str]:
+    names = frozenset(name.strip() for name in value.split(",") if name.strip())
+    if variable == SWITCH and "all" in names:
         return frozenset(OPERATORS)
-    if names - set(OPERATORS):
-        unknown = ", ".join(sorted(names - set(OPERATORS)))
-        raise ValueError(f"{SWITCH} names '{unknown}': choose from all, {', '.join(OPERATORS)}")
+    known = [name for name, operator in OPERATORS.items() if variable == SWITCH or operator.named]
+    if names - set(known):
+        unknown = ", ".join(sorted(names - set(known)))
+        raise ValueError(
+            f"{variable} names '{unknown}': choose from {'all, ' * (variable == SWITCH)}{', '.join(known)}"
+        )
     return names
 
 
@@ -246,6 +268,20 @@ def samples(like: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Return normal numbers in the dtype and on the device of `like`: always the same, from a generator of our own."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(like.device, like.dtype) for shape in shapes]
+
+
+PERIOD = 1_000_003
+"""Numbers after which those of `many_samples` come again: a prime, so that no two rows or pages are alike."""
+
+
+def many_samples(like: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Return what `samples` does for tensors of any size: numbers that come again after `PERIOD`, made in a moment."""
+    (few,) = samples(like, (PERIOD,))
+    made = []
+    for place, shape in enumerate(shapes):
+        size, first = torch.Size(shape).numel(), 4099 * place
+        made.append(few.repeat(-(-(first + size) // PERIOD))[first : first + size].view(shape))
+    return made
 
 
 def mostly_equal(got: Tensor, wanted: Tensor, most_unequal: float = 0.01, ulps: float = 4.0) -> bool:

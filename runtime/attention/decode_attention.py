@@ -15,15 +15,18 @@ valid are never read.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..aiter import unified as aiter_unified
+from ..cache.fp8_layer import Fp8Layer
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
-from ..core.launch import Kernel, overlaps, processors, wait_for_stores
+from ..core.launch import HIP, Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
+from ..core.target import FP8_CACHE, ROCM
 from ..core.tiles import attention_key, entry, in_one_turn
 from .prompt_attention import prompt_attention
 
@@ -46,6 +49,18 @@ for model in (*LLAMAS, GEMMA_9B):
 case("Llama 8B, 8 rows", attend, LLAMA_8B, 8, CONTEXT)
 for model in (LLAMA_8B, GEMMA_9B):
     case(f"{model.name}, 32k", attend, model, 1, LONG_CONTEXT)
+def attend_in_8_bits(model, rows, capacity, *rule):
+    slots = fp8_cache(model, rows, capacity)
+    query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
+    arrived = tensor(rows * model.heads, dtype=torch.int32)
+    split = for_8_bits(choose(rows, model.heads, model.kv_heads, capacity, model.head_dim), model.head_dim)
+    rule = ScoreRule(model.head_dim**-0.5, *rule)
+    return launch(query, slots.keys, slots.values, int64(1), starts, arrived, rule, split, slots)
+
+for model in (LLAMA_8B, GEMMA_9B):
+    case(f"{model.name}, 8 bits", attend_in_8_bits, model, 1, CONTEXT)
+    case(f"{model.name}, 8 bits, 32k", attend_in_8_bits, model, 8, LONG_CONTEXT)
+case("Gemma 9B, all, 8 bits", attend_in_8_bits, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tensor(GEMMA_9B.heads))
 case("Gemma 9B, all forms", attend, GEMMA_9B, 1, LONG_CONTEXT, 4096, 50.0, tensor(GEMMA_9B.heads))
 """
 
@@ -53,6 +68,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..cache.fp8_layer import in_range, kept
     from ..core.arrivals import publish
 
     @triton.jit
@@ -113,6 +129,7 @@ if backend.triton_installed():
         part_ptr,
         arrived_ptr,
         out_ptr,
+        scale_ptr,
         capacity,
         window,
         scaling,
@@ -135,6 +152,9 @@ if backend.triton_installed():
         SPLITS: tl.constexpr,
         PARTS: tl.constexpr,
         DOT: tl.constexpr,
+        FP8_CACHE: tl.constexpr,
+        DECODE: tl.constexpr,
+        FNUZ: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
@@ -155,6 +175,8 @@ if backend.triton_installed():
         kv_head = (row * HK + first_head // (H // HK)).to(tl.int64)
         keys_ptr += kv_head * capacity * D
         values_ptr += kv_head * capacity * DV
+        if FP8_CACHE:
+            scale_ptr += kv_head * capacity
         column = tl.arange(0, BLOCK_D)[None, :]
         value_column = tl.arange(0, BLOCK_DV)[None, :]
         # All slots but the newest were written by earlier steps, before this graph was launched.
@@ -162,6 +184,11 @@ if backend.triton_installed():
         slot = begin + tl.arange(0, BLOCK_SLOTS)
         keys = _tile(keys_ptr, slot, slot < older, column, D)
         values = _tile(values_ptr, slot, slot < older, value_column, DV)
+        if FP8_CACHE:  # codes are exact in fp16, to which a chip converts them at once
+            dtype: tl.constexpr = tl.float32 if query_ptr.dtype.element_ty == tl.float32 else tl.float16
+            keys, values, key_scale, shift, inverse = kept(
+                keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ
+            )
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         head = first_head + tl.arange(0, BLOCK_HEADS)
@@ -174,23 +201,49 @@ if backend.triton_installed():
         key_end, value_end = tl.where(newest, D, 0), tl.where(newest, DV, 0)
         key = tl.load(keys_ptr + position * D + column, mask=column < key_end, other=0.0)
         value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
-        scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
+        if FP8_CACHE:
+            last = position + tl.arange(0, 1)
+            key, value, last_key_scale, last_shift, last_inverse = kept(
+                key, value, scale_ptr, last, last < end, tl.float32, DECODE, FNUZ
+            )
+            query, times = in_range(query, dtype)
+            rate = scaling * times[:, None] * key_scale[None, :]
+            last_rate = scaling * times * last_key_scale
+        if not FP8_CACHE:
+            rate = scaling
+            last_rate = scaling
+        scores = _scores(query, keys, head, slot, position, older, rate, softcap, SOFTCAP, DOT)
         product = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
-        score = tl.where(newest, _score(product, head, 0, scaling, softcap, SOFTCAP), -1e30)
+        score = tl.where(newest, _score(product, head, 0, last_rate, softcap, SOFTCAP), -1e30)
+        if FP8_CACHE:
+            scores += shift[None, :]
+            score += last_shift
         top = tl.maximum(tl.max(scores, 1), score)
         weights = tl.exp(scores - top[:, None])
         weight = tl.exp(score - top)
         total = tl.sum(weights, 1) + weight
+        if FP8_CACHE:
+            total = tl.sum(weights * inverse[None, :], 1) + weight * last_inverse
         mixed = _weighted(weights, values, DOT) + weight[:, None] * value.to(tl.float32)
         for at in range(begin + BLOCK_SLOTS, older, BLOCK_SLOTS):
             slot = at + tl.arange(0, BLOCK_SLOTS)
             keys = _tile(keys_ptr, slot, slot < older, column, D)
             values = _tile(values_ptr, slot, slot < older, value_column, DV)
-            scores = _scores(query, keys, head, slot, position, older, scaling, softcap, SOFTCAP, DOT)
+            if FP8_CACHE:
+                keys, values, key_scale, shift, inverse = kept(
+                    keys, values, scale_ptr, slot, slot < older, dtype, DECODE, FNUZ
+                )
+                rate = scaling * times[:, None] * key_scale[None, :]
+            scores = _scores(query, keys, head, slot, position, older, rate, softcap, SOFTCAP, DOT)
+            if FP8_CACHE:
+                scores += shift[None, :]
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp(scores - higher[:, None])
             shrink = tl.exp(top - higher)
-            total = total * shrink + tl.sum(weights, 1)
+            if FP8_CACHE:
+                total = total * shrink + tl.sum(weights * inverse[None, :], 1)
+            if not FP8_CACHE:
+                total = total * shrink + tl.sum(weights, 1)
             mixed = mixed * shrink[:, None] + _weighted(weights, values, DOT)
             top = higher
         out_row = (row * H + head).to(tl.int64)
@@ -282,6 +335,9 @@ class _Constants(NamedTuple):
     SPLITS: int
     PARTS: int
     DOT: bool
+    FP8_CACHE: bool
+    DECODE: bool
+    FNUZ: bool
 
 
 class Split(NamedTuple):
@@ -325,16 +381,30 @@ def decode_attention(
     rule = ScoreRule(scaling, sliding_window, softcap, sinks)
     layer = past_key_values.layers[layer_idx]
     keys, values = layer.keys, layer.values
+    in_8_bits: Any = None
+    if FP8_CACHE and isinstance(layer, Fp8Layer):
+        in_8_bits = layer
     position, starts = past_key_values.position, past_key_values.starts
     if (prompt := reading.of(past_key_values)) is not None:
         if query.shape[2] > 1:
             if softcap is not None or sinks is not None or (sliding_window or query.shape[2]) < query.shape[2]:
                 raise reading.NoPromptForm("decode_attention", "scores are capped, cut by a window, or have sinks")
+            if FP8_CACHE and in_8_bits is not None:
+                keys, values = in_8_bits.of_prompt(query.shape[2])
             return prompt_attention(query, keys, values, scaling)
         position = prompt.last  # the token's keys are there: a kernel that no other overlaps chose its query
+        if FP8_CACHE and in_8_bits is not None:
+            keys, values = (kept.contiguous() for kept in in_8_bits.of_prompt(prompt.tokens))
+            in_8_bits = None
+    if ROCM and in_8_bits is None and backend.nothing_watches(query) and not backend.wants_gradient(query):
+        found = aiter_unified.unified_attention(
+            query, keys, values, position, starts, rule, functools.partial(_reference, rule=rule)
+        )
+        if found is not None:
+            return found
     if (
         query.dtype in KERNEL_DTYPES
-        and keys.dtype == values.dtype == query.dtype
+        and (in_8_bits is not None or keys.dtype == values.dtype == query.dtype)
         and keys.is_contiguous()
         and values.is_contiguous()
         and max(keys.shape[3], values.shape[3]) <= 256
@@ -344,7 +414,12 @@ def decode_attention(
     ):
         split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
-        return launch(query, keys, values, position, starts, arrived, rule, split)
+        slots: Any = None
+        if FP8_CACHE and in_8_bits is not None:
+            split, slots = for_8_bits(split, keys.shape[3]), in_8_bits.slots
+        return launch(query, keys, values, position, starts, arrived, rule, split, slots)
+    if FP8_CACHE and in_8_bits is not None:
+        keys, values = in_8_bits.read(keys.shape[2])
     return _reference(query, keys, values, position, starts, rule)
 
 
@@ -367,10 +442,9 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
 
     With few slots every program has one tile, loaded before the query is there; with many it streams. Found in whole
     steps of eleven widths on an H200 (`bench/step_tiles.py`) and by searches for six models on an H100
-    (`bench/tuning_gain.py`, Triton 3.6, 2026-11-26). Where
-    there are fewer programs than half of the processors, each has twice the warps. A wave of 64 counts as a warp of
-    32: with half as many of them a thread holds 212 registers and not 136 (compiled for gfx942, Triton 3.6, the shape
-    of Llama 8B).
+    (`bench/tuning_gain.py`, Triton 3.6, 2026-11-26). Where there are fewer programs than processors, each has twice
+    the warps. A wave of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136
+    (compiled for gfx942, Triton 3.6, the shape of Llama 8B).
     """
     group = heads // kv_heads
     rows = batch * kv_heads
@@ -379,13 +453,27 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
         if head_dim > 128:
             slots = 64 if group >= 4 else 32
             return Split(group, _splits(twice, capacity, slots), slots, True, 4)
-        if rows * -(-capacity // 32) < programs // 4:
-            return Split(group, _splits(twice, capacity, 32), 32, True, 8 if head_dim > 64 else 4)
-        return Split(group, _power(min(64, twice)), 32, True, 4)
+        tiles = rows * -(-capacity // 32)
+        if head_dim <= 64 and tiles < programs // 4:
+            return Split(group, _splits(twice, capacity, 32), 32, True, 4)
+        return Split(group, _power(min(64, twice)), 32, True, 8 if head_dim > 64 and tiles < programs // 2 else 4)
     slots = 64 if head_dim <= 128 else 32
     if capacity <= 128 * twice:
         return Split(group, _splits(twice, capacity, slots), 128 if head_dim <= 64 else slots, True, 4)
     return Split(group, _splits(wanted, capacity, slots), slots, True, 4)
+
+
+def for_8_bits(split: Split, head_dim: int) -> Split:
+    """Return a division for keys and values in 8 bits, of which a tile has half as many bytes.
+
+    A thread also holds them as they are converted. As compiled for gfx942 (Triton 3.8) a Llama's tile of 64 slots
+    keeps scalar registers in lanes of others, and Gemma's of 32 leaves one wave where 16 bits have two; half of that
+    fits.
+    """
+    if HIP:
+        return split._replace(slots=max(16, split.slots // 2))
+    slots = 64 if head_dim > 64 else 128
+    return split._replace(slots=slots, splits=min(32, split.splits if head_dim > 64 else 2 * split.splits))
 
 
 def _splits(wanted: int, capacity: int, slots: int) -> int:
@@ -401,11 +489,15 @@ def launch(
     arrived: Tensor,
     rule: ScoreRule,
     split: Split,
+    slots: Any = None,
 ) -> Tensor:
     """Run the kernel with a division of the work.
 
-    `arrived` is `[B H]` int32 zeros, and zeros again afterwards.
+    `arrived` is `[B H]` int32 zeros, and zeros again afterwards. Keys and values in 8 bits are those of `Fp8Slots`.
     """
+    scales, form = query, (False, False, False)
+    if FP8_CACHE and slots is not None:
+        keys, values, scales, form = slots.keys, slots.values, slots.pairs, slots.form
     batch, heads, _, head_dim = query.shape
     kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     out = query.new_empty(batch, 1, heads * value_dim)
@@ -435,6 +527,9 @@ def launch(
         SPLITS=split.splits,
         PARTS=parts_at_once,
         DOT=split.dot,
+        FP8_CACHE=form[0],
+        DECODE=form[1],
+        FNUZ=form[2],
     )
     with backend.device_guard(query):
         decode_attention_kernel.launch(
@@ -442,7 +537,7 @@ def launch(
             split.num_warps,
             (
                 query.contiguous(), keys, values, position, starts, query if rule.sinks is None else rule.sinks, top,
-                total, parts, arrived, out,
+                total, parts, arrived, out, scales,
             ),
             (capacity, rule.sliding_window or 0),
             (),

@@ -18,17 +18,19 @@ queries is one more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..aiter import latent as aiter_latent
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
 from ..core.reading import refuse
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import FORMATS
+from ..core.target import FORMATS, ROCM
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear, blocks_of, is_block_linear
 from ..products.blocks import dequantized
@@ -96,6 +98,15 @@ def latent_attention(
         turn = Turn(Rotation(*position_embeddings, interleaved, half_table), deinterleave)
     reason = _reason_against(q, up)
     weight = None if reason is not None else _weight(up, q.dtype)
+    if ROCM and weight is not None and up.bias is None:
+        pages = aiter_latent.joined(layer.keys, layer.values)
+        if pages is not None and backend.nothing_watches(q) and not backend.wants_gradient(q):
+            options = {
+                "interleaved": interleaved, "half_table": half_table, "deinterleave": deinterleave, "in_fp32": in_fp32,
+                "keep_dtype": keep_dtype,
+            }  # fmt: skip
+            token = _Token(q, compressed, kv_norm, up, weight, turn, sizes, position_embeddings, options)
+            return _joined_step(token, pages, past_key_values, layer_idx, scaling)
     if weight is not None and _kernels_take(q, compressed, up, weight, layer, turn, sizes, in_fp32 or keep_dtype):
         kept = Latents(layer.keys, layer.values)
         latent, key, prologue = _normed(compressed, kv_norm, sizes)
@@ -115,6 +126,50 @@ def latent_attention(
     if reason is not None:
         backend.count_fallback("latent_attention", reason, up)
     return expanded_attention(q, kept, up, visible, scaling, sizes)
+
+
+class _Token(NamedTuple):
+    """What a step is made of: `latent_attention` up to where it writes."""
+
+    q: Tensor
+    compressed: Tensor
+    kv_norm: nn.Module
+    up: nn.Module
+    weight: Tensor
+    turn: Turn
+    sizes: HeadDims
+    position_embeddings: tuple[Tensor, Tensor] | None
+    options: dict[str, Any]
+
+    def brought(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return absorbed and turned queries, `[B, H, L]` and `[B, H, R]`, and latent and key, `[B, 1, 1, …]`."""
+        q, sizes = self.q, self.sizes
+        own = q.new_empty(q.shape[0], 1, 1, self.weight.shape[1]), q.new_empty(q.shape[0], 1, 1, sizes.rope)
+        rounds = self.options["in_fp32"] or self.options["keep_dtype"]
+        alone = SimpleNamespace(keys=own[0], values=own[1])
+        if _kernels_take(q, self.compressed, self.up, self.weight, alone, self.turn, sizes, rounds):
+            latent, key, prologue = _normed(self.compressed, self.kv_norm, sizes)
+            first = torch.zeros(1, dtype=torch.int64, device=q.device)
+            kept = Latents(*own)
+            return launch_latent_query(q, (latent, key), self.weight, prologue, kept, first, self.turn, sizes), own
+        q, *own_plain = _plainly(q, self.compressed, self.kv_norm, self.position_embeddings, sizes, self.options)
+        ups = self.weight.view(-1, sizes.nope + sizes.value, self.weight.shape[1])[:, : sizes.nope]
+        nope, rope = q.split([sizes.nope, sizes.rope], -1)
+        return (torch.matmul(nope.transpose(0, 1), ups).transpose(0, 1), rope), (own_plain[0], own_plain[1])
+
+
+def _joined_step(
+    token: _Token, pages: Tensor, past_key_values: PreallocatedCache, layer_idx: int, scaling: float
+) -> Tensor:
+    """Attend where latents and keys lie in one memory: by aiter, else by torch's operators."""
+    queries, written = token.brought()
+    past_key_values.update(*written, layer_idx)
+    mixed = aiter_latent.attend(queries, pages, past_key_values.position, past_key_values.starts, scaling)
+    if mixed is None:
+        mixed = aiter_latent.reference(*queries, pages, _visible(past_key_values), scaling)
+    sizes, weight = token.sizes, token.weight
+    values = weight.view(-1, sizes.nope + sizes.value, weight.shape[1])[:, sizes.nope :]
+    return torch.matmul(mixed.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1).reshape(mixed.shape[0], 1, -1)
 
 
 def _reason_against(q: Tensor, up: nn.Module) -> str | None:

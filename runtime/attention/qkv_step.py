@@ -17,11 +17,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..cache.fp8_layer import Fp8Layer
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
 from ..core.launch import Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
-from ..core.target import FORMATS
+from ..core.target import FORMATS, FP8_CACHE
 from ..core.tiles import Tile
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear
@@ -203,9 +204,7 @@ def qkv_step(
         if FORMATS and are_blocks(projections):
             scaled = block_linear(hidden_states, projections, norm)
             if scaled is not None:
-                return _norm_rope_cache(
-                    scaled, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm
-                )
+                return _norm_rope_cache(scaled, layer, past_key_values.position, rotation, q_norm, k_norm)
         few = takes_few_rows(hidden_states)
         x, prologue = before(hidden_states, norm if few else None)
         if norm is not None and not few:
@@ -213,13 +212,16 @@ def qkv_step(
         parameters = packing.packed_parameters(x, projections)
         if isinstance(parameters, tuple) and parameters[0].dtype == x.dtype:
             weight, bias = parameters
-            if few and is_one_row(x) and q_norm is None and k_norm is None:
+            whole = True
+            if FP8_CACHE and isinstance(layer, Fp8Layer):
+                whole = False  # a scale is of a head, of which a program of the product has a part
+            if whole and few and is_one_row(x) and q_norm is None and k_norm is None:
                 tile = tile_for("qkv", head_dim // 2, x.shape[-1], weight)
                 if tile is not None:
                     return launch_qkv(
                         x, weight, bias, prologue, layer.keys, layer.values, past_key_values.position, rotation, tile
                     )
-            elif few and not is_one_row(x) and (heads := head_norms(q_norm, k_norm, head_dim)) is not None:
+            elif whole and few and not is_one_row(x) and (heads := head_norms(q_norm, k_norm, head_dim)) is not None:
                 form = form_for_rows(x, weight, head_dim, heads != (None, None))
                 if form is not None:
                     norms = (several_rows_norm(prologue), *heads)
@@ -229,9 +231,7 @@ def qkv_step(
             product = few_rows(x, weight, bias, prologue, None) if few else None
             if product is None:
                 product = F.linear(x if prologue is None or norm is None else norm(x), weight, bias)
-            return _norm_rope_cache(
-                product, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm
-            )
+            return _norm_rope_cache(product, layer, past_key_values.position, rotation, q_norm, k_norm)
         if isinstance(parameters, str):
             backend.count_fallback("qkv_step", parameters, projections[0])
     if norm is not None:
@@ -272,7 +272,7 @@ def projected_step(
     if reading.of(past_key_values) is None and _kernels_take(
         packed, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype
     ):
-        return _norm_rope_cache(packed, layer.keys, layer.values, past_key_values.position, rotation, q_norm, k_norm)
+        return _norm_rope_cache(packed, layer, past_key_values.position, rotation, q_norm, k_norm)
     kv_size = num_key_value_heads * head_dim
     return _split_step(
         packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1), position_embeddings,
@@ -321,6 +321,12 @@ def _prompt_step(
         return None
     q, q_prologue = over_one_head(q, q_norm, head_dim)
     k, k_prologue = over_one_head(k, k_norm, head_dim)
+    if FP8_CACHE and isinstance(layer, Fp8Layer):
+        shape = q.shape[0], k.shape[2] // head_dim, q.shape[1], head_dim
+        keys, values = q.new_empty(shape), q.new_empty(shape)
+        query = qkv_prompt(q, k, v, keys, values, rotation, q_prologue, k_prologue)
+        layer.update(keys, values)
+        return query
     return qkv_prompt(q, k, v, layer.keys, layer.values, rotation, q_prologue, k_prologue)
 
 
@@ -376,19 +382,21 @@ def _kernels_write(
 
 def _norm_rope_cache(
     packed: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    layer: Any,
     position: Tensor,
     rotation: Rotation | None,
     q_norm: nn.Module | None,
     k_norm: nn.Module | None,
 ) -> Tensor:
-    kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    kv_heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
     kv_size = kv_heads * head_dim
     q, k, v = packed.split([packed.shape[-1] - 2 * kv_size, kv_size, kv_size], dim=-1)
     q, q_prologue = over_one_head(q, q_norm, head_dim)
     k, k_prologue = over_one_head(k, k_norm, head_dim)
-    return rope_cache(q, k, v, keys, values, position, rotation, q_prologue, k_prologue)
+    slots: Any = None
+    if FP8_CACHE and isinstance(layer, Fp8Layer):
+        slots = layer.slots
+    return rope_cache(q, k, v, layer.keys, layer.values, position, rotation, q_prologue, k_prologue, slots)
 
 
 def launch_qkv(

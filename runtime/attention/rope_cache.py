@@ -11,13 +11,14 @@ B rows, H and Hk heads, D head_dim, R <= D rotated columns, p the position of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
+from ..core.target import FP8_CACHE
 from ..products.prologue import Prologue
 
 CASES = """
@@ -28,7 +29,16 @@ def write(model, normed):
     norm = prologue(model.head_dim) if normed else None
     return rope_cache(q, k, v, *cache(model, 8, CONTEXT), int64(1), rotation, norm, norm)
 
+def write_in_8_bits(model, rows):
+    sizes = [model.heads * model.head_dim, *2 * [model.kv_heads * model.head_dim]]
+    q, k, v = torch.split(tensor(rows, 1, sum(sizes)), sizes, -1)
+    rotation = Rotation(tensor(rows, 1, model.head_dim), tensor(rows, 1, model.head_dim))
+    slots = fp8_cache(model, rows, CONTEXT)
+    return rope_cache(q, k, v, slots.keys, slots.values, int64(1), rotation, None, None, slots)
+
 case("8B, 8 rows", write, LLAMA_8B, normed=False)
+case("8B, 8 bits", write_in_8_bits, LLAMA_8B, 1)
+case("Gemma 9B, 8 bits", write_in_8_bits, GEMMA_9B, 8)
 case("Qwen3 30B-A3B, 8 rows", write, QWEN3_30B, normed=True)
 """
 
@@ -61,6 +71,8 @@ if backend.triton_installed():
         other_sin = tl.load(sin_ptr + at_other, mask=turns, other=0.0).to(tl.float32)
         return first * cos - second * sin, second * other_cos + first * other_sin
 
+    from ..cache.fp8_layer import kept_pairs
+
     # AMD's compiler (Triton 3.6) fails on a pointer that is chosen by a branch: each branch loads and stores itself.
 
     @triton.jit
@@ -88,6 +100,7 @@ if backend.triton_installed():
         query_ptr,
         keys_ptr,
         values_ptr,
+        scale_ptr,
         capacity,
         q_stride,
         k_stride,
@@ -107,6 +120,8 @@ if backend.triton_installed():
         K_NORM: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK: tl.constexpr,
+        FP8_CACHE: tl.constexpr,
+        FNUZ: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
@@ -141,10 +156,20 @@ if backend.triton_installed():
             store_pairs(query_ptr + (row * H + head) * D, column, other_column, live, first, second)
         elif head < H + HK:
             target = keys_ptr + ((row * HK + head - H) * capacity + position) * D
-            store_pairs(target, column, other_column, live, first, second)
+            if FP8_CACHE:
+                scale = scale_ptr + 2 * ((row * HK + head - H) * capacity + position)
+                code, other_code = kept_pairs(first, second, scale, query_ptr.dtype.element_ty, FNUZ)
+                store_pairs(target, column, other_column, live, code, other_code)
+            if not FP8_CACHE:
+                store_pairs(target, column, other_column, live, first, second)
         else:
             target = values_ptr + ((row * HK + head - H - HK) * capacity + position) * D
-            store_pairs(target, column, other_column, live, first, second)
+            if FP8_CACHE:
+                scale = scale_ptr + 2 * ((row * HK + head - H - HK) * capacity + position) + 1
+                code, other_code = kept_pairs(first, second, scale, query_ptr.dtype.element_ty, FNUZ)
+                store_pairs(target, column, other_column, live, code, other_code)
+            if not FP8_CACHE:
+                store_pairs(target, column, other_column, live, first, second)
 
     rope_cache_kernel = Kernel(_rope_cache_kernel)
 
@@ -180,6 +205,7 @@ def rope_cache(
     rotation: Rotation | None,
     q_norm: Prologue | None,
     k_norm: Prologue | None,
+    slots: Any = None,
 ) -> Tensor:
     """Write keys and values of one token a row at `position` and return its queries.
 
@@ -189,10 +215,14 @@ def rope_cache(
         position: `[1]`, int64.
         rotation: None for none.
         q_norm, k_norm: RMSNorms over one head, with a weight; None for none.
+        slots: `cache.fp8_layer.Fp8Slots`, of which `keys` and `values` are the codes; None for what is in 16 bits.
 
     Returns:
         `[B, H, 1, D]`.
     """
+    written, form = (keys, values, keys), (False, False)
+    if FP8_CACHE and slots is not None:
+        written, form = slots.written, (True, slots.fnuz)
     batch, kv_heads, capacity, head_dim = keys.shape
     heads = q.shape[-1] // head_dim
     query = q.new_empty(batch, heads, 1, head_dim)
@@ -204,7 +234,7 @@ def rope_cache(
             (heads + 2 * kv_heads, batch, 1),
             max(1, 32 // WAVE),
             (
-                q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, position, query, keys, values,
+                q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, position, query, *written,
             ),
             (capacity,),
             (
@@ -216,6 +246,7 @@ def rope_cache(
                 heads, kv_heads, head_dim, columns,
                 rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
                 q_norm is not None, k_norm is not None, overlap, 1 << (head_dim // 2 - 1).bit_length(),
+                *form,
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -232,14 +263,17 @@ def head_scale(norm: Prologue | None) -> tuple[float, float]:
     return (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
 
 
+FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz})
+
+
 def writable(keys: Tensor | None, values: Tensor | None, head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether the kernels write into these buffers."""
+    """Return whether the kernels write numbers of a dtype into these buffers."""
     return (
         keys is not None
         and values is not None
         and keys.shape == values.shape
         and keys.shape[3] == head_dim
-        and keys.dtype == values.dtype == dtype
+        and (keys.dtype == values.dtype == dtype or keys.dtype in FP8_DTYPES)
         and keys.is_contiguous()
         and values.is_contiguous()
     )

@@ -14,6 +14,10 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from ..aiter import calls as aiter_calls
+from ..aiter import latent as aiter_latent
+from ..aiter import unified as aiter_unified
+from ..core.target import ROCM
 from .token import write_token
 
 if TYPE_CHECKING:
@@ -66,6 +70,12 @@ class PreallocatedLayer(CacheLayerMixin):
         with torch.inference_mode(False):
             self.keys = torch.zeros(batch, heads, capacity, key_dim, dtype=dtype, device=device)
             self.values = torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device)
+            if ROCM and aiter_latent.joins(heads, key_dim, value_dim, dtype):
+                self.keys, self.values = aiter_latent.allocate(batch, capacity, self.keys.device)
+            elif ROCM and aiter_calls.candidate("unified_attention"):
+                shape = batch, heads, capacity
+                self.keys = aiter_unified.allocate((*shape, key_dim), dtype, self.keys.device)
+                self.values = aiter_unified.allocate((*shape, value_dim), dtype, self.values.device)
         self.dtype, self.device = dtype, device
         self.is_initialized = True
 
@@ -115,6 +125,10 @@ class PreallocatedLayer(CacheLayerMixin):
     def buffers(self) -> list[Tensor]:
         """Everything with a slot for each token that has been written."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
+
+    def of_slots(self, slots: Tensor) -> list[Tensor]:
+        """Return what some slots `[n]` of each buffer hold, in fp32."""
+        return [buffer.index_select(-2, slots).float() for buffer in self.buffers]
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens, as far as the host knows."""

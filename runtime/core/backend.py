@@ -40,7 +40,11 @@ _fallbacks: Counter[tuple[str, str]] = Counter()
 _last_reasons: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _chosen: str | None = None
 ATTENTION_VARIABLE = "REWRITE_ATTENTION"
-named_besides: dict[str, str | None] = {"attention": os.environ.get(ATTENTION_VARIABLE) or None}
+CACHE_VARIABLE = "REWRITE_CACHE"
+named_besides: dict[str, str | None] = {
+    "attention": os.environ.get(ATTENTION_VARIABLE) or None,
+    "cache": os.environ.get(CACHE_VARIABLE) or None,
+}
 """What else was chosen by name in this process, as kernels of graphs were chosen by it."""
 OWN_ATTENTION = "own"
 """The ordinary way of attention: torch's choice, the forms of `native_gqa`, aiter where it is installed."""

@@ -59,6 +59,12 @@ class CompilerLoading:
             self._thread.join()
 
 
+@functools.cache
+def load_compiler_beside(index: int) -> CompilerLoading:
+    """Begin, once a process, to load Triton's compiler for a device in a thread, while a model runs as it is."""
+    return CompilerLoading(torch.device("cuda", index))
+
+
 @contextlib.contextmanager
 def compiler_loading(device: torch.device) -> Iterator[None]:
     """Load Triton's compiler in a thread meanwhile."""
@@ -73,7 +79,7 @@ def compiler_loading(device: torch.device) -> Iterator[None]:
 @functools.cache
 def _load_compiler(index: int) -> None:
     torch.cuda.set_device(index)
-    with _not_compiling():
+    with taking_turns(), _not_compiling():
         _nothing_kernel.warmup(torch.float32, grid=(1, 1, 1))
 
 

@@ -41,5 +41,8 @@ INPUTS: bool = True
 """Whether steps may be given more than tokens, a mask and positions."""
 SPECULATION: bool = True
 """Whether drafted tokens are checked several at a time."""
+FP8_CACHE: bool = True
+"""Whether keys and values may be kept in 8 bits. Kernels have a constant of this name: what they do for it stands
+under an `if` of it, which a package without does not have either."""
 READS: bool = True
 """Whether its layers may read prompts by the functions of a step."""

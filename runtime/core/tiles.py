@@ -143,14 +143,14 @@ def rule(
 
 
 def _plain_rule(rows: int, cols: int, processors: int) -> Tile:
-    """Return a tile for one row, found in whole steps of 10 models of 0.5B to 8B on an H200 (`bench/step_tiles.py`).
+    """Return a tile for one row, found in whole steps of 11 models of 0.5B to 14B on an H200 (`bench/step_tiles.py`).
 
     A mask over the last block costs little and a small block much, in which a program has few bytes on their way. Few
-    rows are left to more programs; of many, which are a head, a program takes four where its columns are one block.
+    rows are left to more programs; of a weight that is as wide as high a program takes two, half a warp a KiB.
     """
-    few = rows < 18 * processors
+    few, head = rows < 18 * processors, rows >= 64 * processors
     block: Tile
-    if cols <= 2048 and cols != 1536 and rows >= 64 * processors:
+    if cols <= 2048 and cols != 1536 and (head or (cols > 1536 and rows > 24 * processors)):
         block = 4, 1024, 4
     elif cols <= 1024:
         block = 2, _power(cols), 1
@@ -158,12 +158,19 @@ def _plain_rule(rows: int, cols: int, processors: int) -> Tile:
         block = 2, 256, 1
     elif cols <= 2048:
         block = 2, 2048, 2
+    elif head:
+        block = (2, 1024, 2) if cols > 4096 and cols % 2048 else (2, 2048, 4)
     elif few and cols >= 8192:
         block = 2, 512, 2
-    elif (block_cols := _masking_little(cols, 2048)) == 2048:
-        block = (1, block_cols, 4 if cols % block_cols else 2) if few else (4, block_cols, 8)
+    elif few:
+        block_cols = _masking_little(cols, 2048)
+        block = (1, 2048, 4 if cols % 2048 else 2) if block_cols == 2048 else (2, block_cols, 4)
+    elif cols <= 4096:
+        block = 2, _masking_little(cols, 2048), 2
+    elif cols % 2048 and cols >= 8192:
+        block = 2, 1024, 4
     else:
-        block = 2, block_cols, 4 if few else 2
+        block = (1, 2048, 2) if rows < 24 * processors else (2, 2048, 4)
     return _dividing(rows, block[0]), *block[1:]
 
 
@@ -171,18 +178,30 @@ def _halves_rule(rows: int, cols: int, processors: int) -> Tile:
     """Return a tile for one row where a program takes rows of two halves: gated products, and pairs of a rotation."""
     block: Tile
     if cols > 1024 and rows < 8 * processors:
-        block = (2, 512, 2) if cols <= 2560 else (1, 1024, 2) if cols < 4096 else (1, 2048, 8)
+        block = _pairs_rule(cols)
     elif cols <= 1024:
         block = 2, _power(cols), 2
     elif cols <= 1536:
         block = 2, 256, 2
-    elif 2048 < cols < 3072:
-        block = 2, 512, 2
-    elif cols <= 4096:
-        block = 1, 1024, 4 if cols <= 2048 else 8
+    elif cols <= 2048:
+        block = 1, 1024, 4
+    elif cols % 2048 == 0:
+        block = 1, 2048, 8
+    elif 3072 <= cols < 4096:
+        block = (1, 1024, 2) if cols % 1024 else (1, 2048, 4)
     else:
-        block = (1, 2048, 8) if cols % 2048 == 0 else (2, 1024, 4)
+        block = 2, 512, 2
     return _dividing(rows, block[0]), *block[1:]
+
+
+def _pairs_rule(cols: int) -> Tile:
+    """Return a tile for pairs of columns of a head, which are few."""
+    masked = -cols % 1024
+    if cols < 2048:
+        return (2, 512, 2) if cols < 1536 else (1, 512, 4)
+    if cols >= 4096:
+        return 1, 2048, 8 if cols % 2048 == 0 else 4
+    return (2, 1024, 4) if 6 * masked <= cols else (1, 1024, 2) if 4 * masked <= cols else (2, 512, 2)
 
 
 def _masking_little(cols: int, most: int) -> int:

@@ -37,14 +37,16 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, INPUTS
+from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, FP8_CACHE, INPUTS
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
+from .cache_format import get_cache_format
 from .carried import carried_by
 from .changes import Before, Kept
 from .constants import StepConstants
 from .fitness import unmasked_window
+from .fp8_cache import keep_in_8_bits
 from .greedy import choose
 from .nudge import Nudged
 from .policy import policy_of
@@ -129,6 +131,7 @@ class DecodeGraph:
         capacity: S, the most tokens a row can hold.
         like: a growing cache with the layers that the model needs; by default that of its config.
         captures: whether steps are captured; by default on a GPU.
+        in_16_bits: why keys and values keep the model's dtype even where 8 bits are asked for (`set_cache_format`).
 
     Raises:
         UnknownCache: if the model keeps something else than keys and values.
@@ -143,6 +146,7 @@ class DecodeGraph:
         *,
         like: DynamicCache | None = None,
         captures: bool | None = None,
+        in_16_bits: str = "",
     ):
         if is_split(model):
             raise NotLocal(model)
@@ -151,6 +155,12 @@ class DecodeGraph:
         self.captures = self.device.type == "cuda" if captures is None else captures
         self.carried = carried_by(model)
         self.cache = self._cache_like(like, model, batch_size, capacity)
+        self.in_16_bits = in_16_bits
+        wanted = get_cache_format() is not None
+        if FP8_CACHE and wanted:
+            keep_in_8_bits(self.cache, model, in_16_bits)
+        elif wanted:
+            backend.count_fallback("fp8_cache", "fp8_cache_left_out", model)
         self.carried.beside(self.cache)
         cache = self.cache
         self.state = StepState(batch_size, capacity, cache.position)

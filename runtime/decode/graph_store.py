@@ -16,7 +16,10 @@ from transformers.cache_utils import DynamicCache
 from ..cache.own import own_cache_of
 from ..core import backend
 from ..core.compile_ahead import Compilation
+from ..core.target import FP8_CACHE
+from .cache_format import get_cache_format
 from .carried import argument_of_states
+from .fp8_cache import layers_in_8_bits
 from .graph import DecodeGraph
 
 GRAPHS_KEPT = 4
@@ -73,17 +76,21 @@ class GraphStore:
                 self._remember_idle()
                 self._owner = None
 
-    def find(self, model: Any, batch_size: int, needed: int, like: DynamicCache, captures: bool) -> DecodeGraph:
-        """Return a graph for `batch_size` rows of `needed` tokens."""
+    def find(
+        self, model: Any, batch_size: int, needed: int, like: DynamicCache, captures: bool, in_16_bits: str = ""
+    ) -> DecodeGraph:
+        """Return a graph for `batch_size` rows of `needed` tokens; `in_16_bits` as of `DecodeGraph`."""
         capacity = -(-needed // ROUNDING) * ROUNDING
         fitting = [key for key in self.graphs if key[0] == batch_size and needed <= key[1] <= 2 * capacity]
         key = min(fitting, default=(batch_size, capacity))
         graph = self.graphs.get(key)
+        if graph is not None and get_cache_format() is not None and graph.in_16_bits != in_16_bits:
+            graph = None
         if graph is None or graph.captures != captures or not _has_layers(graph, model, like):
             self.graphs.pop(key, None)
             while len(self.graphs) >= GRAPHS_KEPT:
                 self.graphs.popitem(last=False)
-            graph = self.graphs[key] = DecodeGraph(model, *key, like=like, captures=captures)
+            graph = self.graphs[key] = DecodeGraph(model, *key, like=like, captures=captures, in_16_bits=in_16_bits)
         self.graphs.move_to_end(key)
         return graph
 
@@ -178,7 +185,11 @@ def describe(model: nn.Module) -> list[str]:
     if under_way:
         lines.append(f"kernels being compiled: batch {', '.join(under_way)}; tokens are chosen without meanwhile")
     for (batch, capacity), graph in list(store.graphs.items()):
-        lines.append(f"graph: batch {batch}, capacity {capacity}, {graph.nbytes / 2**20:.1f} MiB of cache")
+        in_8_bits = ""
+        if FP8_CACHE:
+            in_8_bits = layers_in_8_bits(graph.cache)
+        size = f"{graph.nbytes / 2**20:.1f} MiB of cache"
+        lines.append(f"graph: batch {batch}, capacity {capacity}, {size}{in_8_bits}")
         if graph.prompts.lengths:
             lines.append(
                 f"  prompts of up to {', '.join(map(str, graph.prompts.lengths))} tokens in graphs of their own, by "

@@ -173,7 +173,7 @@ class GraphLoop:
             room += width_of(self.sampling)
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:
-            graph = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
+            graph = self._find(needed)
             graph.cache.clear()
         except UnknownCache as error:
             raise Unfit("cache_kind") from error
@@ -183,6 +183,11 @@ class GraphLoop:
         graph.cache.fused = all(is_local(module) for module in watched)
         graph.cache.load(self.dynamic)
         return graph
+
+    def _find(self, needed: int) -> DecodeGraph:
+        """Return a graph whose rows have room for so many tokens."""
+        in_16_bits = "drafts" if self.lookup is not None else "ranks" if self.plan.ranks is not None else ""
+        return self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures, in_16_bits)
 
     def _has_head_start(self, graph: DecodeGraph) -> bool:
         """Return whether the first tokens are chosen without kernels."""
@@ -436,7 +441,7 @@ class GraphLoop:
         """Move to a larger cache."""
         capacity = graph.cache.capacity
         needed = capacity + min(room, capacity)
-        larger = self.store.find(self.model, self.batch_size, needed, self.dynamic, self.captures)
+        larger = self._find(needed)
         larger.cache.clear()
         larger.take_over(graph)
         self.store.drop(graph)

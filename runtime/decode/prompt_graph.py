@@ -307,7 +307,7 @@ class PromptGraphs:
 def _some_slots(cache: PreallocatedCache, tokens: int) -> list[Tensor]:
     """Return what up to 16 slots of a prompt of so many tokens hold, of each layer's buffers."""
     slots = torch.arange(0, tokens, max(1, tokens // 15), device=cache.position.device)
-    return [buffer.index_select(-2, slots).float() for buffer in cache.buffers]
+    return [found for layer in cache.attention_layers for found in layer.of_slots(slots)]
 
 
 def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -327,15 +327,16 @@ def steps_read_prompts(model: Any) -> bool:
     kinds = {type(module) for module in model.modules()}
     others = [kind for kind in kinds if not hasattr(kind, "decode")]
     return len(others) < len(kinds) and not any(
-        _names(code, "decodes")
+        names_in(code, "decodes")
         for kind in others
         if isinstance(code := getattr(inspect.unwrap(kind.forward), "__code__", None), CodeType)
     )
 
 
-def _names(code: CodeType, name: str) -> bool:
+def names_in(code: CodeType, name: str) -> bool:
+    """Return whether a function, or one inside it, names something that is no local variable."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return name in code.co_names or any(_names(one, name) for one in inner)
+    return name in code.co_names or any(names_in(one, name) for one in inner)
 
 
 def _addresses_of(model: Any) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ from transformers.cache_utils import Cache
 
 from ..cache.names import NAMES
 from ..core import backend
+from ..core.capture import index_of
+from ..core.compile_ahead import load_compiler_beside
 from ..core.target import RAGGED
 from .fitness import is_elsewhere, settings, unfit_call
 from .graph import AsItIs, Given, Run
@@ -106,6 +108,8 @@ def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         if refusal is None:
             run = _runner(model)
             if measures and store.count(kind):
+                if not without_graph:
+                    load_compiler_beside(index_of(given.device))
                 return run(call)  # the parts of the model are not worth a graph of their own yet
             with store.lock:
                 if store.has_room():

@@ -148,6 +148,20 @@ def _convolution(step: PutsOff, input: Tensor, *args: Any, **named: Any) -> Tens
     return torch.conv1d(copied, *args, **named)
 
 
+def _weight_norm(step: PutsOff, v: Tensor, g: Tensor, dim: int = 0) -> Tensor | None:
+    """Compute a weight from its direction and its length as torch does, in kernels that fill the device.
+
+    Torch's own for the last dimension runs in as many blocks as that has places: 0.58 ms for wav2vec2's 16 MiB on an
+    H200, a sixth of its forward.
+    """
+    if dim < 0 or where_it_runs((v.detach(), g), {}) is None:  # below 0 the length is that of the whole
+        return None
+    _settle(step, v, g)
+    rest = [other for other in range(v.dim()) if other != dim]
+    length = torch.linalg.vector_norm(v, dim=rest, keepdim=True, dtype=torch.float32)
+    return torch.mul(v, g / length, out=torch.empty_like(v))
+
+
 def _linear(step: PutsOff, input: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor | None:
     """Put a product off until it is known whether an activation alone reads it."""
     if named or where_it_runs((input, weight, bias), {}) is None:
@@ -182,4 +196,5 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.scaled_dot_product_attention: _attention,
     F.layer_norm: _layer_norm,
     torch.conv1d: _convolution,
+    torch._weight_norm: _weight_norm,
 }

@@ -151,11 +151,12 @@ class ForwardGraph:
         pool: of the graphs' memory; None to run the forward again at each replay, for tests where there is no GPU.
         free_layout: whether operators lay out their results as suits them (`core.layout`).
         chained: whether functions of torch are put off (`forward.functions`).
+        rehearsed: whether that has been run for such tensors, so that nothing is left to be compiled or packed.
     """
 
     def __init__(
         self, run: Run, call: Any, weights: list[Tensor], device: torch.device, pool: Any,
-        *, free_layout: bool = False, chained: bool = False,
+        *, free_layout: bool = False, chained: bool = False, rehearsed: bool = False,
     ):  # fmt: skip
         self.nbytes = 0
         """Bytes of device memory that came with it."""
@@ -180,7 +181,11 @@ class ForwardGraph:
         def captured() -> None:
             self._keep(its_way(self._call))
 
-        self._graph = capture(captured, lambda: its_way(self._call), device, pool)
+        def rehearse() -> None:
+            if not rehearsed:
+                its_way(self._call)
+
+        self._graph = capture(captured, rehearse, device, pool)
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - before)
 
     def _own(self, tensor: Tensor) -> Tensor:

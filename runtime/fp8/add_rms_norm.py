@@ -1,6 +1,6 @@
 """Residual add, RMSNorm, and its rows in 8 bits, in one pass over memory.
 
-N is any leading shape, H the hidden size, `s` as in `fp8_format`:
+N is any leading shape, H the hidden size, `s` as in `core.e4m3`:
 
     summed = residual + hidden_states             as `add_rms_norm` has it
     normed = rms_norm(summed, weight, eps)        as `add_rms_norm` has it
@@ -12,15 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..aiter import norm_quant as aiter_norm_quant
 from ..core import backend, rows
+from ..core.e4m3 import Quantized, dtype_for, quantize
 from ..core.launch import Kernel
+from ..core.target import ROCM
 from ..norms.add_norm import add_norm
 from ..norms.add_rms_norm import empty_sum, sum_refusal
 from ..norms.rms_norm import reference as norm_reference
 from ..norms.rms_norm import refusal as norm_refusal
 from ..norms.rms_norm import result_dtype
 from ..products.prologue import prologue_of
-from .format import Quantized, dtype_for, quantize
 from .rows import converts, empty_rows, remember
 from .step import MOST_ROWS
 
@@ -41,8 +43,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.e4m3 import encode, magnitude, scale_of
     from ..norms.rms_norm import _load, _scale
-    from .format import encode, magnitude, scale_of
 
     @triton.jit(do_not_specialize=["row_count"])
     def _fp8_add_rms_norm_kernel(  # type: ignore[no-untyped-def]
@@ -109,6 +111,12 @@ def fp8_add_norm(hidden_states: Tensor, residual: Tensor, norm: nn.Module) -> tu
 def _forward(
     hidden_states: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, weight_in_fp32: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if ROCM:
+        found = aiter_norm_quant.add_rms_norm(
+            hidden_states, residual, weight, eps, offset, weight_in_fp32, norm_reference
+        )
+        if found is not None:
+            return found
     if hidden_states.numel() and backend.uses_triton(hidden_states):
         reason = norm_refusal(hidden_states, weight) or sum_refusal(hidden_states, residual)
         if reason is None and hidden_states.shape[-1] > rows.MAX_BLOCK_COLS:

@@ -1,6 +1,6 @@
 """`activation(gate) * up` of a gated MLP, its rows quantised to 8 bits in the same pass.
 
-N is any leading shape, I the intermediate size, `s` as in `fp8_format`:
+N is any leading shape, I the intermediate size, `s` as in `core.e4m3`:
 
     y = activation(gate) * up            rounded as `gated_activation` rounds it
     values[n] = e4m3(y[n] / s[n])        the product itself is never written
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..core import backend, rows
+from ..core.e4m3 import Quantized, dtype_for, quantize
 from ..core.launch import WAVE, Kernel
 from ..products.gated_activation import _REFERENCE, _refusal
-from .format import Quantized, dtype_for, quantize
 from .rows import converts, empty_rows
 
 CASES = """
@@ -29,8 +29,8 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
+    from ..core.e4m3 import encode, magnitude, scale_of
     from ..products.gated_activation import _activate
-    from .format import encode, magnitude, scale_of
 
     @triton.jit
     def _product(gate_row, up_row, col, mask, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]

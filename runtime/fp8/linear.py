@@ -1,6 +1,6 @@
 """The products of a layer with weights in 8 bits: what the transform `fp8` writes instead of the calls of `linear`.
 
-I in_features, O out_features, N rows, W ≈ s_w q_w as in `fp8_format`:
+I in_features, O out_features, N rows, W ≈ s_w q_w as in `core.e4m3`:
 
     one token a sequence, up to 16 sequences    y = x (s_w q_w)ᵀ + b                 the input keeps its 16 bits
     everything else                             y = s_x s_w (q_x q_wᵀ) + b           its rows are quantised too
@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.e4m3 import Quantized
 from ..core.launch import HIP
 from ..core.rows import KERNEL_DTYPES
 from ..products.gated_activation import activation_kind, gated_activation
 from ..products.linear import before, gated_linear, is_one_row, linear, takes_few_rows
 from ..products.packing import packed_linear
 from ..products.prologue import Norm
-from .format import Quantized
 from .gated_activation import quantized_gated_activation
 from .product import fp8_product
 from .rows import quantized_rows

@@ -1,6 +1,6 @@
 """Rows of activations in 8 bits, each with its scale.
 
-N is any leading shape, I the row, `s[n]` the smallest power of two with max|x[n]| <= s[n] * LARGEST (`fp8_format`):
+N is any leading shape, I the row, `s[n]` the smallest power of two with max|x[n]| <= s[n] * LARGEST (`core.e4m3`):
 
     values[n] = e4m3(x[n] / s[n])
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..core import backend, rows
+from ..core.e4m3 import Quantized, dtype_for, has_fp8, quantize, rounded_numbers
 from ..core.launch import Kernel, chip_of, pretends
-from .format import Quantized, dtype_for, has_fp8, quantize, rounded_numbers
 
 CASES = """
 case("8B, prompt", quantized_rows, tensor(PROMPT, LLAMA_8B.hidden_size))
@@ -25,7 +25,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from .format import encode, magnitude, scale_of
+    from ..core.e4m3 import encode, magnitude, scale_of
 
     @triton.jit(do_not_specialize=["row_count"])
     def _fp8_rows_kernel(  # type: ignore[no-untyped-def]

@@ -1,6 +1,6 @@
 """Products of one to 16 rows with weights in 8 bits: half the bytes of bf16, which is the time of a decode step.
 
-I in_features, O out_features, M rows, W[o] = s[o] q[o] as in `fp8_format`:
+I in_features, O out_features, M rows, W[o] = s[o] q[o] as in `core.e4m3`:
 
     linear   y = s * (x' qᵀ) + b (+ residual)                               x' = norm(x), or x
     gated    y = activation(s_g * (x' q_gᵀ) + b_g) * (s_u * (x' q_uᵀ) + b_u)
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..core import backend
+from ..core.e4m3 import Quantized, as_read
 from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile, entry, key
 from ..products.linear import is_one_row
 from ..products.one_row import Weight, launch_gated, launch_linear
 from ..products.prologue import Norm, norm_arguments
-from .format import Quantized, as_read
 
 CASES = """
 def product(rows, cols, out, norm):

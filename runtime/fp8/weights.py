@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..aiter import fp8 as aiter_fp8
 from ..core import backend, derived
+from ..core.e4m3 import Quantized
+from ..core.target import ROCM
 from ..products import memory, packing
 from ..products.prologue import is_trained
-from .format import Quantized
 from .rows import empty_rows, quantized_rows
 
 REASONS = {
@@ -147,6 +149,8 @@ def refresh(model: nn.Module) -> None:
             whole = None if kept.state == _state(projections) else memory.joined(weights)  # type: ignore[arg-type]
             if whole is not None:
                 _copy_of(weights[0], whole, projections)  # type: ignore[arg-type]
+        if ROCM:
+            aiter_fp8.renew(_copies[module].weight.values)
 
 
 def forget(model: nn.Module) -> None:

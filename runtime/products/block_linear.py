@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..aiter import blockscale as aiter_blockscale
 from ..core import backend, rows
 from ..core.launch import HIP, WAVE, Kernel, overlaps, processors
+from ..core.target import ROCM
 from ..core.tiles import Tile
 from ..package.checkpoint import Adopter
 from .block_groups import in_words
@@ -170,6 +172,8 @@ class BlockLinear(Adopter, nn.Module):
         if not is_block_linear(self):  # a model that was cast: its own class has an answer
             output: Tensor = super().forward(input)
             return output
+        if ROCM and (rounded := _by_aiter(self, input)) is not None:
+            return rounded
         return block_affine(input, (blocks_of(self), self._parameters["bias"]))
 
 
@@ -267,6 +271,17 @@ def block_affine(input: Tensor, parameters: Parameters) -> Tensor:
         return _by_kernel(input, parameters, None, None, "")
     weight, bias = parameters
     return F.linear(input, dequantized(weight, input.dtype), bias if bias is None else bias.to(input.dtype))
+
+
+def _by_aiter(module: Any, input: Tensor) -> Tensor | None:
+    """Return the product of many rows in 8 bits, where that is asked for by name."""
+    if input.numel() <= MOST_ROWS * input.shape[-1] or not backend.nothing_watches(input):
+        return None
+    if _reason_against(input, (blocks_of(module), module._parameters["bias"]), None, None) is not None:
+        return None
+    weight, scale, bias = (module._parameters[name] for name in ("weight", "weight_scale_inv", "bias"))
+    found: Tensor | None = aiter_blockscale.product(input, weight, scale, module.block_size, bias)
+    return found
 
 
 def _reason_against(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_aiter_attention
+import fake_aiter_eight
 import fake_aiter_moe
 import torch
 import torch.nn.functional as F
@@ -28,8 +30,15 @@ SCHEMA_TYPES = {
     "epsilon": "float", "eps": "float", "limit": "float",
     "use_model_sensitive_rmsnorm": "SymInt", "gemma_norm": "bool", "x_bias": "Tensor?",
     "need_renorm": "bool", "num_shared_experts": "SymInt", "shared_expert_scoring_func": "str",
+    "out_before_quant": "Tensor?",
+    "bias": "Tensor?", "dtype": "ScalarType?", "check": "bool", "isBpreshuffled": "bool", "scale": "Tensor?",
+    "quant_dtype": "ScalarType?", "group_size": "SymInt", "transpose_scale": "bool", "num_rows": "Tensor?",
+    "num_rows_factor": "SymInt", "scale_type": "ScalarType?",
 }  # fmt: skip
-RETURNS = ("rms_norm", "layernorm2d_fwd")
+RETURNS = {
+    "rms_norm": "Tensor", "layernorm2d_fwd": "Tensor", "gemm_a8w8_bpreshuffle": "Tensor",
+    "gemm_a8w8_blockscale": "Tensor", "per_group_quant_hip": "(Tensor, Tensor)",
+}  # fmt: skip
 
 calls: Counter[str] = Counter()
 """How often each function was called."""
@@ -104,12 +113,14 @@ class Release:
         parts = []
         for index, parameter in enumerate(record["parameters"]):
             own, _, default = parameter.partition("=")
-            kind = SCHEMA_TYPES.get(own, "Tensor")
-            if kind.startswith("Tensor") and (not clean or own in ("out", "residual_out")):
+            kind = SCHEMA_TYPES.get(own, "Tensor") if own != "bias" or default else "Tensor"
+            if kind.startswith("Tensor") and (
+                not clean or own in ("out", "residual_out", "yscale", "out_before_quant")
+            ):
                 kind = kind.replace("Tensor", f"Tensor(a{index}!)")
-            written = default.replace("'", '"')
+            written = "None" if default.startswith("dtypes.") else default.replace("'", '"')
             parts.append(f"{kind} {own}" + (f"={written}" if written else ""))
-        returned = "Tensor" if name in RETURNS else "()"
+        returned = RETURNS.get(name, "()")
         self.library.define(f"{name}({', '.join(parts)}) -> {returned}")
         self.library.impl(name, stub, "CompositeExplicitAutograd")
 
@@ -137,7 +148,8 @@ def install(folder: Path, release: Release) -> None:
     tuned = f"{module}\n\nclass TunedGemm:\n    mm = mm\n\n\ntgemm = TunedGemm()\n"
     top = (
         "from .ops.mha import *\nfrom .ops.rmsnorm import *\nfrom .ops.norm import *\nfrom .ops.activation import *\n"
-        "from .ops.moe_op import *\nfrom .ops.topk import *\n"
+        "from .ops.moe_op import *\nfrom .ops.topk import *\nfrom .ops.gemm_op_a8w8 import *\n"
+        "from .ops.quant import *\n"
     )
     files = {
         "__init__.py": top,
@@ -146,10 +158,16 @@ def install(folder: Path, release: Release) -> None:
         "ops/__init__.py": "",
         "tuned_gemm.py": tuned,
         "fused_moe.py": module,
+        "mla.py": module,
     }
     files |= {
-        f"ops/{name}.py": module for name in ("mha", "rmsnorm", "norm", "activation", "moe_op", "shuffle", "topk")
+        f"ops/{name}.py": module
+        for name in ("mha", "rmsnorm", "norm", "activation", "moe_op", "shuffle", "topk", "gemm_op_a8w8", "quant")
     }
+    for name in ("attention.unified_attention", "unified_attention"):
+        if release.functions(f"aiter.ops.triton.{name}"):
+            files |= {f"ops/triton/{folder}__init__.py": "" for folder in ("", "attention/")}
+            files[f"ops/triton/{name.replace('.', '/')}.py"] = module
     for name, text in files.items():
         path = folder / "aiter" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,6 +321,7 @@ BODIES: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         rms_norm, rmsnorm, rmsnorm2d_fwd_with_add, layernorm2d_fwd, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul,
-        flash_attn_func, mm, *fake_aiter_moe.FUNCTIONS,
+        flash_attn_func, mm, *fake_aiter_moe.FUNCTIONS, *fake_aiter_attention.FUNCTIONS,
+        *fake_aiter_eight.FUNCTIONS,
     )
 }  # fmt: skip

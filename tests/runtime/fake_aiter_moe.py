@@ -20,20 +20,23 @@ class QuantType(Enum):
 
 
 GateMode = SimpleNamespace(SEPARATED=SimpleNamespace(value="separated"))
-DEFAULTS = {"ActivationType": ActivationType, "QuantType": QuantType, "GateMode": GateMode}
+DTYPES = SimpleNamespace(bf16=torch.bfloat16, i8=torch.int8, fp32=torch.float32)
+DEFAULTS = {"ActivationType": ActivationType, "QuantType": QuantType, "GateMode": GateMode, "dtypes": DTYPES}
 """What the defaults of recorded signatures name."""
 
 
 def shuffle_weight(release: Any, x: Tensor, layout: tuple[int, int], **others: Any) -> Tensor:
-    """Blocks of 16 rows and 64 bytes, one behind the other, of which each is stored by columns of 16 bytes."""
+    """Blocks of 16 rows and 64 bytes (32, of one a number), one behind the other, stored by columns of 16 bytes."""
     assert layout == (16, 16)
     assert not any(others.values())
-    assert x.element_size() == 2
     assert x.is_contiguous()
     rows, cols = x.shape[-2:]
     assert not rows % 16
     assert not cols % 32
-    shuffled = x.view(-1, rows // 16, 16, cols // 32, 4, 8).permute(0, 1, 3, 4, 2, 5).contiguous().view(x.shape)
+    many = 16 // x.element_size()
+    bits = x.view(torch.uint8) if x.element_size() == 1 else x  # as the CPU has no such copies of 8-bit floats
+    parts = bits.view(-1, rows // 16, 16, cols // 32, 32 // many, many).permute(0, 1, 3, 4, 2, 5).contiguous()
+    shuffled = parts.view(x.shape).view(x.dtype)
     shuffled.is_shuffled = True  # type: ignore[attr-defined]
     return shuffled
 

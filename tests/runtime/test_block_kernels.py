@@ -14,8 +14,8 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 from rewrite.runtime.core import backend
+from rewrite.runtime.core.e4m3 import encode
 from rewrite.runtime.core.launch import WAVE, Target
-from rewrite.runtime.fp8.format import encode
 from rewrite.runtime.moe import block_experts as few
 from rewrite.runtime.moe.form import ExpertsForm, gating
 from rewrite.runtime.moe.grouped import grouped_experts

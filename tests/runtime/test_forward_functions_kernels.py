@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewrite.runtime.core import backend, deferring, layout
 from rewrite.runtime.forward import functions
@@ -406,3 +406,22 @@ def test_in_inference_mode(device: torch.device, texts: list[str]) -> None:
         assert_as_exact_as(wanted[0], ours[0], exact, torch.finfo(torch.float32).eps)
         assert all(torch.equal(one, other) for one, other in zip(ours[1:], wanted[1:], strict=True))
     assert len(texts) == 2
+
+
+@pytest.mark.parametrize("dim", [0, 2, -1])
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+def test_a_normed_weight_is_that_of_torch(
+    device: torch.device, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: list[bool] = []
+
+    def seen(*given: Any) -> Tensor | None:
+        found = functions._weight_norm(*given)
+        own.append(found is not None)
+        return found
+
+    monkeypatch.setitem(functions._FUNCTIONS, torch._weight_norm, seen)
+    direction = nn.Parameter(numbers(device, dtype, 24, 6, 16))
+    length = numbers(device, dtype, *(size if dim % 3 == place else 1 for place, size in enumerate((24, 6, 16))))
+    assert_exact(lambda v, g: torch._weight_norm(v, g, dim), direction, nn.Parameter(length))
+    assert own == [dim >= 0]  # -1 stands for the length of the whole

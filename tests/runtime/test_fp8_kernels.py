@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
+from rewrite.runtime.core.e4m3 import Quantized, dtype_for, has_fp8, quantize
 from rewrite.runtime.core.launch import Target
 from rewrite.runtime.fp8 import add_rms_norm as fp8_add_rms_norm
 from rewrite.runtime.fp8 import gated_activation as fp8_gated_activation
 from rewrite.runtime.fp8 import linear as fp8_linear_file
 from rewrite.runtime.fp8 import rows as fp8_rows
 from rewrite.runtime.fp8 import step as fp8_step
-from rewrite.runtime.fp8.format import Quantized, dtype_for, has_fp8, quantize
 from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, is_step
 from rewrite.runtime.fp8.qkv_step import fp8_qkv_step
 from rewrite.runtime.fp8.rows import quantized_rows

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from rewrite.runtime.core import backend
+from rewrite.runtime.core.e4m3 import quantize
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.fp8 import weights as fp8_weights
-from rewrite.runtime.fp8.format import quantize
 from rewrite.runtime.fp8.generation import Fp8GraphGeneration
 from rewrite.runtime.fp8.linear import fp8_gated_linear, fp8_gated_product, fp8_linear, fp8_packed_linear
 from rewrite.runtime.products.packing import packed_linear

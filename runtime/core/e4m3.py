@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import backend
-from ..core.launch import chip_of, fp8_dtype
+from . import backend
+from .launch import chip_of, fp8_dtype
 
 if backend.triton_installed():
     import triton

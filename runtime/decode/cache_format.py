@@ -1,0 +1,48 @@
+"""In which format captured decode steps keep keys and values, where one is asked for by name."""
+
+from __future__ import annotations
+
+from ..core import backend, place
+from ..core.target import FP8_CACHE
+
+OFFERS: dict[str, dict[str, str]] = {}
+
+FP8 = "fp8"
+ENVIRONMENT_VARIABLE = backend.CACHE_VARIABLE
+
+
+class CacheFormatLeftOut(RuntimeError):
+    """A format of keys and values was asked for in a package that was made without it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this package was made without keys and values in 8 bits: "
+            f"rewrite sync {place.FOLDER.name} --with fp8_cache"
+        )
+
+
+def set_cache_format(name: str | None) -> None:
+    """Keep keys and values of captured steps in 8 bits (`"fp8"`), or in the model's dtype (None), from now on.
+
+    Raises:
+        ValueError: if `name` is neither.
+        CacheFormatLeftOut: if the package was made without.
+    """
+    if _checked(name) is not None and not FP8_CACHE:
+        raise CacheFormatLeftOut
+    backend.named_besides["cache"] = name
+
+
+def get_cache_format() -> str | None:
+    """Return the last `set_cache_format`, else `REWRITE_CACHE`, else None.
+
+    Raises:
+        ValueError: if the variable is no format.
+    """
+    return _checked(backend.named_besides["cache"])
+
+
+def _checked(name: str | None) -> str | None:
+    if name not in (None, FP8):
+        raise ValueError(f"unknown format of keys and values '{name}' ({ENVIRONMENT_VARIABLE}): choose {FP8}, or none")
+    return name
