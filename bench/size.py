@@ -17,7 +17,7 @@ from pathlib import Path
 from rewrite.engine.build import Build, build
 from rewrite.package import runtime_files
 from rewrite.package.assemble import assemble
-from rewrite.package.features import FEATURES, ON_REQUEST, forms_of
+from rewrite.package.features import FEATURES, ON_REQUEST, forms_of, needed_by, without
 from rewrite.package.lock import Options
 from rewrite.transforms import select
 from rewrite.upstream.source import resolve
@@ -68,13 +68,17 @@ or later (`rewrite sync DIR --with ranks`; `rewrite explain ranks` says what it 
 Where it can be seen that something is needed it comes without asking, and a line of the screen says so: `formats`
 where the checkpoint that the model was named by, or that of `--weights`, has `weight_block_size` in its `config.json`,
 and for files whose checkpoints are published so (DeepSeek-V3, MiniMax-M2); `ranks` where the machine shows several
-GPUs. A package keeps what it has: one that was made when all of this came along keeps it in `rewrite sync`, and in
-`rewrite MODEL --out DIR` over it.
+GPUs; `eager` for files that take a softmax of their own by default; `inputs` where a `forward` of the file names more
+than tokens, mask and positions (images, an encoder's output), also where a new version of it begins to. A package
+keeps what it has: one that was made when all of this came along keeps it in `rewrite sync`, and in `rewrite MODEL
+--out DIR` over it.
 
-Nothing fails for want of it. A model whose tensors are dealt to ranks generates in transformers' own loop; layers
-with scales for blocks are called as transformers has them; without `training` gradients are torch's, of the operators
-that the original has. `explain(model)` counts each of these calls (`ranks_left_out`, `formats_left_out`,
-`training_left_out`) and names the command that brings what was missing.
+Nothing computes something else for want of it. A model on several GPUs, a call that gives a step more, or one with
+drafts (`--without speculation`) generates in transformers' own loop; layers with scales for blocks are called as
+transformers has them; without `training` gradients are torch's, of the operators that the original has; a batch is
+padded in whole; attention runs as torch chooses. `explain(model)` counts each of these calls (`ranks_left_out`,
+`formats_left_out`, `attention_left_out`, …) and names the command that brings what was missing. To choose an attention
+kernel in code (`set_attention_backend`), or to save a model with its code, is an error that names it.
 
 ## What can be left out
 
@@ -109,7 +113,6 @@ needed by several.
 {models}
 """
 LEAST = 50
-OPTIONS = Options(without=ON_REQUEST)
 TOGETHER = {
     ("capture_forward", "decode_layers"): "and a layer's step in few kernels; `generate()` in a captured graph stays",
     ("capture_forward", "static_cache", "decode_layers"): "captured graphs, kernels of a decode step; others stay",
@@ -141,9 +144,14 @@ def built(model: str, skip: tuple[str, ...] = ()) -> Build:
     return build(resolve(model), select(skip=skip))
 
 
+def options(model: str) -> Options:
+    """Return what a new package of a model is made with."""
+    return Options(without=without(None, needed_by(built(model).rewritten.text), ()))
+
+
 def files(model: str) -> dict[str, str]:
     """Return the Python files of a package."""
-    package = assemble(built(model), select(), OPTIONS, Path(f"optimized_{model}"))
+    package = assemble(built(model), select(), options(model), Path(f"optimized_{model}"))
     return {name: data.decode() for name, data in package.files.items() if name.endswith(".py")}
 
 
@@ -176,7 +184,7 @@ def page(models: Iterable[str]) -> str:
         rooms.append(f"| `{name}` | {found.total():,} | {' | '.join(cells)} | {ROOMS[stem]} |")
     whole = sum(counted.values(), Counter())
     rooms.append(f"| together | {whole.total():,} | {' | '.join(f'{whole[kind]:,}' for kind in KINDS)} | |")
-    package = assemble(built(MAIN), select(), OPTIONS, Path(f"optimized_{MAIN}"))
+    package = assemble(built(MAIN), select(), options(MAIN), Path(f"optimized_{MAIN}"))
     return PAGE.format(
         version=resolve(MAIN).transformers_version,
         files=len(package.files),
@@ -196,7 +204,7 @@ def requests() -> list[str]:
     """Return what a user can ask for, by how many lines come."""
     base = runtime_lines(MAIN)
     sets = {f"`--with {name}`": ({name}, FEATURES[name][1]) for name in ON_REQUEST}
-    sets["all"] = ({*ON_REQUEST}, "")
+    sets["all of it"] = ({*ON_REQUEST}, "what packages had before it was asked for")
     found = [(runtime_lines(MAIN, (), {*ON_REQUEST} - asked), name, what) for name, (asked, what) in sets.items()]
     shown = [f"| {name} | {lines:,} | {lines - base:,} | {what} |" for lines, name, what in sorted(found)]
     return [f"| as it comes, `upstream.py` aside | {base:,} | | |", *shown]
@@ -206,7 +214,8 @@ def second(model: str) -> str:
     """Return what a package of another model adds to a repository with one of `MAIN`."""
     made = files(model)
     modeling = sum(len(text.splitlines()) for name, text in made.items() if name.startswith("modeling_"))
-    more = lines_of(sorted({*uses_of(MAIN), *uses_of(model)})) - lines_of(uses_of(MAIN))
+    left_out = set(options(MAIN).without) & set(options(model).without)
+    more = lines_of(sorted({*uses_of(MAIN), *uses_of(model)}), left_out) - lines_of(uses_of(MAIN))
     rest = sum(len(made[name].splitlines()) for name in ("__init__.py", "runtime/__init__.py", "runtime/upstream.py"))
     return f"| {model} | {modeling:,} | {more:,} | {rest:,} | {modeling + more + rest:,} |"
 

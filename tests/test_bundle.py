@@ -14,7 +14,7 @@ import pytest
 from rewrite.operators import offers
 from rewrite.package import bundle, parts, runtime_files
 from rewrite.package.closure import Closure, closure
-from rewrite.package.features import FEATURES, FORMS, MARKS, forms_of, left_out
+from rewrite.package.features import FEATURES, FORMS, MARKS, forms_of, left_out, needed_by
 from rewrite.package.parts import NotFollowed, Own
 from rewrite.package.targets import TARGETS
 from rewrite.sync.edits import problems_of
@@ -83,6 +83,14 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
     rooms, names = of_llama(without=("formats",))
     assert "parallel" in rooms
     assert not names & {"BlockLinear", "block_linear_kernel"}
+    drafts = {"DraftedLoop", "Assistant", "Window", "look_up_kernel", "lookup_of"}
+    assert drafts <= names
+    assert not of_llama(without=("speculation",))[1] & drafts
+    more = {"StepInputs", "Written", "AttentionBackendUnavailable", "flat_files", "packed_run"}
+    assert more <= of_llama(("forward.CapturedForward", "attention.native_gqa"))[1]
+    without = ("inputs", "eager", "attention", "upload", "ragged")
+    names = of_llama(("forward.CapturedForward", "attention.native_gqa"), without)[1]
+    assert not names & more
     operators = ("attention.rotary", "norms.add_rms_norm")
     learns = {"rms_norm_backward_kernel", "_AddRmsNorm", "_Rotary", "_GatedActivation", "learned_projections", "again"}
     assert learns <= of_llama(operators)[1]
@@ -232,7 +240,8 @@ def test_a_branch_that_is_left_out_hands_over_to_the_next(monkeypatch: pytest.Mo
         "    if ROCM:",
         "        return 3",
         "    else:",
-        "        return 4",
+        "        if x:",
+        "            return 4",
     ]
     found = reader(monkeypatch, "def g(x): ...\ndef h(x): ...\n" + "\n".join(lines) + "\n")
     part = found.parts[2]
@@ -240,7 +249,66 @@ def test_a_branch_that_is_left_out_hands_over_to_the_next(monkeypatch: pytest.Mo
     monkeypatch.setattr(parts, "file", lambda name: found)
     monkeypatch.setattr(parts, "final_names", lambda: {Own(part.file, name): name for name in "fgh"})
     assert bundle._text(part, frozenset()) == lines
-    assert bundle._text(part, frozenset({"ROCM"})) == [lines[0], "    if x:", lines[4], *lines[7:]]
+    assert bundle._text(part, frozenset({"ROCM"})) == [
+        lines[0],
+        "    if x:",
+        lines[4],
+        "    if x:",
+        "        return 4",
+    ]
+    with pytest.raises(NotFollowed, match="else behind elif ROCM"):
+        reader(monkeypatch, "def f(x):\n    if x: ...\n    elif ROCM: ...\n    else: ...\n")
+
+
+def test_what_only_a_variant_of_a_kernel_has_goes_with_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["def kernel(x, CENTRED):", "    if CENTRED:", "        x = g(x)", "    else:", "        x = h(x)"]
+    found = reader(monkeypatch, "def g(x): ...\ndef h(x): ...\n" + "\n".join(lines) + "\n")
+    part = found.parts[2]
+    monkeypatch.setattr(parts, "file", lambda name: found)
+    monkeypatch.setattr(parts, "final_names", lambda: {Own(part.file, name): name for name in ("g", "h", "kernel")})
+    assert [use.written for use in parts.uses(part, frozenset({"LAYER_NORM"}))] == ["h"]
+    assert bundle._text(part, frozenset({"LAYER_NORM"})) == [lines[0], "    x = h(x)"]
+    assert bundle._text(part, frozenset()) == lines
+
+
+def test_no_variant_of_a_kernel_is_launched_that_is_not_there() -> None:
+    """`CENTRED` and `SHIFT` are of a `LayerNormPrologue`, which nothing makes where no module can be a LayerNorm."""
+    uses = ("decode.GraphGeneration", "attention.qkv_step", "products.gated_linear")
+    for forms, makes in ((), False), (("norms.add_layer_norm",), True):
+        made = runtime_files.files(runtime_files.closure_of([*uses, *forms], "cuda", ()))
+        text = "\n".join(data.decode() for data in made.values()).replace("class LayerNormPrologue(", "")
+        assert (makes, makes) == ("LayerNormPrologue(" in text, "if CENTRED:" in text)
+
+
+@pytest.mark.parametrize("use", [offer.use for offer in offers() if offer.room == "moe"])
+def test_what_loads_layers_as_they_are_published_comes_with_them(use: str) -> None:
+    taken = runtime_files.closure_of(["package.NativeCheckpoint", use], "cuda", ())
+    names = {own.name for own in taken.definitions}
+    assert ("MxExperts" in names) == ("_published" in names)
+    assert {"MxExperts", "BlockLinear"}.isdisjoint(of_llama(without=("formats",))[1])
+
+
+def test_methods_go_with_what_calls_them() -> None:
+    made = runtime_files.files(runtime_files.closure_of(["decode.GraphGeneration"], "cuda", ()))
+    products, decode = made["runtime/products.py"].decode(), made["runtime/decode.py"].decode()
+    assert not [name for name in ("_layer_norm", "_turned", "take_out", "is_read") if f"def {name}(" in products]
+    assert "def _once_more(" not in decode
+    with_all = runtime_files.files(runtime_files.closure_of(["decode.GraphGeneration", *FORMS], "cuda", ()))
+    assert "        def _turned(" in with_all["runtime/products.py"].decode()
+    assert "        def _once_more(" in with_all["runtime/decode.py"].decode()
+
+
+def test_kernels_have_several_parameters_in_a_line() -> None:
+    names = [f"some_pointer_{number}" for number in range(9)]
+    head = "@triton.jit\ndef kernel(  # type: ignore[no-untyped-def]\n"
+    given = "".join(f"    {name},\n" for name in names) + "    I: tl.constexpr,  # noqa: E741\n"
+    text = f"{head}{given}):\n    return 1\n"
+    filled = bundle._with_filled_parameters(text)
+    assert filled == (
+        f"{head}    {', '.join(names[:7])},\n    {', '.join(names[7:])}, I: tl.constexpr,  # noqa: E741\n"
+        "):  # fmt: skip\n    return 1\n"
+    )
+    assert bundle._with_filled_parameters(filled.replace("@triton.jit\n", "")) == filled.replace("@triton.jit\n", "")
 
 
 def test_what_cannot_be_followed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,3 +354,44 @@ def test_kernels_run_from_one_file_a_room(package: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "every operator took its fast form" in done.stdout
+
+
+SDPA = "class Model:\n    _supports_sdpa = True\n"
+SOFTMAX = "def {}(q, k, v):\n    return F.softmax(q @ k, -1) @ v\n"
+
+
+STEP = "class Model(GraphGeneration):\n    {}\n"
+PLAIN = STEP.format("def forward(self, input_ids, attention_mask=None, past_key_values=None, **kwargs): ...")
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        ("class Model: ...", False),
+        (PLAIN, False),
+        (STEP.format("def forward(self, input_ids, pixel_values=None): ..."), True),
+        (STEP.format("def forward(self, input_ids, *, decoder_input_ids=None): ..."), True),
+        (STEP.format("def forward(self, input_ids, *more): ..."), True),
+        (STEP.format("config: int"), True),  # who knows what is inherited
+        (f"{PLAIN}    def prepare_inputs_for_generation(self): ...\n", True),
+    ],
+)
+def test_what_a_step_may_be_given_is_told_by_the_file(text: str, needed: bool) -> None:
+    assert ("inputs" in needed_by(text)) == needed
+
+
+@pytest.mark.parametrize(
+    ("text", "needed"),
+    [
+        (SDPA, False),
+        ("class Model: ...", True),  # transformers takes its attention then, which is the file's
+        (f"{SDPA}class Other:\n    _supports_sdpa = False\n", True),
+        (f"{SDPA}{SOFTMAX.format('eager')}chosen = get_interface(eager)\n", False),
+        (f"{SDPA}{SOFTMAX.format('attend')}def forward(q, k, v):\n    return attend(q, k, v)\n", True),
+        (f"{SDPA}class Attention:\n    {SOFTMAX.format('forward').replace(chr(10), chr(10) + '    ')}", True),
+        (f"{SDPA}import torch\nclass Router:\n    act = torch.nn.Softmax(-1)\n", True),
+        (f"{SDPA}from transformers import AutoModel\ninner = AutoModel.from_config\n", True),
+    ],
+)
+def test_attention_that_is_written_out_is_told_by_the_file(text: str, needed: bool) -> None:
+    assert ("eager" in needed_by(text)) == needed

@@ -34,6 +34,7 @@ from rewrite.package.targets import TARGETS
 if TYPE_CHECKING:
     from rewrite.deliver.beside import Judge
     from rewrite.deliver.verification import Request
+    from rewrite.engine.build import Build
     from rewrite.package.output import Output
     from rewrite.show.console import Screen
     from rewrite.transform import Transform
@@ -114,8 +115,10 @@ class Job:
 @click.option(
     "--without",
     multiple=True,
+    metavar="NAME",
     type=click.Choice(tuple(FEATURES)),
-    help="Leave this out of the runtime; repeatable. A package keeps its choice until told. docs/size.md has sizes.",
+    help=f"Leave {' or '.join(sorted(FEATURES))} out of the runtime; repeatable. A package keeps its choice until "
+    "told. docs/size.md has sizes.",
 )
 @runtime_option
 @click.option("--verify/--no-verify", default=True, help="Without: write and run nothing; works without torch.")
@@ -246,7 +249,7 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
         screen.line("next", f"rewrite {job.model} --out {_folder_for(source)}")
         report.write(job.json_path, "apply", report.of_build(built))
         return 0
-    without = _without(job, screen, source, place)
+    without = _without(job, screen, built, place)
     options = Options(job.only, job.skip, job.also, job.target or of_machine(), _runtime(job, place), without)
     package = assemble(built, transforms, options, place.folder)
     output.check_shared(place.shown, package)
@@ -262,13 +265,14 @@ def _rewrite(job: Job, screen: Screen, source: Source, transforms: Sequence[Tran
     return deliver(delivery, screen, built, package, place)
 
 
-def _without(job: Job, screen: Screen, source: Source, place: Output) -> tuple[str, ...]:
+def _without(job: Job, screen: Screen, built: Build, place: Output) -> tuple[str, ...]:
     """Return what the runtime does not have: what nobody asked for and nothing shows to be needed; say the latter."""
     from rewrite.upstream.checkpoint import read_config
 
+    source = built.source
     folder = source.checkpoint or job.request.weights
     config = {} if folder is None else read_config(folder)
-    needed = features.needed_for(config, source.model_type or "", targets.cards())
+    needed = features.needed_for(config, source.model_type or "", targets.cards(), built.rewritten.text)
     before = None if place.previous is None else place.previous.options.without
     for name, why in needed.items():
         if name not in (*job.wanted, *job.unwanted):

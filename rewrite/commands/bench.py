@@ -300,7 +300,7 @@ def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterato
     from rewrite.benchmark.rungs import write
     from rewrite.engine.build import build
     from rewrite.package.assemble import assemble
-    from rewrite.package.features import without
+    from rewrite.package.features import needed_by, without
     from rewrite.package.lock import Options, read_lock
     from rewrite.package.targets import of_machine
     from rewrite.transforms import select
@@ -318,10 +318,11 @@ def _package(screen: Screen, target: str, options: Mapping[str, Any]) -> Iterato
         yield Target(Path(target), source)
         return
     transforms = select(also=FOR_TRAINING if options.get("train") else ())
-    chosen = Options(target=of_machine(), without=without(None, wanted, ()))
+    built = build(source, transforms)
+    chosen = Options(target=of_machine(), without=without(None, {*wanted, *needed_by(built.rewritten.text)}, ()))
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "measured"
-        write(assemble(build(source, transforms), transforms, chosen, package), package)
+        write(assemble(built, transforms, chosen, package), package)
         yield Target(package, source)
 
 

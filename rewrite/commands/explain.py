@@ -26,8 +26,8 @@ Part of a package's runtime, {when}: {what}.
 def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
     """Say what the transform NAME does, why, what it needs, and when it leaves a place alone.
 
-    NAME may also be a part of the runtime that a package can do without: ranks, formats, training, chains. With
-    --quiet in one line.
+    NAME may also be a part of the runtime that a package can do without: attention, chains, eager, formats, fp8_cache,
+    inputs, ragged, ranks, speculation, training, upload. With --quiet in one line.
     """
     from rich.markdown import Markdown
 

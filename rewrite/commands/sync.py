@@ -46,8 +46,8 @@ VIEWS = click.Choice(["upstream", "rewritten", "edits"])
 @diff_option("stat", "How to show what changes in your modeling file.")
 @verification_options
 @runtime_option
-@click.option("--with", "also", multiple=True, metavar="NAME", help=f"Have {', '.join(FEATURES)} in the runtime from now on; repeatable.")  # fmt: skip  # noqa: E501
-@click.option("--without", multiple=True, type=click.Choice(tuple(FEATURES)), help="Have this in the runtime no longer; repeatable.")  # fmt: skip  # noqa: E501
+@click.option("--with", "also", multiple=True, metavar="NAME", help=f"Have {', '.join(sorted(FEATURES))} in the runtime from now on; repeatable.")  # fmt: skip  # noqa: E501
+@click.option("--without", multiple=True, metavar="NAME", type=click.Choice(tuple(FEATURES)), help="Have this in the runtime no longer; repeatable.")  # fmt: skip  # noqa: E501
 @click.option("--original", "given", type=FILE, metavar="FILE", help="Where the original is.")
 @click.option("--exit-non-zero-on-change", is_flag=True, help="Exit with 1 where something was written; for hooks.")
 @bisect_option

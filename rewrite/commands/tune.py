@@ -64,7 +64,7 @@ def tune(
 
     With --products the libraries and kernels of each product of a prompt are compared instead, and DIR/gemm.json says
     which one to take. With --attention it is torch's kernels of attention (flash, efficient, cuDNN, and on ROCm
-    AOTriton and CK), and DIR/attention.json.
+    AOTriton and CK), and DIR/attention.json, which packages made --with attention read.
     """
     from rewrite.show.console import Screen
 
@@ -72,6 +72,7 @@ def tune(
     if export is not None or export_shapes is not None:
         return _export(folder, export, export_shapes, screen, json_path)
     from rewrite.deliver import report, verification
+    from rewrite.package.lock import read_lock
 
     verification.require_libraries("tuning")
     from rewrite.tuning import Plan, results
@@ -83,6 +84,9 @@ def tune(
     if attention and products:
         raise click.UsageError("--attention and --products measure different things: ask for one")
     if attention:
+        if "attention" in read_lock(folder).options.without:
+            way = f"rewrite sync {folder} --with attention"
+            raise click.UsageError(f"--attention: {folder} was made without attention: {way}")
         return _attention(plan, lengths, screen, json_path)
     if products:
         return _products(plan, rows, screen, json_path)
@@ -101,12 +105,12 @@ def tune(
 
 def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
     from rewrite.deliver import report
-    from rewrite.tuning import products
+    from rewrite.tuning import choices, products
 
     with screen.working("tuning") as progress:
         outcome = products.tune_products(plan, lengths, progress)
     name = plan.shape or Path(str(plan.weights)).name
-    rows = products.rows(outcome.choices)
+    rows = choices.rows(outcome.choices, products.VENDOR)
     screen.figures(f"{name} · products · {outcome.chip}", products.HEADINGS, rows, ())
     screen.line("written", str(outcome.path))
     data = {"chip": outcome.chip, "headings": products.HEADINGS, "products": rows, "written": str(outcome.path)}
@@ -116,12 +120,12 @@ def _products(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: P
 
 def _attention(plan: Plan, lengths: tuple[int, ...], screen: Screen, json_path: Path | None) -> int:
     from rewrite.deliver import report
-    from rewrite.tuning import attention
+    from rewrite.tuning import attention, choices
 
     with screen.working("tuning") as progress:
         outcome = attention.tune_attention(plan, lengths, progress)
     name = plan.shape or Path(str(plan.weights)).name
-    rows = attention.rows(outcome.choices)
+    rows = choices.rows(outcome.choices, attention.OWN)
     screen.figures(f"{name} · attention · {outcome.chip}", attention.HEADINGS, rows, ())
     screen.line("written", str(outcome.path))
     every = {choice.size: choice.us for choice in outcome.choices}

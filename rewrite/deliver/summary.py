@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ COSTS: Mapping[Stage, str] = {
     Stage.STEP: "operator by operator in a step of the graph, not in few kernels a layer",
 }
 """What it costs that a place is left alone, by what its transform speeds up."""
+NARROW = 69
+"""Columns of a narrow terminal beside the labels."""
 MOST_LEFT_OUT = 6
 """Reasons that are said; the lock and a report have all."""
 SHARED_NAME = "rewrite_runtime"
@@ -79,8 +82,10 @@ def show_written(
     if package.shared is not None:
         screen.line("runtime", _shared(package.shared))
     if absent := [name for name in features.ON_REQUEST if name in package.lock.options.without]:
-        said = f"without {', '.join(absent)}: --with NAME brings it"
-        screen.line("runtime" if package.shared is None else "", said)
+        label = "runtime" if package.shared is None else ""
+        for line in textwrap.wrap(f"without {', '.join(absent)}: --with NAME", NARROW):
+            screen.line(label, line)
+            label = ""
     main = headline(build.source, build.rewritten.decode_loops)
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:

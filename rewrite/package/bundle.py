@@ -25,8 +25,12 @@ from rewrite.package.parts import File, NotFollowed, Outside, Own, Part
 from rewrite.upstream.statements import statements
 
 _LAYOUT = ("--isolated", "--no-cache", "--quiet", "--line-length", "119", "--target-version", "py310")
-_SORTED = ("check", *_LAYOUT, "--fix-only", "--select", "I,F401")
-_FORMATTED = ("format", *_LAYOUT)
+_COMMAS = "lint.isort.split-on-trailing-comma = false", "format.skip-magic-trailing-comma = true"
+"""What was laid out in many lines for who changes the runtime takes as few as it needs."""
+_SORTED = ("check", *_LAYOUT, "--config", _COMMAS[0], "--fix-only", "--select", "I,F401")
+_FORMATTED = ("format", *_LAYOUT, "--config", _COMMAS[0], "--config", _COMMAS[1])
+_GLUE = "\0"
+"""What stands for a space at which a line may not end."""
 _DEFINED = re.compile(r"(?P<before>\b(?:def|class)\s+)(?P<name>\w+)")
 
 
@@ -49,7 +53,7 @@ def _laid_out(texts: tuple[str, ...]) -> list[str]:
             path.write_text(text, encoding="utf-8", newline="\n")
         for arguments in (_SORTED, _FORMATTED):
             assert ruff_folder(arguments, folder), "ruff cannot read what was generated"
-        return [path.read_text(encoding="utf-8") for path in paths]
+        return [_with_filled_parameters(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def _room(room: str, taken: Closure) -> str:
@@ -65,7 +69,8 @@ def _room(room: str, taken: Closure) -> str:
     guarded = {test: [*outside.get(test, []), *inside.get(test, [])] for test in {*outside, *inside}}
     for name in ordered:
         here = parts.file(name)
-        lines += ["", *textwrap.wrap(here.summary, 117, initial_indent="# ", subsequent_indent="# "), ""]
+        said = f"{name.partition('/')[2]}.py: {here.summary}"
+        lines += ["", *textwrap.wrap(said, 117, initial_indent="# ", subsequent_indent="# ")]
         lines += _file(here, by_file[name], guarded, taken.without)
     for test, body in guarded.items():
         lines += [f"if {test}:", *(f"    {statement}" for statement in body)]
@@ -95,21 +100,45 @@ def _with_summaries(text: str) -> str:
     return "\n".join(lines)
 
 
+def _with_filled_parameters(text: str) -> str:
+    """Return a formatted text whose kernels have several parameters in a line: they have up to forty."""
+    lines = text.split("\n")
+    for kernel in reversed([node for node in statements(ast.parse(text)) if _is_kernel(node)]):
+        assert isinstance(kernel, ast.FunctionDef)
+        first, last = kernel.args.args[0].lineno, kernel.args.args[-1].lineno
+        if first == last or kernel.args.defaults or "fmt: skip" in lines[last]:
+            continue
+        indent = " " * kernel.args.args[0].col_offset
+        pragmas = {arg.arg: lines[arg.lineno - 1].partition("  # ")[2] for arg in kernel.args.args}
+        words = [f"{ast.unparse(arg)},".replace(" ", _GLUE) for arg in kernel.args.args]
+        filled = textwrap.wrap(" ".join(words), LINE_LENGTH - len(indent), break_on_hyphens=False)
+        for number, line in enumerate(filled):
+            said = [pragmas[name] for word in line.split() if pragmas.get(name := word.split(":")[0].rstrip(","))]
+            filled[number] = f"{indent}{line.replace(_GLUE, ' ')}{''.join(f'  # {pragma}' for pragma in said[:1])}"
+        lines[first - 1 : last + 1] = [*filled, f"{lines[last]}  # fmt: skip"]
+    return "\n".join(lines)
+
+
 def _is_kernel(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(by) for by in node.decorator_list)
 
 
 def _file(here: File, chosen: Sequence[Part], guarded: dict[str, list[str]], without: frozenset[str]) -> Iterator[str]:
-    """Yield the lines of the parts of a file; those that stood under one `if` stand under one again."""
+    """Yield the lines of the parts of a file; those that stood under one `if` stand under one again.
+
+    The first stands right below what says of the file what it is, and others have blank lines where they had them.
+    """
     guard = 0
-    for part in chosen:
+    for number, part in enumerate(chosen):
+        spaced = number > 0 and not here.lines[part.first - 2].strip()
         if part.guard != guard and part.guard:
             condition = here.guards[part.guard]
             test = _condition(condition)
-            yield from ["", f"if {test}:"]
+            yield from [*[""] * bool(number), f"if {test}:"]
             yield from (f"    {statement}" for statement in guarded.pop(test, []))
+            spaced = True
+        yield from [""] * (spaced or part.guard != guard)
         guard = part.guard
-        yield ""
         yield from _text(part, without)
 
 
@@ -152,6 +181,9 @@ def _text(part: Part, without: frozenset[str]) -> list[str]:
         if last < part.last and lines[first - part.first].lstrip().startswith("if "):
             following = lines[last + 1 - part.first]
             lines[last + 1 - part.first] = re.sub(r"^( *)elif ", r"\1if ", following)
+    for first, last, name in part.moved:
+        for number in range(first, last + 1) if name in without else ():
+            lines[number - part.first] = lines[number - part.first].removeprefix("    ")
     return [line for number, line in enumerate(lines, part.first) if number not in left_out]
 
 

@@ -13,15 +13,12 @@ CALLED_BY_NAME = "describe"
 CALLED_FROM_OUTSIDE = {
     "aiter/calls": ("forget",),
     "attention/backends": (
-        "OWN",
         "attend",
         "failure",
         "forget",
-        "get_attention_backend",
         "listen",
-        "set_attention_backend",
-        "use_attention_backend",
     ),
+    "attention/named": ("get_attention_backend", "set_attention_backend", "use_attention_backend"),
     "core/arrivals": ("new", "of_graph"),
     "core/tiles": ("forget", "listen", "try_out"),
     "core/compile_ahead": ("compile_all", "variants"),

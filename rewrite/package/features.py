@@ -14,12 +14,35 @@ from typing import Any
 
 from rewrite.package import targets
 from rewrite.package.module_writes import may_change_modules
+from rewrite.package.step_arguments import gives_more
 from rewrite.package.step_functions import may_call_functions
+from rewrite.package.written_attention import writes_attention
 
 FEATURES = {
-    "ranks": ("RANKS", "the decode loop of models whose tensors are dealt to several GPUs (`tp_plan`)"),
+    "attention": (
+        "ATTENTION",
+        "torch's attention kernels by name (`set_attention_backend`), and by what `rewrite tune --attention` measured",
+    ),
+    "eager": ("EAGER", 'one kernel in a step for attention that a model writes out (`attn_implementation="eager"`)'),
+    "ragged": ("RAGGED", "layers that run on the tokens alone that a batch's mask shows (`use_ragged_batches`)"),
+    "ranks": (
+        "RANKS",
+        "the decode loop of models that are dealt to several GPUs (`tp_plan`), fused layers there (`device_map`)",
+    ),
     "chains": ("CHAINS", "one kernel for several pointwise functions of torch, in a step or a captured forward"),
+    "inputs": (
+        "INPUTS",
+        "the decode loop for models and calls that give a step more than tokens, a mask and positions",
+    ),
     "formats": ("FORMATS", "the kernels for linear layers of checkpoints in FP8 with a scale for each block"),
+    "speculation": (
+        "SPECULATION",
+        "the decode loop where tokens are looked up in the prompt, or drafted by a smaller model",
+    ),
+    "upload": (
+        "UPLOAD",
+        "`save_pretrained` and `push_to_hub` with code (`register_for_auto_class`), as `rewrite export --hub`",
+    ),
     "fp8_cache": ("FP8_CACHE", "keys and values of captured decode steps in 8 bits, where that is asked for"),
     "training": (
         "TRAINING",
@@ -28,7 +51,7 @@ FEATURES = {
 }
 """What `--with` and `--without` may name: the name in `core/target`, and what a package without does not have."""
 
-ON_REQUEST = ("formats", "fp8_cache", "ranks")
+ON_REQUEST = ("attention", "eager", "formats", "fp8_cache", "inputs", "ragged", "ranks", "upload")
 """What a new package does not have unless it is asked for. One that is made anew keeps what it has."""
 
 IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})
@@ -48,10 +71,11 @@ names of a file whose modules may be of that form, or who tells by its tree."""
 MARKS = {
     "CARRIED": ("decode.keeps_states", "decode.hands_on_states", "cache.keeps_own_cache"),
     "GROWS": ("cache.grows_in_layers",),
+    "LOADS": ("moe.fused_experts", "moe.chosen_experts"),
     "READS": ("attention.qkv_step",),
 }
-"""By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind, and
-the function of a step without which none reads a prompt."""
+"""By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind; the
+function of a step without which none reads a prompt; and the experts that may be loaded as they are published."""
 
 NO_PROMPT = "attention.attend_step"
 """The function of a step that refuses to read a prompt: with it the rest of them reads none."""
@@ -102,15 +126,16 @@ def without(before: Collection[str] | None, wanted: Collection[str], unwanted: C
     return tuple(sorted(kept | set(unwanted)))
 
 
-def needed_for(config: Mapping[str, Any], model: str, cards: int) -> dict[str, str]:
+def needed_for(config: Mapping[str, Any], model: str, cards: int, text: str) -> dict[str, str]:
     """Return which of `ON_REQUEST` are needed, with what shows it.
 
     Args:
         config: a checkpoint's config.json; empty for none.
         model: the modeling file's name in transformers.
         cards: GPUs of this machine.
+        text: of the rewritten file.
     """
-    found = {}
+    found = needed_by(text)
     stored = config.get("quantization_config")
     if isinstance(stored, Mapping) and stored.get("weight_block_size"):
         found["formats"] = "its config.json has weight_block_size"
@@ -118,6 +143,19 @@ def needed_for(config: Mapping[str, Any], model: str, cards: int) -> dict[str, s
         found["formats"] = "its checkpoints are published in FP8 with a scale for each block"
     if cards > 1:
         found["ranks"] = f"this machine has {cards} GPUs"
+    return found
+
+
+def needed_by(text: str) -> dict[str, str]:
+    """Return which of `ON_REQUEST` a rewritten file needs, with what shows it."""
+    tree = ast.parse(text)
+    found = {}
+    if writes_attention(tree):
+        found["eager"] = "its file writes attention out"
+    elif any(map(_ELSEWHERE.search, _names(tree))):
+        found["eager"] = "its file takes modules of others, which may write attention out"
+    if gives_more(tree):
+        found["inputs"] = "its models give a step more than tokens and positions"
     return found
 
 

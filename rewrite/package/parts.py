@@ -24,10 +24,13 @@ _LOOPS_INSIDE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 SWITCHES = (
     "ROCM", "RANKS", "FORMATS", "TRAINING", "LAYER_NORM", "RMS_NORM", "CONV1D", "INDEXER", "CARRIED", "GROWS",
-    "CHANGES", "CHAINS", "FP8_CACHE", "READS",
+    "CHANGES", "CHAINS", "READS", "RAGGED", "ATTENTION", "EAGER", "LOADS", "UPLOAD", "INPUTS", "SPECULATION",
+    "FP8_CACHE",
 )  # fmt: skip
 """The names of `core/target`: what stands under `if ROCM` or `if ROCM and …` is for packages that have it. An `elif`
-may follow, which is the `if` where the first goes; an `else` may not."""
+may follow, which is the `if` where the first goes, or an `else`, whose statements take its place."""
+KERNEL_SWITCHES = {"CENTRED": "LAYER_NORM", "SHIFT": "LAYER_NORM"}
+"""The same for `if CENTRED` in a kernel, by its constants: without the name nobody launches a variant that has it."""
 SWITCHES_FILE = "core/target"
 
 
@@ -84,6 +87,8 @@ class Part:
     uses: tuple[Use, ...]
     switched: tuple[tuple[int, int, str], ...] = ()
     """Lines, first and last, that are left out without a name of `core/target`, and that name."""
+    moved: tuple[tuple[int, int, str], ...] = ()
+    """Lines below an `else` that take the place of such."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,7 @@ class _Reader:
         self.lines = self.text.split("\n")
         self.bindings = _bindings(name)
         self.switched: list[tuple[int, int, str]] = []
+        self.moved: list[tuple[int, int, str]] = []
 
     def read(self) -> File:
         """Return the file."""
@@ -258,7 +264,7 @@ class _Reader:
 
     def _condition(self, node: ast.If) -> Part:
         last = node.test.end_lineno or node.lineno
-        switch = _switch(node)
+        switch = _switch(node, frozenset())
         switched = ((node.lineno, last, switch),) if switch else ()
         return Part(self.name, (), node.lineno, last, 0, self._uses(node.test)[0], switched)
 
@@ -269,11 +275,12 @@ class _Reader:
         while first - 1 > end and self.lines[first - 2].startswith(f"{indent}#"):
             first -= 1
         uses, switched = self._uses(statement)
-        return Part(self.name, _bound_by(statement), first, statement.end_lineno or first, guard, uses, switched)
+        last = statement.end_lineno or first
+        return Part(self.name, _bound_by(statement), first, last, guard, uses, switched, tuple(self.moved))
 
     def _uses(self, node: ast.AST) -> tuple[tuple[Use, ...], tuple[tuple[int, int, str], ...]]:
         found: list[Use] = []
-        self.switched = []
+        self.switched, self.moved = [], []
         self._add_uses(node, frozenset(), None, found)
         switched = tuple(self.switched)
         for first, last, name in switched:
@@ -285,9 +292,13 @@ class _Reader:
         kind = type(node)
         if kind is ast.Constant:
             return
-        if isinstance(node, ast.If) and (switch := _switch(node)):
-            last = node.orelse[0].lineno - 1 if node.orelse else node.end_lineno
-            self.switched.append((node.lineno, last or node.lineno, switch))
+        if isinstance(node, ast.If) and (switch := _switch(node, hidden)):
+            last = node.end_lineno or node.lineno
+            if node.orelse and not _is_elif(node):
+                if self.lines[node.lineno - 1].lstrip().startswith("elif"):
+                    raise NotFollowed(f"runtime/{self.name}.py, line {node.lineno}: else behind elif {switch}")
+                self.moved.append((node.orelse[0].lineno, last, switch))
+            self.switched.append((node.lineno, node.orelse[0].lineno - 1 if node.orelse else last, switch))
         if kind is ast.JoinedStr:
             quoted = quoted or node
         read = node.value if isinstance(node, ast.Attribute) else node
@@ -312,7 +323,8 @@ class _Reader:
                 self._add_uses(inner, hidden, quoted, found)
             own = hidden | _bound_in(node.body)
             for statement in node.body:
-                self._add_uses(statement, hidden if isinstance(statement, _FUNCTIONS) else own, quoted, found)
+                inner = statement.body[0] if isinstance(statement, ast.If) else statement
+                self._add_uses(statement, hidden if isinstance(inner, _FUNCTIONS) else own, quoted, found)
         else:
             if isinstance(node, _LOOPS_INSIDE):
                 hidden |= {name for generator in node.generators for name in _stored(generator.target)}
@@ -391,12 +403,15 @@ def _stored(target: ast.AST) -> Iterator[str]:
     yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
 
 
-def _switch(node: ast.If) -> str:
+def _switch(node: ast.If, hidden: frozenset[str]) -> str:
     """Return the name of `core/target` that an `if` asks for first, "" where it does not."""
     test = node.test
     first = test.values[0] if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else test
-    followed = node.orelse and not _is_elif(node)
-    return first.id if isinstance(first, ast.Name) and first.id in SWITCHES and not followed else ""
+    if not isinstance(first, ast.Name):
+        return ""
+    if first.id in SWITCHES:
+        return first.id
+    return KERNEL_SWITCHES.get(first.id, "") if first.id in hidden else ""
 
 
 def _is_elif(node: ast.If) -> bool:

@@ -68,6 +68,7 @@ def renewed(
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
     transforms = transforms_of(folder, lock)
     built, rules = rebuilt(folder, lock, source)
+    wanted = {*wanted, *_needed_now(folder, lock, built)}
     options = replace(lock.options, without=features.without(lock.options.without, wanted, unwanted))
     if runtime is not None:
         options = replace(options, runtime=shared.way_to(folder, runtime))
@@ -75,6 +76,14 @@ def renewed(
         shared.read(place)  # one that is gone was moved: only the user knows where to
     package = assemble(built, transforms, options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
+
+
+def _needed_now(folder: Path, lock: Lock, built: Build) -> set[str]:
+    """Return what the runtime is to have from now on since the file needs it, and did not before."""
+    before = kept.text(folder, lock.modeling)
+    if before is None:
+        return set()
+    return features.needed_by(built.rewritten.text).keys() - features.needed_by(before.decode("utf-8")).keys()
 
 
 def rebuilt(folder: Path, lock: Lock, source: Source) -> tuple[Build, tuple[RuleChange, ...]]:

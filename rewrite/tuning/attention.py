@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rewrite.benchmark.models import lock_of
 from rewrite.benchmark.plan import write_json
@@ -20,13 +20,12 @@ from rewrite.errors import NothingToTune
 from rewrite.measure.runtime_part import runtime_part
 
 from .calls import in_turn, timer
+from .choices import Choice, Outcome, choose
 from .run import Plan, require_gpu, small_model
 
 FILE = "attention.json"
 OWN = "own"
 LENGTHS = (512, 2048, 8192)
-LEAST_GAIN = 0.02
-"""A backend has to be faster than what runs otherwise by this share of its time."""
 FURTHEST = 0.02
 """Relative distance from attention in fp32: a kernel in bf16 is at some 0.004, in an order of its own."""
 LARGEST = 1 << 30
@@ -34,65 +33,15 @@ LARGEST = 1 << 30
 HEADINGS = ("dtype rows x heads/kv x head_dim, queries:keys, kind", "n", "us", "backend", "us")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What came of one size."""
-
-    size: str
-    calls: int
-    backend: str
-    us: dict[str, float]
-    """Microseconds of a call by each backend that computes it, `own` among them."""
-
-
-class Bench(Protocol):
-    """Something that times attention."""
-
-    def times(self, size: Any) -> dict[str, float]:
-        """Return the microseconds of a call by each backend that takes a size, `own` among them."""
-        ...
-
-
-def choose(
-    bench: Bench, sizes: Mapping[Any, int], progress: Callable[[str], None] = lambda message: None
-) -> list[Choice]:
-    """Return the fastest backend of every size; `own` where none is faster beyond the noise."""
-    choices = []
-    for size in sorted(sizes):
-        progress(str(size))
-        us = bench.times(size)
-        fastest = min(us, key=lambda name: (us[name], name))
-        chosen = fastest if us[fastest] < us[OWN] * (1 - LEAST_GAIN) else OWN
-        choices.append(Choice(str(size), sizes[size], chosen, us))
-    return choices
-
-
-def rows(choices: Sequence[Choice]) -> list[tuple[str, ...]]:
-    """A row of text for each size: calls of the prompts, the time as it was, the backend taken and its time."""
-    return [
-        (c.size, str(c.calls), f"{c.us[OWN]:.4g}", c.backend if c.backend != OWN else "=", f"{c.us[c.backend]:.4g}")
-        for c in choices
-    ]
-
-
 def write(package: Path, chip: str, choices: Sequence[Choice]) -> Path:
     """Put what was found beside the modeling file; what the file says of other sizes and chips stays."""
     path = package / FILE
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     sizes = content.get(chip, {})
-    sizes |= {choice.size: {"backend": choice.backend, "us": dict(sorted(choice.us.items()))} for choice in choices}
+    sizes |= {choice.size: {"backend": choice.way, "us": dict(sorted(choice.us.items()))} for choice in choices}
     content[chip] = dict(sorted(sizes.items()))
     write_json(path, dict(sorted(content.items())))
     return path
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was found, on which chip, and where it was written."""
-
-    chip: str
-    choices: list[Choice]
-    path: Path
 
 
 def tune_attention(
@@ -114,7 +63,7 @@ def tune_attention(
     sizes = attention.sizes(lengths, plan.batches)
     if not sizes:
         raise NothingToTune(type(attention.model).__name__, "its attention is no call of transformers' for sdpa")
-    choices = choose(attention, sizes, progress)
+    choices = choose(attention, sizes, OWN, progress)
     chip = torch.cuda.get_device_properties(attention.device).name
     path = write(plan.package, chip, choices)
     attention.backends.forget()
@@ -128,6 +77,7 @@ class Attention:
         package = type(model).__module__.rpartition(".")[0]
         try:
             self.backends = runtime_part(package, "attention/backends")
+            self.named = runtime_part(package, "attention/named")
             self.native = runtime_part(package, "attention/native_gqa")
             self.backends.attend, self.native.native_gqa  # noqa: B018
         except (ModuleNotFoundError, AttributeError) as error:
@@ -222,7 +172,7 @@ class Attention:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         module = _Module(query.shape[1] // key.shape[1])
-        with self.backends.use_attention_backend(OWN):
+        with self.named.use_attention_backend(OWN):
             attend = self.native.native_gqa(sdpa_attention_forward)
             return attend(module, query, key, value, mask, is_causal=causal)[0]
 

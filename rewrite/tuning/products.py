@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rewrite.benchmark.models import lock_of
 from rewrite.benchmark.plan import write_json
@@ -19,59 +18,17 @@ from rewrite.errors import NothingToTune
 from rewrite.measure.runtime_part import runtime_part
 
 from .calls import in_turn, timer
+from .choices import Choice, Outcome, choose
 from .run import Plan, require_gpu, small_model
 
 FILE = "gemm.json"
 VENDOR = "vendor"
 ROWS = (64, 512, 2048)
-LEAST_GAIN = 0.02
-"""A path has to be faster than the vendor's by this share of its time."""
 ROTATED_BYTES = 512 << 20
 """Of copies of a weight: more than the last cache of any chip here holds."""
 FURTHEST = 0.02
 """Relative distance from the vendor's product; both round to 16 bits, in orders of their own."""
 HEADINGS = ("rows x out x in", "n", "us", "path", "us")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What came of one size."""
-
-    size: str
-    calls: int
-    path: str
-    us: dict[str, float]
-    """Microseconds of a call by each path that can compute it."""
-
-
-class Bench(Protocol):
-    """Something that times products."""
-
-    def times(self, size: Any) -> dict[str, float]:
-        """Return the microseconds of a call by each path that computes a size, the vendor's among them."""
-        ...
-
-
-def choose(
-    bench: Bench, sizes: Mapping[Any, int], progress: Callable[[str], None] = lambda message: None
-) -> list[Choice]:
-    """Return the fastest path of every size; the vendor's where none is faster beyond the noise."""
-    choices = []
-    for size in sorted(sizes):
-        progress(str(size))
-        us = bench.times(size)
-        fastest = min(us, key=lambda name: (us[name], name))
-        path = fastest if us[fastest] < us[VENDOR] * (1 - LEAST_GAIN) else VENDOR
-        choices.append(Choice(str(size), sizes[size], path, us))
-    return choices
-
-
-def rows(choices: Sequence[Choice]) -> list[tuple[str, ...]]:
-    """A row of text for each size: calls of one prompt, the vendor's time, the path taken and its time."""
-    return [
-        (c.size, str(c.calls), f"{c.us[VENDOR]:.4g}", c.path if c.path != VENDOR else "=", f"{c.us[c.path]:.4g}")
-        for c in choices
-    ]
 
 
 def write(package: Path, chip: str, facts: Mapping[str, Any], choices: Sequence[Choice]) -> Path:
@@ -86,19 +43,10 @@ def write(package: Path, chip: str, facts: Mapping[str, Any], choices: Sequence[
     path = package / FILE
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     products = content.get(chip, {}).get("products", {})
-    products |= {choice.size: {"path": choice.path, "us": dict(sorted(choice.us.items()))} for choice in choices}
+    products |= {choice.size: {"path": choice.way, "us": dict(sorted(choice.us.items()))} for choice in choices}
     content[chip] = {**facts, "products": dict(sorted(products.items()))}
     write_json(path, dict(sorted(content.items())))
     return path
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was found, on which chip, and where it was written."""
-
-    chip: str
-    choices: list[Choice]
-    path: Path
 
 
 def tune_products(
@@ -117,7 +65,7 @@ def tune_products(
 
     progress("building the model")
     products = Products(small_model(plan))
-    choices = choose(products, products.sizes(lengths), progress)
+    choices = choose(products, products.sizes(lengths), VENDOR, progress)
     properties = torch.cuda.get_device_properties(products.device)
     facts: dict[str, Any] = {}
     if torch.version.hip is not None:

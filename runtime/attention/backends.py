@@ -8,9 +8,9 @@ attention by a preference of the process. Here a call takes one of them:
     flash, efficient, cudnn, math       torch's `SDPBackend`s
     aotriton, ck                        flash attention by either of ROCm's libraries
 
-by `set_attention_backend` or the environment variable `REWRITE_ATTENTION` for all attention outside captured decode
-steps, which have a kernel of this package; else, for prompts, by `attention.json` beside the package's modeling file,
-which `rewrite tune DIR --attention` writes:
+by `set_attention_backend` (`named`) or the environment variable `REWRITE_ATTENTION` for all attention outside captured
+decode steps, which have a kernel of this package; else, for prompts, by `attention.json` beside the package's modeling
+file, which `rewrite tune DIR --attention` writes:
 
     {"AMD Instinct MI300X": {"bfloat16 1x32/8x128 512:512 causal": {"backend": "ck", "us": {"ck": 40.1, …}}, …}, …}
 
@@ -42,13 +42,10 @@ BACKENDS: dict[str, SDPBackend] = {
     "aotriton": SDPBackend.FLASH_ATTENTION,
     "ck": SDPBackend.FLASH_ATTENTION,
 }
-OWN = "own"
-"""The ordinary way of a call: torch's choice, the forms of `native_gqa`, aiter where it is installed."""
 ENVIRONMENT_VARIABLE = backend.ATTENTION_VARIABLE
 TABLE = place.FOLDER / "attention.json"
 
 _ROCM_LIBRARIES = frozenset({"aotriton", "ck"})
-_chosen: str | None = backend.named_besides["attention"]
 _runs: set[str] = set()
 """What was found to run on this machine."""
 _counts: Counter[str] = Counter()
@@ -83,37 +80,6 @@ class Size(NamedTuple):
         wide = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}-{self.value_dim}"
         heads = f"{self.rows}x{self.heads}/{self.kv_heads}x{wide}"
         return f"{self.dtype} {heads} {self.queries}:{self.keys} {self.kind}"
-
-
-def set_attention_backend(name: str | None) -> None:
-    """Let attention outside captured decode steps run by one of `BACKENDS`; None is the table's choice again.
-
-    With `own` it is the ordinary way, and no table is asked.
-
-    Raises:
-        ValueError: if `name` is none of these.
-        AttentionBackendUnavailable: if it cannot run on this machine.
-    """
-    global _chosen
-    if name is not None and name != OWN:
-        check(name)
-    _chosen = backend.named_besides["attention"] = name
-
-
-def get_attention_backend() -> str | None:
-    """Return the last `set_attention_backend`, else `REWRITE_ATTENTION`, else None."""
-    return _chosen
-
-
-@contextlib.contextmanager
-def use_attention_backend(name: str | None) -> Iterator[None]:
-    """Choose an attention backend for the length of a `with` block; raises as `set_attention_backend`."""
-    before = _chosen
-    set_attention_backend(name)
-    try:
-        yield
-    finally:
-        set_attention_backend(before)
 
 
 def check(name: str) -> None:
@@ -183,9 +149,9 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     """
     if not isinstance(query, Tensor):  # a tracer's
         return None
-    if _chosen is not None:
+    if (named := backend.named_besides["attention"]) is not None:
         traced = torch.compiler.is_compiling() and backend.wants_gradient(query, key, value, mask)
-        return None if traced or _chosen == OWN else _chosen
+        return None if traced or named == backend.OWN_ATTENTION else named
     if torch.compiler.is_compiling() or (_listener is None and not _tables()):
         return None
     if backend.wants_gradient(query, key, value, mask) or query.shape[2] == 1 or not backend.nothing_watches(query):
@@ -295,7 +261,11 @@ def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 def _table(device: int | None) -> Mapping[str, str]:
     """Return the backends of a card by size, without those that run no more."""
     name = "cpu" if device is None else torch.cuda.get_device_properties(device).name
-    found = {size: entry["backend"] for size, entry in _tables().get(name, {}).items() if entry["backend"] != OWN}
+    found = {
+        size: entry["backend"]
+        for size, entry in _tables().get(name, {}).items()
+        if entry["backend"] != backend.OWN_ATTENTION
+    }
     for chosen in sorted({*found.values()}):
         why = failure(chosen) if chosen in BACKENDS else f"it is none of {', '.join(BACKENDS)}"
         if why is not None:
@@ -319,6 +289,7 @@ def listen(listener: Callable[[Size], None] | None) -> None:
 
 def describe(model: nn.Module) -> list[str]:
     """Return lines for `explain`: what was asked for, and how many calls each backend took; of a graph its capture."""
-    asked = [f"attention: {_chosen} was asked for by name"] if _chosen is not None else []
+    named = backend.named_besides["attention"]
+    asked = [f"attention: {named} was asked for by name"] if named is not None else []
     by = ", ".join(f"{count} by {name}" for name, count in sorted(_counts.items()))
     return [*asked, *([f"attention outside decode steps: {by}"] if by else [])]

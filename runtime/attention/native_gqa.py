@@ -29,8 +29,9 @@ from ..aiter import attention as aiter_attention
 from ..aiter import calls as aiter_calls
 from ..aiter import flash as aiter_flash
 from ..core import backend, deferring
-from ..core.target import ROCM
+from ..core.target import ATTENTION, ROCM
 from . import backends
+from .named import is_named
 
 OFFERS: dict[str, dict[str, str]] = {
     "grouped_attention": {
@@ -76,11 +77,13 @@ def _sdpa(
 ) -> tuple[Tensor, Tensor | None]:
     groups = getattr(module, "num_key_value_groups", 1)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if (name := backends.choose(query, key, value, attention_mask, causal)) is not None:
+    if ATTENTION and (name := backends.choose(query, key, value, attention_mask, causal)) is not None:
         reason = "s_aux" if kwargs.get("s_aux") is not None else _refusal(groups, query, key, dropout, kwargs)
         if reason is None:
             return _by_name(name, query, key, value, attention_mask, scaling, causal), None
         backend.count_fallback("attention_backend", reason)
+    elif not ATTENTION and is_named():
+        backend.count_fallback("attention_backend", "attention_left_out")
     if ROCM and aiter_calls.candidate("attention"):
         reason = _aiter_refusal(query, key, value, attention_mask, dropout, kwargs)
         if reason is None:
@@ -383,14 +386,14 @@ def grouped_attention(
     ):  # a step has a kernel for it
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=True)
     reason = _not_shared(query, key, value, attn_mask, dropout_p, is_causal, key_groups, value_groups)
-    if reason is not None or (backend.composes() and backends.get_attention_backend() in (None, backends.OWN)):
+    if reason is not None or (backend.composes() and not is_named()):
         if reason is not None:
             backend.count_fallback("grouped_attention", reason)
         key, value = _repeated(key, key_groups), _repeated(value, value_groups)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*attn_mask.shape[:2], query.shape[2], key.shape[2])
-    if (name := backends.choose(query, key, value, attn_mask, is_causal)) is not None:
+    if ATTENTION and (name := backends.choose(query, key, value, attn_mask, is_causal)) is not None:
         return _by_name(name, query, key, value, attn_mask, scale, is_causal).transpose(1, 2)
     attend = _grouped if backend.wants_gradient(query, key, value, attn_mask) else _op
     attended: Tensor = attend(query, key, value, attn_mask, scale, is_causal)

@@ -46,6 +46,8 @@ named_besides: dict[str, str | None] = {
     "cache": os.environ.get(CACHE_VARIABLE) or None,
 }
 """What else was chosen by name in this process, as kernels of graphs were chosen by it."""
+OWN_ATTENTION = "own"
+"""The ordinary way of attention: torch's choice, the forms of `native_gqa`, aiter where it is installed."""
 _NAMED = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
 """For code that is being compiled, which may not look into the environment."""
 

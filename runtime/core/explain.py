@@ -23,6 +23,13 @@ LEFT_OUT = "_left_out"
 """How the reasons end that a package without what it is named after has."""
 
 
+class LeftOut(RuntimeError):
+    """Something was asked for that comes along on request."""
+
+    def __init__(self, feature: str):
+        super().__init__(f"{feature} did not come along: rewrite sync {place.FOLDER.name} --with {feature}")
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What ran in its slower form since the last `reset_fallbacks`."""
@@ -70,18 +77,14 @@ def explain(model: nn.Module | None = None) -> Explanation:
     counts = {f"{operator}: {reason}": count for (operator, reason), count in backend.fallbacks().items()}
     loops = decode_loops()
     missing = [NOT_FOR_AMD] if torch.version.hip is not None and not target.ROCM else []
-    missing += sorted({_without(reason) for _, reason in backend.fallbacks() if reason.endswith(LEFT_OUT)})
+    features = {name.removesuffix(LEFT_OUT) for _, name in backend.fallbacks() if name.endswith(LEFT_OUT)}
+    missing += sorted(str(LeftOut(feature)) for feature in features)
     if model is None:
         return Explanation(backend.get_backend(), counts, decode_loops=loops, missing=missing)
     graphs = [line for describe in _describers() for line in describe(model)]
     return Explanation(
         backend.get_backend(), counts, backend.last_reasons(model), graphs, _of_model(model, loops), missing
     )
-
-
-def _without(reason: str) -> str:
-    feature = reason.removesuffix(LEFT_OUT)
-    return f"{feature} did not come along: rewrite sync {place.FOLDER.name} --with {feature}"
 
 
 def decode_loops() -> dict[str, str]:

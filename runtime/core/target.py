@@ -8,7 +8,7 @@ from __future__ import annotations
 ROCM: bool = True
 """Whether what only AMD's GPUs take came along: aiter, and settings of ROCm's libraries."""
 RANKS: bool = True
-"""Whether models whose tensors are dealt to several ranks have the decode loop."""
+"""Whether models on several GPUs have the decode loop, by ranks, or layers of operators, one behind the other."""
 FORMATS: bool = True
 """Whether weights with a scale for each block of them have kernels."""
 LAYER_NORM: bool = True
@@ -29,6 +29,20 @@ CHANGES: bool = True
 """Whether its code may leave something on a module."""
 CHAINS: bool = True
 """Whether chains of pointwise functions of a step are made into kernels."""
+RAGGED: bool = True
+"""Whether layers can run on the tokens alone that a mask shows."""
+ATTENTION: bool = True
+"""Whether torch's attention kernels can be chosen, by name or by a table."""
+EAGER: bool = True
+"""Whether attention that a model writes out is one kernel in a step."""
+LOADS: bool = True
+"""Whether it has layers that are loaded in their published form, where transformers would change it."""
+UPLOAD: bool = True
+"""Whether models are saved with their code."""
+INPUTS: bool = True
+"""Whether steps may be given more than tokens, a mask and positions."""
+SPECULATION: bool = True
+"""Whether drafted tokens are checked several at a time."""
 FP8_CACHE: bool = True
 """Whether keys and values may be kept in 8 bits. Kernels have a constant of this name: what they do for it stands
 under an `if` of it, which a package without does not have either."""

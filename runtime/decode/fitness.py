@@ -25,7 +25,7 @@ from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
-from ..core.target import CARRIED, RANKS
+from ..core.target import CARRIED, INPUTS, RANKS
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
@@ -41,7 +41,8 @@ MOST_ASSISTED = 5
 
 REASONS = {
     "cpu": "the model is not on a GPU",
-    "ranks_left_out": "the model's tensors are dealt to several ranks, and the package was made without ranks",
+    "ranks_left_out": "the model is on several GPUs, and the package was made without ranks",
+    "inputs_left_out": "a step is given more than tokens and positions, and the package was made without inputs",
     "several_devices": "the model's layers are on several devices, or its tensors are split over them",
     "parallel_style": "the plan deals a module to the ranks in a way that is not known here",
     "parallel_mesh": "tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
@@ -58,6 +59,7 @@ REASONS = {
     "rope_depends_on_length": "the rotary frequencies change with the length of the text",
     "beams": "the call searches with beams",
     "drafted": "another model drafts, which has no loop of this package, or the model's own heads do",
+    "speculation_left_out": "tokens are to be drafted, and the package was made without speculation",
     "drafts_for_rows": "tokens are drafted for one row only",
     "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
     "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",
@@ -338,6 +340,8 @@ def _unfit_call(model: Any, call: Call) -> str | None:
 
 def _unfit_inputs(model: Any, call: Call) -> str | None:
     own = has_own_inputs(model, call)
+    if own and not INPUTS:
+        return "inputs_left_out"
     if (own and not can_watch()) or call.input_ids.dim() != 2 or call.input_ids.shape[1] == 0:
         return "inputs"
     if call.input_ids.device != model.device:

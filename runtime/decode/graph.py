@@ -37,7 +37,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHAINS, CHANGES, FP8_CACHE
+from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, FP8_CACHE, INPUTS
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
@@ -53,7 +53,6 @@ from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
 from .sampling import Sampling, StepState
-from .step_inputs import StepInputs
 from .step_length import StepLength
 
 PROGRAMS_KEPT = 8
@@ -178,10 +177,10 @@ class DecodeGraph:
         """Kinds of steps, and how many tokens they read."""
         self._hiding: set[Hashable] = set()
         """Kinds of steps that need a 2D mask over the slots that are written: the model's own masks hide no others."""
-        self._watched: OrderedDict[Hashable, StepInputs] = OrderedDict()
+        self._watched: OrderedDict[Hashable, Any] = OrderedDict()
         self._constants = StepConstants()
-        self.watched: StepInputs | None = None
-        """What the model's own loop gives the running call's steps, where that is more than `_inputs`."""
+        self.watched: Any = None
+        """A `StepInputs`: what the model's own loop gives the steps of a call, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
         self._cached: dict[str, Any] = {"use_cache": True}
         if not self.carried.argument:
@@ -365,9 +364,9 @@ class DecodeGraph:
         """Bytes of the cache, and of states beside it."""
         return self.cache.nbytes + sum(buffer.nbytes for buffer in self.carried.buffers)
 
-    def watch(self, inputs: StepInputs | None) -> None:
-        """Take over what the steps of a call are given besides tokens and mask; None for nothing but positions."""
-        if inputs is not None:
+    def watch(self, inputs: Any) -> None:
+        """Take over the `StepInputs` of a call, beside tokens and mask; None for nothing but positions."""
+        if INPUTS and inputs is not None:
             known = self._watched.setdefault(inputs.key, inputs)
             if known is not inputs:
                 known.load(inputs)
@@ -482,9 +481,10 @@ class DecodeGraph:
             return
         several = tokens if width > 1 else None
         if (self._kind, width) in self._proved:
-            kept = self._kept.get(self._kind) if several is None else None
-            if CHANGES and kept is not None and kept.is_read(self._once_more):
-                raise StepReads(self.model)
+            if CHANGES and several is None:
+                kept = self._kept.get(self._kind)
+                if kept is not None and kept.is_read(self._once_more):
+                    raise StepReads(self.model)
             return
         state.input_ids.copy_(tokens[:, :1])
         with self._as_for_decoding():
@@ -523,19 +523,20 @@ class DecodeGraph:
         written = length + (1 if several is None else several.shape[1])
         return compared(self.cache, written, ordinary, step, nudged)
 
-    def _look_for_changes(self) -> None:
-        """Run a step once more: what it makes at its first run is there."""
-        if CHANGES:
+    if CHANGES:
+
+        def _look_for_changes(self) -> None:
+            """Run a step once more: what it makes at its first run is there."""
             before = Before(self.model, self.carried.buffers)
             self._once_more()
             if (changes := before.changes()) is not None:
                 raise StepChanges(changes, changes.named(self.model))
             self._kept[self._kind] = Kept(self.model)
 
-    def _once_more(self) -> None:
-        """Run a step and leave everything as it is."""
-        with rehearsing(), self._held(), self._as_for_decoding():
-            self.forward()
+        def _once_more(self) -> None:
+            """Run a step and leave everything as it is."""
+            with rehearsing(), self._held(), self._as_for_decoding():
+                self.forward()
 
     def _step_with(self, sampling: Sampling | None, several: Tensor | None = None) -> Callable[[], None]:
         """Return a step with what follows it."""
@@ -619,7 +620,7 @@ class DecodeGraph:
         with self._stepping():
             outputs = self.model(**self._step_arguments(), return_dict=True)
             self.carried.advance(outputs)
-        if self.watched is not None:
+        if INPUTS and self.watched is not None:
             self.watched.advance()
         logits: Tensor = outputs.logits[:, -1]
         return logits
@@ -641,7 +642,11 @@ class DecodeGraph:
         with cache.step(width):
             attention = StepAttention(cache, [] if self.watched is None else self.watched.heard)
             instead = {functional.scaled_dot_product_attention: attention.plain}
-            handlers: Handlers = {**HANDLERS, functional.scaled_dot_product_attention: attention}
+            handlers: Handlers = {functional.scaled_dot_product_attention: attention}
+            if EAGER:
+                handlers = {**HANDLERS, **handlers}
+            elif self.model.config.get_text_config(decoder=True)._attn_implementation == "eager":
+                backend.count_fallback("decode_step", "eager_left_out")
             products = StepProducts(instead, handlers, poisons=rehearses())
             if CHAINS:
                 products.chains = FUNCTIONS
@@ -666,7 +671,7 @@ class DecodeGraph:
     def _arguments(self, mask: Tensor) -> dict[str, Any]:
         """Return what a step's forward is called with, the mask `[B, n]` as given."""
         states = self.carried.arguments
-        if self.watched is not None:
+        if INPUTS and self.watched is not None:
             return self.watched.arguments(self.state.input_ids, mask, self.cache) | states
         masked = {"attention_mask": mask} if "attention_mask" in self._inputs else {}
         return {**self._inputs, **masked, **states}

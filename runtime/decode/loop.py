@@ -24,7 +24,7 @@ from ..core import backend
 from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
-from ..core.target import CHANGES, GROWS
+from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
 from .arrival import Arrival
 from .assistant import Assistant
 from .changes import Before
@@ -62,7 +62,8 @@ class GraphLoop:
         self.captures = model.device.type == "cuda" and not model._step_without_graph
         self.dynamic = call.cache if isinstance(call.cache, DynamicCache) else DynamicCache()
         self.watches = has_own_inputs(model, call)
-        self.assistant: Assistant | None = None
+        self.assistant: Any = None
+        """The `Assistant` that drafts."""
         self.loading: CompilerLoading | None = None
         self.sampling = self._sampling()
         self.kept_logits: list[Tensor] = []
@@ -137,9 +138,9 @@ class GraphLoop:
         """Return the graph of a step that has been compared with the model's, of the tokens `[B]` that come next."""
         graph.prove(tokens, self.sampling)
         program = self._program(graph)
-        if self.lookup is not None:
+        if SPECULATION and self.lookup is not None:
             self._prepare_window(graph, tokens)
-        if assistant is not None:
+        if SPECULATION and assistant is not None:
             self._assist(graph, assistant)
         return program
 
@@ -154,7 +155,7 @@ class GraphLoop:
             eos = torch.cat([ids.to(self.device) for ids in call.ends]).clone()
             pad = call.config._pad_token_tensor.to(self.device).view(1).clone()
         sampling = Sampling(forms, bool(call.config.do_sample), eos, pad, call.keeps)
-        if self.lookup is not None:
+        if SPECULATION and self.lookup is not None:
             if sampling.reads_ids:
                 raise Unfit("drafts_for_processor")
             sampling.lookup = self.lookup
@@ -167,7 +168,9 @@ class GraphLoop:
                 raise Unfit(self.store.refused[key].reason)
         if GROWS and not takes_padding(self.model) and not self.call.is_unpadded:
             raise Unfit("attention_mask")
-        room = min(self.call.steps - 1, FIRST_ROOM) + (0 if self.lookup is None else width_of(self.sampling))
+        room = min(self.call.steps - 1, FIRST_ROOM)
+        if SPECULATION and self.lookup is not None:
+            room += width_of(self.sampling)
         needed = length_of(self.dynamic) + self.prompt_length + room
         try:
             graph = self._find(needed)
@@ -221,10 +224,11 @@ class GraphLoop:
                 used = used.self_attention_cache  # a model with cross-attention may put it into a cache of both
             if used is not cache or graph.cache.length == 0:
                 raise self._refuse(graph, "cache_unused")
-            watched = StepInputs(self.model, outputs, ids, inputs, graph.cache) if self.watches else None
-            if watched is not None and not watched.sees(self.call.mask):
-                raise Unfit("attention_mask")
-            graph.watch(watched)
+            if INPUTS and self.watches:
+                watched = StepInputs(self.model, outputs, ids, inputs, graph.cache)
+                if not watched.sees(self.call.mask):
+                    raise Unfit("attention_mask")
+                graph.watch(watched)
             logits: Tensor = outputs.logits[:, -1]
             return logits
 
@@ -244,13 +248,12 @@ class GraphLoop:
 
     def _cache_for_the_prompt(self, graph: DecodeGraph) -> Cache:
         """Return what the model is given: the graph's cache, beside one of an encoder's output where it wants that."""
-        given = self.call.inputs.get(self.call.cache_name)
-        if not isinstance(given, EncoderDecoderCache):
-            return graph.cache
-        cross = DynamicCache()
-        cross.layers = [copy.copy(layer) for layer in given.cross_attention_cache.layers]
-        cross.layer_class_to_replicate = given.cross_attention_cache.layer_class_to_replicate
-        return EncoderDecoderCache(graph.cache, cross)
+        if INPUTS and isinstance(given := self.call.inputs.get(self.call.cache_name), EncoderDecoderCache):
+            cross = DynamicCache()
+            cross.layers = [copy.copy(layer) for layer in given.cross_attention_cache.layers]
+            cross.layer_class_to_replicate = given.cross_attention_cache.layer_class_to_replicate
+            return EncoderDecoderCache(graph.cache, cross)
+        return graph.cache
 
     def _next_position_ids(self, graph: DecodeGraph, mask: Tensor | None) -> Tensor | int:
         """Return `[B or 1, 1]`, or one number for all rows."""
@@ -272,36 +275,51 @@ class GraphLoop:
             key = self.sampling.key if self.sampling.forms else None
             raise self._refuse(graph, "step_not_capturable", key, error) from error
 
-    def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
-        """Try and capture the step of several tokens, where there is room for one behind the prompt."""
-        width = width_of(self.sampling)
-        if not fits(graph, width, self._positions()):
-            return
-        several = token[:, None] + torch.arange(width, device=self.device)
-        try:
-            graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
-            graph.program(self.sampling, Window)
-        except StepDiffers as error:
-            raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
-        except (StepFails, CaptureFailed) as error:
-            raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
+    if SPECULATION:
 
-    def _assist(self, graph: DecodeGraph, model: Any) -> None:
-        """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
-        assert self.lookup is not None
-        room = graph.cache.capacity - self.prompt_length
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if graph.cache.length != self.prompt_length or (positions is not None and positions < graph.cache.capacity):
-            raise Unfit("drafted")
-        ids, mask = self.call.input_ids, self.call.mask
-        self.assistant = Assistant(
-            model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
-        )
+        def _prepare_window(self, graph: DecodeGraph, token: Tensor) -> None:
+            """Try and capture the step of several tokens, where there is room for one behind the prompt."""
+            width = width_of(self.sampling)
+            if not fits(graph, width, self._positions()):
+                return
+            several = token[:, None] + torch.arange(width, device=self.device)
+            try:
+                graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
+                graph.program(self.sampling, Window)
+            except StepDiffers as error:
+                raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
+            except (StepFails, CaptureFailed) as error:
+                raise self._refuse(graph, "drafts_fail", self.sampling.key, error) from error
 
-    def _positions(self) -> int | None:
-        """Return how many positions the model has, as far as its configuration says."""
-        found: int | None = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return found
+        def _assist(self, graph: DecodeGraph, model: Any) -> None:
+            """Let an assistant read the prompt, where it has the positions for all that the graph has room for."""
+            assert self.lookup is not None
+            room = graph.cache.capacity - self.prompt_length
+            positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            if graph.cache.length != self.prompt_length or (
+                positions is not None and positions < graph.cache.capacity
+            ):
+                raise Unfit("drafted")
+            ids, mask = self.call.input_ids, self.call.mask
+            self.assistant = Assistant(
+                model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
+            )
+
+        def _decode_drafted(self, graph: DecodeGraph, program: Program, reader: Reader, lookup: Lookup) -> DecodeGraph:
+            if lookup.ngram:
+                look_up(graph.state, lookup, self.sampling.eos)
+            loop = DraftedLoop(
+                self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
+                self.assistant,
+            )  # fmt: skip
+            return loop.run(graph, program)
+
+        def _positions(self) -> int | None:
+            """Return how many positions the model has, as far as its configuration says."""
+            found: int | None = getattr(
+                self.model.config.get_text_config(decoder=True), "max_position_embeddings", None
+            )
+            return found
 
     def _refuse(self, graph: DecodeGraph, reason: str, key: Hashable = None, error: Exception | None = None) -> Unfit:
         """Remember that the model cannot, or not with the sampling `key`, and return what to raise."""
@@ -387,15 +405,9 @@ class GraphLoop:
         self, graph: DecodeGraph, program: Program | PlainStep, reader: Reader, progress: Progress, start: int
     ) -> DecodeGraph:
         """Replay until the reader has seen the end; return the graph that holds it."""
-        if self.lookup is not None:
+        if SPECULATION and self.lookup is not None:
             assert isinstance(program, Program)
-            if self.lookup.ngram:
-                look_up(graph.state, self.lookup, self.sampling.eos)
-            loop = DraftedLoop(
-                self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
-                self.assistant,
-            )  # fmt: skip
-            return loop.run(graph, program)
+            return self._decode_drafted(graph, program, reader, self.lookup)
         steps, waiting = self.call.steps, progress.waiting
         chunk, ahead = STREAMED_CHUNK if self.plan.streams else CHUNK, 2
         outlives = self.plan.keeps_cache or graph.carried.argument in self.call.inputs
@@ -459,7 +471,7 @@ class GraphLoop:
         carried = graph.carried.leave() if graph.carried else None
         if keeps_cache(call):
             graph.cache.store(self.dynamic, length)
-            if graph.watched is not None:
+            if INPUTS and graph.watched is not None:
                 graph.watched.store(call.inputs.get(call.cache_name))
         if call.streamer is not None:
             call.streamer.end()
@@ -478,20 +490,27 @@ class GraphLoop:
 
     def _returned_cache(self) -> Any:
         """Return the cache as the model gives it back: one with cross-attention may put a growing one into another."""
-        call, config = self.call, self.model.config
-        given = call.inputs[call.cache_name]
-        knows_both = "EncoderDecoderCache" in vars(sys.modules[type(self.model.base_model).__module__])
-        may_wrap = knows_both and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
-        if type(given) is not DynamicCache or not may_wrap or self.store.gives_back_plain:
-            return given
-        beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
-        one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
-        returned = given_back(one)
-        if not isinstance(returned, EncoderDecoderCache):
-            self.store.gives_back_plain = True
-            return given
-        returned.self_attention_cache = given
-        return returned
+        given = self.call.inputs[self.call.cache_name]
+        if INPUTS and type(given) is DynamicCache:
+            return self._wrapped(given)
+        return given
+
+    if INPUTS:
+
+        def _wrapped(self, given: DynamicCache) -> Cache:
+            call, config = self.call, self.model.config
+            knows_both = "EncoderDecoderCache" in vars(sys.modules[type(self.model.base_model).__module__])
+            may_wrap = knows_both and not config.is_encoder_decoder and getattr(config, "add_cross_attention", True)
+            if not may_wrap or self.store.gives_back_plain:
+                return given
+            beside = {name: value for name, value in call.inputs.items() if name not in _OF_THE_PROMPT}
+            one = self.model._prefill(call.input_ids[:, :1], call.config, {**beside, call.cache_name: DynamicCache()})
+            returned = given_back(one)
+            if not isinstance(returned, EncoderDecoderCache):
+                self.store.gives_back_plain = True
+                return given
+            returned.self_attention_cache = given
+            return returned
 
     def _keep(self, logits: Tensor | None, scores: Tensor | None) -> None:
         if self.call.keeps and logits is not None and scores is not None:

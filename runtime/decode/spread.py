@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core import backend
+from ..core.target import RANKS
+
 
 def is_spread(model: nn.Module) -> bool:
     """Return whether accelerate has put a model's modules on several devices."""
@@ -25,7 +28,11 @@ def is_spread(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def plain_inside(model: nn.Module) -> Iterator[None]:
     """Let the modules inside of blocks on one device have their own `forward` in a `with` block."""
-    lifted = [module for block in _blocks(model) for module in _inside(block)] if is_spread(model) else []
+    lifted: list[nn.Module] = []
+    if RANKS and is_spread(model):
+        lifted = [module for block in _blocks(model) for module in _inside(block)]
+    elif is_spread(model):
+        backend.count_fallback("generate", "ranks_left_out", model)
     wrappers = [module.__dict__.pop("forward") for module in lifted]
     try:
         yield

@@ -26,6 +26,7 @@ from ..cache.names import NAMES
 from ..core import backend
 from ..core.capture import index_of
 from ..core.compile_ahead import load_compiler_beside
+from ..core.target import RAGGED
 from .fitness import is_elsewhere, settings, unfit_call
 from .graph import AsItIs, Given, Run
 from .lengths import Text, text_of
@@ -89,10 +90,12 @@ def _called(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         return nn.Module.__call__(model, *arguments, **keywords)
     with backend.device_guard(given):
         measures = mode != "always"
-        if get_ragged_batches():
+        if RAGGED and get_ragged_batches():
             served, outputs = _packed(model, store, call, measures)
             if served:
                 return outputs
+        elif get_ragged_batches():
+            backend.count_fallback("forward", "ragged_left_out")
         if kind in store.graphs:
             replayed, outputs = _replayed(store, kind, lambda _: AsItIs(call, tensors))
             if replayed:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..core.target import RAGGED
 from .agreement import compare, compare_positions, equal, tensors_in
 from .graph import ForwardGraph, Part, Run, Unsuitable
 from .lengths import MASK, Text, special_tokens
@@ -186,19 +187,14 @@ class Padding:
         Raises:
             Unsuitable: if they differ by more than rounding in another order.
         """
-        mask = text.given.get(MASK) if text.tokens else None
         try:
             for tensor, other, dims in zip(tensors_in(wanted), found, self._cut.dims, strict=True):
-                if not dims.length or mask is None:
-                    compare([tensor], [other])
-                    if dims.length or dims.rows:
-                        compare_positions(tensor, other, {0, *dims.length[:1], *dims.rows[:1]})
-                elif dims.length != (1,) or tensor.shape[:2] != mask.shape:
-                    raise Unsuitable("packed_outputs")
-                else:
-                    shown = mask != 0
-                    compare([tensor[shown]], [other[shown]])
-                    compare_positions(tensor[shown], other[shown], {0})
+                if RAGGED and text.tokens and dims.length and (mask := text.given[MASK]) is not None:
+                    _agree_where_shown(tensor, other, dims, mask)
+                    continue
+                compare([tensor], [other])
+                if dims.length or dims.rows:
+                    compare_positions(tensor, other, {0, *dims.length[:1], *dims.rows[:1]})
         except Unsuitable as error:
             if error.reason == "differs":
                 raise Unsuitable("packed_differ" if text.tokens else "lengths_differ", error.detail) from error
@@ -294,6 +290,19 @@ def _cut(tensors: list[Tensor], parts: list[Part]) -> list[Tensor]:
             tensor = tensor.narrow(dim, 0, size)
         found.append(tensor)
     return found
+
+
+def _agree_where_shown(tensor: Tensor, other: Tensor, dims: Dims, mask: Tensor) -> None:
+    """Compare what the mask shows of a batch whose layers were packed.
+
+    Raises:
+        Unsuitable: if it differs by more than rounding, or has no place for every position of the mask.
+    """
+    if dims.length != (1,) or tensor.shape[:2] != mask.shape:
+        raise Unsuitable("packed_outputs")
+    shown = mask != 0
+    compare([tensor[shown]], [other[shown]])
+    compare_positions(tensor[shown], other[shown], {0})
 
 
 def _same(one: list[Tensor], other: list[Tensor]) -> None:

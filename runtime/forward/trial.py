@@ -16,7 +16,7 @@ from ..core.capture import CaptureFailed
 from ..core.compile_ahead import compile_all, variants
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
-from ..core.target import CHAINS
+from ..core.target import CHAINS, RAGGED
 from .agreement import compare, equal
 from .draws import Draws
 from .fitness import Randomness, collector_of, unfit_model
@@ -39,18 +39,8 @@ ALIGNMENT = 16
 """Bytes; Triton compiles another kernel for addresses that are no multiple of them."""
 MOST_COPIED = 2**26
 """Bytes of tensors without a version, made in inference mode, that are compared by their values."""
-OF_ALL_BUCKETS = frozenset(
-    {
-        "lengths_outputs",
-        "lengths_differ",
-        "lengths_read",
-        "packed_layers",
-        "packed_reach",
-        "packed_outputs",
-        "packed_differ",
-    }
-)
-"""Reasons why texts are padded to no bucket; others are of one."""
+OF_ALL_BUCKETS = ("lengths_outputs", "lengths_differ", "lengths_read", "packed_")
+"""How reasons begin why texts are padded to no bucket; others are of one."""
 ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """What code raises that cannot run during a capture."""
 
@@ -93,7 +83,8 @@ def attempt(
             return expected
         wanted, padding, own = expected, None, run
         if text is not None:
-            run = packed_run(model, own, text.tokens) if text.tokens else own
+            if RAGGED and text.tokens:
+                run = packed_run(model, own, text.tokens)
             padding = Padding(model, text, own, run)
             call, tensors = padding.tried(expected)
             wanted = run(call)
@@ -119,7 +110,7 @@ def attempt(
     except Unsuitable as error:
         if text is not None and error.reason == "lengths_hidden":
             store.leave_hidden(text.family, error)
-        elif text is not None and error.reason in OF_ALL_BUCKETS:
+        elif text is not None and error.reason.startswith(OF_ALL_BUCKETS):
             store.leave_lengths(text.family, error.reason, error.detail)
         else:
             store.refuse(kind, error.reason, error.detail)

@@ -24,7 +24,7 @@ def register(module: ModuleType) -> list[str]:
         The Auto classes that were changed, as `AutoModelForCausalLM → LlamaForCausalLM`.
     """
     changed = []
-    models = [value for value in vars(module).values() if _is_model(value, module.__name__)]
+    models = models_of(module)
     configs = {model.config_class for model in models if model.config_class is not None}
     own = {model.__name__: model for model in models}
     for auto in _auto_classes():
@@ -51,8 +51,10 @@ def from_config(auto: Any, /, config: Any, *, module: str, **kwargs: Any) -> Pre
     return auto.from_config(config, **kwargs)
 
 
-def _is_model(value: object, module: str) -> bool:
-    return isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == module
+def models_of(module: ModuleType) -> list[Any]:
+    """Return the model classes that a modeling file defines."""
+    classes = (value for value in vars(module).values() if isinstance(value, type))
+    return [kind for kind in classes if issubclass(kind, PreTrainedModel) and kind.__module__ == module.__name__]
 
 
 def _auto_classes() -> list[Any]:

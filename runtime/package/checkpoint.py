@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextvars
 import copy
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedConfig
+
+from ..core.target import FORMATS, LOADS
 
 OFFERS: dict[str, dict[str, str]] = {
     "NativeCheckpoint": {},
@@ -64,33 +67,51 @@ class NativeCheckpoint:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint as the original class does; quantised layers for which there are kernels get them."""
-        found = _published(cls, pretrained_model_name_or_path, kwargs)
-        if found is None:
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        load = super().from_pretrained  # type: ignore[misc]
+        if LOADS and (found := _published(cls, pretrained_model_name_or_path, kwargs)) is not None:
+            loaded = _load(cls, load, found, pretrained_model_name_or_path, args)
         else:
-            loader, config, rest = found
-            quantization = config.quantization_config
-            config = copy.deepcopy(config)
-            del config.quantization_config
-            token = _preparing.set((cls, loader, quantization))
-            try:
-                loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **rest)  # type: ignore[misc]
-            finally:
-                _preparing.reset(token)
-            (loaded[0] if isinstance(loaded, tuple) else loaded).config.quantization_config = quantization
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if getattr(model, "hf_quantizer", None) is not None:
-            for adopter in Adopter.__subclasses__():
-                adopter.adopt(model)
+            loaded = load(pretrained_model_name_or_path, *args, **kwargs)
+        if FORMATS:
+            _adopt(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
-    def post_init(self) -> None:
-        """Do what transformers does once a model is built; layers of a published form are then put in."""
-        super().post_init()  # type: ignore[misc]
-        preparing = _preparing.get()
-        if preparing is not None and type(self) is preparing[0]:
-            _, loader, quantization = preparing
-            loader.prepare(self, quantization)  # type: ignore[arg-type]
+    if LOADS:
+
+        def post_init(self) -> None:
+            """Do what transformers does once a model is built; layers of a published form are then put in."""
+            super().post_init()  # type: ignore[misc]
+            preparing = _preparing.get()
+            if preparing is not None and type(self) is preparing[0]:
+                _, loader, quantization = preparing
+                loader.prepare(self, quantization)  # type: ignore[arg-type]
+
+
+def _adopt(model: Any) -> None:
+    if getattr(model, "hf_quantizer", None) is not None:
+        for adopter in Adopter.__subclasses__():
+            adopter.adopt(model)
+
+
+def _load(
+    model_class: type,
+    load: Callable[..., Any],
+    found: tuple[type[Loader], PreTrainedConfig, dict[str, Any]],
+    name: Any,
+    arguments: tuple[Any, ...],
+) -> Any:
+    """Load a checkpoint past transformers' way with its quantisation, which layers of `found` have themselves."""
+    loader, config, rest = found
+    quantization = config.quantization_config
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    token = _preparing.set((model_class, loader, quantization))
+    try:
+        loaded = load(name, *arguments, config=config, **rest)
+    finally:
+        _preparing.reset(token)
+    (loaded[0] if isinstance(loaded, tuple) else loaded).config.quantization_config = quantization
+    return loaded
 
 
 def _published(

@@ -12,6 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..core.explain import LeftOut
+from ..core.target import UPLOAD
+from .auto import models_of
 from .flat import flat_files
 
 
@@ -21,14 +24,10 @@ def save_flat(module: ModuleType) -> None:
     It does for a class that was registered (`register_for_auto_class`), and would copy a file that imports folders,
     which transformers neither copies nor loads. Only these classes are changed.
     """
-    models: list[Any] = [value for value in vars(module).values() if _is_model(value, module.__name__)]
+    models = models_of(module)
     for model in models:
         if not any(base in models for base in model.__bases__):  # the others have it from these
             model.save_pretrained = _saving_flat(model.save_pretrained, module)
-
-
-def _is_model(value: object, module: str) -> bool:
-    return isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == module
 
 
 def _saving_flat(save: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
@@ -36,15 +35,22 @@ def _saving_flat(save: Callable[..., Any], module: ModuleType) -> Callable[..., 
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if self._auto_class is None or type(self).__module__ != module.__name__:
             return save(self, *args, **kwargs)
-        path = Path(str(module.__file__))
-        runtime = getattr(sys.modules.get(f"{module.__package__}.runtime"), "__path__", ())
-        with tempfile.TemporaryDirectory() as folder:
-            for name, text in flat_files(path.parent, path.name, [Path(place) for place in runtime]).items():
-                (Path(folder) / name).write_text(text, encoding="utf-8")
-            module.__file__ = str(Path(folder) / path.name)  # what transformers copies, with all that it imports
-            try:
-                return save(self, *args, **kwargs)
-            finally:
-                module.__file__ = str(path)
+        if UPLOAD:
+            return _with_flat_files(functools.partial(save, self, *args, **kwargs), module)
+        raise LeftOut("upload")
 
     return save_pretrained
+
+
+def _with_flat_files(save: Callable[[], Any], module: ModuleType) -> Any:
+    """Save while the module seems to lie among flat files."""
+    path = Path(str(module.__file__))
+    runtime = getattr(sys.modules.get(f"{module.__package__}.runtime"), "__path__", ())
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in flat_files(path.parent, path.name, [Path(place) for place in runtime]).items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        module.__file__ = str(Path(folder) / path.name)  # what transformers copies, with all that it imports
+        try:
+            return save()
+        finally:
+            module.__file__ = str(path)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.target import CONV1D, LAYER_NORM
+from ..core.target import CHAINS, CONV1D, LAYER_NORM
 from ..norms.layer_norm import launch_layer_norm
 from ..norms.rms_norm import launch_rms_norm
 from .linear import launch_product
@@ -148,10 +148,12 @@ class Pointwise(Deferred):
         """What the product reads, and the operands."""
         return [*self.of.reads, *(operand for operand in self.operands if isinstance(operand, Tensor))]
 
-    @property
-    def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """The function and its operands, where no product has it as its last stage."""
-        return None if self.taken_in is not None else (self.function, self.operands)
+    if CHAINS:
+
+        @property
+        def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+            """The function and its operands, where no product has it as its last stage."""
+            return None if self.taken_in is not None else (self.function, self.operands)
 
     @property
     def taken_in(self) -> Product | None:

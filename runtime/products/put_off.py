@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core import deferring
-from ..core.target import CHAINS
+from ..core.target import CHAINS, LAYER_NORM
 
 Instead = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
 Handlers = Mapping[Callable[..., Any], Callable[..., Tensor | None]]
@@ -77,15 +77,17 @@ class Deferred:
         """What it reads when it is computed."""
         raise NotImplementedError
 
-    @property
-    def link(self) -> Any:
-        """What it is in a chain of functions, a `chain_text.Node`; None where it is no chain."""
-        return None
+    if CHAINS:
 
-    @property
-    def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """The function of torch that it is, and its operands; None where it is none that a chain may take in."""
-        return None
+        @property
+        def link(self) -> Any:
+            """What it is in a chain of functions, a `chain_text.Node`; None where it is no chain."""
+            return None
+
+        @property
+        def function_alone(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+            """The function of torch that it is, and its operands; None where it is none that a chain may take in."""
+            return None
 
     def compute(self, out: Tensor) -> None:
         """Write the tensor."""
@@ -174,9 +176,11 @@ class PutsOff(TorchFunctionMode):
         """Put off an RMSNorm; `core.deferring` says what each of these is given. By default nothing is put off."""
         return None
 
-    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
-        """Put off a LayerNorm."""
-        return None
+    if LAYER_NORM:
+
+        def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+            """Put off a LayerNorm."""
+            return None
 
     def normed(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
         """Return what a norm that was put off is computed from."""
@@ -236,10 +240,12 @@ class PutsOff(TorchFunctionMode):
         found = self._deferred.get(key_of(tensor))  # which may be of a tensor that is gone, whose key was given anew
         return None if found is None or found.place() is None else found
 
-    def is_read(self, tensor: Tensor) -> bool:
-        """Return whether what is put off reads the memory of a tensor."""
-        self._forget()
-        return any(key_of(tensor) in map(key_of, deferred.reads) for deferred in self._deferred.values())
+    if CHAINS:
+
+        def is_read(self, tensor: Tensor) -> bool:
+            """Return whether what is put off reads the memory of a tensor."""
+            self._forget()
+            return any(key_of(tensor) in map(key_of, deferred.reads) for deferred in self._deferred.values())
 
     def replace(self, tensor: Tensor, deferred: Deferred) -> None:
         """Let a tensor stand for something else, which nothing reads yet."""
@@ -247,14 +253,16 @@ class PutsOff(TorchFunctionMode):
         deferred.place, deferred.shape, deferred.dtype = before.place, before.shape, before.dtype
         self._deferred[key_of(tensor)] = deferred
 
-    def take_out(self, wanted: Callable[[Deferred], bool]) -> list[tuple[Deferred, Tensor]]:
-        """Forget what is wanted of all that is put off; returns it with the tensors that are to be written."""
-        found = []
-        for key, deferred in [*self._deferred.items()]:
-            if wanted(deferred) and (storage := deferred.place()) is not None:
-                del self._deferred[key]
-                found.append((deferred, deferred.on(storage)))
-        return found
+    if CHAINS:
+
+        def take_out(self, wanted: Callable[[Deferred], bool]) -> list[tuple[Deferred, Tensor]]:
+            """Forget what is wanted of all that is put off; returns it with the tensors that are to be written."""
+            found = []
+            for key, deferred in [*self._deferred.items()]:
+                if wanted(deferred) and (storage := deferred.place()) is not None:
+                    del self._deferred[key]
+                    found.append((deferred, deferred.on(storage)))
+            return found
 
     @staticmethod
     def _reads_no_number(func: Callable[..., Any], args: Sequence[Any]) -> bool:

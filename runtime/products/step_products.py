@@ -98,27 +98,31 @@ class StepProducts(PutsOff):
             return self._sum(*args) if taken is None and func in _SUMS and len(args) == 2 and not given else taken
         return None
 
-    def _layer_norm(
-        self,
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Tensor | None:
-        if len(normalized_shape) != 1 or tuple(input.shape[-1:]) != tuple(normalized_shape):
-            return None
-        return self._norm(input, LayerNormPrologue(weight, bias, eps))
+    if LAYER_NORM:
+
+        def _layer_norm(
+            self,
+            input: Tensor,
+            normalized_shape: Sequence[int],
+            weight: Tensor | None = None,
+            bias: Tensor | None = None,
+            eps: float = 1e-5,
+        ) -> Tensor | None:
+            if len(normalized_shape) != 1 or tuple(input.shape[-1:]) != tuple(normalized_shape):
+                return None
+            return self._norm(input, LayerNormPrologue(weight, bias, eps))
 
     def rms_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
         """Put off an RMSNorm of one row."""
         with torch._C.DisableTorchFunction():  # what is asked here is no call of the model's
             return self._norm(input, Prologue(*prologue))
 
-    def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
-        """Put off a LayerNorm of one row."""
-        with torch._C.DisableTorchFunction():
-            return self._norm(input, LayerNormPrologue(*prologue))
+    if LAYER_NORM:
+
+        def layer_norm(self, input: Tensor, *prologue: Any) -> Tensor | None:
+            """Put off a LayerNorm of one row."""
+            with torch._C.DisableTorchFunction():
+                return self._norm(input, LayerNormPrologue(*prologue))
 
     def sum(self, first: Tensor, second: Tensor) -> Tensor | None:
         """Put off the sum of a product and of something of its shape."""
@@ -174,14 +178,21 @@ class StepProducts(PutsOff):
         self.settle(input)
         return input, weight, bias, None
 
-    def _turned(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
-        if CONV1D and input.is_contiguous():
-            if type(weight) is nn.Parameter and weight.dim() == 2 and takes_few_rows(input) and memory.turn(weight):
-                return self._product(input, weight.t(), bias)
-            if takes_transposed(input, weight, bias):
-                product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
-                return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)
-        return None
+    if CONV1D:
+
+        def _turned(self, bias: Tensor, input: Tensor, weight: Tensor) -> Tensor | None:
+            if input.is_contiguous():
+                if (
+                    type(weight) is nn.Parameter
+                    and weight.dim() == 2
+                    and takes_few_rows(input)
+                    and memory.turn(weight)
+                ):
+                    return self._product(input, weight.t(), bias)
+                if takes_transposed(input, weight, bias):
+                    product = Product(*self._before(input, weight, bias, (LayerNormPrologue,)), transposed=True)
+                    return self.put_off(product, (*input.shape[:-1], weight.shape[1]), input)
+            return None
 
     def _pointwise(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Tensor | None:
         """Put off a function of a product and of numbers."""

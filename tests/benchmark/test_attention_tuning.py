@@ -15,7 +15,8 @@ from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NothingToTune
 from rewrite.transforms import select
 from rewrite.tuning import attention
-from rewrite.tuning.attention import Attention, Choice, choose, plain_attention
+from rewrite.tuning.attention import Attention, plain_attention
+from rewrite.tuning.choices import Choice, choose, rows
 from rewrite.upstream.source import resolve
 from rewrite.verify.models import sides
 from rewrite.verify.models.subjects import find_subjects
@@ -40,9 +41,9 @@ class Fake:
     ],
 )
 def test_the_fastest_backend_wins_beyond_the_noise(us: dict[str, float], name: str) -> None:
-    (choice,) = choose(Fake(**us), {"bfloat16 1x8/2x64 512:512 causal": 3})
+    (choice,) = choose(Fake(**us), {"bfloat16 1x8/2x64 512:512 causal": 3}, "own")
     assert choice == Choice("bfloat16 1x8/2x64 512:512 causal", 3, name, us)
-    assert attention.rows([choice])[0][3] == ("=" if name == "own" else name)
+    assert rows([choice], "own")[0][3] == ("=" if name == "own" else name)
 
 
 def test_what_other_chips_and_sizes_say_stays(tmp_path: Path) -> None:

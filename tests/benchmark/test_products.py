@@ -18,8 +18,9 @@ from rewrite.benchmark.rungs import prepare
 from rewrite.errors import NotAPackage, NothingToExport, NothingToTune
 from rewrite.transforms import select
 from rewrite.tuning import products
+from rewrite.tuning.choices import Choice, choose, rows
 from rewrite.tuning.export import SHAPES, TUNED, export, tables_of
-from rewrite.tuning.products import Choice, Products, choose
+from rewrite.tuning.products import Products
 from rewrite.upstream.source import resolve
 from rewrite.verify.models import sides
 from rewrite.verify.models.subjects import find_subjects
@@ -44,9 +45,9 @@ class Fake:
     ],
 )
 def test_the_fastest_path_wins_beyond_the_noise(us: dict[str, float], path: str) -> None:
-    (choice,) = choose(Fake(**us), {"64x32x16 bfloat16": 3})
+    (choice,) = choose(Fake(**us), {"64x32x16 bfloat16": 3}, "vendor")
     assert choice == Choice("64x32x16 bfloat16", 3, path, us)
-    assert products.rows([choice])[0][3] == ("=" if path == "vendor" else path)
+    assert rows([choice], "vendor")[0][3] == ("=" if path == "vendor" else path)
 
 
 def test_what_other_chips_and_sizes_say_stays(tmp_path: Path) -> None:

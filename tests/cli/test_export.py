@@ -47,7 +47,7 @@ def test_what_is_exported_loads_elsewhere_and_computes_the_same(here: Path, rewr
     transformers.LlamaForCausalLM(config).save_pretrained("llama")
     transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).save_pretrained("bert")
     for name in ("llama", "bert"):
-        done = rewrite(name, "--out", f"{name}_out", "--no-verify", "--diff", "none")
+        done = rewrite(name, "--out", f"{name}_out", "--no-verify", "--diff", "none", "--with", "upload")
         assert done.code == 0, done.err
         done = rewrite("export", f"{name}_out", "--hub", f"hub_{name}_out", "--checkpoint", name)
         assert done.code == 0, done.err

@@ -107,6 +107,8 @@ def test_what_is_left_out_is_kept_in_the_lock_and_by_sync(here: Path, package: P
     assert (done.code, f"rewrite sync {here / 'small'} --with ranks" in done.err) == (2, True)
     done = rewrite("bench", here / "small", "--tp", "2")
     assert (done.code, "was made without ranks: rewrite sync" in done.err) == (2, True)
+    done = rewrite("tune", here / "small", "--attention")
+    assert (done.code, f"rewrite sync {here / 'small'} --with attention" in done.err) == (2, True)
     lock = json.loads((here / "small" / "rewrite.lock").read_text())
     lock["options"]["without"] = ["thing"]
     (here / "small" / "rewrite.lock").write_text(json.dumps(lock))
@@ -126,19 +128,35 @@ def test_a_package_has_what_nobody_asked_for_if_it_had_it(here: Path, package: P
 
     done = rewrite(*given)
     assert left_out() == ON_REQUEST
-    assert "runtime    without formats, fp8_cache, ranks: --with NAME brings it" in done.out
+    shown = " ".join(done.out.split())
+    assert "runtime without attention, eager, formats, fp8_cache, inputs, ragged, ranks, upload: --with NAME" in shown
     assert rewrite("sync", place, "--with", "ranks", "--without", "training").code == 0
-    assert left_out() == ("formats", "fp8_cache", "training")
+    assert left_out() == ("attention", "eager", "formats", "fp8_cache", "inputs", "ragged", "training", "upload")
     assert (place / "runtime" / "core.py").read_text().count("RANKS: bool = False") == 0
     assert rewrite(*given, "--without", "chains").code == 0  # a package keeps its choice until told
-    assert left_out() == ("chains", "formats", "fp8_cache", "training")
+    assert left_out() == (
+        "attention",
+        "chains",
+        "eager",
+        "formats",
+        "fp8_cache",
+        "inputs",
+        "ragged",
+        "training",
+        "upload",
+    )
     assert rewrite("sync", place, "--without", "ranks", "--with", "chains", "--with", "formats").code == 0
-    assert left_out() == ("fp8_cache", "ranks", "training")
+    assert left_out() == ("attention", "eager", "fp8_cache", "inputs", "ragged", "ranks", "training", "upload")
     lock = place / "rewrite.lock"
-    lock.write_text(lock.read_text().replace('"without": ["fp8_cache", "ranks", "training"]', '"without": []'))
+    lock.write_text(
+        lock.read_text().replace(
+            '"without": ["attention", "eager", "fp8_cache", "inputs", "ragged", "ranks", "training", "upload"]',
+            '"without": []',
+        )
+    )
     assert rewrite("sync", place).code == 0  # as one of a version in which all came along
     assert left_out() == ()
-    assert "brings it" not in rewrite(*given).out
+    assert "--with NAME" not in rewrite(*given).out
     assert left_out() == ()
 
 
@@ -153,7 +171,8 @@ def test_what_is_wanted_and_not_wanted_is_said(here: Path, package: Path, rewrit
     assert "`rewrite sync DIR --with ranks`" in rewrite("explain", "ranks").out
     (here / "pyproject.toml").write_text('[tool.rewrite]\nwithout = ["ranks"]\nwith = ["fp8", "training"]\n')
     assert rewrite("modeling_tiny.py", "--no-verify", "--out", here / "small", "--with", "ranks").code == 0
-    assert read_lock(here / "small").options.without == ("formats", "fp8_cache")  # typed goes before written
+    typed_goes_before_written = ("attention", "eager", "formats", "fp8_cache", "inputs", "ragged", "upload")
+    assert read_lock(here / "small").options.without == typed_goes_before_written
     assert rewrite("sync", here / "small").code == 0
     assert read_lock(here / "small").options.without == ON_REQUEST
 
@@ -166,13 +185,28 @@ def test_what_is_seen_to_be_needed_comes_along(
     config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (checkpoint / "config.json").write_text(json.dumps(config))
     done = rewrite(checkpoint, "--no-verify", "--out", here / "eight")
-    assert read_lock(here / "eight").options.without == ("fp8_cache", "ranks")
+    assert read_lock(here / "eight").options.without == (
+        "attention",
+        "eager",
+        "fp8_cache",
+        "inputs",
+        "ragged",
+        "ranks",
+        "upload",
+    )
     assert "runtime    with formats: its config.json has weight_block_size" in done.out
     assert rewrite(checkpoint, "--no-verify", "--out", here / "plain", "--without", "formats").code == 0
     assert read_lock(here / "plain").options.without == ON_REQUEST
     monkeypatch.setattr(targets, "cards", lambda: 2)
     done = rewrite("deepseek_v3", "--no-verify", "--out", here / "dealt")
-    assert read_lock(here / "dealt").options.without == ("fp8_cache",)
+    assert read_lock(here / "dealt").options.without == (
+        "attention",
+        "eager",
+        "fp8_cache",
+        "inputs",
+        "ragged",
+        "upload",
+    )
     assert "runtime    with formats: its checkpoints are published in FP8 with a scale for each block" in done.out
     assert "runtime    with ranks: this machine has 2 GPUs" in done.out
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
+from rewrite.package.features import ON_REQUEST
+from rewrite.package.lock import read_lock
 from rewrite.sync.merge import three_way
 
 UPSTREAM = "modeling_tiny.py"
@@ -45,6 +47,17 @@ def test_a_changed_original_is_out_of_date_until_synced(here: Path, package: Pat
     assert rewrite("sync", package, "--no-verify").code == 0
     assert "attention_dropout = 0.1" in (package / UPSTREAM).read_text()
     assert rewrite("check", package).code == 0
+
+
+def test_what_a_changed_original_needs_comes_along(here: Path, package: Path, rewrite: CommandLine) -> None:
+    assert read_lock(package).options.without == ON_REQUEST
+    upstream_fix(here, "_supports_sdpa = True", "_supports_sdpa = False")
+    assert rewrite("sync", package, "--no-verify").code == 0
+    assert {*ON_REQUEST} - {*read_lock(package).options.without} == {"eager"}
+    assert rewrite("sync", package, "--no-verify", "--without", "eager").code == 0
+    upstream_fix(here)
+    assert rewrite("sync", package, "--no-verify").code == 0  # it needed that before
+    assert read_lock(package).options.without == ON_REQUEST
 
 
 def test_a_sync_from_another_folder_changes_nothing(

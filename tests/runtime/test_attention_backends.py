@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rewrite.runtime.attention import backends
+from rewrite.runtime.attention.named import get_attention_backend, set_attention_backend, use_attention_backend
 from rewrite.runtime.attention.native_gqa import grouped_attention, native_gqa
 from rewrite.runtime.core import backend
 from rewrite.runtime.decode.graph_store import _signature_of
@@ -29,12 +30,12 @@ MODULE: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(backends, "TABLE", tmp_path / "attention.json")
     monkeypatch.setattr(backends, "_runs", set())
-    monkeypatch.setattr(backends, "_chosen", None)
+    monkeypatch.setitem(backend.named_besides, "attention", None)
     backends._counts.clear()
     backends.forget()
     backend.reset_fallbacks()
     yield
-    backends.set_attention_backend(None)
+    set_attention_backend(None)
     backends.forget()
 
 
@@ -61,7 +62,7 @@ def test_by_name_is_the_same_attention(masked: bool, keys: int) -> None:
     if mask is not None:
         mask[..., 0] = True
     wanted = attend(*given, mask, scaling=0.3)
-    with backends.use_attention_backend("math"):
+    with use_attention_backend("math"):
         got = attend(*given, mask, scaling=0.3)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert got.is_contiguous()
@@ -72,7 +73,7 @@ def test_by_name_is_the_same_attention(masked: bool, keys: int) -> None:
 def test_attention_that_a_file_writes_itself_is_named_too() -> None:
     query, key, value = states()
     wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    with backends.use_attention_backend("math"):
+    with use_attention_backend("math"):
         got = grouped_attention(query, key, value, is_causal=True, key_groups=3, value_groups=3)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert backends._counts == {"math": 1}
@@ -81,7 +82,7 @@ def test_attention_that_a_file_writes_itself_is_named_too() -> None:
 def test_gradients_are_those_of_the_named_kernel() -> None:
     given = [tensor.requires_grad_() for tensor in states()]
     wanted = torch.autograd.grad(attend(*given, None).square().sum(), given)
-    with backends.use_attention_backend("math"):
+    with use_attention_backend("math"):
         got = torch.autograd.grad(attend(*given, None).square().sum(), given)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -91,7 +92,7 @@ def test_gradients_are_those_of_the_named_kernel() -> None:
 def test_under_a_compiler_a_named_one_is_one_operator() -> None:
     given = states()
     wanted = attend(*given, None)
-    with backends.use_attention_backend("math"):
+    with use_attention_backend("math"):
         compiled = torch.compile(lambda *tensors: attend(*tensors, None), backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(*given), wanted, rtol=1e-12, atol=1e-12)
     assert backends._counts == {"math": 1}
@@ -102,14 +103,14 @@ def test_what_cannot_run_here_is_one_error() -> None:
         if torch.cuda.is_available() and name != "ck":
             continue
         with pytest.raises(backends.AttentionBackendUnavailable, match=f"'{name}' was asked for and cannot run here"):
-            backends.set_attention_backend(name)
+            set_attention_backend(name)
     with pytest.raises(ValueError, match="unknown attention backend 'fast'"):
-        backends.set_attention_backend("fast")
-    assert backends.get_attention_backend() is None
+        set_attention_backend("fast")
+    assert get_attention_backend() is None
 
 
 def test_a_name_from_the_environment_raises_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_chosen", "ck")
+    monkeypatch.setitem(backend.named_besides, "attention", "ck")
     with pytest.raises(backends.AttentionBackendUnavailable, match="REWRITE_ATTENTION"):
         attend(*states(), None)
 
@@ -124,7 +125,7 @@ def test_a_table_chooses_for_prompts(tmp_path: Path) -> None:
     assert backends._counts == {"math": 1}
     attend(*states(rows=3), None)  # of another size
     attend(*states(queries=1, keys=5), None)  # not a prompt
-    with backends.use_attention_backend(backends.OWN):  # the table is not asked
+    with use_attention_backend(backend.OWN_ATTENTION):  # the table is not asked
         attend(*given, None)
     attend(*[tensor.requires_grad_() for tensor in given], None)  # not what was measured
     assert backends._counts == {"math": 1}
@@ -154,7 +155,7 @@ def test_a_table_of_another_machine_is_said_and_not_taken(tmp_path: Path, name: 
 
 @pytest.mark.parametrize(("more", "reason"), [({"dropout": 0.5}, "dropout"), ({"s_aux": torch.zeros(6)}, "s_aux")])
 def test_what_no_backend_is_asked_for(more: dict[str, Any], reason: str) -> None:
-    with backends.use_attention_backend("math"), contextlib.suppress(TypeError):
+    with use_attention_backend("math"), contextlib.suppress(TypeError):
         attend(*states(), None, **more)
     assert ("attention_backend", reason) in backend.fallbacks()
     assert not backends._counts
@@ -163,7 +164,7 @@ def test_what_no_backend_is_asked_for(more: dict[str, Any], reason: str) -> None
 def test_a_graph_with_another_backend_is_not_replayed() -> None:
     model = torch.nn.Linear(2, 2)
     before = _signature_of(model), settings()
-    with backends.use_attention_backend("math"):
+    with use_attention_backend("math"):
         during = _signature_of(model), settings()
     assert before[0] != during[0]
     assert before[1] != during[1]
@@ -215,38 +216,38 @@ class Torch:
 def test_rocm_has_two_libraries_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch, {"ck", "aotriton", "flash"}, ("aotriton", "ck"), "6.4")
     for name, library in (("ck", "ck"), ("aotriton", "aotriton"), ("flash", "default")):
-        with backends.use_attention_backend(name):
+        with use_attention_backend(name):
             attend(*states(), None)
         assert fake.ran.pop() == ("FLASH_ATTENTION", library, True)
         assert fake.library == "default"  # as it was
     with pytest.raises(backends.AttentionBackendUnavailable, match="cuDNN is NVIDIA's"):
-        backends.set_attention_backend("cudnn")
+        set_attention_backend("cudnn")
 
 
 def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch, {"ck"}, ("aotriton",), "6.4")
     with pytest.raises(backends.AttentionBackendUnavailable, match="CK since it was not built"):
-        backends.set_attention_backend("ck")
+        set_attention_backend("ck")
     assert fake.library == "default"
     fake.prefer = lambda library=None: "default"  # type: ignore[method-assign]  # one that stays with its own
     monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", fake.prefer)
     with pytest.raises(backends.AttentionBackendUnavailable, match="torch stays with default"):
-        backends.set_attention_backend("aotriton")
+        set_attention_backend("aotriton")
     monkeypatch.delattr(torch.backends.cuda, "preferred_rocm_fa_library")
     with pytest.raises(backends.AttentionBackendUnavailable, match="no choice among ROCm's libraries"):
-        backends.set_attention_backend("aotriton")
+        set_attention_backend("aotriton")
 
 
 def test_heads_are_repeated_for_a_kernel_that_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch, {"efficient"})
-    with backends.use_attention_backend("efficient"):
+    with use_attention_backend("efficient"):
         attend(*states(), None)
     assert fake.ran == [("EFFICIENT_ATTENTION", "default", False)]
 
 
 def test_what_a_kernel_does_not_take_goes_its_ordinary_way_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch, set())
-    with backends.use_attention_backend("flash"):
+    with use_attention_backend("flash"):
         attend(*states(), None)
         said = backends.describe(torch.nn.Module())
     assert [kind for kind, *_ in fake.ran] == ["own"]

@@ -253,7 +253,7 @@ def test_it_is_on_request(llama: Pair, place: Path, monkeypatch: pytest.MonkeyPa
     package = packaged("llama", place, ON_REQUEST)
     runtime = package.runtime
     assert not hasattr(runtime.cache, "Fp8Layer")
-    with pytest.raises(RuntimeError, match="rewrite sync small_llama_3 --with fp8_cache"):
+    with pytest.raises(RuntimeError, match=f"rewrite sync {package.__name__} --with fp8_cache"):
         runtime.set_cache_format("fp8")
     monkeypatch.setitem(runtime_part(package.__name__, "core/backend").named_besides, "cache", "fp8")
     model = package.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
@@ -261,7 +261,7 @@ def test_it_is_on_request(llama: Pair, place: Path, monkeypatch: pytest.MonkeyPa
     generate(model, **prompt(1, 9))
     said = str(package.explain(model))
     assert "fp8_cache: fp8_cache_left_out" in said
-    assert "fp8_cache did not come along: rewrite sync small_llama_3 --with fp8_cache" in said
+    assert f"fp8_cache did not come along: rewrite sync {package.__name__} --with fp8_cache" in said
 
 
 def filled(capacity: int, dtype: torch.dtype = torch.bfloat16) -> tuple[PreallocatedCache, Tensor, Tensor]:

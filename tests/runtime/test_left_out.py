@@ -54,7 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("left_out")
     chosen = select()
     files = assemble(
-        build(resolve("llama"), chosen), chosen, Options(without=(*ON_REQUEST, "training")), place / "small_llama"
+        build(resolve("llama"), chosen),
+        chosen,
+        Options(without=(*ON_REQUEST, "speculation", "training")),
+        place / "small_llama",
     ).files
     for path, content in files.items():
         (place / "small_llama" / path).parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +98,13 @@ def test_a_model_that_is_dealt_to_ranks_says_what_it_lacks(folder: Path) -> None
     assert "ranks did not come along: rewrite sync small_llama --with ranks" in said
 
 
+def test_a_model_whose_layers_are_on_several_devices_says_what_it_lacks(folder: Path) -> None:
+    package, model = small(folder)
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    model.generate(torch.arange(6)[None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert "ranks did not come along: rewrite sync small_llama --with ranks" in str(package.explain(model))
+
+
 def test_a_layer_with_scales_for_blocks_says_what_it_lacks(folder: Path) -> None:
     class Scaled(nn.Module):
         """As transformers' `FP8Linear`, as far as a package without formats looks at it."""
@@ -117,3 +127,76 @@ def test_a_layer_with_scales_for_blocks_says_what_it_lacks(folder: Path) -> None
     said = str(package.explain(model))
     assert "packed_linear: formats_left_out" in said
     assert "formats did not come along: rewrite sync small_llama --with formats" in said
+
+
+def test_an_attention_kernel_that_is_named_says_what_it_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, model = small(folder)
+    attention = importlib.import_module("small_llama.runtime.attention")
+    with pytest.raises(RuntimeError, match="attention did not come along: rewrite sync small_llama --with attention"):
+        attention.set_attention_backend("flash")
+    with attention.use_attention_backend("own"):
+        model(torch.arange(6)[None])
+    assert "attention_left_out" not in str(package.explain(model))
+    named = runtime_part("small_llama", "core/backend").named_besides
+    monkeypatch.setitem(named, "attention", "flash")  # as REWRITE_ATTENTION does
+    model(torch.arange(6)[None])
+    said = str(package.explain(model))
+    assert "attention_backend: attention_left_out" in said
+    assert "attention did not come along: rewrite sync small_llama --with attention" in said
+
+
+def test_batches_whose_layers_would_be_packed_say_what_they_lack(folder: Path) -> None:
+    package, model = small(folder)
+    model._forward_without_graph = True
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, 3:] = 0
+    runtime = importlib.import_module("small_llama.runtime")
+    with torch.no_grad(), runtime.use_ragged_batches(), runtime.use_forward_graphs("always"):
+        model(torch.ones_like(mask), attention_mask=mask)
+    said = str(package.explain(model))
+    assert "forward: ragged_left_out" in said
+    assert "ragged did not come along: rewrite sync small_llama --with ragged" in said
+
+
+def test_attention_that_a_model_writes_out_says_what_it_lacks(folder: Path) -> None:
+    package, model = small(folder)
+    model.set_attn_implementation("eager")
+    model._step_without_graph = True
+    model.generate(torch.arange(6)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    said = str(package.explain(model))
+    assert "decode_step: eager_left_out" in said
+    assert "eager did not come along: rewrite sync small_llama --with eager" in said
+
+
+def test_saving_with_code_says_what_it_lacks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = small(folder)
+    model.save_pretrained(tmp_path / "plain")
+    monkeypatch.setattr(type(model), "_auto_class", "AutoModelForCausalLM")
+    with pytest.raises(RuntimeError, match="upload did not come along: rewrite sync small_llama --with upload"):
+        model.save_pretrained(tmp_path / "with_code")
+    assert not (tmp_path / "with_code").exists()
+
+
+def test_a_step_that_is_given_more_says_what_it_lacks(folder: Path) -> None:
+    package, model = small(folder)
+    model._step_without_graph = True
+    ids = torch.arange(6)[None]
+    given = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **given)
+    found = model.generate(ids, inputs_embeds=model.get_input_embeddings()(ids).detach(), **given)
+    assert torch.equal(found, wanted)
+    said = str(package.explain(model))
+    assert "generate: inputs_left_out" in said
+    assert "inputs did not come along: rewrite sync small_llama --with inputs" in said
+
+
+def test_drafted_tokens_say_what_they_lack(folder: Path) -> None:
+    package, model = small(folder)
+    model._step_without_graph = True
+    ids = torch.arange(6).repeat(2)[None]
+    given = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **given)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=2, **given), wanted)
+    said = str(package.explain(model))
+    assert "generate: speculation_left_out" in said
+    assert "speculation did not come along: rewrite sync small_llama --with speculation" in said
