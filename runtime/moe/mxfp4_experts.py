@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from ..core import backend, rows
-from ..core.launch import HIP, Kernel, chip_of, overlaps
+from ..core.launch import Kernel, chip_of, overlaps
 from ..core.tiles import Tile
 from ..products.blocks import Blocks
 from ..products.own_sums import ROWS
 from .form import Gating
 
 CASES = """
-if not HIP:
-    from rewrite.runtime.moe.form import Gating
+from rewrite.runtime.core.launch import HIP
 
+if not HIP:
     def few(sizes, top_k):
         def weight(rows, cols):
             codes = tensor(sizes.experts, rows, cols // 2, dtype=torch.uint8)
@@ -62,7 +62,7 @@ if backend.triton_installed():
         for u in tl.static_range(UNROLL):
             for tile in tl.static_range(TILES):
                 offset = (tile * TILE + start + u * STEP) * 4
-                loaded = loaded + (tl.load(one_ptr + offset), tl.load(other_ptr + offset))
+                loaded += (tl.load(one_ptr + offset), tl.load(other_ptr + offset))
         return loaded
 
     @triton.jit
@@ -120,7 +120,7 @@ if backend.triton_installed():
         scale_ptr += place
         sums = ()
         for _ in tl.static_range(2 * TILES):
-            sums = sums + (tl.zeros((32 * WARPS,), tl.float32),)
+            sums += (tl.zeros((32 * WARPS,), tl.float32),)
         if AHEAD:
             following = _step(gate_ptr, up_ptr, 0, tile_size, step, TILES, UNROLL)
         for start in tl.range(0, GROUPS, step * UNROLL):
@@ -136,14 +136,14 @@ if backend.triton_installed():
                 new = says & (group + at >= start)
                 x = ()
                 for i in tl.static_range(4):
-                    x = x + (in_pairs(four_words(tl.load(x_ptr + at * 16 + 4 * i)), new, PTX),)
+                    x += (in_pairs(four_words(tl.load(x_ptr + at * 16 + 4 * i)), new, PTX),)
                 added = ()
                 for tile in tl.static_range(TILES):
                     one, other = loaded[2 * (u * TILES + tile)], loaded[2 * (u * TILES + tile) + 1]
                     s, t = own_sums(one, other, x, thread % 32, False, PTX)
                     scales = scale_ptr + tile * tile_size + at
                     s = sums[2 * tile] + s * exponent_scales(scales)
-                    added = added + (s, sums[2 * tile + 1] + t * exponent_scales(scales + up))
+                    added += (s, sums[2 * tile + 1] + t * exponent_scales(scales + up))
                 sums = added
         for tile in tl.static_range(TILES):
             gate = tl.sum(tl.sum(tl.reshape(sums[2 * tile], (WARPS, 8, 4)), 2), 0)
@@ -216,7 +216,7 @@ if backend.triton_installed():
         other_ptr = values_ptr + other[:, None] * 4 + word
         sums = ()
         for _ in tl.static_range(2 * TILES):
-            sums = sums + (tl.zeros((32 * WARPS,), tl.float32),)
+            sums += (tl.zeros((32 * WARPS,), tl.float32),)
         following = _step(one_ptr, other_ptr, 0, tile_size, step, TILES, UNROLL)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
@@ -231,16 +231,16 @@ if backend.triton_installed():
                 new = (says & (group + at >= start))[:, None]
                 x = ()
                 for i in tl.static_range(4):
-                    x = x + (four_words(tl.load(states_ptr + at * 16 + 4 * i, mask=new, other=0)),)
+                    x += (four_words(tl.load(states_ptr + at * 16 + 4 * i, mask=new, other=0)),)
                 added = ()
                 for tile in tl.static_range(TILES):
                     words, others = loaded[2 * (u * TILES + tile)], loaded[2 * (u * TILES + tile) + 1]
                     s, t = own_sums(words, others, x, thread % 32, True, PTX)
                     scales = scale_ptr + tile * tile_size + at
                     s = sums[2 * tile] + s * exponent_scales(scales + one)
-                    added = added + (s, sums[2 * tile + 1] + t * exponent_scales(scales + other))
+                    added += (s, sums[2 * tile + 1] + t * exponent_scales(scales + other))
                 sums = added
-            if GROUPS > step * UNROLL and not AHEAD:
+            if step * UNROLL < GROUPS and not AHEAD:
                 following = _step(one_ptr, other_ptr, after, tile_size, step, TILES, UNROLL)
         shares_ptr += token * shares_stride
         one_share = tl.load(shares_ptr + slot, mask=one_here, other=0.0).to(tl.float32) * scaling
