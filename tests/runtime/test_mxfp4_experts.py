@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import one_warp
 import pytest
 import torch
 import triton
@@ -14,8 +15,16 @@ from rewrite.runtime.core.launch import Target, chip_of
 from rewrite.runtime.moe import block_experts, mxfp4_experts
 from rewrite.runtime.moe.form import ExpertsForm, gated, gating
 from rewrite.runtime.moe.mxfp4_experts import launch_down, launch_gate_up, launch_mxfp4_experts, rule, takes
-from rewrite.runtime.products.blocks import Blocks, _reference
-from rewrite.runtime.products.own_sums import UP, exponent_scales, four_words, in_pairs, own_sums
+from rewrite.runtime.products.blocks import FOURS, Blocks, _reference
+from rewrite.runtime.products.own_sums import (
+    CROSSED,
+    STRAIGHT,
+    UP,
+    exponent_scales,
+    four_words,
+    in_pairs,
+    own_sums,
+)
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -87,6 +96,27 @@ def test_threads_that_are_not_where_they_should_be_give_no_numbers(inputs: int, 
     weight, x = blocks(16, 128, device, "four"), torch.ones(inputs, 128, dtype=torch.bfloat16, device=device)
     assert one_step(weight, x).isfinite().all()
     assert one_step(weight, x, wrong=1).isnan().all()
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_the_instructions_of_a_warp(crossed: bool) -> None:
+    """As an interpreter of them understands them, which knows who holds what of a matrix."""
+    words = torch.randint(0, 1 << 32, (8, 32))
+    lane = torch.arange(32)
+    row, quad = lane // 4, lane % 4
+    said = torch.randint(-8, 9, (32, 32)).bfloat16()  # of a thread, its columns
+    says = row // 2 == quad if crossed else row == 2 * quad
+    bits = (torch.where(says[:, None], said, 0) * UP).view(torch.int16).long() & 0xFFFF
+    pairs = [bits[:, at] | bits[:, at + 4] << 16 for word in range(4) for at in range(8 * word, 8 * word + 4)]
+    text = (CROSSED if crossed else STRAIGHT).value
+    got = one_warp.run(text, 2, [*words, *pairs, lane])
+    numbers = torch.tensor(FOURS, dtype=torch.float64)[words[:, :, None] >> 4 * torch.arange(8) & 15]
+    halves = numbers.view(2, 4, 32, 8).transpose(1, 2).flatten(2)
+    for i, half in enumerate(halves):
+        of = 8 * quad + quad + (4 if crossed and i else 0)  # the thread that says this one's columns
+        assert torch.equal(got[i], (half * said[of].double()).sum(1))
+    wrong = one_warp.run(text, 2, [*words, *pairs, lane.roll(1)])
+    assert all(part.isnan().all() for part in wrong)
 
 
 def in_order(states: Tensor) -> Tensor:
