@@ -32,9 +32,9 @@ def _text(crossed: bool) -> str:
                 "and.b32 part, eight, 0x000F000F;",
                 "mul.lo.u32 part, part, 0x1040;",
                 f"and.b32 {name}2, part, 0x81C081C0;",
-                f"shr.u32 part, {source}, 6;",
-                "and.b32 part, part, 0x01C001C0;",
-                f"lop3.b32 {name}3, {source}, 0x80008000, part, 0xEA;",
+                "and.b32 part, eight, 0x00F000F0;",
+                "mul.lo.u32 part, part, 0x104;",
+                f"and.b32 {name}3, part, 0x81C081C0;",
             ]
         for half in range(2):
             a, b = 2 * half, 2 * half + 1
@@ -105,17 +105,32 @@ if backend.triton_installed():
         )  # fmt: skip
 
     @triton.jit
+    def _fence(thread, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+        if KIND == 1:
+            tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r,~{memory}", [thread], dtype=tl.int32, is_pure=False, pack=1)
+        elif KIND == 2:
+            tl.debug_barrier()
+
+    @triton.jit
     def _scale(ptr):  # type: ignore[no-untyped-def]
         loaded = tl.load(ptr).to(tl.int32)
         return tl.maximum(loaded << 23, 0x400000).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _tiles(one_ptr, other_ptr, begin, TILE: tl.constexpr, STEP: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _power(loaded):  # type: ignore[no-untyped-def]
+        return tl.maximum(loaded.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _tiles(one_ptr, other_ptr, one_scale, other_scale, begin, TILE: tl.constexpr, STEP: tl.constexpr, TILES: tl.constexpr, UNROLL: tl.constexpr):  # type: ignore[no-untyped-def]
         loaded = ()
         for u in tl.static_range(UNROLL):
             for p in tl.static_range(TILES):
-                offset = (p * TILE + begin + u * STEP) * 4
-                loaded = loaded + (tl.load(one_ptr + offset), tl.load(other_ptr + offset))
+                offset = p * TILE + begin + u * STEP
+                loaded += (tl.load(one_ptr + offset * 4), tl.load(other_ptr + offset * 4))
+        for u in tl.static_range(UNROLL):
+            for p in tl.static_range(TILES):
+                offset = p * TILE + begin + u * STEP
+                loaded += (tl.load(one_scale + offset), tl.load(other_scale + offset))
         return loaded
 
     @triton.jit
@@ -145,6 +160,7 @@ if backend.triton_installed():
         UNROLL: tl.constexpr,
         AHEAD: tl.constexpr,
         STAGES: tl.constexpr,
+        FENCE: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
@@ -172,14 +188,15 @@ if backend.triton_installed():
         for p in tl.static_range(2 * TILES):
             sums = sums + (tl.zeros((32 * WARPS,), tl.float32),)
         if AHEAD:
-            following = _tiles(values_ptr, values_ptr + up * 4, 0, tile, step, TILES, UNROLL)
+            following = _tiles(values_ptr, values_ptr + up * 4, scale_ptr, scale_ptr + up, 0, tile, step, TILES, UNROLL)
         for start in tl.range(0, GROUPS, 4 * WARPS * UNROLL, num_stages=STAGES):
             begin = tl.minimum(start, GROUPS - step * UNROLL)  # the last tile begins in the one before
             if AHEAD:
                 loaded = following
-                following = _tiles(values_ptr, values_ptr + up * 4, tl.minimum(start + step * UNROLL, GROUPS - step * UNROLL), tile, step, TILES, UNROLL)
+                following = _tiles(values_ptr, values_ptr + up * 4, scale_ptr, scale_ptr + up, tl.minimum(start + step * UNROLL, GROUPS - step * UNROLL), tile, step, TILES, UNROLL)
             else:
-                loaded = _tiles(values_ptr, values_ptr + up * 4, begin, tile, step, TILES, UNROLL)
+                loaded = _tiles(values_ptr, values_ptr + up * 4, scale_ptr, scale_ptr + up, begin, tile, step, TILES, UNROLL)
+            _fence(thread, FENCE)
             for u in tl.static_range(UNROLL):
                 new = place + begin + u * step >= start
                 factor = tl.where(new & own, 0x5F805F80, 0)
@@ -191,8 +208,7 @@ if backend.triton_installed():
                 added = ()
                 for p in tl.static_range(TILES):
                     s, t = _group(loaded[2 * (u * TILES + p)], loaded[2 * (u * TILES + p) + 1], x, thread % 32, False)
-                    at = scale_ptr + p * tile + begin + u * step
-                    added = added + (sums[2 * p] + s * _scale(at), sums[2 * p + 1] + t * _scale(at + up))
+                    added += (sums[2 * p] + s * _power(loaded[2 * (UNROLL * TILES + u * TILES + p)]), sums[2 * p + 1] + t * _power(loaded[2 * (UNROLL * TILES + u * TILES + p) + 1]))
                 sums = added
         for p in tl.static_range(TILES):
             s = tl.sum(tl.sum(tl.reshape(sums[2 * p], (WARPS, 8, 4)), 2), 0)
@@ -233,6 +249,7 @@ if backend.triton_installed():
         UNROLL: tl.constexpr,
         AHEAD: tl.constexpr,
         STAGES: tl.constexpr,
+        FENCE: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
@@ -264,7 +281,7 @@ if backend.triton_installed():
         for p in tl.static_range(2 * TILES):
             sums = sums + (tl.zeros((32 * WARPS,), tl.float32),)
         if STAGES == 1:
-            following = _tiles(one_ptr, other_ptr, 0, tile, step, TILES, UNROLL)
+            following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, 0, tile, step, TILES, UNROLL)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         for start in tl.range(0, GROUPS, step * UNROLL, num_stages=STAGES):
@@ -273,9 +290,10 @@ if backend.triton_installed():
                 loaded = following
                 after = tl.minimum(start + step * UNROLL, GROUPS - step * UNROLL)
                 if AHEAD:
-                    following = _tiles(one_ptr, other_ptr, after, tile, step, TILES, UNROLL)
+                    following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, after, tile, step, TILES, UNROLL)
             else:
-                loaded = _tiles(one_ptr, other_ptr, begin, tile, step, TILES, UNROLL)
+                loaded = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, begin, tile, step, TILES, UNROLL)
+            _fence(thread, FENCE)
             for u in tl.static_range(UNROLL):
                 new = (own & (place + begin + u * step >= start))[:, None]
                 x_at = x_ptr + (begin + u * step) * 16
@@ -285,11 +303,10 @@ if backend.triton_installed():
                 added = ()
                 for p in tl.static_range(TILES):
                     s, t = _group(loaded[2 * (u * TILES + p)], loaded[2 * (u * TILES + p) + 1], x, thread % 32, True)
-                    at = scale_ptr + p * tile + begin + u * step
-                    added = added + (sums[2 * p] + s * _scale(at + one), sums[2 * p + 1] + t * _scale(at + other))
+                    added += (sums[2 * p] + s * _power(loaded[2 * (UNROLL * TILES + u * TILES + p)]), sums[2 * p + 1] + t * _power(loaded[2 * (UNROLL * TILES + u * TILES + p) + 1]))
                 sums = added
             if STAGES == 1 and not AHEAD and GROUPS > step * UNROLL:
-                following = _tiles(one_ptr, other_ptr, after, tile, step, TILES, UNROLL)
+                following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, after, tile, step, TILES, UNROLL)
         shares_ptr += token * shares_stride
         one_share = tl.load(shares_ptr + slot, mask=one_there, other=0.0).to(tl.float32) * scaling
         other_share = tl.load(shares_ptr + slot + 1, mask=other_there, other=0.0).to(tl.float32) * scaling
@@ -340,7 +357,7 @@ def first_product(x, index, parts, how, tile):
             (how.alpha, how.largest, how.shift),
             (
                 experts, top_k, hidden_size // 32, size, how.activation, how.bounded, how.interleaved,
-                bias is not None, overlap, *tile[:3], tile[3] == 1, max(1, tile[3]),
+                bias is not None, overlap, *tile[:3], tile[3] == 1, 1, tile[4],
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -369,7 +386,7 @@ def second_product(states, index, weights, parts, residual, out, how, tile):
             (how.scaling,),
             (
                 experts, top_k, size // 32, hidden_size, bias is not None, residual is not None, overlap,
-                pairs, *tile[:3], tile[3] == 1, max(1, tile[3]),
+                pairs, *tile[:3], tile[3] == 1, 1, tile[4],
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -44,26 +44,48 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.own_sums import exponent_scales, four_words, in_pairs, own_sums
+    from ..products.own_sums import exponent_scales, four_words, in_pairs, loads_begin, own_sums
     from .form import gate_experts
 
     @triton.jit
     def _step(  # type: ignore[no-untyped-def]
         one_ptr,
         other_ptr,
+        one_scale_ptr,
+        other_scale_ptr,
         start,
         TILE: tl.constexpr,
         STEP: tl.constexpr,
         TILES: tl.constexpr,
         UNROLL: tl.constexpr,
     ):
-        """Load the words of UNROLL steps from group `start` on, of either row of each tile."""
+        """Load the words of UNROLL steps from group `start` on, of either row of each tile, and then their scales."""
         loaded = ()
         for u in tl.static_range(UNROLL):
             for tile in tl.static_range(TILES):
-                offset = (tile * TILE + start + u * STEP) * 4
-                loaded += (tl.load(one_ptr + offset), tl.load(other_ptr + offset))
+                at = (tile * TILE + start + u * STEP) * 4
+                loaded += (tl.load(one_ptr + at), tl.load(other_ptr + at))
+        for u in tl.static_range(UNROLL):
+            for tile in tl.static_range(TILES):
+                at = tile * TILE + start + u * STEP
+                loaded += (tl.load(one_scale_ptr + at), tl.load(other_scale_ptr + at))
         return loaded
+
+    @triton.jit
+    def _add(  # type: ignore[no-untyped-def]
+        sums, loaded, x, thread, CROSS: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, UNROLL: tl.constexpr
+    ):
+        """Add step U of what was loaded, times the columns that its rows share."""
+        added = ()
+        TILES: tl.constexpr = len(sums) // 2
+        for tile in tl.static_range(TILES):
+            s, t = own_sums(
+                loaded[2 * (U * TILES + tile)], loaded[2 * (U * TILES + tile) + 1], x, thread % 32, CROSS, PTX
+            )
+            s *= exponent_scales(loaded[2 * ((UNROLL + U) * TILES + tile)])
+            t *= exponent_scales(loaded[2 * ((UNROLL + U) * TILES + tile) + 1])
+            added += (sums[2 * tile] + s, sums[2 * tile + 1] + t)
+        return added
 
     @triton.jit
     def _mxfp4_gate_up_kernel(  # type: ignore[no-untyped-def]
@@ -122,29 +144,23 @@ if backend.triton_installed():
         for _ in tl.static_range(2 * TILES):
             sums += (tl.zeros((32 * WARPS,), tl.float32),)
         if AHEAD:
-            following = _step(gate_ptr, up_ptr, 0, tile_size, step, TILES, UNROLL)
+            following = _step(gate_ptr, up_ptr, scale_ptr, scale_ptr + up, 0, tile_size, step, TILES, UNROLL)
         for start in tl.range(0, GROUPS, step * UNROLL):
             begin = tl.minimum(start, last)
             if AHEAD:
                 loaded = following
                 after = tl.minimum(start + step * UNROLL, last)
-                following = _step(gate_ptr, up_ptr, after, tile_size, step, TILES, UNROLL)
+                following = _step(gate_ptr, up_ptr, scale_ptr, scale_ptr + up, after, tile_size, step, TILES, UNROLL)
             else:
-                loaded = _step(gate_ptr, up_ptr, begin, tile_size, step, TILES, UNROLL)
+                loaded = _step(gate_ptr, up_ptr, scale_ptr, scale_ptr + up, begin, tile_size, step, TILES, UNROLL)
+            loads_begin(thread, PTX)
             for u in tl.static_range(UNROLL):
                 at = begin + u * step
                 new = says & (group + at >= start)
                 x = ()
                 for i in tl.static_range(4):
                     x += (in_pairs(four_words(tl.load(x_ptr + at * 16 + 4 * i)), new, PTX),)
-                added = ()
-                for tile in tl.static_range(TILES):
-                    one, other = loaded[2 * (u * TILES + tile)], loaded[2 * (u * TILES + tile) + 1]
-                    s, t = own_sums(one, other, x, thread % 32, False, PTX)
-                    scales = scale_ptr + tile * tile_size + at
-                    s = sums[2 * tile] + s * exponent_scales(scales)
-                    added += (s, sums[2 * tile + 1] + t * exponent_scales(scales + up))
-                sums = added
+                sums = _add(sums, loaded, x, thread, False, PTX, u, UNROLL)
         for tile in tl.static_range(TILES):
             gate = tl.sum(tl.sum(tl.reshape(sums[2 * tile], (WARPS, 8, 4)), 2), 0)
             ups = tl.sum(tl.sum(tl.reshape(sums[2 * tile + 1], (WARPS, 8, 4)), 2), 0)
@@ -214,10 +230,12 @@ if backend.triton_installed():
         states_ptr += ((token * K + said) * GROUPS + group)[:, None] * 16 + word
         one_ptr = values_ptr + one[:, None] * 4 + word
         other_ptr = values_ptr + other[:, None] * 4 + word
+        one_scale_ptr = scale_ptr + one
+        other_scale_ptr = scale_ptr + other
         sums = ()
         for _ in tl.static_range(2 * TILES):
             sums += (tl.zeros((32 * WARPS,), tl.float32),)
-        following = _step(one_ptr, other_ptr, 0, tile_size, step, TILES, UNROLL)
+        following = _step(one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, 0, tile_size, step, TILES, UNROLL)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         for start in tl.range(0, GROUPS, step * UNROLL):
@@ -225,23 +243,21 @@ if backend.triton_installed():
             after = tl.minimum(start + step * UNROLL, last)
             loaded = following
             if AHEAD:
-                following = _step(one_ptr, other_ptr, after, tile_size, step, TILES, UNROLL)
+                following = _step(
+                    one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, after, tile_size, step, TILES, UNROLL
+                )
+            loads_begin(thread, PTX)
             for u in tl.static_range(UNROLL):
                 at = begin + u * step
                 new = (says & (group + at >= start))[:, None]
                 x = ()
                 for i in tl.static_range(4):
                     x += (four_words(tl.load(states_ptr + at * 16 + 4 * i, mask=new, other=0)),)
-                added = ()
-                for tile in tl.static_range(TILES):
-                    words, others = loaded[2 * (u * TILES + tile)], loaded[2 * (u * TILES + tile) + 1]
-                    s, t = own_sums(words, others, x, thread % 32, True, PTX)
-                    scales = scale_ptr + tile * tile_size + at
-                    s = sums[2 * tile] + s * exponent_scales(scales + one)
-                    added += (s, sums[2 * tile + 1] + t * exponent_scales(scales + other))
-                sums = added
+                sums = _add(sums, loaded, x, thread, True, PTX, u, UNROLL)
             if step * UNROLL < GROUPS and not AHEAD:
-                following = _step(one_ptr, other_ptr, after, tile_size, step, TILES, UNROLL)
+                following = _step(
+                    one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, after, tile_size, step, TILES, UNROLL
+                )
         shares_ptr += token * shares_stride
         one_share = tl.load(shares_ptr + slot, mask=one_here, other=0.0).to(tl.float32) * scaling
         other_share = tl.load(shares_ptr + slot + 1, mask=other_here, other=0.0).to(tl.float32) * scaling

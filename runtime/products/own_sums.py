@@ -36,7 +36,7 @@ def _instructions(crossed: bool) -> str:
     $26 is which thread of its warp a thread should be.
     """
     lines = [
-        ".reg .b32 w<4>, v<4>, part, lane;",
+        ".reg .b32 w<4>, v<4>, part, upper, lane;",
         ".reg .f32 sum<4>, zero, up;",
         ".reg .pred wrong;",
         "mov.f32 zero, 0f00000000;",
@@ -54,13 +54,13 @@ def _instructions(crossed: bool) -> str:
                 f"and.b32 part, {source}, 0x00F000F0;",
                 "mul.lo.u32 part, part, 0x104;",
                 f"and.b32 {name}1, part, 0x81C081C0;",
-                f"shr.u32 part, {source}, 8;",
-                "and.b32 part, part, 0x000F000F;",
+                f"shr.u32 upper, {source}, 8;",
+                "and.b32 part, upper, 0x000F000F;",
                 "mul.lo.u32 part, part, 0x1040;",
                 f"and.b32 {name}2, part, 0x81C081C0;",
-                f"shr.u32 part, {source}, 6;",
-                "and.b32 part, part, 0x01C001C0;",
-                f"lop3.b32 {name}3, {source}, 0x80008000, part, 0xEA;",
+                "and.b32 part, upper, 0x00F000F0;",
+                "mul.lo.u32 part, part, 0x104;",
+                f"and.b32 {name}3, part, 0x81C081C0;",
             ]
         for one, other in ((0, 1), (2, 3)):
             x = 10 + 4 * word
@@ -184,6 +184,19 @@ if backend.triton_installed():
             return s * 4611686018427387904.0, t * 4611686018427387904.0
 
     @triton.jit
-    def exponent_scales(ptr):  # type: ignore[no-untyped-def]
-        """Load exponents, as what they stand for."""
-        return tl.maximum(tl.load(ptr).to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+    def exponent_scales(loaded):  # type: ignore[no-untyped-def]
+        """Return what exponents stand for."""
+        return tl.maximum(loaded.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def loads_begin(thread, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Let loads begin where they are written: a compiler puts them off to where it needs them, to hold less."""
+        if PTX:
+            tl.inline_asm_elementwise(
+                "bar.warp.sync 0xFFFFFFFF; mov.b32 $0, $1;",
+                "=r,r,~{memory}",
+                [thread],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )

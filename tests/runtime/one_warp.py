@@ -41,10 +41,6 @@ def _one(name: str, given: list[Tensor]) -> Tensor:
         return given[0]
     if name == "selp.f32":
         return torch.where(given[2], given[0], given[1])
-    if name == "lop3.b32":
-        a, b, c, table = given
-        assert int(table[0]) == 0xEA
-        return a & b | c
     a, b = given
     if name == "mul.lo.u32":
         return a * b & 0xFFFFFFFF

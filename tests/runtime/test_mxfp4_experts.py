@@ -50,8 +50,8 @@ def _one_step(  # type: ignore[no-untyped-def]
         x += (in_pairs(four_words(tl.load(x_ptr + 4 * i)), says, PTX),)
     at = values_ptr + (row * 4 + quad)[:, None] * 4 + word
     s, t = own_sums(tl.load(at), tl.load(at + 8 * 16), x, (thread + WRONG) % 32, CROSS, PTX)
-    tl.store(out_ptr + thread, s * exponent_scales(scale_ptr + thread))
-    tl.store(out_ptr + 32 + thread, t * exponent_scales(scale_ptr + 32 + thread))
+    tl.store(out_ptr + thread, s * exponent_scales(tl.load(scale_ptr + thread)))
+    tl.store(out_ptr + 32 + thread, t * exponent_scales(tl.load(scale_ptr + 32 + thread)))
 
 
 def one_step(weight: Blocks, x: Tensor, wrong: int = 0) -> Tensor:
