@@ -11,13 +11,9 @@ from ..core.launch import overlaps
 def _text(crossed: bool) -> str:
     lines = [
         ".reg .b32 w<4>, v<4>, part, eight;",
-        ".reg .b32 lane;",
-        ".reg .pred wrong;",
         ".reg .f32 c<4>, none, up;",
-        "mov.f32 none, 0f00000000;",
-        "mov.u32 lane, %laneid;",
-        "setp.ne.u32 wrong, lane, $26;",
-        "selp.f32 up, 0f7FC00000, 0f5E800000, wrong;",
+        "mov.f32 up, 0f5E800000;",
+        "mov.f32 none, $26;",
     ]
     for word in range(4):
         for name, source in (("w", f"${2 + word}"), ("v", f"${6 + word}")):
@@ -93,7 +89,7 @@ if backend.triton_installed():
         v = _words(other)
         return tl.inline_asm_elementwise(
             _CROSSED if CROSS else _STRAIGHT,
-            "=&f,=&f" + ",r" * 25,
+            "=&f,=&f" + ",r" * 24 + ",f",
             [
                 w[0], w[1], w[2], w[3], v[0], v[1], v[2], v[3],
                 x[0][0], x[0][1], x[0][2], x[0][3], x[1][0], x[1][1], x[1][2], x[1][3],
@@ -105,11 +101,11 @@ if backend.triton_installed():
         )  # fmt: skip
 
     @triton.jit
-    def _fence(thread, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-        if KIND == 1:
-            tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r,~{memory}", [thread], dtype=tl.int32, is_pure=False, pack=1)
-        elif KIND == 2:
-            tl.debug_barrier()
+    def _start(lane, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+        if KIND == 3:
+            return tl.inline_asm_elementwise("{ .reg .pred p, q; .reg .b32 lane; mov.u32 lane, %laneid; setp.ne.u32 p, lane, $1; bar.red.or.pred q, 0, p; selp.f32 $0, 0f7FC00000, 0f00000000, q; }", "=f,r,~{memory}", [lane], dtype=tl.float32, is_pure=False, pack=1)
+        else:
+            return tl.inline_asm_elementwise("{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.ne.u32 p, lane, $1; selp.f32 $0, 0f7FC00000, 0f00000000, p; }", "=f,r", [lane], dtype=tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def _scale(ptr):  # type: ignore[no-untyped-def]
@@ -131,6 +127,18 @@ if backend.triton_installed():
             for p in tl.static_range(TILES):
                 offset = p * TILE + begin + u * STEP
                 loaded += (tl.load(one_scale + offset), tl.load(other_scale + offset))
+        return loaded
+
+    @triton.jit
+    def _xs(x_ptr, begin, start, own, place, STEP: tl.constexpr, UNROLL: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+        loaded = ()
+        for u in tl.static_range(UNROLL):
+            new = (own & (place + begin + u * STEP >= start))[:, None]
+            for i in tl.static_range(4):
+                if MASKED:
+                    loaded += (tl.load(x_ptr + (begin + u * STEP) * 16 + 4 * i, mask=new, other=0),)
+                else:
+                    loaded += (tl.load(x_ptr + (begin + u * STEP) * 16 + 4 * i),)
         return loaded
 
     @triton.jit
@@ -188,26 +196,30 @@ if backend.triton_installed():
         for p in tl.static_range(2 * TILES):
             sums = sums + (tl.zeros((32 * WARPS,), tl.float32),)
         if AHEAD:
+            columns = _xs(x_ptr, 0, 0, own, place, step, UNROLL, False)
             following = _tiles(values_ptr, values_ptr + up * 4, scale_ptr, scale_ptr + up, 0, tile, step, TILES, UNROLL)
         for start in tl.range(0, GROUPS, 4 * WARPS * UNROLL, num_stages=STAGES):
             begin = tl.minimum(start, GROUPS - step * UNROLL)  # the last tile begins in the one before
             if AHEAD:
                 loaded = following
-                following = _tiles(values_ptr, values_ptr + up * 4, scale_ptr, scale_ptr + up, tl.minimum(start + step * UNROLL, GROUPS - step * UNROLL), tile, step, TILES, UNROLL)
+                said = columns
+                after = tl.minimum(start + step * UNROLL, GROUPS - step * UNROLL)
+                columns = _xs(x_ptr, after, 0, own, place, step, UNROLL, False)
+                following = _tiles(values_ptr, values_ptr + up * 4, scale_ptr, scale_ptr + up, after, tile, step, TILES, UNROLL)
             else:
+                said = _xs(x_ptr, begin, 0, own, place, step, UNROLL, False)
                 loaded = _tiles(values_ptr, values_ptr + up * 4, scale_ptr, scale_ptr + up, begin, tile, step, TILES, UNROLL)
-            _fence(thread, FENCE)
+            zero = _start(thread % 32, FENCE)
             for u in tl.static_range(UNROLL):
                 new = place + begin + u * step >= start
                 factor = tl.where(new & own, 0x5F805F80, 0)
-                x_at = x_ptr + (begin + u * step) * 16
                 x = ()
                 for i in tl.static_range(4):
-                    a = _words(tl.load(x_at + 4 * i))
-                    x = x + (_paired(a[0], a[1], a[2], a[3], factor),)
+                    a = _words(said[4 * u + i])
+                    x += (_paired(a[0], a[1], a[2], a[3], factor),)
                 added = ()
                 for p in tl.static_range(TILES):
-                    s, t = _group(loaded[2 * (u * TILES + p)], loaded[2 * (u * TILES + p) + 1], x, thread % 32, False)
+                    s, t = _group(loaded[2 * (u * TILES + p)], loaded[2 * (u * TILES + p) + 1], x, zero, False)
                     added += (sums[2 * p] + s * _power(loaded[2 * (UNROLL * TILES + u * TILES + p)]), sums[2 * p + 1] + t * _power(loaded[2 * (UNROLL * TILES + u * TILES + p) + 1]))
                 sums = added
         for p in tl.static_range(TILES):
@@ -280,32 +292,32 @@ if backend.triton_installed():
         sums = ()
         for p in tl.static_range(2 * TILES):
             sums = sums + (tl.zeros((32 * WARPS,), tl.float32),)
-        if STAGES == 1:
-            following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, 0, tile, step, TILES, UNROLL)
+        following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, 0, tile, step, TILES, UNROLL)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
+        if AHEAD:
+            columns = _xs(x_ptr, 0, 0, own, place, step, UNROLL, True)
         for start in tl.range(0, GROUPS, step * UNROLL, num_stages=STAGES):
             begin = tl.minimum(start, GROUPS - step * UNROLL)  # the last tile begins in the one before
-            if STAGES == 1:
-                loaded = following
-                after = tl.minimum(start + step * UNROLL, GROUPS - step * UNROLL)
-                if AHEAD:
-                    following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, after, tile, step, TILES, UNROLL)
+            loaded = following
+            after = tl.minimum(start + step * UNROLL, GROUPS - step * UNROLL)
+            if AHEAD:
+                said = columns
+                columns = _xs(x_ptr, after, start + step * UNROLL, own, place, step, UNROLL, True)
+                following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, after, tile, step, TILES, UNROLL)
             else:
-                loaded = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, begin, tile, step, TILES, UNROLL)
-            _fence(thread, FENCE)
+                said = _xs(x_ptr, begin, start, own, place, step, UNROLL, True)
+            zero = _start(thread % 32, FENCE)
             for u in tl.static_range(UNROLL):
-                new = (own & (place + begin + u * step >= start))[:, None]
-                x_at = x_ptr + (begin + u * step) * 16
                 x = ()
                 for i in tl.static_range(4):
-                    x = x + (_words(tl.load(x_at + 4 * i, mask=new, other=0)),)
+                    x += (_words(said[4 * u + i]),)
                 added = ()
                 for p in tl.static_range(TILES):
-                    s, t = _group(loaded[2 * (u * TILES + p)], loaded[2 * (u * TILES + p) + 1], x, thread % 32, True)
+                    s, t = _group(loaded[2 * (u * TILES + p)], loaded[2 * (u * TILES + p) + 1], x, zero, True)
                     added += (sums[2 * p] + s * _power(loaded[2 * (UNROLL * TILES + u * TILES + p)]), sums[2 * p + 1] + t * _power(loaded[2 * (UNROLL * TILES + u * TILES + p) + 1]))
                 sums = added
-            if STAGES == 1 and not AHEAD and GROUPS > step * UNROLL:
+            if not AHEAD and step * UNROLL < GROUPS:
                 following = _tiles(one_ptr, other_ptr, scale_ptr + one, scale_ptr + other, after, tile, step, TILES, UNROLL)
         shares_ptr += token * shares_stride
         one_share = tl.load(shares_ptr + slot, mask=one_there, other=0.0).to(tl.float32) * scaling

@@ -44,7 +44,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.own_sums import exponent_scales, four_words, in_pairs, loads_begin, own_sums
+    from ..products.own_sums import exponent_scales, four_words, in_pairs, own_sums
     from .form import gate_experts
 
     @triton.jit
@@ -153,7 +153,6 @@ if backend.triton_installed():
                 following = _step(gate_ptr, up_ptr, scale_ptr, scale_ptr + up, after, tile_size, step, TILES, UNROLL)
             else:
                 loaded = _step(gate_ptr, up_ptr, scale_ptr, scale_ptr + up, begin, tile_size, step, TILES, UNROLL)
-            loads_begin(thread, PTX)
             for u in tl.static_range(UNROLL):
                 at = begin + u * step
                 new = says & (group + at >= start)
@@ -246,7 +245,6 @@ if backend.triton_installed():
                 following = _step(
                     one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, after, tile_size, step, TILES, UNROLL
                 )
-            loads_begin(thread, PTX)
             for u in tl.static_range(UNROLL):
                 at = begin + u * step
                 new = (says & (group + at >= start))[:, None]
@@ -395,7 +393,7 @@ def rule(hidden_size: int, size: int, top_k: int) -> tuple[Tile, Tile]:
     """Return tiles of rows, warps and steps at once of a program of either kernel, and 1 where they load ahead."""
     pairs = _pairs(top_k)
     warps, steps = _fitting(hidden_size, 4, 3)
-    shared, other_steps = _fitting(size, max(1, 4 // pairs), 3)
+    shared, other_steps = _fitting(size, max(1, 8 // pairs), 2)
     return (2, warps, steps, 0), (1, pairs * shared, other_steps, 1)
 
 

@@ -187,16 +187,3 @@ if backend.triton_installed():
     def exponent_scales(loaded):  # type: ignore[no-untyped-def]
         """Return what exponents stand for."""
         return tl.maximum(loaded.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
-
-    @triton.jit
-    def loads_begin(thread, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Let loads begin where they are written: a compiler puts them off to where it needs them, to hold less."""
-        if PTX:
-            tl.inline_asm_elementwise(
-                "bar.warp.sync 0xFFFFFFFF; mov.b32 $0, $1;",
-                "=r,r,~{memory}",
-                [thread],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
