@@ -4,9 +4,9 @@
     python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]
     python bench/blocks.py tiles fp8|mxfp4           # times other tiles of the kernels of one row
 
-`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/2/1/1,1/8/3/0` then gives the kernels
-of MXFP4 experts other tiles than their rule (tiles of rows, warps, steps at once, 1 for loads ahead) and measures once
-more.
+`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/4/1/1,1/8/3/0` then gives kernels
+of MXFP4 experts other tiles than their rule (tiles of rows, warps, steps at once, 1 for loads ahead) and measures
+once more.
 
 Both models are the rewritten one. One has random weights in blocks; the other has what these stand for, in bf16. So
 their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn. Each

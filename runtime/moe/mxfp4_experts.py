@@ -64,11 +64,11 @@ if backend.triton_installed():
         for u in tl.static_range(UNROLL):
             for tile in tl.static_range(TILES):
                 at = (tile * TILE + start + u * STEP) * 4
-                loaded += (tl.load(one_ptr + at), tl.load(other_ptr + at))
+                loaded += (tl.load(one_ptr + at), tl.load(other_ptr + at))  # type: ignore[assignment]
         for u in tl.static_range(UNROLL):
             for tile in tl.static_range(TILES):
                 at = tile * TILE + start + u * STEP
-                loaded += (tl.load(one_scale_ptr + at), tl.load(other_scale_ptr + at))
+                loaded += (tl.load(one_scale_ptr + at), tl.load(other_scale_ptr + at))  # type: ignore[assignment]
         return loaded
 
     @triton.jit
@@ -84,7 +84,7 @@ if backend.triton_installed():
             )
             s *= exponent_scales(loaded[2 * ((UNROLL + U) * TILES + tile)])
             t *= exponent_scales(loaded[2 * ((UNROLL + U) * TILES + tile) + 1])
-            added += (sums[2 * tile] + s, sums[2 * tile + 1] + t)
+            added += (sums[2 * tile] + s, sums[2 * tile + 1] + t)  # type: ignore[assignment]
         return added
 
     @triton.jit
@@ -142,7 +142,7 @@ if backend.triton_installed():
         scale_ptr += place
         sums = ()
         for _ in tl.static_range(2 * TILES):
-            sums += (tl.zeros((32 * WARPS,), tl.float32),)
+            sums += (tl.zeros((32 * WARPS,), tl.float32),)  # type: ignore[assignment]
         if AHEAD:
             following = _step(gate_ptr, up_ptr, scale_ptr, scale_ptr + up, 0, tile_size, step, TILES, UNROLL)
         for start in tl.range(0, GROUPS, step * UNROLL):
@@ -158,7 +158,7 @@ if backend.triton_installed():
                 new = says & (group + at >= start)
                 x = ()
                 for i in tl.static_range(4):
-                    x += (in_pairs(four_words(tl.load(x_ptr + at * 16 + 4 * i)), new, PTX),)
+                    x += (in_pairs(four_words(tl.load(x_ptr + at * 16 + 4 * i)), new, PTX),)  # type: ignore[assignment]
                 sums = _add(sums, loaded, x, thread, False, PTX, u, UNROLL)
         for tile in tl.static_range(TILES):
             gate = tl.sum(tl.sum(tl.reshape(sums[2 * tile], (WARPS, 8, 4)), 2), 0)
@@ -233,7 +233,7 @@ if backend.triton_installed():
         other_scale_ptr = scale_ptr + other
         sums = ()
         for _ in tl.static_range(2 * TILES):
-            sums += (tl.zeros((32 * WARPS,), tl.float32),)
+            sums += (tl.zeros((32 * WARPS,), tl.float32),)  # type: ignore[assignment]
         following = _step(one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, 0, tile_size, step, TILES, UNROLL)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
@@ -250,7 +250,7 @@ if backend.triton_installed():
                 new = (says & (group + at >= start))[:, None]
                 x = ()
                 for i in tl.static_range(4):
-                    x += (four_words(tl.load(states_ptr + at * 16 + 4 * i, mask=new, other=0)),)
+                    x += (four_words(tl.load(states_ptr + at * 16 + 4 * i, mask=new, other=0)),)  # type: ignore[assignment]
                 sums = _add(sums, loaded, x, thread, True, PTX, u, UNROLL)
             if step * UNROLL < GROUPS and not AHEAD:
                 following = _step(
@@ -298,7 +298,8 @@ def takes(x: Tensor, gate_up: Blocks, down: Blocks) -> bool:
 
 def _in_words(x: Tensor) -> bool:
     """Return whether rows of 16 bits begin at multiples of 32."""
-    return x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+    *strides, last = x.stride()
+    return bool(last == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in strides))
 
 
 def launch_mxfp4_experts(
@@ -314,8 +315,9 @@ def launch_mxfp4_experts(
     tiles: tuple[Tile, Tile] | None = None,
 ) -> None:
     """Write what the experts return for `x` `[N, H]`, plus `residual`, into `out`."""
-    first, second = tiles or rule(*down.shape[1:], index.shape[1])
-    states = torch.empty(*index.shape, down.shape[2], dtype=x.dtype, device=x.device)
+    _, hidden_size, size = down.shape
+    first, second = tiles or rule(hidden_size, size, index.shape[1])
+    states = torch.empty(*index.shape, size, dtype=x.dtype, device=x.device)
     launch_gate_up(x, index, gate_up, biases[0], states, how, first)
     launch_down(states, index, weights, down, biases[1], residual, out, how.scaling, second)
 
