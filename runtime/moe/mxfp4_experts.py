@@ -72,6 +72,19 @@ if backend.triton_installed():
         return loaded
 
     @triton.jit
+    def _states(  # type: ignore[no-untyped-def]
+        states_ptr, begin, start, group, says, STEP: tl.constexpr, UNROLL: tl.constexpr
+    ):
+        """Load the words of UNROLL steps of states from group `begin` on, zeros before group `start`."""
+        loaded = ()
+        for u in tl.static_range(UNROLL):
+            new = (says & (group + begin + u * STEP >= start))[:, None]
+            for i in tl.static_range(4):
+                at = states_ptr + (begin + u * STEP) * 16 + 4 * i
+                loaded += (tl.load(at, mask=new, other=0),)  # type: ignore[assignment]
+        return loaded
+
+    @triton.jit
     def _add(  # type: ignore[no-untyped-def]
         sums, loaded, x, thread, CROSS: tl.constexpr, PTX: tl.constexpr, U: tl.constexpr, UNROLL: tl.constexpr
     ):
@@ -237,22 +250,22 @@ if backend.triton_installed():
         following = _step(one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, 0, tile_size, step, TILES, UNROLL)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
+        columns = _states(states_ptr, 0, 0, group, says, step, UNROLL)
         for start in tl.range(0, GROUPS, step * UNROLL):
-            begin = tl.minimum(start, last)
             after = tl.minimum(start + step * UNROLL, last)
-            loaded = following
+            loaded, known = following, columns
             if AHEAD:
+                columns = _states(states_ptr, after, start + step * UNROLL, group, says, step, UNROLL)
                 following = _step(
                     one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, after, tile_size, step, TILES, UNROLL
                 )
             for u in tl.static_range(UNROLL):
-                at = begin + u * step
-                new = (says & (group + at >= start))[:, None]
                 x = ()
                 for i in tl.static_range(4):
-                    x += (four_words(tl.load(states_ptr + at * 16 + 4 * i, mask=new, other=0)),)  # type: ignore[assignment]
+                    x += (four_words(known[4 * u + i]),)  # type: ignore[assignment]
                 sums = _add(sums, loaded, x, thread, True, PTX, u, UNROLL)
             if step * UNROLL < GROUPS and not AHEAD:
+                columns = _states(states_ptr, after, start + step * UNROLL, group, says, step, UNROLL)
                 following = _step(
                     one_ptr, other_ptr, one_scale_ptr, other_scale_ptr, after, tile_size, step, TILES, UNROLL
                 )
