@@ -295,10 +295,9 @@ def block_experts(
             output, added = torch.empty_like(tokens), None
             if residual is not None and residual.dtype == tokens.dtype and residual.shape == hidden_states.shape:
                 added, residual = residual.reshape(tokens.shape), None
-            if mxfp4_experts.takes(tokens, *parts[:2]):
-                mxfp4_experts.launch_mxfp4_experts(tokens, index, weights, *parts[:3], added, output, how)
-            else:
+            if not mxfp4_experts.run(tokens, index, weights, *parts[:3], added, output, how):
                 launch_block_experts(tokens, index, weights, parts, added, output, how)
+                mxfp4_experts.judge(tokens, index, *parts[:2], output, how)
         output = output.view(hidden_states.shape)
     else:
         output = _plainly(tokens, parts, index, weights).view(hidden_states.shape)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core import backend, rows
-from ..core.launch import Kernel, chip_of, overlaps
+from ..core.launch import Kernel, chip_of, collects, overlaps
 from ..core.tiles import Tile
 from ..products.blocks import Blocks
 from ..products.own_sums import ROWS
@@ -307,6 +307,53 @@ def takes(x: Tensor, gate_up: Blocks, down: Blocks) -> bool:
         return False
     _, hidden_size, size = down.shape
     return min(hidden_size, size) >= 32 * LEAST_GROUPS
+
+
+_agrees: dict[tuple[object, ...], bool] = {}
+"""Whether the threads of a variant were seen to be where its products need them."""
+
+
+def _variant(x: Tensor, index: Tensor, gate_up: Blocks, down: Blocks, how: Gating) -> tuple[object, ...]:
+    return x.device, *gate_up.shape, *down.shape, index.shape[1], how
+
+
+def run(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Blocks,
+    down: Blocks,
+    biases: tuple[Tensor | None, Tensor | None],
+    residual: Tensor | None,
+    out: Tensor,
+    how: Gating,
+) -> bool:
+    """Write what the experts return if these kernels compute them; return whether they did.
+
+    The host looks at what a variant's first launch outside a capture wrote: threads that are not where they should be
+    write no numbers, and then the other kernels are asked, which `judge` whether there are any.
+    """
+    variant = _variant(x, index, gate_up, down, how)
+    if not takes(x, gate_up, down) or _agrees.get(variant) is False:
+        return False
+    launch_mxfp4_experts(x, index, weights, gate_up, down, biases, residual, out, how)
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if variant not in _agrees and not captured and not collects():
+        if bool(out.isnan().any()):
+            return False
+        _agrees[variant] = True
+    return True
+
+
+def judge(x: Tensor, index: Tensor, gate_up: Blocks, down: Blocks, out: Tensor, how: Gating) -> None:
+    """Count that the other kernels wrote `out`; the first time, leave a variant to them if these are numbers."""
+    if not takes(x, gate_up, down):
+        return
+    variant = _variant(x, index, gate_up, down, how)
+    if variant not in _agrees and not bool(out.isnan().any()):
+        _agrees[variant] = False
+    if _agrees.get(variant) is False:
+        backend.count_fallback("fused_experts", "threads_elsewhere")
 
 
 def _in_words(x: Tensor) -> bool:

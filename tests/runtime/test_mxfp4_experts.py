@@ -11,8 +11,10 @@ from block_weights import SILU, SWISH, blocks, by_definition, mixture
 from conftest import INTERPRETED
 from torch import Tensor
 
+from rewrite.runtime.core import backend
 from rewrite.runtime.core.launch import Target, chip_of
 from rewrite.runtime.moe import block_experts, mxfp4_experts
+from rewrite.runtime.moe.experts import REASONS
 from rewrite.runtime.moe.form import ExpertsForm, gated, gating
 from rewrite.runtime.moe.mxfp4_experts import launch_down, launch_gate_up, launch_mxfp4_experts, rule, takes
 from rewrite.runtime.products.blocks import FOURS, Blocks, _reference
@@ -211,6 +213,33 @@ def test_experts_in_bf16_are_theirs(device: torch.device, poisoned: None, monkey
     got = block_experts.block_experts(x, parts, index, shares, residual, 0.5, many=False)
     assert called
     assert (got.double() - wanted).norm() <= 2**-7 * wanted.norm()
+
+
+def test_experts_whose_threads_are_elsewhere_are_for_other_kernels(
+    device: torch.device, poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not numbers are noticed once, by the host, and counted each time; those of the input are nobody's fault."""
+    parts = mixture("four", SWISH, device, 160, 128)
+    x, index = (torch.randn(1, 160, device=device) * 0.3).bfloat16(), index_of(1, 2, device)
+    shares = torch.rand(1, 2, device=device).bfloat16()
+    parts = parts._replace(biases=tuple(bias.bfloat16() for bias in parts.biases if bias is not None))
+    launched = []
+    monkeypatch.setattr(mxfp4_experts, "_agrees", {})
+    monkeypatch.setattr(
+        mxfp4_experts, "launch_mxfp4_experts", lambda *given: launched.append(1) or given[7].fill_(torch.nan)
+    )
+    how = gating(SWISH)
+    assert how is not None
+    backend.reset_fallbacks()
+    assert block_experts.block_experts(x * torch.nan, parts, index, shares, None, 1.0, many=False).isnan().all()
+    assert not backend.fallbacks()
+    wanted = by_definition(x, index, shares, parts, how)
+    for count in (1, 2):
+        got = block_experts.block_experts(x, parts, index, shares, None, 1.0, many=False)
+        assert (got.double() - wanted).norm() <= 2**-7 * wanted.norm()
+        assert backend.fallbacks() == {("fused_experts", "threads_elsewhere"): count}
+    assert len(launched) == 2
+    assert "threads_elsewhere" in REASONS
 
 
 def test_which_experts_are_theirs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
