@@ -4,8 +4,9 @@
     python bench/blocks.py measure PACKAGES [--kinds fp8,mxfp4] [--layers 16,12] [--batch 1,8] [--json RESULTS.json]
     python bench/blocks.py tiles fp8|mxfp4           # times other tiles of the kernels of one row
 
-`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/32/32/2,4/32/128/1` then gives the
-kernels of MXFP4 experts other tiles than their rule (rows, groups, threads, tiles ahead) and measures once more.
+`--kinds mxfp4 --layers 24` is the whole gpt-oss-20b, 55 GB for both; `--experts 4/4/1/1,1/8/3/0` then gives kernels
+of MXFP4 experts other tiles than their rule (tiles of rows, warps, steps at once, 1 for loads ahead) and measures
+once more.
 
 Both models are the rewritten one. One has random weights in blocks; the other has what these stand for, in bf16. So
 their logits have to agree, which is checked before anything is timed; whole `generate()` calls are timed in turn. Each
@@ -161,7 +162,7 @@ def measure_one(options: argparse.Namespace) -> None:
         for experts in dict.fromkeys(("", options.experts if options.kind == "mxfp4" else "")):
             if experts:
                 tiles = tuple(tuple(map(int, tile.split("/"))) for tile in experts.split(","))
-                runtime_part(name, "moe/block_experts").rule = lambda parts, top_k, tiles=tiles: tiles
+                runtime_part(name, "moe/mxfp4_experts").rule = lambda *sizes, tiles=tiles: tiles
                 importlib.import_module(f"{name}.runtime").release_graphs(packed)
                 said(f"tiles of experts: {experts}")
             for batch in (int(part) for part in options.batch.split(",")):
@@ -315,6 +316,7 @@ def mxfp4_tiles() -> None:
     import torch
 
     from rewrite.runtime.moe import block_experts as be
+    from rewrite.runtime.moe import mxfp4_experts as mx
     from rewrite.runtime.moe.form import ExpertsForm, gating
     from rewrite.runtime.products.blocks import Blocks
 
@@ -339,15 +341,29 @@ def mxfp4_tiles() -> None:
         index = torch.stack([torch.randperm(experts, device=device)[:top_k] for _ in range(tokens)])
         share, out = torch.rand(tokens, top_k, device=device, dtype=torch.bfloat16), torch.empty_like(x)
         results = []
-        firsts = [*itertools.product((4, 8), (16, 32), (32,), (0, 1, 2, 3)), (2, 32, 32, 2), (2, 32, 32, 3)]
-        seconds = [*itertools.product((4, 8), (32,), (64, 128), (0, 1, 2, 3)), (4, 16, 64, 1), (4, 16, 64, 2)]
-        default = be.rule(parts[0], top_k)
+        default = mx.rule(hidden, size, top_k)
+        firsts = itertools.product((1, 2, 4), (2, 4), (1, 3), (0, 1))
+        seconds = itertools.product((1, 2), (4, 8), (1, 3), (0, 1))
         trials = [(first, default[1]) for first in firsts] + [(default[0], second) for second in seconds]
+        same = how._replace(transposed=False)
+
+        def others(x: Any = x, index: Any = index, share: Any = share, out: Any = out, same: Any = same) -> None:
+            for part in parts:
+                be.launch_block_experts(x, index, share, part, None, out, same)
+
+        print(f"{tokens} tokens: without matrix units {replayed(others, copies):.2f} us", flush=True)
         for tiles in [default, *trials]:
 
-            def run(x: Any = x, index: Any = index, share: Any = share, out: Any = out, tiles: Any = tiles) -> None:
+            def run(
+                x: Any = x,
+                index: Any = index,
+                share: Any = share,
+                out: Any = out,
+                same: Any = same,
+                tiles: Any = tiles,
+            ) -> None:
                 for part in parts:
-                    be.launch_block_experts(x, index, share, part, None, out, how._replace(transposed=False), tiles)
+                    mx.launch_mxfp4_experts(x, index, share, *part[:3], None, out, same, tiles)
 
             try:
                 results.append((replayed(run, copies), tiles))

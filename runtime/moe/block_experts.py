@@ -2,7 +2,8 @@
 
 The letters are those of `experts`; rows of both weights lie behind each other, as `[E, 2 M, H]` and `[E, H, M]`.
 
-    few tokens          two kernels that read the chosen experts' bytes
+    few tokens          two kernels that read the chosen experts' bytes (of MXFP4 in bf16 on NVIDIA's chips,
+                        `mxfp4_experts`)
     many                sorted by expert, each is read once (`grouped`)
     without kernels     one expert after the other is dequantised, and torch multiplies
 """
@@ -20,6 +21,7 @@ from ..core.launch import HIP, WAVE, Kernel, overlaps
 from ..core.tiles import Tile
 from ..products.block_groups import in_words
 from ..products.blocks import GROUP, Blocks, dequantized, reason_against
+from . import mxfp4_experts
 from .form import ExpertsForm, Gating, gated, gating
 from .grouped import grouped_experts
 
@@ -293,7 +295,9 @@ def block_experts(
             output, added = torch.empty_like(tokens), None
             if residual is not None and residual.dtype == tokens.dtype and residual.shape == hidden_states.shape:
                 added, residual = residual.reshape(tokens.shape), None
-            launch_block_experts(tokens, index, weights, parts, added, output, how)
+            if not mxfp4_experts.run(tokens, index, weights, *parts[:3], added, output, how):
+                launch_block_experts(tokens, index, weights, parts, added, output, how)
+                mxfp4_experts.judge(tokens, index, *parts[:2], output, how)
         output = output.view(hidden_states.shape)
     else:
         output = _plainly(tokens, parts, index, weights).view(hidden_states.shape)

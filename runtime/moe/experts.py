@@ -214,6 +214,7 @@ REASONS = {
     "many_tokens": "sorting the tokens by expert is faster",
     "dtype": "the tensors differ in dtype, or have one that the kernel does not take",
     "device": "the tensors are on different devices",
+    "threads_elsewhere": "Triton gave threads other places than MXFP4 on tensor cores needs: other kernels run",
 }
 
 
