@@ -102,6 +102,11 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
     assert not names & {"CHAINS", "Chain", "Node", "launch_chain", "kernel_of"}
 
 
+def test_prompts_are_read_by_steps_that_are_whole() -> None:
+    assert "READS" not in left_out("cuda", ["attention.qkv_step"], ())
+    assert "READS" in left_out("cuda", ["attention.qkv_step", "attention.attend_step"], ())
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -109,6 +114,7 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
         ("from torch import nn\nnorm = nn.LayerNorm(8)", ["norms.add_layer_norm"]),
         ("from torch.nn import LayerNorm as Norm", ["norms.add_layer_norm"]),
         ("import torch.nn.functional as F\ndef f(x): return F.layer_norm(x, (8,))", ["norms.add_layer_norm"]),
+        ("from torch import nn\nnorm = nn.RMSNorm(8, eps=1e-6)", ["norms.torch_rms_norm"]),
         ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
         ("from transformers.pytorch_utils import Conv1D", ["products.transposed"]),
         ("import torch\ndef f(x, w, b): return torch.addmm(b, x, w)", ["products.transposed"]),
@@ -165,6 +171,7 @@ MODEL = "class Model:\n    def forward(self, x, cache):\n        mask = {}create
         (LAYER.format("decodes(cache)") + MODEL.format(""), True),
         (MODEL.format("None if decodes(cache) else "), True),
         ("from .runtime.moe import router\n" + LAYER.format("decodes(cache)"), True),
+        ("from .runtime.attention import attend_step\n" + LAYER.format("decodes(cache)"), True),
     ],
 )
 def test_where_all_of_a_step_is_kernels_nothing_makes_more_of_them(text: str, calls: bool) -> None:

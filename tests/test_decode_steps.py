@@ -48,6 +48,12 @@ MODELS = {
     "opt": "OPTForCausalLM",
     "stablelm": "StableLmForCausalLM",
     "cohere": "CohereForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "bitnet": "BitNetForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "laguna": "LagunaForCausalLM",
 }
 MORE = ("qk_layernorm", "use_qk_norm")
 """Attributes of attentions for which no step has a form: a layer asks before it takes its `decode`."""

@@ -40,11 +40,15 @@ class DecodeLayers(Transform):
         all heads, and values that are the rest of that product. Its mask is causal or has the window that the
         attention function is told. torch's `scaled_dot_product_attention` may be called in its place, with the mask
         as it comes or cut to the number of keys. What the file computes for `eager` attention is the softmax of scaled
-        products, with soft cap and sinks as passed to it. A gate that is projected beside each query, and heads that
-        are scaled by a number, are computed in between. Of a mixer, that its `forward` asks the cache for its states,
-        masks nothing but padding, and ends in a product. What a test of attributes adds and no step has a form for
-        (a norm for each head, say) is asked before `decode` is taken. Queries may be multiplied by a number, which
-        becomes part of the scaling, and hidden states may lose their middle dimension on the way, as OPT's.
+        products, with soft cap and sinks as passed to it; so is what a `forward` writes out with `matmul` or `einsum`.
+        A gate that is projected beside each query, and heads that are scaled by a number, are computed in between.
+        What else stands around the attention function stays as the file has it, as statements of `decode_residual`:
+        gates and norms before the last projection, norms behind the rotation, normalised values, heads that lie one
+        behind the other in one product, other rotations. Nothing but the function may read the keys and values that
+        the cache gives back, or the weights of attention. Of a mixer, that its `forward` asks the cache for its
+        states, masks nothing but padding, and ends in a product. What a test of attributes adds and no step has a
+        form for (a norm for each head, say) is asked before `decode` is taken. Queries may be multiplied by a number,
+        which becomes part of the scaling, and hidden states may lose their middle dimension on the way, as OPT's.
         Blocks of another form than `down(act(gate(x)) * up(x))` or `down(act(up(x)))` are called as they stand.
 
     Numerics:
@@ -52,7 +56,8 @@ class DecodeLayers(Transform):
 
     Known limits:
         Only in evaluation: dropout is left out. What a layer returns besides hidden states is not
-        computed. Latents that are scaled, indexed or gated keep the original's way.
+        computed. Latents that are scaled, indexed or gated keep the original's way. Prompts are read by a step's
+        functions where they make all of attention, and not beside statements of the file.
     """
 
     name = "decode_layers"

@@ -9,9 +9,9 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.step.layer_step import is_decoded
-from rewrite.analysis.step.terms import PASSED, passed_cache
+from rewrite.analysis.step.terms import PASSED, cache_parameters, passed_cache
 from rewrite.analysis.step.windows import mask_functions, stacked_in
-from rewrite.analysis.syntax.module import ClassInfo, Module, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import (
     LINE_LENGTH,
     called_attribute,
@@ -90,7 +90,7 @@ class DecodeMasks(Transform):
         missing = [layer.name for layer in layers if not (known and is_decoded(layer) and not _asks_more(layer))]
         if cache is None or missing:
             return Skip("layer_without_decode", ", ".join(missing))
-        flow = _Flow(forward, layers, module)
+        flow = _Flow(info, layers, module)
         if (reader := flow.other_reader(call)) is not None:
             return Skip("mask_read", reader)
         test = "needs_no_mask" if _is_plain(call, forward) and flow.passed <= {_MASK} else "decodes"
@@ -161,7 +161,9 @@ def _masked(info: ClassInfo, module: Module) -> list[ClassInfo]:
 
 
 def _takes_cache(info: ClassInfo) -> bool:
-    return passed_cache(info.methods.get("forward")) is not None
+    """Whether a class takes a cache by the name that transformers passes on, or by the one that its step knows."""
+    forward = info.methods.get("forward")
+    return passed_cache(forward) is not None or (is_decoded(info) and bool(forward and cache_parameters(forward)))
 
 
 def _mask_parameters(info: ClassInfo) -> set[str]:
@@ -201,8 +203,9 @@ def _chooses(value: cst.BaseExpression, made: set[str]) -> bool:
 class _Flow:
     """Who reads the masks of a model besides its layers."""
 
-    def __init__(self, forward: cst.FunctionDef, layers: Sequence[ClassInfo], module: Module):
-        self.forward, self.module = forward, module
+    def __init__(self, info: ClassInfo, layers: Sequence[ClassInfo], module: Module):
+        forward = info.methods["forward"]
+        self.info, self.forward, self.layers, self.module = info, forward, layers, module
         self.parameters = {_MASK}.union(*map(_mask_parameters, layers))
         self.passed: set[str] = set()
         """As what the layers are given the mask."""
@@ -262,12 +265,32 @@ class _Flow:
 
     def is_given(self, argument: cst.Arg, call: cst.Call) -> bool:
         """Whether an argument is the mask of a layer; one of another name is that only of what a loop runs over."""
-        word = argument.keyword.value if argument.keyword is not None else ""
         turn = isinstance(call.func, cst.Name) and call.func.value in self.turns
+        turn = turn or (isinstance(call.func, cst.Subscript) and self.is_stack(call.func.value))
+        word = argument.keyword.value if argument.keyword is not None else self.named(argument, call) if turn else ""
         if word != _MASK and not (turn and word in self.parameters):
             return False
         self.passed.add(word)
         return True
+
+    def is_stack(self, value: cst.BaseExpression) -> bool:
+        """Whether an expression is an attribute that holds layers, and nothing else."""
+        attribute = self_attribute(value)
+        built = self.module.assignments(self.info, attribute) if attribute is not None else ()
+        names = {layer.name for layer in self.layers}
+        made = [
+            {self.module.qualified(call.func) for call in calls_in(value)} & {*self.module.classes} for value in built
+        ]
+        return bool(made) and all(classes and classes <= names for classes in made)
+
+    def named(self, argument: cst.Arg, call: cst.Call) -> str:
+        """Return the parameter of every layer that an argument without a keyword is for; empty where they differ."""
+        place = next(place for place, given in enumerate(call.args) if given is argument)
+        if argument.star or any(given.star for given in call.args[:place]):
+            return ""
+        takes = [parameters(layer.methods["forward"])[1:] for layer in self.layers]
+        found = {names[place] if place < len(names) else "" for names in takes}
+        return found.pop() if len(found) == 1 else ""
 
 
 def _whole(use: cst.CSTNode, module: Module) -> cst.CSTNode:

@@ -59,6 +59,7 @@ IN_BLOCKS = frozenset({"deepseek_v3", "deepseek_v32", "minimax_m2"})
 
 FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "norms.add_layer_norm": ("LAYER_NORM", re.compile(r"LayerNorm|layer_norm$")),
+    "norms.torch_rms_norm": ("RMS_NORM", re.compile(r"^RMSNorm$")),
     "products.transposed": ("CONV1D", re.compile(r"Conv1D|^addmm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
     "decode.Before": ("CHANGES", may_change_modules),
@@ -75,6 +76,9 @@ MARKS = {
 }
 """By the name in `core/target`, the marks of classes of which a modeling file imports one, if any is of that kind; the
 function of a step without which none reads a prompt; and the experts that may be loaded as they are published."""
+
+NO_PROMPT = "attention.attend_step"
+"""The function of a step that refuses to read a prompt: with it the rest of them reads none."""
 
 _ELSEWHERE = re.compile(
     r"Auto(Model|Backbone)|^transformers\.models\.(?!.*\.configuration_)|^\.(?!runtime|configuration_)"
@@ -166,4 +170,6 @@ def left_out(target: str, uses: Iterable[str], without: Collection[str]) -> froz
     there = set(uses)
     forms = {name for use, (name, _) in FORMS.items() if use not in there}
     forms |= {name for name, marks in MARKS.items() if there.isdisjoint(marks)}
+    if NO_PROMPT in there:
+        forms.add("READS")
     return targets.left_out(target) | forms | {FEATURES[feature][0] for feature in without}

@@ -22,7 +22,7 @@ def may_call_functions(tree: ast.Module) -> bool:
     imported = {f"{'.' * node.level}{node.module}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     if ".runtime.decode" not in imported:
         return ".runtime.forward" in imported
-    if any(map(_OTHER_ROOMS.search, imported)):
+    if any(map(_OTHER_ROOMS.search, imported)) or "attend_step" in _imported_names(tree):
         return True
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _TESTS & {*_called(node.test)}]
     if not guards or not all(isinstance(guard.test, ast.Call) for guard in guards):  # or a layer asks for more
@@ -32,6 +32,10 @@ def may_call_functions(tree: ast.Module) -> bool:
     }
     masks = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _MASK.fullmatch(_name(node.func)))
     return any(id(mask) not in chosen for mask in masks)
+
+
+def _imported_names(tree: ast.Module) -> set[str]:
+    return {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
 def _called(test: ast.AST) -> Iterator[str]:

@@ -171,7 +171,9 @@ def rotary_single(
     if reason is not None:
         backend.count_fallback("rotary", reason)
         return _rotated(x, *_tables(cos, sin, form), form, chunked=chunked)
-    no_heads = x.detach().narrow(_head_axis(x, form), 0, 0)
+    shape = [*x.shape]
+    shape[_head_axis(x, form)] = 0
+    no_heads = x.new_empty(shape)  # no view: fake tensors give the empty copy of one other strides than torch does
     if TRAINING and learns:
         turned: torch.Tensor = _Rotary.apply(x, no_heads, cos, sin, form)[0]
         return turned

@@ -13,6 +13,8 @@ FORMATS: bool = True
 """Whether weights with a scale for each block of them have kernels."""
 LAYER_NORM: bool = True
 """Whether the modeling file may have LayerNorms."""
+RMS_NORM: bool = True
+"""Whether the modeling file may have torch's RMSNorms."""
 INDEXER: bool = True
 """Whether its layers may keep an indexer's keys."""
 CARRIED: bool = True

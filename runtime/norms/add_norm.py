@@ -8,8 +8,10 @@ from torch.compiler import is_compiling
 
 from ..core import backend
 from ..core.launch_bound import is_launch_bound
-from ..core.target import LAYER_NORM
+from ..core.target import LAYER_NORM, RMS_NORM
 from .add_layer_norm import add_layer_norm
+from .add_rms_norm import add_rms_norm
+from .torch_rms_norm import torch_rms_norm
 
 OFFERS: dict[str, dict[str, str]] = {
     "add_norm": {
@@ -29,10 +31,10 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(norm(summed), summed)` with `summed = residual + hidden_states`, in one kernel if the norm allows it.
 
-    A norm takes part if it is `torch.nn.LayerNorm` over the last dimension or has a method
-    `add_forward(hidden_states, residual) -> (normed, summed)` beside its `forward`, which rewritten RMSNorm classes
-    have. Any other norm, or one whose call is observed (`backend.observed`), is called as it stands and counted, and
-    so it is for anything but two tensors of one shape.
+    A norm takes part if it is `torch.nn.LayerNorm` or, with an eps, `torch.nn.RMSNorm` over the last dimension, or has
+    a method `add_forward(hidden_states, residual) -> (normed, summed)` beside its `forward`, which rewritten RMSNorm
+    classes have. Any other norm, or one whose call is observed (`backend.observed`), is called as it stands and
+    counted, and so it is for anything but two tensors of one shape.
 
     Args:
         hidden_states: `[N, H]`.
@@ -50,6 +52,8 @@ def add_norm(
         return norm(summed), summed
     if LAYER_NORM and type(norm) is nn.LayerNorm:
         return add_layer_norm(hidden_states, residual, norm.weight, norm.bias, norm.eps)
+    if RMS_NORM and (of_torch := torch_rms_norm(norm)) is not None:
+        return add_rms_norm(hidden_states, residual, *of_torch, weight_in_fp32=True)
     return norm.add_forward(hidden_states, residual)  # type: ignore[operator]
 
 
@@ -68,6 +72,10 @@ def _refusal(hidden_states: torch.Tensor, residual: torch.Tensor, norm: nn.Modul
     if LAYER_NORM and kind is nn.LayerNorm:
         if nn.LayerNorm.forward is not _LAYER_NORM:
             return "forward_replaced"
+        return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
+    if RMS_NORM and torch_rms_norm(norm) is not None:
+        if not (hidden_states.is_contiguous() and residual.is_contiguous()):
+            return "layout"  # torch's result is dense, whatever its input is
         return None if norm.normalized_shape == hidden_states.shape[-1:] else "normalized_shape"
     if not hasattr(kind, "add_forward"):
         return "norm_without_add_forward"

@@ -11,6 +11,7 @@ from rewrite.runtime.core import backend
 from rewrite.runtime.norms.add_norm import add_norm
 from rewrite.runtime.norms.add_rms_norm import add_rms_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.prologue import Prologue, prologue_of
 
 
 class RewrittenRMSNorm(LlamaRMSNorm):
@@ -27,6 +28,10 @@ NORMS = {
     "LayerNorm without bias": (lambda: nn.LayerNorm(64, bias=False), None),
     "LayerNorm without affine": (lambda: nn.LayerNorm(64, elementwise_affine=False), None),
     "LayerNorm of two dimensions": (lambda: nn.LayerNorm((3, 64)), "normalized_shape"),
+    "RMSNorm": (lambda: nn.RMSNorm(64, eps=1e-5), None),
+    "RMSNorm without affine": (lambda: nn.RMSNorm(64, eps=1e-5, elementwise_affine=False), None),
+    "RMSNorm without eps": (lambda: nn.RMSNorm(64), "norm_without_add_forward"),
+    "RMSNorm of two dimensions": (lambda: nn.RMSNorm((3, 64), eps=1e-5), "norm_without_add_forward"),
     "original": (lambda: LlamaRMSNorm(64), "norm_without_add_forward"),
     "Identity": (lambda: nn.Identity(), "norm_without_add_forward"),
 }
@@ -107,7 +112,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("make", [RewrittenRMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("make", [RewrittenRMSNorm, nn.LayerNorm, lambda width: nn.RMSNorm(width, eps=1e-6)])
 def test_results_are_laid_out_as_torch_lays_them_out(name: str, dtype: torch.dtype, make: type[nn.Module]) -> None:
     norm = make(64).to(dtype).requires_grad_(False)
     x = LAYOUTS[name]().to(dtype)
@@ -176,3 +181,24 @@ def test_autocast_takes_the_torch_form() -> None:
         assert torch.equal(normed, norm(residual + x))
         assert normed.dtype == norm(residual + x).dtype
     assert backend.fallbacks() == {("add_layer_norm", "autocast"): 1}
+
+
+def test_a_norm_of_torch_is_a_prologue() -> None:
+    norm = nn.RMSNorm(64, eps=1e-5).requires_grad_(False)
+    assert prologue_of(norm) == Prologue(norm.weight, 1e-5, 0.0, True)
+    norm.register_forward_hook(lambda *_: None)
+    assert prologue_of(norm) is None
+    assert prologue_of(nn.RMSNorm(64).requires_grad_(False)) is None
+
+    class Doubled(nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    assert prologue_of(Doubled(64, eps=1e-5).requires_grad_(False)) is None
+
+
+def test_a_norm_of_torch_whose_forward_was_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: x + 1)
+    norm, x = nn.RMSNorm(64, eps=1e-5).requires_grad_(False), torch.ones(2, 64)
+    assert torch.equal(add_norm(x, x, norm)[0], x + x + 1)
+    assert prologue_of(norm) is None

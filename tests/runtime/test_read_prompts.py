@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rewrite.engine.build import build
 from rewrite.package.assemble import assemble
 from rewrite.package.lock import Options
+from rewrite.runtime.attention.attend_step import attend_step
 from rewrite.runtime.cache.names import argument_of
 from rewrite.runtime.cache.preallocated import PreallocatedCache, decodes, needs_no_mask
 from rewrite.runtime.core.fastest import choose
@@ -32,7 +33,7 @@ FORMS = {
     "llama": "LAST",
     "qwen3": "LAST",  # norms of queries and keys
     "granite": "STEP",  # scales what it adds, so that the sum is of all tokens
-    "gpt_neox": "FORWARD",  # not all of its layers take a step's functions: masks are made
+    "gpt_neox": "FORWARD",  # statements of the file stand between a step's functions
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VIEWS = {"slice", "select", "view", "unsqueeze", "expand", "transpose", "alias", "_local_scalar_dense"}
@@ -172,6 +173,12 @@ def test_layers_take_their_step_once_the_model_was_told_that_it_needs_no_mask() 
     refuse(cache, "latent_attention")
     with prompt.running():
         assert not decodes(cache)
+
+
+def test_attention_among_statements_of_a_file_reads_no_prompt() -> None:
+    cache, prompt = reading()
+    with prompt.running(), pytest.raises(NoPromptForm, match="attend_step"):
+        attend_step(torch.zeros(1, 1, 4, 8), cache, 0, scaling=1.0)
 
 
 def test_only_rows_that_are_there_are_taken() -> None:

@@ -24,5 +24,7 @@ with holes, each a line `<<name>>`. A case is
 
 The fields are those of `case.Case`. `inputs` is an expression over `b` (the batch), `randn`, `integers` and `torch`;
 `run` one over `model`, `inputs`, `module`, `torch` and `rewritten`, where something else is done with the module than
-to call it. A harmless case says `must_rewrite: <transform>`, so that refusing everything is seen.
+to call it. A harmless case says `must_rewrite: <transform>, …`, so that refusing everything is seen; one that no
+transform of a kind may touch says `must_not_rewrite: <transform>, …`. What fills a hole may have holes itself:
+the `spelling` scaffold is a whole decoder, each class of which a case may write in another way.
 """

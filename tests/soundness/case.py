@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures" / "soundness"
-_FIELDS = ("transforms", "inputs", "run", "must_rewrite", "layout", "raises", "fails_as")
+_FIELDS = ("transforms", "inputs", "run", "must_rewrite", "must_not_rewrite", "layout", "raises", "fails_as")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Case:
     run: str = "model(*inputs)"
     """Expression of what is done with them, over `model`, `inputs`, `module`, `torch`, `decode` and `talk`."""
     must_rewrite: str = ""
-    """For harmless twins: the transform that has to find a site, so that refusing everything is a failure."""
+    """For harmless twins: the transforms that have to find a site, so that refusing everything is a failure."""
+    must_not_rewrite: str = ""
+    """The transforms that may find no site."""
     layout: bool = False
     """Whether the strides of the results are compared, because a caller relies on them."""
     raises: str = ""
@@ -95,7 +97,11 @@ def case_of(name: str, around: str, own: Mapping[str, str]) -> Case:
     if unknown := {*own} - holes - {*_FIELDS}:
         raise ValueError(f"{name}: no hole {', '.join(sorted(unknown))}")
     given = {**dict.fromkeys(holes, ""), **given, **own}
-    fields = {name: given[name] for name in ("inputs", "run", "must_rewrite", "raises", "fails_as") if name in given}
+    fields = {
+        name: given[name]
+        for name in ("inputs", "run", "must_rewrite", "must_not_rewrite", "raises", "fails_as")
+        if name in given
+    }
     return Case(
         name=name,
         text=fill(text, {name: given[name] for name in holes}),
@@ -106,11 +112,15 @@ def case_of(name: str, around: str, own: Mapping[str, str]) -> Case:
 
 
 def fill(text: str, holes: dict[str, str]) -> str:
-    """Replace each line `<<name>>` by the hole's text at that line's indentation, then `<name>` within lines."""
+    """Replace each line `<<name>>` by the hole's text at that line's indentation, then `<name>` within lines.
+
+    What fills a line may have such lines itself.
+    """
     lines: list[str] = []
     for line in text.splitlines():
         alone = re.fullmatch(r"( *)<<(\w+)>>", line)
-        lines += textwrap.indent(holes[alone[2]], alone[1]).splitlines() if alone is not None else [line]
+        within = fill(holes[alone[2]], holes) if alone is not None and holes[alone[2]] else ""
+        lines += textwrap.indent(within, alone[1]).splitlines() if alone is not None else [line]
     return re.sub(r"<(\w+)>", lambda hole: holes.get(hole[1], hole[0]), "\n".join(lines)) + "\n"
 
 

@@ -15,7 +15,7 @@ from typing import cast
 import libcst as cst
 
 from rewrite.analysis.effects.known import CLASS_DECORATORS, METHOD_DECORATORS
-from rewrite.analysis.syntax.module import ClassInfo, Module, imported_names, parts, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, assigned_pairs, imported_names, parts, walk
 
 _REFLECTION = ("globals", "exec", "eval", "vars")
 _STRANGE = (
@@ -236,8 +236,12 @@ class _Scan:
         elif kind in _TARGETS:
             top = cast(cst.AnnAssign, node).target
             value = self._line.value if kind is cst.AssignTarget and self._line else getattr(node, "value", None)
+            pairs = {id(top): value}
+            if isinstance(value, cst.BaseExpression):
+                pairs = {id(one): given for one, given in assigned_pairs(top, value)}
             for target in _flat(top):
-                self._target(target, indexed=kind in _INDEXED and target is top, value=value)
+                indexed = kind in _INDEXED and id(target) in pairs
+                self._target(target, indexed=indexed, value=pairs.get(id(target), value))
         elif kind is cst.Global:
             self.globals.update(item.name.value for item in cast(cst.Global, node).names)
         elif kind is cst.ImportFrom and isinstance(cast(cst.ImportFrom, node).names, cst.ImportStar):

@@ -8,8 +8,9 @@ import libcst as cst
 
 from rewrite.analysis.moe.gating import OtherForm, experts_form
 from rewrite.analysis.moe.ways import Ways
+from rewrite.analysis.step.called import check_calls
 from rewrite.analysis.step.source import source
-from rewrite.analysis.step.terms import MAX_DEPTH, check_calls, run_step
+from rewrite.analysis.step.terms import MAX_DEPTH, run_step
 from rewrite.analysis.syntax.module import ClassInfo, Module, dotted
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.terms.computation import NotComputable

@@ -14,6 +14,7 @@ from rewrite.analysis.sites.sums import Assigned, Sum, assigned_by, sum_of
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import bound_names, calls_in, parameters, single_assignments
 
+TORCH_NORMS = ("torch.nn.LayerNorm", "torch.nn.RMSNorm")
 _FUNCTIONS = ("layer_norm", "rms_norm")
 
 
@@ -232,7 +233,7 @@ def _norm_class(value: cst.BaseExpression, module: Module) -> str | None:
     if not isinstance(value, cst.Call):
         return None
     name = module.qualified(value.func)
-    if name == "torch.nn.LayerNorm":
+    if name in TORCH_NORMS:
         return name
     info = module.classes.get(name)
     if info is None:

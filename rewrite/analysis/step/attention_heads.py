@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rewrite.analysis.sites.norms import runtime_norm
-from rewrite.analysis.step.terms import NoStep, is_built_from, is_linear, is_number, keyword
+from rewrite.analysis.step.terms import NORMS, NoStep, is_built_from, is_linear, is_number, keyword
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 HIDDEN = Term("parameter", (), "hidden_states")
 POSITIONS = Term("parameter", (), "position_embeddings")
 _EVERY = Term("constant", (), "...")
-_TORCH_NORMS = ("torch.nn.LayerNorm", "torch.nn.RMSNorm")
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,9 @@ def turned_heads(term: Term, info: ClassInfo, module: Module) -> Turned:
     Raises:
         NoStep: if they are made in another way.
     """
+    if (scaled := _scaled(term, info, module)) is not None:
+        inner = turned_heads(scaled[1], info, module)
+        return replace(inner, heads=_with_scale(inner.heads, scaled[0]))
     if term.op == "select":
         test, yes, no = _positive(term, lambda way: rotation_of(way) is not None)
         turned = turned_heads(yes, info, module) if rotation_of(yes) else None
@@ -224,7 +226,7 @@ def _norm_of(term: Term, info: ClassInfo, module: Module) -> Term | None:
         return None
     for value in module.assignments(info, attribute.value):
         name = module.qualified(getattr(value, "func", value))
-        known = name in _TORCH_NORMS or (name in module.classes and runtime_norm(module.classes[name], module))
+        known = name in NORMS or (name in module.classes and runtime_norm(module.classes[name], module))
         if not known:
             raise NoStep("other_heads", f"{attribute.value} is no norm that a step computes")
         if any(_is_several(argument.value) for argument in getattr(value, "args", ())):
@@ -237,7 +239,7 @@ def _is_several(value: object) -> bool:
 
 
 def _has_weight(norm: Term, info: ClassInfo, module: Module) -> bool:
-    if is_built_from(norm.value, _TORCH_NORMS, info, module):
+    if is_built_from(norm.value, NORMS, info, module):
         return True
     for value in module.assignments(info, norm.value):
         found = runtime_norm(module.classes[module.qualified(value.func)], module)  # type: ignore[attr-defined]
@@ -282,7 +284,14 @@ def projections_of(heads: Sequence[Heads], info: ClassInfo, module: Module) -> t
 def _packed(
     projected: Sequence[Term], head_dim: Term, info: ClassInfo, module: Module
 ) -> tuple[tuple[Term, ...], Term | None]:
-    """Read three slices of the last dimension of one product: queries, then keys, then values."""
+    """Read three parts of the last dimension of one product: queries, then keys, then values."""
+    if (parts := _parts(projected)) is not None:
+        product, kv_size = parts
+        if product.op != "call" or product.args[1:] != (HIDDEN,) or not is_linear(product.args[0], info, module):
+            raise NoStep("other_projection", "one product is split another way")
+        if kv_size is None:
+            kv_size = make("floordiv", Term("attribute", (), f"{product.args[0].value}.out_features"), constant(3))
+        return (product.args[0],), make("floordiv", kv_size, head_dim)
     if (
         any(term.op != "index" or len(term.args) != 3 for term in projected)
         or len({t.args[:2] for t in projected}) > 1
@@ -303,3 +312,19 @@ def _packed(
         if len(heads) == 1:
             return (product.args[0],), heads[0]
     raise NoStep("other_projection", "the keys of one product are not `num_key_value_heads * head_dim` wide")
+
+
+def _parts(projected: Sequence[Term]) -> tuple[Term, Term | None] | None:
+    """Return what is split or chunked into queries, keys and values, and how wide the keys are; None for thirds.
+
+    None for what is cut in another way. The width is an attribute, which is surely a number of the file's.
+    """
+    cut = projected[0].args[0] if projected[0].op == "index" else Term("none")
+    if any(part != Term("index", (cut, constant(place))) for place, part in enumerate(projected)):
+        return None
+    if cut.op == "chunk" and cut.args[1:] == (constant(3), constant(-1)):
+        return cut.args[0], None
+    if cut.op not in ("split", "split_with_sizes") or len(cut.args) != 3 or cut.args[2] != constant(-1):
+        return None
+    sizes = cut.args[1].args if cut.args[1].op == "tuple" else ()
+    return (cut.args[0], sizes[1]) if len(sizes) == 3 and sizes[1] == sizes[2] and sizes[1].op == "attribute" else None

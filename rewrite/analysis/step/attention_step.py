@@ -39,6 +39,7 @@ from rewrite.analysis.step.terms import (
     of_the_object,
     run_step,
 )
+from rewrite.analysis.step.written_scores import as_written, masks_of
 from rewrite.analysis.syntax.methods import TABLES, TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module
 from rewrite.analysis.syntax.replacement import call_statement, line
@@ -93,21 +94,17 @@ class AttentionStep:
     def method(self, module: Module) -> Method:
         """Return its `decode_residual`."""
         forward = self.info.methods["forward"]
-        layer_idx, projections = source(self.layer_idx, module, ()), [source(p, module, ()) for p in self.projections]
-        packed = ", ".join(projections) + ("," if len(projections) == 1 else "")
-        before, positions = self._positions(module)
-        query = call_statement(
-            "query = ",
-            "qkv_step",
-            ["hidden_states", f"({packed})", positions, CACHE, layer_idx, *self._options(module)],
-            module,
-        )
+        layer_idx = source(self.layer_idx, module, ())
+        before = self.query_statements("query", module)
         window = self.window
         if window.op == "select" and window.args[0].op == "eq":
-            before.append(line(f"is_sliding = {source(window.args[0], module, ())}", module))
+            before.insert(-1, line(f"is_sliding = {source(window.args[0], module, ())}", module))
             window = Term("select", (Term("parameter", (), "is_sliding"), *window.args[1:]))
         attended = call_statement(
-            "attn_output = ", "decode_attention", ["query", CACHE, layer_idx, *self._attention(window, module)], module
+            "attn_output = ",
+            "decode_attention",
+            ["query", CACHE, layer_idx, *self.attended_with(window, module)],
+            module,
         )
         last = call_statement(
             "return ", "linear", ["attn_output", source(self.output, module, ()), "residual=residual"], module
@@ -115,7 +112,15 @@ class AttentionStep:
         uses = ("attention.qkv_step", "attention.decode_attention", "products.linear")
         text = "Returns `residual + self(norm(hidden_states))` for one token a row, against a preallocated cache."
         types = ("cache.PreallocatedCache",)
-        return Method(forward, NAME, PARAMETERS, TENSOR, text, (*before, query, attended, last), uses, types)
+        return Method(forward, NAME, PARAMETERS, TENSOR, text, (*before, attended, last), uses, types)
+
+    def query_statements(self, name: str, module: Module, norm: str = "norm") -> list[cst.SimpleStatementLine]:
+        """Return the statements that write a token's key and value and give its rotated query a name."""
+        layer_idx, projections = source(self.layer_idx, module, ()), [source(p, module, ()) for p in self.projections]
+        packed = ", ".join(projections) + ("," if len(projections) == 1 else "")
+        before, positions = self._positions(module)
+        given = ["hidden_states", f"({packed})", positions, CACHE, layer_idx, *self._options(module, norm)]
+        return [*before, call_statement(f"{name} = ", "qkv_step", given, module)]
 
     def _positions(self, module: Module) -> tuple[list[cst.SimpleStatementLine], str]:
         """Return the statements before, and the argument, that hand over cosines and sines."""
@@ -132,45 +137,59 @@ class AttentionStep:
         test = self.query.turned_if
         return before, tables if test is None else f"{tables} if {source(test, module, (POSITIONS.value,))} else None"
 
-    def _options(self, module: Module) -> list[str]:
+    def _options(self, module: Module, norm: str = "norm") -> list[str]:
         options = [f"head_dim={source(self.head_dim, module, ())}"]
         if self.num_key_value_heads is not None:
             options.append(f"num_key_value_heads={source(self.num_key_value_heads, module, ())}")
-        options.append("norm=norm")
+        options.append(f"norm={norm}")
         for name, turned in (("q_norm", self.query), ("k_norm", self.key)):
-            if (norm := turned.heads.norm) is not None:
+            if (of_heads := turned.heads.norm) is not None:
                 test = turned.heads.normed_if
                 condition = "" if test is None else f" if {source(test, module, ())} else None"
-                options.append(f"{name}={source(norm, module, ())}{condition}")
+                options.append(f"{name}={source(of_heads, module, ())}{condition}")
         return [*options, *self.query.options]
 
-    def _attention(self, window: Term, module: Module) -> list[str]:
-        given = [
-            ("scaling", self._scaling),
-            ("sliding_window", window),
-            ("softcap", self._unless_sdpa("softcap", module)),
-            ("sinks", self._unless_sdpa("s_aux", module)),
-        ]
-        return [
-            f"{name}={source(value, module, ('is_sliding',))}"
-            for name, value in given
-            if value is not None and value != NONE
-        ]
+    def attended_with(self, window: Term, module: Module) -> list[str]:
+        """Return what the step's attention is given by keyword."""
+        return attended_with(self.call, self.query.heads.scale, window, module)
 
-    @property
-    def _scaling(self) -> Term | None:
-        """The factor of the scores, that of the queries taken in."""
-        scaling, scale = keyword(self.call, "scaling"), self.query.heads.scale
-        if scaling is None or scale is None:
-            return scaling
-        return scale if scaling in (constant(1), constant(1.0)) else make("mul", scaling, scale)
 
-    def _unless_sdpa(self, name: str, module: Module) -> Term | None:
-        """Return an argument that torch's attention function leaves out, where a model may use that."""
-        value, chosen = keyword(self.call, name), _implementation(self.call.args[0])
-        if value is None or value == NONE or chosen is None or _refuses_sdpa(module):
-            return value
-        return Term("select", (Term("ne", (chosen, Term("constant", (), '"sdpa"'))), value, NONE))
+def attended_with(call: Term, scale: Term | None, window: Term, module: Module) -> list[str]:
+    """Return what a step's attention is given by keyword in the place of a call of an attention function.
+
+    Args:
+        call: the call.
+        scale: what queries are multiplied by, which becomes part of the scaling; None for nothing.
+        window: the window.
+        module: the file.
+    """
+    given = [
+        ("scaling", _scaling(call, scale)),
+        ("sliding_window", window),
+        ("softcap", _unless_sdpa(call, "softcap", module)),
+        ("sinks", _unless_sdpa(call, "s_aux", module)),
+    ]
+    return [
+        f"{name}={source(value, module, ('is_sliding',))}"
+        for name, value in given
+        if value is not None and value != NONE
+    ]
+
+
+def _scaling(call: Term, scale: Term | None) -> Term | None:
+    """Return the factor of the scores, that of the queries taken in."""
+    scaling = keyword(call, "scaling")
+    if scaling is None or scale is None:
+        return scaling
+    return scale if scaling in (constant(1), constant(1.0)) else make("mul", scaling, scale)
+
+
+def _unless_sdpa(call: Term, name: str, module: Module) -> Term | None:
+    """Return an argument that torch's attention function leaves out, where a model may use that."""
+    value, chosen = keyword(call, name), implementation(call.args[0])
+    if value is None or value == NONE or chosen is None or _refuses_sdpa(module):
+        return value
+    return Term("select", (Term("ne", (chosen, Term("constant", (), '"sdpa"'))), value, NONE))
 
 
 def _refuses_sdpa(module: Module) -> bool:
@@ -192,7 +211,7 @@ def attention_step(info: ClassInfo, module: Module) -> AttentionStep | LatentSte
     try:
         run = Assuming(module, info, MAX_DEPTH)
         as_named = run_step(run, forward, {})
-        takes = _roles(as_named, info, module)
+        takes = roles_of(as_named, info, module)
         names = {name: role for role, name in takes.items()}
         if all(map(eq, names, names.values())):
             term = as_named
@@ -211,7 +230,7 @@ def attention_term(info: ClassInfo, module: Module) -> tuple[Term, dict[str, str
         NotComputable: if it has no canonical form.
     """
     forward = info.methods["forward"]
-    takes = _roles(computed_in_step(forward, module, info), info, module)
+    takes = roles_of(computed_in_step(forward, module, info), info, module)
     return computed_in_step(forward, module, info, {name: role for role, name in takes.items()}), takes
 
 
@@ -227,7 +246,7 @@ def step_of(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) 
     return step
 
 
-def _roles(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
+def roles_of(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
     """Return the parameters that are projected, rotate, and mask, by what they are."""
     found: dict[str, set[str]] = {HIDDEN.value: set(), POSITIONS.value: set(), MASK: set()}
     for inner in set(subterms(term)):
@@ -238,11 +257,13 @@ def _roles(term: Term, info: ClassInfo, module: Module) -> dict[str, str]:
             found[POSITIONS.value] |= {name for table in tables[:2] for name in _tables(table)}
         elif inner.op == "view_as_real":
             found[POSITIONS.value] |= set().union(*map(_parameter, complex_tables(inner.args[0])))
-        elif inner.op == "call" and _implementation(inner.args[0]) is not None:
-            mask = _arguments(inner).get(MASK)
+        elif inner.op == "call" and implementation(inner.args[0]) is not None:
+            mask = arguments(inner).get(MASK)
             found[MASK] |= _parameter(mask) if mask is not None else set()
         elif is_direct(inner):
             found[MASK] |= _parameter(mask_of(inner))
+        elif inner.op == "softmax":
+            found[MASK] |= masks_of(inner)
     return {role: names.pop() for role, names in found.items() if len(names) == 1}
 
 
@@ -256,7 +277,7 @@ def _tables(term: Term) -> set[str]:
     return set().union(*map(_parameter, items))
 
 
-def _arguments(call: Term) -> dict[str, Term]:
+def arguments(call: Term) -> dict[str, Term]:
     """Return what the call of an attention function passes, by the names that those functions have for it."""
     plain = [argument for argument in call.args[1:] if argument.op != "keyword"]
     named = {argument.value: argument.args[0] for argument in call.args[1:] if argument.op == "keyword"}
@@ -286,32 +307,55 @@ def _read(term: Term, takes: dict[str, str], info: ClassInfo, module: Module) ->
     if not is_linear(output.args[0], info, module):
         raise NoStep("not_linear", output.args[0].value)
     call = _attention_call(output.args[1])
-    given = _arguments(call)
+    given = arguments(call)
     if not {"query", "key", "value", MASK} <= {*given} or given[MASK] != Term("parameter", (), MASK):
         raise NoStep("other_attention", f"the mask is changed: {given.get(MASK, NONE)}"[:90])
-    query, key, value = given["query"], given["key"], given["value"]
-    if is_latent(key):
-        _check_arguments(call, given, module)
+    if is_latent(given["key"]):
+        check_arguments(call, given, module)
         return latent_step(info, takes, call, given, output.args[0], module)
+    layer_idx = cached_at(given)
+    step = step_from_heads(info, takes, call, layer_idx, output.args[0], module)
+    step.method(module)
+    return step
+
+
+def cached_at(given: Mapping[str, Term]) -> Term:
+    """Return the number of the layer in whose cache an attention function's keys and values are.
+
+    Raises:
+        NoStep: if they are not what an update of the cache gave back.
+    """
+    key, value = given["key"], given["value"]
     update = key.args[0] if key.op == "index" else key
     if update.op != "update" or update.args[0] != CACHE_PARAMETER or len(update.args) < 4:
         raise NoStep("other_attention", "keys do not come from the cache")
     if (key, value) != (Term("index", (update, constant(0))), Term("index", (update, constant(1)))):
         raise NoStep("other_attention", "keys or values change after the cache")
+    return update.args[3]
+
+
+def step_from_heads(
+    info: ClassInfo, takes: Mapping[str, str], call: Term, layer_idx: Term, output: Term, module: Module
+) -> AttentionStep:
+    """Return the step of an attention whose queries, keys and values are made as its operators make them.
+
+    Raises:
+        NoStep: if they are made in another way.
+    """
+    given = arguments(call)
+    query, update = given["query"], given["key"].args[0]
     turned_query, turned_key = turned_heads(query, info, module), turned_heads(update.args[1], info, module)
     values = split_heads(update.args[2], info, module)
     check_alike(turned_query, turned_key, values)
     projections, kv_heads = projections_of((turned_query.heads, turned_key.heads, values), info, module)
-    _check_arguments(call, given, module)
-    step = AttentionStep(
-        info, takes, projections, turned_query, turned_key, update.args[3], values.head_dim, kv_heads, call,
-        output.args[0], given.get("sliding_window", NONE),
+    check_arguments(call, given, module)
+    return AttentionStep(
+        info, takes, projections, turned_query, turned_key, layer_idx, values.head_dim, kv_heads, call, output,
+        given.get("sliding_window", NONE),
     )  # fmt: skip
-    step.method(module)
-    return step
 
 
-def _check_arguments(call: Term, given: Mapping[str, Term], module: Module) -> None:
+def check_arguments(call: Term, given: Mapping[str, Term], module: Module) -> None:
     """Refuse a call of an attention function that a step cannot stand for."""
     if "scaling" not in given:
         raise NoStep("other_attention", "the scaling is not given")
@@ -326,20 +370,20 @@ def _attention_call(term: Term) -> Term:
     """Return the call of the attention function whose heads `term` merges."""
     while term.op in ("contiguous", "reshape", "view", "flatten"):
         term = term.args[0]
-    if (direct := as_attention(term)) is not None:
+    if (direct := as_attention(term) or as_written(term)) is not None:
         return direct
     call = term.args[0] if term.op == "index" and term.args[1:] == (constant(0),) else term
-    if call.op != "call" or _implementation(call.args[0]) is None:
+    if call.op != "call" or implementation(call.args[0]) is None:
         raise NoStep("other_attention", "what is projected is not the result of an attention function")
     return call
 
 
-def _implementation(term: Term) -> Term | None:
+def implementation(term: Term) -> Term | None:
     """Return the name by which `term` is chosen among transformers' attention functions, None if it is not."""
     if term.op == "native_gqa":
         term = term.args[0]
     if term.op == "select":
-        return next((found for choice in term.args[1:] if (found := _implementation(choice)) is not None), None)
+        return next((found for choice in term.args[1:] if (found := implementation(choice)) is not None), None)
     if term.op == "index" and term.args[0].op == "name" and term.args[0].value.endswith(".ALL_ATTENTION_FUNCTIONS"):
         return term.args[1]
     return term.args[0] if term.op.endswith(".ALL_ATTENTION_FUNCTIONS.get_interface") and term.args else None

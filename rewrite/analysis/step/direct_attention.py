@@ -11,7 +11,7 @@ _CALLED = ("nn.functional.scaled_dot_product_attention", "grouped_attention")
 _SIGNATURE = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 _GROUPS = ("enable_gqa", "key_groups", "value_groups")
 """How heads are shared, which the sizes of queries and keys say as well."""
-_NUMBERS = ("attribute", "constant", "pow", "mul", "div", "add", "neg")
+NUMBERS = ("attribute", "constant", "pow", "mul", "div", "add", "neg")
 """What a scale is made of that is surely a number of the host's, as torch takes it."""
 _EVERY = Term("slice", (NONE, NONE, NONE))
 _ONE, _TRUE, _FALSE = constant(1), Term("name", (), "True"), Term("name", (), "False")
@@ -43,8 +43,8 @@ def as_attention(term: Term) -> Term | None:
         return None
     query, key, value = (_contiguous(given[name]) for name in _SIGNATURE[:3])
     scale = given.get("scale", NONE)
-    scaling = _default_scale(query) if scale == NONE else _without_math(scale)
-    if scaling is None or not all(inner.op in _NUMBERS for inner in subterms(scaling)):
+    scaling = _default_scale(query) if scale == NONE else without_math(scale)
+    if scaling is None or not all(inner.op in NUMBERS for inner in subterms(scaling)):
         return None
     words = {"dropout": given.get("dropout_p", constant(0)), "scaling": scaling}
     keywords = (Term("keyword", (value,), name) for name, value in words.items())
@@ -52,11 +52,11 @@ def as_attention(term: Term) -> Term | None:
     return Term("call", (function, Term("self"), query, key, value, mask_of(term.args[0]), *keywords))
 
 
-def _without_math(scale: Term) -> Term:
+def without_math(scale: Term) -> Term:
     """Return a number without the root that `math` takes of another, as a power."""
     if scale.op == "math.sqrt" and len(scale.args) == 1:
-        return make("pow", _without_math(scale.args[0]), constant(0.5))
-    return make(scale.op, *map(_without_math, scale.args)) if scale.args and not scale.value else scale
+        return make("pow", without_math(scale.args[0]), constant(0.5))
+    return make(scale.op, *map(without_math, scale.args)) if scale.args and not scale.value else scale
 
 
 def _given(term: Term) -> dict[str, Term]:

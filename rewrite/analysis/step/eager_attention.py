@@ -65,6 +65,15 @@ def check_eager_attention(chosen: Term, given: Mapping[str, Term], module: Modul
             raise NoStep("other_attention", f"{function.name.value}: {error.what}"[:90]) from error
 
 
+def reads_as_attention(term: Term) -> bool:
+    """Whether a term over `QUERY`, `KEY`, `VALUE`, `MASK`, `SCALING` is what is said above, without cap and sinks."""
+    try:
+        _Reader({}).result(term)
+    except NotComputable:
+        return False
+    return True
+
+
 def _names(chosen: Term) -> set[str]:
     """Return the names of functions that may be what is called."""
     if chosen.op == "name":

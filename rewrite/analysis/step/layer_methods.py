@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
@@ -34,14 +35,15 @@ from rewrite.analysis.step.prepared_attention import prepared_attention
 from rewrite.analysis.step.source import held
 from rewrite.analysis.step.terms import CACHE, NoStep, of_the_object, passed_cache
 from rewrite.analysis.step.windows import agreed_window, stacked_in
+from rewrite.analysis.step.written_attention import WrittenAttention, written_attention
 from rewrite.analysis.syntax.methods import TENSOR, Method
 from rewrite.analysis.syntax.module import ClassInfo, Module, walk
 from rewrite.analysis.syntax.nodes import parameters
 from rewrite.analysis.syntax.replacement import line
-from rewrite.analysis.terms.computation import subterms
+from rewrite.analysis.terms.computation import NotComputable, subterms
 from rewrite.analysis.terms.spelling import NONE, Term, make
 
-TokenStep = AttentionStep | LatentStep | MixerStep
+TokenStep = AttentionStep | LatentStep | MixerStep | WrittenAttention
 """What a part of a layer that is given the cache computes for one token."""
 
 
@@ -150,16 +152,22 @@ def _token_step(owner: ClassInfo, module: Module) -> TokenStep:
     try:
         return attention_step(owner, module)
     except NoStep:
-        prepared = prepared_attention(owner, module) if "forward" in owner.methods else None
-        if prepared is None:
+        if "forward" not in owner.methods:
             raise
-        return prepared
+        with contextlib.suppress(NoStep):
+            if (prepared := prepared_attention(owner, module)) is not None:
+                return prepared
+        with contextlib.suppress(NoStep, NotComputable):
+            return written_attention(owner, module)
+        raise
 
 
 def _turns(step: TokenStep) -> bool:
     """Whether queries and keys are rotated, for which the layer has to be given the tables."""
     if isinstance(step, LatentStep):
         return bool(step.turned.ways)
+    if isinstance(step, WrittenAttention):
+        return step.turns
     return isinstance(step, AttentionStep) and step.query.turns
 
 

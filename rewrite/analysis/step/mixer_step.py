@@ -66,7 +66,7 @@ def mixer_step(info: ClassInfo, cache: str, module: Module) -> MixerStep:
         NoStep: with the reason why its `forward` cannot be taken apart.
     """
     forward = info.methods["forward"]
-    _check_plain(info, forward, module)
+    check_plain(info, forward, module)
     takes = parameters(forward)[1:]
     if not takes or not cache or takes[0] == cache:
         raise NoStep("other_layer", f"{info.name} takes no hidden states and cache")
@@ -79,7 +79,12 @@ def mixer_step(info: ClassInfo, cache: str, module: Module) -> MixerStep:
     return MixerStep(info, {"hidden_states": takes[0]}, statements, tuple(sorted(text.uses)))
 
 
-def _check_plain(info: ClassInfo, forward: cst.FunctionDef, module: Module) -> None:
+def check_plain(info: ClassInfo, forward: cst.FunctionDef, module: Module) -> None:
+    """Refuse a class whose `forward` may be another one than it shows, or changed around its call.
+
+    Raises:
+        NoStep: saying why.
+    """
     names = effects_of(module).names
     decorators = [module.qualified(getattr(d.decorator, "func", d.decorator)) for d in forward.decorators]
     if any(name.rsplit(".", 1)[-1] not in _UNCHANGING for name in decorators):

@@ -19,7 +19,7 @@ from rewrite.analysis.terms.computation import NotComputable, Run, body, unify
 from rewrite.analysis.terms.spelling import NONE, Term
 
 HIDDEN = "hidden_states"
-_ASKED = ("shape", "dtype", "device", "ndim")
+_ASKED = ("shape", "size", "dim", "dtype", "device", "ndim")
 """What a norm does not change of its input."""
 
 
@@ -39,6 +39,8 @@ class MixerText:
     norm_first: bool = False
     """Whether the norm is called before everything else, and in no product."""
     uses: set[str] = field(default_factory=set)
+    front: list[cst.CSTNode] = field(default_factory=list, kw_only=True)
+    """Statements before all others, in the names of the method."""
     facts: Facts = field(init=False)
 
     def write(self) -> tuple[cst.BaseStatement, ...]:
@@ -52,16 +54,24 @@ class MixerText:
         gathers = forward.params.star_kwarg
         self.facts = Facts(self.hidden, self.cache, gathers.name.value if gathers is not None else "")
         block = [line for line in forward.body.body if not _is_docstring(line)]
-        lines = self._last(_needed(self._statements(block)))
+        lines = self.last(self.needed(self.statements(block)))
         self._check(lines, forward)
-        renaming = {self.hidden: HIDDEN, self.cache: CACHE}
-        lines = [_visited(line, Renamed(renaming)) for line in lines]
+        lines = [*self.front, *(visited(line, Renamed(self.renaming)) for line in lines)]
         if self.norm_first:
             test = "if norm is not None:\n    hidden_states = norm(hidden_states)\n"
             lines.insert(0, cst.parse_statement(test, config=self.module.tree.config_for_parsing))
         return tuple(line for line in lines if isinstance(line, cst.BaseStatement))
 
-    def _statements(self, block: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
+    @property
+    def renaming(self) -> dict[str, str]:
+        """What the method calls the parameters of `forward` that it has too."""
+        return {self.hidden: HIDDEN, self.cache: CACHE}
+
+    def needed(self, lines: list[cst.CSTNode]) -> list[cst.CSTNode]:
+        """Return the statements without those that a step has no need of."""
+        return needed(lines)
+
+    def statements(self, block: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
         """Return what a step runs of a block."""
         found: list[cst.CSTNode] = []
         for statement in block:
@@ -70,13 +80,13 @@ class MixerText:
                 if known is None:
                     found.append(self._kept(statement))
                 else:
-                    found += self._statements(_taken(statement, known))
+                    found += self.statements(_taken(statement, known))
             elif isinstance(statement, cst.SimpleStatementLine):
-                if (line := self._line(statement)) is not None:
+                if (line := self.line(statement)) is not None:
                     found.append(line)
             else:
                 raise NoStep("other_layer", f"{self.info.name} has a {type(statement).__name__}")
-            if found and _returns(found[-1]):
+            if found and returns(found[-1]):
                 break
         return found
 
@@ -84,8 +94,8 @@ class MixerText:
         """Return a conditional statement that a step does not decide; nothing is known of what it binds."""
         if any(isinstance(node, cst.Return) for node in walk(statement)):
             raise NoStep("other_layer", f"{self.info.name} returns under a condition")
-        test = self._expression(statement.test)
-        self._check_input(test)
+        test = self.expression(statement.test)
+        self.check_input(test)
         before = self.facts.copy()
         body = self._block(statement.body)
         self.facts, other = before.copy(), statement.orelse
@@ -99,36 +109,36 @@ class MixerText:
         return statement.with_changes(test=test, body=body, orelse=other)
 
     def _block(self, block: cst.BaseSuite) -> cst.BaseSuite:
-        lines = self._statements(block.body)
+        lines = self.statements(block.body)
         return block.with_changes(body=lines or [cst.parse_statement("pass")])
 
-    def _line(self, statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
+    def line(self, statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine | None:
         """Return a line of simple statements, None for nothing."""
         if len(statement.body) != 1:
             raise NoStep("other_layer", f"{self.info.name} has several statements on a line")
         small = statement.body[0]
         if isinstance(small, cst.Assign):
-            value = self._expression(small.value)
+            value = self.expression(small.value)
             if len(small.targets) == 1 and small.targets[0].target.deep_equals(value):
                 return None
-            self._check_input(value)
+            self.check_input(value)
             self.facts.assign(small, value)
             small = small.with_changes(value=value)
         elif isinstance(small, (cst.Return, cst.Expr)) and small.value is not None:
-            small = small.with_changes(value=self._expression(small.value))
-            self._check_input(small.value)
+            small = small.with_changes(value=self.expression(small.value))
+            self.check_input(small.value)
         else:
             raise NoStep("other_layer", f"{self.info.name} has a {type(small).__name__}")
         return statement.with_changes(body=[small], leading_lines=())
 
-    def _expression(self, value: cst.BaseExpression) -> cst.BaseExpression:
+    def expression(self, value: cst.BaseExpression) -> cst.BaseExpression:
         """Return an expression as a step computes it."""
-        made = _visited(_visited(value, _Calls(self)), Folded(self.facts))
+        made = visited(visited(value, _Calls(self)), Folded(self.facts))
         if not isinstance(made, cst.BaseExpression):
             raise TypeError("not an expression")
         return made
 
-    def _check_input(self, value: cst.CSTNode | None) -> None:
+    def check_input(self, value: cst.CSTNode | None) -> None:
         """Refuse to ask more of the input than its shape and the products that have the norm.
 
         Raises:
@@ -145,6 +155,10 @@ class MixerText:
         allowed = sum(1 for node in walk(value) if m.matches(node, asked) or m.matches(node, fused))
         if mentions > allowed:
             raise NeedsNorm
+
+    def stands_for(self, original: cst.Call, node: cst.Call) -> cst.BaseExpression:
+        """Return what stands for a call of the file in a step; `node` is it with other arguments."""
+        return self.call(node)
 
     def call(self, node: cst.Call) -> cst.BaseExpression:
         """Return what stands for a call in a step."""
@@ -168,7 +182,7 @@ class MixerText:
 
     def decay(self, node: cst.BinaryOperation) -> cst.BaseExpression:
         """Return the call of an operator for how much of a state stays; anything else as it is."""
-        given = {*_names_read(node)} - {"self", *self.module.imports, *self.module.functions, *self.module.classes}
+        given = {*names_read(node)} - {"self", *self.module.imports, *self.module.functions, *self.module.classes}
         environment = {name: Term("parameter", (), name) for name in given}
         try:
             term = Run(self.module, self.info, 0).expression(node, environment)
@@ -210,16 +224,16 @@ class MixerText:
             return None
         return first.value if _only_masks(function, self.module) and self.facts.is_given(second.value.value) else None
 
-    def _last(self, lines: list[cst.CSTNode]) -> list[cst.CSTNode]:
+    def last(self, lines: list[cst.CSTNode]) -> list[cst.CSTNode]:
         """Return the statements with the residual inside the last product.
 
         Raises:
             NoStep: if they do not end with a product.
         """
         returned = lines[-1] if lines else None
-        value = _value(returned, cst.Return)
-        if isinstance(value, cst.Name) and len(lines) > 1 and (made := _value(lines[-2], cst.Assign)) is not None:
-            target = _assigned(lines[-2])[0]
+        value = value_of(returned, cst.Return)
+        if isinstance(value, cst.Name) and len(lines) > 1 and (made := value_of(lines[-2], cst.Assign)) is not None:
+            target = assigned(lines[-2])[0]
             if target.deep_equals(value):
                 lines, value = [*lines[:-2], lines[-1]], made
         attribute = called_attribute(value) if value is not None else None
@@ -234,18 +248,17 @@ class MixerText:
     def _check(self, lines: Sequence[cst.CSTNode], forward: cst.FunctionDef) -> None:
         """Refuse what reads more than a step has, or binds the names that it has."""
         bound = {name for line in lines for name in bound_by(line)}
-        read = {name for line in lines for name in _names_read(line)}
-        given = {self.hidden, self.cache}
+        read = {name for line in lines for name in names_read(line)}
+        given = {*self.renaming}
         if left := sorted(read & {*parameters(forward), self.facts.gathered} - given - {"self"} - bound):
             raise NoStep("other_layer", f"{self.info.name} reads {left[0]}")
         own = {*PARAMETERS} - {HIDDEN} | ({HIDDEN} if self.hidden != HIDDEN else set())
-        if taken := sorted(
-            (bound | read) & (own - {self.cache} - {"norm", "residual"}) | bound & {"norm", "residual"}
-        ):
+        if taken := sorted((bound | read) & (own - given - {"norm", "residual"}) | bound & {"norm", "residual"}):
             raise NoStep("name_taken", f"{self.info.name} has a local {taken[0]}")
 
 
-def _visited(node: cst.CSTNode, transformer: cst.CSTTransformer) -> cst.CSTNode:
+def visited(node: cst.CSTNode, transformer: cst.CSTTransformer) -> cst.CSTNode:
+    """Return what a transformer makes of a node, which is one node."""
     made = node.visit(transformer)
     if not isinstance(made, cst.CSTNode):
         raise TypeError("not a node")
@@ -258,7 +271,7 @@ class _Calls(cst.CSTTransformer):
         self.text = text
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        return self.text.call(updated_node)
+        return self.text.stands_for(original_node, updated_node)
 
     def leave_BinaryOperation(
         self, original_node: cst.BinaryOperation, updated_node: cst.BinaryOperation
@@ -309,45 +322,47 @@ def bound_by(node: cst.CSTNode) -> set[str]:
     return {name for line in lines for target in line.targets for name in targets(target.target)}
 
 
-def _names_read(node: cst.CSTNode) -> Iterator[str]:
+def names_read(node: cst.CSTNode) -> Iterator[str]:
     """Yield every name that is read, names of attributes and keywords left out."""
     if isinstance(node, cst.Name):
         yield node.value
     elif isinstance(node, cst.Attribute):
-        yield from _names_read(node.value)
+        yield from names_read(node.value)
     elif isinstance(node, cst.AssignTarget) and isinstance(node.target, (cst.Name, cst.Tuple)):
         return
     elif isinstance(node, cst.Arg):
-        yield from _names_read(node.value)
+        yield from names_read(node.value)
     else:
         for child in node.children:
-            yield from _names_read(child)
+            yield from names_read(child)
 
 
-def _needed(lines: list[cst.CSTNode]) -> list[cst.CSTNode]:
+def needed(lines: list[cst.CSTNode]) -> list[cst.CSTNode]:
     """Return the statements without the assignments of plain values that nothing reads any more."""
     read: set[str] = set()
     kept: list[cst.CSTNode] = []
     for line in reversed(lines):
-        made = _value(line, cst.Assign)
+        made = value_of(line, cst.Assign)
         idle = made is not None and not any(calls_in(made)) and not bound_by(line) & read
-        if not idle or any(isinstance(node, cst.Subscript) for node in _assigned(line)):
+        if not idle or any(isinstance(node, cst.Subscript) for node in assigned(line)):
             kept.insert(0, line)
-            read |= {*_names_read(line)}
+            read |= {*names_read(line)}
     return kept
 
 
-def _assigned(line: cst.CSTNode) -> list[cst.BaseAssignTargetExpression]:
+def assigned(line: cst.CSTNode) -> list[cst.BaseAssignTargetExpression]:
+    """Return the targets of the assignments in a statement."""
     return [target.target for node in walk(line) if isinstance(node, cst.Assign) for target in node.targets]
 
 
-def _value(line: cst.CSTNode | None, kind: type[cst.BaseSmallStatement]) -> cst.BaseExpression | None:
+def value_of(line: cst.CSTNode | None, kind: type[cst.BaseSmallStatement]) -> cst.BaseExpression | None:
     """Return the value of a line that is one statement of a kind."""
     small = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
     return small.value if isinstance(small, kind) and isinstance(small, (cst.Assign, cst.Return)) else None
 
 
-def _returns(line: cst.CSTNode) -> bool:
+def returns(line: cst.CSTNode) -> bool:
+    """Whether a line is a return."""
     return isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Return)
 
 

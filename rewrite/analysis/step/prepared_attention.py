@@ -48,7 +48,7 @@ class PreparedAttention(AttentionStep):
         options = [option for option in self._options(module) if option != "norm=norm"]
         options.insert(1, f"num_key_value_heads=key.shape[-1] // {head_dim}")
         query = call_statement("query = ", "projected_step", ["packed", positions, CACHE, layer_idx, *options], module)
-        given = ["query", CACHE, layer_idx, *self._attention(self.window, module)]
+        given = ["query", CACHE, layer_idx, *self.attended_with(self.window, module)]
         attended = call_statement("attn_output = ", "decode_attention", given, module)
         last = call_statement(
             "return ", "linear", ["attn_output", source(self.output, module, ()), "residual=residual"], module

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.terms.computation import NotComputable, subterms
-from rewrite.analysis.terms.spelling import Term
+from rewrite.analysis.terms.spelling import Term, constant
 
 
 def held(term: Term, attribute: str) -> Term:
@@ -53,6 +53,8 @@ def source(term: Term, module: Module, known: Container[str] | None = None) -> s
     if term.op == "select":
         test, yes, no = (_within(part, 1, module) for part in term.args)
         return f"{yes} if {test} else {no}"
+    if term.op == "math.sqrt" and len(term.args) == 1:
+        return source(Term("pow", (term.args[0], constant(0.5))), module)
     if term.op == "getattr":
         return f"getattr({', '.join(source(argument, module) for argument in term.args)})"
     if term.op == "call" and len(term.args) == 2 and term.args[0].op == "attribute":

@@ -14,7 +14,9 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis import effects
-from rewrite.analysis.effects import Effect, Scope, effects_of
+from rewrite.analysis.effects import Scope, effects_of
+from rewrite.analysis.sites.norms import runtime_norm
+from rewrite.analysis.step.called import Called, check_calls
 from rewrite.analysis.syntax import cache_names
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, without_runtime
 from rewrite.analysis.syntax.nodes import calls_in, parameters
@@ -29,8 +31,12 @@ CACHE = PASSED[0]
 CACHES = (*PASSED, "past_key_value", "layer_past")
 """That, and what files call it that are older than the names."""
 _OF_CACHES = ("update", "get_conv_state", "get_recurrent_state")
-_DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
+DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
+"""Modules that return their input in evaluation."""
 LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
+NORMS = ("torch.nn.LayerNorm", "torch.nn.RMSNorm")
+_NEW = ("add", "mul", "div", "neg", "pow", "rsqrt", "matmul", "softmax", "sigmoid", "tanh")
+"""Operations whose result is a tensor of its own."""
 _IN_PLACE = {cst.AddAssign: "add", cst.MultiplyAssign: "mul", cst.DivideAssign: "div"}
 _FILLS = m.Call(
     func=m.Attribute(
@@ -136,49 +142,6 @@ def cache_parameters(function: cst.FunctionDef) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Called:
-    """A call that an execution met, and what it may do besides returning something."""
-
-    term: Term
-    effect: Effect
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether it is proven to do nothing but return something in evaluation."""
-        draws = self.effect.draws and self.term.op != "call"  # modules draw in training
-        return not (self.effect.writes or self.effect.stores or self.effect.anything or draws)
-
-
-def check_calls(calls: Sequence[Called], result: Term, trusted: Container[str] | None = ()) -> None:
-    """Refuse what terms cannot show: calls for their effect, calls made twice, arguments written in place.
-
-    Raises:
-        NotComputable: saying which call it is.
-    """
-    loud = [call for call in calls if not call.is_quiet]
-    if not loud:
-        return
-    inside = set(subterms(result))
-    seen: set[Term] = set()
-    for call in loud:
-        if call.term not in inside:
-            raise NotComputable(f"{_callee(call.term)} is called for its effect")
-        if call.term in seen:
-            raise NotComputable(f"{_callee(call.term)} is called twice, and may not do the same twice")
-        seen.add(call.term)
-        is_trusted = trusted is None or call.term.args[0].value in trusted
-        if call.effect.writes and not call.effect.anything and not is_trusted:
-            for argument in call.term.args[1:]:
-                readers = {term for term in inside if argument in term.args}
-                if argument.op in ("parameter", "attribute") or len(readers) > 1:
-                    raise NotComputable(f"{_callee(call.term)} writes its argument in place, which is read again")
-
-
-def _callee(term: Term) -> str:
-    return str(term.args[0]) if term.op == "call" else term.op
-
-
 @dataclass
 class Step(Run):
     """One symbolic execution of a decode step."""
@@ -198,7 +161,7 @@ class Step(Run):
 
     def block(self, statements: Sequence[cst.CSTNode], environment: Bindings) -> Term | None:
         """Execute statements, those left out that only complain."""
-        return super().block([s for s in statements if not _complains(s)], environment)
+        return super().block([s for s in statements if not complains(s)], environment)
 
     def decided(self, test: Term) -> bool | None:
         """Return what a step decides a test to be."""
@@ -238,10 +201,30 @@ class Step(Run):
         operation = _IN_PLACE.get(type(small.operator))
         if operation == "add" and value.op == added.op == "tuple":
             return Term("tuple", (*value.args, *added.args))
-        holders = [name for name, term in environment.items() if any(inner == value for inner in subterms(term))]
+        holders = [name for name, term in environment.items() if self.may_share(term, value)]
         if operation is None or value.op == "parameter" or len(holders) > 1:
             raise NotComputable("an operation in place")
         return make(operation, value, added)
+
+    def may_share(self, term: Term, value: Term) -> bool:
+        """Whether a tensor may lie in the memory of another one that it is computed from, or be it."""
+        if term == value or not term.args:
+            return term == value
+        if term.op in _NEW or self.is_norm(term):
+            return False
+        return any(self.may_share(argument, value) for argument in term.args)
+
+    def is_norm(self, term: Term) -> bool:
+        """Whether a term is the call of a norm of the file that an operator computes, or of torch's."""
+        if term.op != "call" or term.args[0].op != "attribute" or self.owner is None:
+            return False
+        names, classes = effects_of(self.module).names, self.module.classes
+        built = [getattr(v, "func", None) for v in values_of(term.args[0].value, self.owner, self.module)]
+        known = [names.resolved(func) if isinstance(func, cst.BaseExpression) else "" for func in built]
+        return bool(known) and all(
+            name in NORMS or (name in classes and runtime_norm(classes[name], self.module) is not None)
+            for name in known
+        )
 
     def _expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         if isinstance(node, cst.BooleanOperation):
@@ -277,7 +260,7 @@ class Step(Run):
         """Return the term of a call: none of dropout, and what earlier transforms merged taken apart again."""
         attribute = self_attribute(node.func)
         if attribute is not None and self.owner is not None and len(node.args) == 1:
-            if is_built_from(attribute, _DROPOUT, self.owner, self.module):
+            if is_built_from(attribute, DROPOUT, self.owner, self.module):
                 return self.expression(node.args[0].value, environment)
         self.check_helper(node)
         called = super().call(node, environment)
@@ -354,7 +337,8 @@ def _takes(module: Module, name: str) -> list[str]:
     return ["input"] if name.startswith("torch.nn.") else []
 
 
-def _complains(statement: cst.CSTNode) -> bool:
+def complains(statement: cst.CSTNode) -> bool:
+    """Whether a statement does nothing but complain, if something is not as it should be."""
     if isinstance(statement, cst.If) and statement.orelse is None:
         return all(m.matches(inner, _COMPLAINS) for inner in statement.body.body)
     return m.matches(statement, _COMPLAINS)

@@ -287,15 +287,29 @@ def dotted(node: cst.BaseExpression) -> str:
 
 
 def self_assignments(function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-    """Yield (attribute, value) of every `self.attribute = value` in a method, in source order."""
+    """Yield (attribute, value) of every `self.attribute = value` in a method, in source order, also of tuples."""
     for node in small_statements(function.body):
         if isinstance(node, cst.Assign):
-            for target in node.targets:
-                if (attribute := self_attribute(target.target)) is not None:
-                    yield attribute, node.value
+            for given in node.targets:
+                for target, value in assigned_pairs(given.target, node.value):
+                    if (attribute := self_attribute(target)) is not None:
+                        yield attribute, value
         elif isinstance(node, cst.AnnAssign) and node.value is not None:
             if (attribute := self_attribute(node.target)) is not None:
                 yield attribute, node.value
+
+
+def assigned_pairs(
+    target: cst.BaseExpression, value: cst.BaseExpression
+) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Yield what an assignment gives to what: one by one where a tuple is written out on both sides."""
+    sides = [side.elements if isinstance(side, (cst.Tuple, cst.List)) else () for side in (target, value)]
+    starred = any(isinstance(element, cst.StarredElement) for side in sides for element in side)
+    if not sides[0] or starred or len(sides[0]) != len(sides[1]):
+        yield target, value
+        return
+    for one, other in zip(*sides, strict=True):
+        yield from assigned_pairs(one.value, other.value)
 
 
 def small_statements(block: cst.CSTNode) -> Iterator[cst.BaseSmallStatement]:

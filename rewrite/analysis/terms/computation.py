@@ -24,6 +24,8 @@ from rewrite.errors import RewriteError
 
 MAX_DEPTH = 4
 """How many calls of helpers inside helpers are followed."""
+PARTS = ("chunk", "split", "unbind", "split_with_sizes", "tensor_split")
+"""What gives back several tensors, as many as the names that they are unpacked into."""
 MAX_SIZE = 4000
 """Inlining repeats terms; a body of more nodes than this is no fused operator's."""
 
@@ -127,13 +129,34 @@ class Run:
             return
         if isinstance(small, cst.Assign):
             given = small.value
-            value = self.defined(given) if isinstance(given, cst.Lambda) else self.expression(given, environment)
+            turns = _turns_of(small)
+            if isinstance(given, cst.Lambda):
+                value = self.defined(given)
+            elif turns is not None:
+                value = self.each(turns, environment)
+            else:
+                value = self.expression(given, environment)
             for target in small.targets:
                 self.bind(target.target, value, environment)
         elif isinstance(small, cst.AnnAssign) and small.value is not None:
             self.bind(small.target, self.expression(small.value, environment), environment)
         else:
             raise NotComputable(_kind(small))
+
+    def each(self, turns: tuple[cst.BaseSimpleComp, int], environment: Bindings) -> Term:
+        """Return what a comprehension gives the names that it is unpacked into, one by one."""
+        node, count = turns
+        over = self.expression(node.for_in.iter, environment)
+        if (over.op == "tuple" and len(over.args) != count) or any(part.op == "star" for part in over.args):
+            raise NotComputable("a comprehension over another number of things")
+        if over.op != "tuple" and (over.op not in PARTS or over.args[1:2] == ()):
+            raise NotComputable(_kind(node))
+        made = []
+        for place in range(count):
+            inner = dict(environment)
+            self.bind(node.for_in.target, make("index", over, constant(place)), inner)
+            made.append(self.expression(node.elt, inner))
+        return Term("tuple", tuple(made))
 
     def bind(self, target: cst.BaseExpression, value: Term, environment: Bindings) -> None:
         """Give the targets of an assignment their values."""
@@ -379,6 +402,17 @@ def _own_names(function: cst.FunctionDef | cst.Lambda) -> set[str]:
     inside = list(walk(function.body))
     defined = {node.name.value for node in inside if isinstance(node, (cst.FunctionDef, cst.ClassDef))}
     return defined.union(*(names_bound_by(node) for node in inside))
+
+
+def _turns_of(small: cst.Assign) -> tuple[cst.BaseSimpleComp, int] | None:
+    """Return a comprehension that an assignment takes apart at once, and into how many; None for other values."""
+    value, names = small.value, small.targets[0].target
+    if not isinstance(value, (cst.GeneratorExp, cst.ListComp)) or not isinstance(names, (cst.Tuple, cst.List)):
+        return None
+    one = value.for_in.inner_for_in is None and not value.for_in.ifs and value.for_in.asynchronous is None
+    plain = not any(isinstance(element, cst.StarredElement) for element in names.elements)
+    plain = plain and not any(isinstance(node, cst.NamedExpr) for node in walk(value))  # which outlives it
+    return (value, len(names.elements)) if one and plain and len(small.targets) == 1 else None
 
 
 def _otherwise(statement: cst.If) -> Sequence[cst.CSTNode]:

@@ -1,0 +1,22 @@
+"""torch's own RMSNorm, for operators that compute one over the last dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+OFFERS: dict[str, dict[str, str]] = {
+    "torch_rms_norm": {},
+}
+
+_FORWARD = nn.RMSNorm.forward
+
+
+def torch_rms_norm(norm: nn.Module) -> tuple[torch.Tensor | None, float] | None:
+    """Return weight and eps of torch's RMSNorm, which multiplies by the weight before it rounds.
+
+    None for any other module, over several dimensions, and without an eps, which is another one in each dtype.
+    """
+    if type(norm) is not nn.RMSNorm or norm.eps is None or len(norm.normalized_shape) != 1:
+        return None
+    return (norm.weight, norm.eps) if nn.RMSNorm.forward is _FORWARD else None
