@@ -156,9 +156,8 @@ def needed_by(text: str) -> dict[str, str]:
         found["eager"] = "its file takes modules of others, which may write attention out"
     if gives_more(tree):
         found["inputs"] = "its models give a step more than tokens and positions"
-    names = set(_names(tree))
-    if {"CapturedForward", "input_ids"} <= names and "GraphGeneration" not in names:
-        found["ragged"] = "its models are called with texts, and generate none"
+    if any(name.endswith("ForMaskedLM") for name in _names(tree)):
+        found["ragged"] = "its models are called with batches of texts"
     return found
 
 
