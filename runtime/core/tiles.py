@@ -167,7 +167,7 @@ def _plain_rule(rows: int, cols: int, processors: int) -> Tile:
         block = (1, 2048, 4 if cols % 2048 else 2) if block_cols == 2048 else (2, block_cols, 4)
     elif cols <= 4096:
         block = 2, _masking_little(cols, 2048), 2
-    elif cols % 2048 and cols >= 8192:
+    elif cols >= 8192 and (cols % 2048 or cols > 16384):  # Triton 3.9 spills with wider blocks of 28,672 columns
         block = 2, 1024, 4
     else:
         block = (1, 2048, 2) if rows < 24 * processors else (2, 2048, 4)
