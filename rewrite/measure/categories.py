@@ -38,7 +38,8 @@ OURS = {
         "_experts_gate_up_kernel _experts_down_kernel _transposed_gate_up_kernel _transposed_down_kernel "
         "_joined_gate_up_kernel _joined_down_kernel "
         "_router_logits_kernel _qkv_kernel _qkv_rows_kernel _latent_query_kernel _block_linear_kernel "
-        "_block_gate_up_kernel _block_rows_kernel _block_down_kernel _grouped_kernel"
+        "_block_gate_up_kernel _block_rows_kernel _block_down_kernel _grouped_kernel "
+        "_mxfp4_gate_up_kernel _mxfp4_down_kernel"
     ),
     ATTENTION: (
         "_decode_attention_kernel _masked_attention_kernel _latent_attention_kernel _latent_values_kernel "
@@ -51,7 +52,9 @@ OURS = {
         "_experts_gradient_kernel _sum_of_experts_kernel _cross_entropy_kernel"
     ),
     ROTARY: "_rotary_kernel _rotary_rows_kernel",
-    COPIES: "_rope_cache_kernel _qkv_prompt_kernel _write_token_kernel",
+    COPIES: (
+        "_rope_cache_kernel _qkv_prompt_kernel _write_token_kernel _keep_kernel _page_tables_kernel _slot_lists_kernel"
+    ),
     SAMPLING: "_best_of_block_kernel _take_best_kernel _look_up_kernel",
     COMMUNICATION: "_shared_sum_kernel",
 }

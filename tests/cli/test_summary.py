@@ -42,6 +42,9 @@ def test_of_a_file_that_transformers_does_not_know(here: Path) -> None:
 
 
 def test_it_comes_last_and_fits(here: Path, rewrite: CommandLine) -> None:
+    file, loop = here / "modeling_tiny.py", "        for layer in self.layers:\n"
+    assert file.read_text("utf-8").count(loop) == 1
+    file.write_text(file.read_text("utf-8").replace(loop, f"        self.seen = causal_mask is None\n{loop}"), "utf-8")
     done = rewrite("modeling_tiny.py", "--out", "out", "--no-verify")
     labels = [line[:11].strip() for line in done.out.splitlines() if line[:1].isalpha()]
     assert labels == ["source", "model", "generate", "sites", "left out", "written", "runtime", "verify", "next"]

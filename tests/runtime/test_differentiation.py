@@ -214,6 +214,7 @@ CASES: dict[str, Case] = {
 WRITES = "writes a cache in place, which torch transforms for nobody; it asks `wants_gradient` as the others do"
 OTHERS = {
     "add_experts": "False, and the file's own loop runs, wherever something is differentiated",
+    "attend_step": WRITES,
     "decode_attention": WRITES,
     "qkv_step": WRITES,
     "latent_attention": WRITES,

@@ -20,7 +20,7 @@ from .bugs import Bug
 from .copies import planted, upstream
 
 QUICK = Options(quick=True, fail_fast=True, gates=("parity", "generation"))
-FORMAT, WEIGHTS, LINEAR = ("runtime/fp8.py",) * 3
+FORMAT, WEIGHTS, LINEAR = "runtime/core.py", "runtime/fp8.py", "runtime/fp8.py"
 
 ROUNDED = "inverse.unsqueeze(-1)).to(dtype)"
 BUGS = (
