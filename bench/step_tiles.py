@@ -1,7 +1,7 @@
 """Times every tile of every kernel in whole steps of Llamas of many widths, to hold `runtime/core/tiles.py` to.
 
     python bench/step_tiles.py measure PACKAGE RESULTS.json [--steps 1.5b:1,8b:8] [--kinds linear,gated,qkv]
-        [--layers 24] [--limit-seconds 265]                                     # on a GPU
+        [--layers 16] [--limit-seconds 265]                                     # on a GPU
     python bench/step_tiles.py compare RESULTS.json… [--processors 132]         # anywhere
 
 A step has layers and the head, of the widths of a published model, with 512 tokens before. Kernels overlap in a
@@ -34,11 +34,9 @@ WIDTHS = {
 }
 """Hidden and inner width, heads of queries and of keys, their width, vocabulary: Qwen, Gemma, Llama by size."""
 STEPS = ",".join(f"{name}:{rows}" for rows in (1, 8) for name in WIDTHS)
-LAYERS = 24
-"""Layers of a step at most, of as many as the published model has. In steps of four one call in four layers has to
-differ by a microsecond to be seen, and what a tile gained in them was seldom what it gained in all."""
-DEPTHS = {"0.5b": 24, "1b": 16}
-"""Layers of published models that have fewer than 26."""
+LAYERS = 16
+"""Layers of a step. In steps of four a call in each has to gain a microsecond to be seen, and what a tile gained in
+them was seldom what it gained in all layers."""
 CONTEXT = 512
 PLAIN = (
     (1, 2048, 2), (1, 2048, 4), (2, 2048, 2), (2, 2048, 4), (4, 2048, 8), (1, 4096, 4), (1, 4096, 8), (2, 4096, 8),
@@ -67,7 +65,7 @@ def main() -> int:
     made.add_argument("results", type=Path)
     made.add_argument("--steps", default=STEPS, help="widths and rows")
     made.add_argument("--kinds", default="linear,gated,qkv,attention,skinny_linear,skinny_linear_32")
-    made.add_argument("--layers", type=int, default=LAYERS, help="at most")
+    made.add_argument("--layers", type=int, default=LAYERS)
     made.add_argument("--limit-seconds", type=float, default=600.0)
     read = commands.add_parser("compare")
     read.add_argument("results", type=Path, nargs="+")
@@ -81,7 +79,7 @@ def main() -> int:
     return 0
 
 
-def measure(package: Path, results: Path, steps: list[str], kinds: list[str], most_layers: int, limit: float) -> None:
+def measure(package: Path, results: Path, steps: list[str], kinds: list[str], layers: int, limit: float) -> None:
     """Time the candidates of each kernel of each step, until the time is up; what is left out is said."""
     import torch
 
@@ -118,7 +116,6 @@ def measure(package: Path, results: Path, steps: list[str], kinds: list[str], mo
             print(f"{step}: left out, no time", flush=True)
             continue
         name, batch = step.split(":")
-        layers = min(most_layers, DEPTHS.get(name, most_layers))
         model = build(main.rewritten, config(main.config_class, name, layers), "bfloat16", "cuda")
         taken = Steps(model, int(batch), CONTEXT)
         used = taken.in_use({})

@@ -378,7 +378,11 @@ PLAIN = STEP.format("def forward(self, input_ids, attention_mask=None, past_key_
 )
 def test_what_a_step_may_be_given_is_told_by_the_file(text: str, needed: bool) -> None:
     assert ("inputs" in needed_by(text)) == needed
-    assert "ragged" not in needed_by(text)
+
+
+@pytest.mark.parametrize(("name", "needed"), [("TinyForMaskedLM", True), ("TinyForCausalLM", False)])
+def test_batches_without_padding_come_where_models_are_called_with_texts(name: str, needed: bool) -> None:
+    assert ("ragged" in needed_by(f"class {name}: ...")) == needed
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core import aiter_probe
 from ..core.launch import fp8_dtype
 from . import calls as aiter_calls
-from .norms import RMSReference, _as_rows, _refusal, _rows_and_weight
+from .norms import RMSReference, as_rows, rows_and_weight, sum_refusal
 
 _TENSORS = ("out", "input", "residual_in", "residual_out", "xscale", "yscale", "weight")
 _KEYWORDS = ("epsilon", "out_before_quant", "use_model_sensitive_rmsnorm")
@@ -50,13 +50,7 @@ def add_rms_norm(
     """Return `fp8_add_rms_norm` by aiter; None, with a counted reason, where the bundled form is to run."""
     if not aiter_calls.chosen("add_rmsnorm_quant", hidden_states):
         return None
-    reason = _refusal(hidden_states, weight)
-    if reason is None and (residual.shape != hidden_states.shape or residual.device != hidden_states.device):
-        reason = "layout"
-    if reason is None and residual.dtype != hidden_states.dtype:
-        reason = "dtype"
-    if reason is None and (offset or weight_in_fp32):
-        reason = "no_equal_mode"
+    reason = sum_refusal(hidden_states, residual, weight, bool(offset or weight_in_fp32))
     if reason is not None or weight is None:
         aiter_calls.refuse("add_rmsnorm_quant", reason or "weight")
         return None
@@ -76,13 +70,13 @@ def add_rms_norm(
         return Rows(normed, summed, values, row_scale)
 
     def proof() -> bool:
-        x, scale = _rows_and_weight(hidden_states)
+        x, scale = rows_and_weight(hidden_states)
         other = x.flip(0)
         return _holds(call(x, other, scale), other + x, reference(other + x, scale, eps, offset, weight_in_fp32))
 
     shape = hidden_states.shape
     variant = (hidden_states.dtype, hidden_states.device, shape[-1])
-    rows, others = _as_rows(hidden_states), _as_rows(residual)
+    rows, others = as_rows(hidden_states), as_rows(residual)
     found = aiter_calls.run("add_rmsnorm_quant", hidden_states, variant, lambda: call(rows, others, weight), proof)
     if found is None:
         return None

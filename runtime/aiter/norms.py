@@ -55,11 +55,11 @@ def rms_norm(
         return function(x, scale, eps)
 
     def proof() -> bool:
-        x, scale = _rows_and_weight(hidden_states)
+        x, scale = rows_and_weight(hidden_states)
         return aiter_calls.mostly_equal(call(x, scale), reference(x, scale, eps, offset, weight_in_fp32))
 
     variant = (hidden_states.dtype, hidden_states.device, hidden_states.shape[-1], offset, weight_in_fp32)
-    rows = _as_rows(hidden_states)
+    rows = as_rows(hidden_states)
     normed = aiter_calls.run("rms_norm", hidden_states, variant, lambda: _checked(call(rows, weight), rows), proof)
     return None if normed is None else normed.view(hidden_states.shape)
 
@@ -76,13 +76,7 @@ def add_rms_norm(
     """Return `add_rms_norm` by aiter, `(normed, summed)`; None where the bundled form is to run."""
     if not aiter_calls.chosen("add_rms_norm", hidden_states):
         return None
-    reason = _refusal(hidden_states, weight)
-    if reason is None and (residual.shape != hidden_states.shape or residual.device != hidden_states.device):
-        reason = "layout"
-    if reason is None and residual.dtype != hidden_states.dtype:
-        reason = "dtype"
-    if reason is None and (offset or weight_in_fp32):
-        reason = "no_equal_mode"
+    reason = sum_refusal(hidden_states, residual, weight, bool(offset or weight_in_fp32))
     if reason is not None or weight is None:
         aiter_calls.refuse("add_rms_norm", reason or "weight")
         return None
@@ -98,7 +92,7 @@ def add_rms_norm(
         return normed, summed
 
     def proof() -> bool:
-        x, scale = _rows_and_weight(hidden_states)
+        x, scale = rows_and_weight(hidden_states)
         other = x.flip(0)
         normed, summed = call(x, other, scale)
         wanted = other + x
@@ -108,7 +102,7 @@ def add_rms_norm(
 
     shape = hidden_states.shape
     variant = (hidden_states.dtype, hidden_states.device, shape[-1])
-    rows, others = _as_rows(hidden_states), _as_rows(residual)
+    rows, others = as_rows(hidden_states), as_rows(residual)
     found = aiter_calls.run("add_rms_norm", hidden_states, variant, lambda: call(rows, others, weight), proof)
     return None if found is None else (found[0].view(shape), found[1].view(shape))
 
@@ -134,15 +128,25 @@ def layer_norm(
         return function(x, scale, shift, epsilon=eps)
 
     def proof() -> bool:
-        x, scale = _rows_and_weight(hidden_states)
+        x, scale = rows_and_weight(hidden_states)
         return aiter_calls.mostly_equal(call(x, scale, x[0]), reference(x, scale, x[0], eps))
 
     variant = (hidden_states.dtype, hidden_states.device, hidden_states.shape[-1])
-    rows = _as_rows(hidden_states)
+    rows = as_rows(hidden_states)
     normed = aiter_calls.run(
         "layer_norm", hidden_states, variant, lambda: _checked(call(rows, weight, shift), rows), proof
     )
     return None if normed is None else normed.view(hidden_states.shape)
+
+
+def sum_refusal(hidden_states: Tensor, residual: Tensor, weight: Tensor | None, other_mode: bool) -> str | None:
+    """Return why aiter does not get a sum and its RMSNorm; `other_mode` is a rounding that it does not have."""
+    reason = _refusal(hidden_states, weight)
+    if reason is None and (residual.shape != hidden_states.shape or residual.device != hidden_states.device):
+        reason = "layout"
+    if reason is None and residual.dtype != hidden_states.dtype:
+        reason = "dtype"
+    return "no_equal_mode" if reason is None and other_mode else reason
 
 
 def _refusal(hidden_states: Tensor, parameter: Tensor | None) -> str | None:
@@ -179,13 +183,14 @@ def _gemma_function() -> Callable[[Tensor, Tensor, float], Any] | None:
     return None if function is None else call
 
 
-def _as_rows(tensor: Tensor) -> Tensor:
+def as_rows(tensor: Tensor) -> Tensor:
     """Return `[rows, H]`, contiguous and aligned."""
     rows = tensor.reshape(-1, tensor.shape[-1]).contiguous()
     return rows.clone() if rows.data_ptr() % 16 else rows
 
 
-def _rows_and_weight(like: Tensor) -> tuple[Tensor, Tensor]:
+def rows_and_weight(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a norm is tried on: rows and a weight, of the dtype and columns of `like`."""
     hidden_size = like.shape[-1]
     x, weight = aiter_calls.samples(like, (_ROWS, hidden_size), (hidden_size,))
     return x * 3, weight * 0.3 + 1  # a weight near 1 shows best where it was rounded

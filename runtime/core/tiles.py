@@ -146,7 +146,7 @@ def _plain_rule(rows: int, cols: int, processors: int) -> Tile:
     """Return a tile for one row, found in whole steps of 11 models of 0.5B to 14B on an H200 (`bench/step_tiles.py`).
 
     A mask over the last block costs little and a small block much, in which a program has few bytes on their way. Few
-    rows are left to more programs; of a weight that is as wide as high a program takes two, half a warp a KiB.
+    rows are left to more programs; of more rows a program takes two, up to 4,096 columns with two warps.
     """
     few, head = rows < 18 * processors, rows >= 64 * processors
     block: Tile
