@@ -1,10 +1,11 @@
 """Times every tile of every kernel in whole steps of Llamas of many widths, to hold `runtime/core/tiles.py` to.
 
-    python bench/step_tiles.py measure PACKAGE RESULTS.json [--steps 1.5b:1,8b:8] [--kinds linear,gated,qkv]
+    python bench/step_tiles.py measure PACKAGE RESULTS.json [--steps 1.5b:1,8b:8:8192] [--kinds linear,gated,qkv]
         [--layers 16] [--limit-seconds 265]                                     # on a GPU
     python bench/step_tiles.py compare RESULTS.json… [--processors 132]         # anywhere
 
-A step has layers and the head, of the widths of a published model, with 512 tokens before. Kernels overlap in a
+A step has layers and the head, of the widths of a published model, with 512 tokens before, or as many as its third
+number says. Kernels overlap in a
 step, so a kernel is not timed alone: the graph of the step is replayed with each of its tiles in turn, the others as
 the rule has them, or as the best were that were found before. `compare` prints what the rule of today loses, a call.
 """
@@ -29,10 +30,11 @@ WIDTHS = {
     "4b": (2560, 9728, 32, 8, 128, 151936),
     "3b": (3072, 8192, 24, 8, 128, 128256),
     "7b": (3584, 18944, 28, 4, 128, 152064),
+    "l7b": (4096, 11008, 32, 32, 128, 32000),
     "8b": (4096, 14336, 32, 8, 128, 128256),
     "14b": (5120, 17408, 40, 8, 128, 151936),
 }
-"""Hidden and inner width, heads of queries and of keys, their width, vocabulary: Qwen, Gemma, Llama by size."""
+"""Hidden and inner width, heads of queries and of keys, their width, vocabulary: Qwen, Gemma, Llama, Llama 2 (`l7b`)."""
 STEPS = ",".join(f"{name}:{rows}" for rows in (1, 8) for name in WIDTHS)
 LAYERS = 16
 """Layers of a step. In steps of four a call in each has to gain a microsecond to be seen, and what a tile gained in
@@ -54,6 +56,8 @@ BLOCKS = (
     (64, 256, 4, 2), (128, 128, 8, 6), (128, 256, 8, 2), (32, 512, 4, 3), (64, 512, 8, 2), (64, 256, 4, 5),
 )  # fmt: skip
 """Rows, columns, warps and stages of products of 2 to 32 rows, with splits for one, two and three turns."""
+DIVISIONS = tuple((parts, slots, warps) for parts in (4, 8, 16, 32, 64) for slots in (32, 64, 128) for warps in (4, 8))
+"""Parts, slots and warps of attention over many tokens."""
 
 
 def main() -> int:
@@ -63,7 +67,7 @@ def main() -> int:
     made = commands.add_parser("measure")
     made.add_argument("package", type=Path, help="of Llama")
     made.add_argument("results", type=Path)
-    made.add_argument("--steps", default=STEPS, help="widths and rows")
+    made.add_argument("--steps", default=STEPS, help="widths, rows, and tokens before them")
     made.add_argument("--kinds", default="linear,gated,qkv,attention,skinny_linear,skinny_linear_32")
     made.add_argument("--layers", type=int, default=LAYERS)
     made.add_argument("--limit-seconds", type=float, default=600.0)
@@ -100,7 +104,10 @@ def measure(package: Path, results: Path, steps: list[str], kinds: list[str], la
         if kind not in kinds:
             return []
         if kind == "attention":
-            return splits(current, int(shape.split("x")[3]), limits)
+            if context == CONTEXT:
+                return splits(current, int(shape.split("x")[3]), limits)
+            heads, _, _, dot, _ = current
+            return [(heads, parts, slots, dot, warps) for parts, slots, warps in DIVISIONS]
         rows, cols, _ = map(int, shape.split("x"))
         if kind.startswith("skinny"):
             found = several(kind, rows, cols, processors, limits.shared)
@@ -110,28 +117,30 @@ def measure(package: Path, results: Path, steps: list[str], kinds: list[str], la
             found = [tile for tile in tiles if rows % tile[0] == 0 and tile[1] <= widest]
         return [entry for entry in dict.fromkeys(found) if entry != current][:26]
 
+    context = CONTEXT
     began, rows = time.perf_counter(), list[dict[str, Any]]()
     for step in steps:
         if time.perf_counter() - began > limit:
             print(f"{step}: left out, no time", flush=True)
             continue
-        name, batch = step.split(":")
+        name, batch, *tokens = step.split(":")
+        context = int(tokens[0]) if tokens else CONTEXT
         model = build(main.rewritten, config(main.config_class, name, layers), "bfloat16", "cuda")
-        taken = Steps(model, int(batch), CONTEXT)
+        taken = Steps(model, int(batch), context)
         used = taken.in_use({})
         taken.compile_ahead(rounds(taken, options))
         best: dict[str, Any] = {}
         for key, (entry, calls) in used.items():
             if key.split()[0] not in kinds:
                 continue
-            tried = [entry, *options(key, entry)]
+            tried = [entry, *(option for option in options(key, entry) if option != entry)]
             times = taken.times([{**best, key: option} for option in tried], 4)
             found = {
                 shown(option): round(statistics.median(ms) * 1e3, 2)
                 for option, ms in zip(tried, times, strict=True)
                 if ms
             }
-            row: dict[str, Any] = {"model": name, "batch": int(batch), "layers": layers}
+            row: dict[str, Any] = {"model": name, "batch": int(batch), "context": context, "layers": layers}
             row |= {"name": key, "calls": calls, "before": shown(entry)}
             rows.append({**row, "step_us": found})
             winner = min(found, key=found.__getitem__)
@@ -149,7 +158,7 @@ def config(config_class: Any, name: str, layers: int) -> Any:
     hidden, inner, heads, kv_heads, head_dim, vocabulary = WIDTHS[name]
     return config_class(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=head_dim, vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=4096,
+        head_dim=head_dim, vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=131072,
         pad_token_id=0,
     )  # fmt: skip
 
@@ -176,12 +185,14 @@ def ruled(row: dict[str, Any], processors: int) -> str:
     """The rule's entry of today for a row of the results."""
     from rewrite.runtime.attention import decode_attention
     from rewrite.runtime.core import tiles
+    from rewrite.tuning.steps import ROOM, ROUNDING
 
-    kind, shape, *slots = row["name"].split()
+    kind, shape, *_ = row["name"].split()
     sizes = tuple(map(int, shape.split("x")))
     if kind == "attention":
         batch, kv_heads, group, head_dim = sizes
-        capacity, programs = int(slots[0]) * 3 // 4, 2 * tiles.in_one_turn(processors)
+        capacity = -(-(row.get("context", CONTEXT) + ROOM) // ROUNDING) * ROUNDING
+        programs = 2 * tiles.in_one_turn(processors)
         return shown(decode_attention._rule(batch, kv_heads * group, kv_heads, capacity, head_dim, programs))
     return shown(tiles.rule(kind, *sizes, processors))
 

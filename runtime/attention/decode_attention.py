@@ -24,7 +24,7 @@ from ..aiter import unified as aiter_unified
 from ..cache.fp8_layer import Fp8Layer
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend, reading
-from ..core.launch import HIP, Kernel, overlaps, processors, wait_for_stores
+from ..core.launch import HIP, Kernel, overlaps, processors, shared_memory, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import FP8_CACHE, ROCM
 from ..core.tiles import attention_key, entry, in_one_turn
@@ -53,7 +53,8 @@ def attend_in_8_bits(model, rows, capacity, *rule):
     slots = fp8_cache(model, rows, capacity)
     query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
     arrived = tensor(rows * model.heads, dtype=torch.int32)
-    split = for_8_bits(choose(rows, model.heads, model.kv_heads, capacity, model.head_dim), model.head_dim)
+    split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
+    split = for_8_bits(split, rows, model.kv_heads, capacity, model.head_dim)
     rule = ScoreRule(model.head_dim**-0.5, *rule)
     return launch(query, slots.keys, slots.values, int64(1), starts, arrived, rule, split, slots)
 
@@ -412,26 +413,32 @@ def decode_attention(
         and not backend.wants_gradient(query)
         and backend.uses_triton(query)
     ):
-        split = choose(query.shape[0], query.shape[1], keys.shape[1], keys.shape[2], keys.shape[3])
+        split = choose(*query.shape[:2], *keys.shape[1:], keys.element_size())
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
         slots: Any = None
         if FP8_CACHE and in_8_bits is not None:
-            split, slots = for_8_bits(split, keys.shape[3]), in_8_bits.slots
+            split, slots = for_8_bits(split, *keys.shape), in_8_bits.slots
         return launch(query, keys, values, position, starts, arrived, rule, split, slots)
     if FP8_CACHE and in_8_bits is not None:
         keys, values = in_8_bits.read(keys.shape[2])
     return _reference(query, keys, values, position, starts, rule)
 
 
-def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
+def choose(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, element_size: int = 2) -> Split:
     """Return how to divide the work: as it was measured, else by a rule."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     name = attention_key(batch, kv_heads, heads // kv_heads, head_dim, capacity)
-    programs = 2 * in_one_turn(processors(device))
-    found = entry(name, device, lambda: _rule(batch, heads, kv_heads, capacity, head_dim, programs))
+    programs, shared = 2 * in_one_turn(processors(device)), shared_memory(device)
+
+    def ruled() -> Split:
+        split = _rule(batch, heads, kv_heads, capacity, head_dim, programs)
+        tile = max(1, shared - (10 << 10)) // (4 * head_dim * element_size)  # two of keys and two of values in flight
+        return split if HIP or split.slots <= tile else split._replace(slots=max(16, _power(tile + 1) // 2))
+
+    found = entry(name, device, ruled)
     if found is None or len(found) != len(Split._fields):
         backend.warn_once(f"tuned.json says {found} of '{name}', which is no division of attention: a rule decides")
-        return _rule(batch, heads, kv_heads, capacity, head_dim, programs)
+        return ruled()
     heads, splits, slots, dot, num_warps = found
     return Split(heads, splits, slots, bool(dot), num_warps)
 
@@ -441,42 +448,67 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     """Return a division that was not measured: into twice as many programs, or as many where they stream.
 
     With few slots every program has one tile, loaded before the query is there; with many it streams. Found in whole
-    steps of eleven widths on an H200 (`bench/step_tiles.py`) and by searches for six models on an H100
-    (`bench/tuning_gain.py`, Triton 3.6, 2026-11-26). Where there are fewer programs than processors, each has twice
-    the warps. A wave of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136
-    (compiled for gfx942, Triton 3.6, the shape of Llama 8B).
+    steps of eleven widths, 512 tokens before them on an H200, 1,024 to 32,768 on an H100 (`bench/step_tiles.py`,
+    Triton 3.6, 2026-11-26). Where there are no more programs than processors, each has twice the warps. A wave of 64
+    counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136 (compiled for gfx942,
+    Triton 3.6, the shape of Llama 8B).
     """
     group = heads // kv_heads
     rows = batch * kv_heads
-    wanted, twice = max(1, programs // rows), max(1, 2 * programs // rows)
-    if capacity <= 32 * twice:
+    twice = max(1, 2 * programs // rows)
+    few = group <= 2 and rows <= programs // 32 and head_dim <= 128  # heads to put together: more parts are no matter
+    if capacity <= (128 if few and not HIP else 32) * twice:
         if head_dim > 128:
             slots = 64 if group >= 4 else 32
             return Split(group, _splits(twice, capacity, slots), slots, True, 4)
         tiles = rows * -(-capacity // 32)
         if head_dim <= 64 and tiles < programs // 4:
             return Split(group, _splits(twice, capacity, 32), 32, True, 4)
-        return Split(group, _power(min(64, twice)), 32, True, 8 if head_dim > 64 and tiles < programs // 2 else 4)
-    slots = 64 if head_dim <= 128 else 32
-    if capacity <= 128 * twice:
-        return Split(group, _splits(twice, capacity, slots), 128 if head_dim <= 64 else slots, True, 4)
-    return Split(group, _splits(wanted, capacity, slots), slots, True, 4)
+        splits = _power(min(64, twice))
+        alone = min(tiles, rows * splits) <= programs // 2
+        return Split(group, splits, 32, True, 8 if head_dim > 64 and alone else 4)
+    if programs // 32 < rows and group > 1 and capacity <= 4 * programs and head_dim <= 128:
+        return Split(group, _splits(twice, capacity, 64), 128 if head_dim <= 64 else 64, True, 4)
+    wanted, slots = _streaming(rows, group, head_dim, programs)
+    splits = _splits(max(1, wanted // rows), capacity, slots)
+    return Split(group, splits, slots, True, 8 if 64 < head_dim <= 128 and rows * splits <= programs // 2 else 4)
 
 
-def for_8_bits(split: Split, head_dim: int) -> Split:
+def _streaming(rows: int, group: int, head_dim: int, programs: int) -> tuple[int, int]:
+    """Return how many programs read many slots each, and the slots of their tiles.
+
+    Wide tiles need few programs to have enough on its way, narrow ones many. Each part costs its program, and the
+    last one of its head, what the heads of a group hold.
+    """
+    if HIP:  # not measured: tiles of 32 KiB of keys and values leave two programs to a compute unit
+        return programs, min(64, 8192 // head_dim)
+    if head_dim > 128:
+        return programs // 2, 64
+    if head_dim <= 64:
+        return 4 * programs, 64 if rows <= programs // 32 else 128
+    if rows > programs // 8:
+        return 4 * programs, 64
+    if group <= 2:
+        return (2 * programs, 32) if group == 1 else (programs, 64)
+    return (programs, 32) if rows <= programs // 32 else (programs // 2, 128)
+
+
+def for_8_bits(split: Split, batch: int, kv_heads: int, capacity: int, head_dim: int) -> Split:
     """Return a division for keys and values in 8 bits, which a thread also holds as they are converted.
 
     As compiled for gfx942 (Triton 3.8) a Llama's tile of 64 slots keeps scalar registers in lanes of others, and
     Gemma's of 32 leaves one wave where 16 bits have two; half of that fits. On NVIDIA's heads of 256 spill with four
     warps (Triton 3.4, 3.9). The number of parts is what was fastest on an H200 (Triton 3.6): with 64 parts and with
-    32, a kernel of the same loads that converted to bf16 took 18.0 and 12.7 µs for 8,192 tokens.
+    32, a kernel of the same loads that converted to bf16 took 18.0 and 12.7 µs for 8,192 tokens. With as many as 16
+    bits have, 8 rows of 8,192 took 7.95 ms of a Llama 8B's step on an H100 and not 7.38.
     """
     if HIP:
         return split._replace(slots=max(16, split.slots // 2))
-    if head_dim > 128:
-        return split._replace(slots=32, splits=min(32, split.splits), num_warps=8)
-    splits = split.splits if head_dim > 64 else 2 * split.splits
-    return split._replace(slots=64, splits=min(32, splits), num_warps=4)
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    programs = (2 if head_dim > 64 else 4) * in_one_turn(processors(device))
+    slots, num_warps = (32, 8) if head_dim > 128 else (64, 4)
+    splits = min(32, _splits(max(1, programs // (batch * kv_heads)), capacity, slots))
+    return split._replace(slots=slots, splits=splits, num_warps=num_warps)
 
 
 def _splits(wanted: int, capacity: int, slots: int) -> int:

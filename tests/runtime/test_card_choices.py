@@ -68,6 +68,33 @@ def test_the_rule_is_near_the_best_that_was_measured_in_steps(kind: str, count: 
     assert max(found)[0] < most
 
 
+ATTENTION_TIMED = ROOT / "bench/results/attention-steps-h100.json"
+"""The same of attention over 1,024 to 32,768 tokens, 46 steps of seven widths with 30 divisions each."""
+
+
+def test_attention_over_many_tokens_is_divided_near_the_best() -> None:
+    """A rule that was found with 512 tokens lost 4.9 on average, and 25 at most."""
+    found = step_tiles.lost(json.loads(ATTENTION_TIMED.read_text("utf-8")), CARDS["H100"].processors, "attention")
+    assert len(found) == 46
+    assert statistics.mean(now for now, _, _ in found) < 0.9
+    assert max(found)[0] < 5.5
+    assert statistics.mean(before for _, before, _ in found) > 4.5
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("shared", [99, 163, 227])
+def test_the_tiles_of_attention_fit_a_card(
+    head_dim: int, element_size: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiles of keys and two of values are in flight: 128 slots of 128 take 128 KiB, more than an L40S has."""
+    monkeypatch.setattr(decode_attention, "shared_memory", lambda device: shared << 10)
+    for rows, kv_heads, capacity in itertools.product((1, 4, 8, 32), (1, 2, 8, 32), (768, 2304, 8448, 33024)):
+        slots = decode_attention.choose(rows, 32, kv_heads, capacity, head_dim, element_size).slots
+        assert slots >= 16
+        assert 4 * slots * head_dim * element_size <= (shared - 10) << 10
+
+
 @pytest.mark.parametrize("shared", [99, 163, 227])
 @pytest.mark.parametrize("kind", ["skinny_linear", "skinny_linear_32"])
 def test_the_tiles_of_several_rows_fit_a_card(kind: str, shared: int) -> None:
@@ -100,10 +127,9 @@ def test_attention_is_divided_as_measured(card: str) -> None:
     for batch, kv_heads, capacity in itertools.product((1, 3, 8, 32), (1, 2, 8, 32), (256, 1024, 8192, 32768)):
         form = decode_attention._rule(batch, 4 * kv_heads, kv_heads, capacity, 128, 2 * tiles.in_one_turn(processors))
         rows = batch * kv_heads
-        assert (form.slots == 32) == (capacity <= 32 * max(1, 512 // rows))
-        assert form.splits * rows < 2 * max(512, rows)
-        if form.slots == 64 and capacity > 128 * max(1, 512 // rows):  # they stream
-            assert form.splits == decode_attention._splits(max(1, 256 // rows), capacity, 64)
+        if capacity <= 32 * max(1, 512 // rows):  # one tile each
+            assert form.slots == 32
+        assert form.splits * rows < 2 * max(1024, rows)
 
 
 @pytest.mark.parametrize(("card", "splits"), [("H100", 2), ("B200", 2), ("MI355X", 4), ("MI300X", 4)])
