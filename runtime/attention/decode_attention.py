@@ -23,7 +23,8 @@ from torch import Tensor
 from ..aiter import unified as aiter_unified
 from ..cache.fp8_layer import Fp8Layer
 from ..cache.preallocated import PreallocatedCache
-from ..core import backend, reading
+from ..cache.token import Write
+from ..core import backend, deferring, reading
 from ..core.launch import HIP, Kernel, overlaps, processors, shared_memory, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import FP8_CACHE, ROCM
@@ -44,8 +45,17 @@ def attend(model, rows, capacity, *rule):
     kept = cache(model, rows, capacity)
     return launch(query, *kept, int64(1), starts, arrived, ScoreRule(model.head_dim**-0.5, *rule), split)
 
+def attend_and_write(model, rows, capacity):
+    query, starts = tensor(rows, model.heads, 1, model.head_dim), int64(rows)
+    arrived = tensor(rows * model.heads, dtype=torch.int32)
+    split = choose(rows, model.heads, model.kv_heads, capacity, model.head_dim)
+    kept = cache(model, rows, capacity)
+    write = Write(*kept, *(tensor(rows, model.kv_heads, 1, model.head_dim) for _ in range(2)), int64(1))
+    return launch(query, *kept, int64(1), starts, arrived, ScoreRule(model.head_dim**-0.5), split, None, write)
+
 for model in (*LLAMAS, GEMMA_9B):
     case(model.name, attend, model, 1, CONTEXT)
+case("Llama 8B, its token", attend_and_write, LLAMA_8B, 1, CONTEXT)
 case("Llama 8B, 8 rows", attend, LLAMA_8B, 8, CONTEXT)
 for model in (LLAMA_8B, GEMMA_9B):
     case(f"{model.name}, 32k", attend, model, 1, LONG_CONTEXT)
@@ -131,8 +141,14 @@ if backend.triton_installed():
         arrived_ptr,
         out_ptr,
         scale_ptr,
+        new_key_ptr,
+        new_value_ptr,
         capacity,
         window,
+        new_key_row_stride,
+        new_key_head_stride,
+        new_value_row_stride,
+        new_value_head_stride,
         scaling,
         softcap,
         H: tl.constexpr,
@@ -153,6 +169,7 @@ if backend.triton_installed():
         SPLITS: tl.constexpr,
         PARTS: tl.constexpr,
         DOT: tl.constexpr,
+        WRITES: tl.constexpr,
         FP8_CACHE: tl.constexpr,
         DECODE: tl.constexpr,
         FNUZ: tl.constexpr,
@@ -200,8 +217,17 @@ if backend.triton_installed():
         newest = end > position
         # Not `newest & (column < D)`: to Triton 3.9's interpreter a mask made from a scalar is no mask.
         key_end, value_end = tl.where(newest, D, 0), tl.where(newest, DV, 0)
-        key = tl.load(keys_ptr + position * D + column, mask=column < key_end, other=0.0)
-        value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
+        if WRITES:
+            number = (first_head // (H // HK)).to(tl.int64)
+            new_key_ptr += row * new_key_row_stride + number * new_key_head_stride
+            new_value_ptr += row * new_value_row_stride + number * new_value_head_stride
+            key = tl.load(new_key_ptr + column, mask=column < key_end, other=0.0)
+            value = tl.load(new_value_ptr + value_column, mask=value_column < value_end, other=0.0)
+            tl.store(keys_ptr + position * D + column, key, mask=column < key_end)
+            tl.store(values_ptr + position * DV + value_column, value, mask=value_column < value_end)
+        if not WRITES:
+            key = tl.load(keys_ptr + position * D + column, mask=column < key_end, other=0.0)
+            value = tl.load(values_ptr + position * DV + value_column, mask=value_column < value_end, other=0.0)
         if FP8_CACHE:
             last = position + tl.arange(0, 1)
             key, value, last_key_scale, last_shift, last_inverse = kept(
@@ -336,6 +362,7 @@ class _Constants(NamedTuple):
     SPLITS: int
     PARTS: int
     DOT: bool
+    WRITES: bool
     FP8_CACHE: bool
     DECODE: bool
     FNUZ: bool
@@ -418,7 +445,8 @@ def decode_attention(
         slots: Any = None
         if FP8_CACHE and in_8_bits is not None:
             split, slots = for_8_bits(split, *keys.shape), in_8_bits.slots
-        return launch(query, keys, values, position, starts, arrived, rule, split, slots)
+        written = None if slots is not None else deferring.taken(keys, values)
+        return launch(query, keys, values, position, starts, arrived, rule, split, slots, written)
     if FP8_CACHE and in_8_bits is not None:
         keys, values = in_8_bits.read(keys.shape[2])
     return _reference(query, keys, values, position, starts, rule)
@@ -525,11 +553,14 @@ def launch(
     rule: ScoreRule,
     split: Split,
     slots: Any = None,
+    write: Write | None = None,
 ) -> Tensor:
     """Run the kernel with a division of the work.
 
     `arrived` is `[B H]` int32 zeros, and zeros again afterwards. Keys and values in 8 bits are those of `Fp8Slots`.
+    With a write the kernel puts the token's key and value there, which nobody has done yet.
     """
+    new = (query, query) if write is None else (write.key, write.value)
     scales, form = query, (False, False, False)
     if FP8_CACHE and slots is not None:
         keys, values, scales, form = slots.keys, slots.values, slots.pairs, slots.form
@@ -562,6 +593,7 @@ def launch(
         SPLITS=split.splits,
         PARTS=parts_at_once,
         DOT=split.dot,
+        WRITES=write is not None,
         FP8_CACHE=form[0],
         DECODE=form[1],
         FNUZ=form[2],
@@ -572,10 +604,10 @@ def launch(
             split.num_warps,
             (
                 query.contiguous(), keys, values, position, starts, query if rule.sinks is None else rule.sinks, top,
-                total, parts, arrived, out, scales,
+                total, parts, arrived, out, scales, *new,
             ),
             (capacity, rule.sliding_window or 0),
-            (),
+            (0, 0, 0, 0) if write is None else (*write.key.stride()[:2], *write.value.stride()[:2]),
             (rule.scaling, rule.softcap or 1.0),
             constants,
             overlap=overlap,

@@ -44,6 +44,9 @@ class Puts(Protocol):
     def write(self, write: Any, *places: Tensor) -> bool:
         """Put off a write into tensors that are there already, until something reads one of them."""
 
+    def taken(self, *places: Tensor) -> Any:
+        """Return a write that was put off into all of these, which the caller does; None where there is none."""
+
 
 class _Thread(threading.local):
     puts: Puts | None = None
@@ -85,6 +88,11 @@ def sum(first: Tensor, second: Tensor) -> Tensor | None:
 def write(write: Any, *places: Tensor) -> bool:
     """Put off a write into tensors until something reads one of them; False where it has to be done now."""
     return not is_compiling() and _THREAD.puts is not None and _THREAD.puts.write(write, *places)
+
+
+def taken(*places: Tensor) -> Any:
+    """Return a write that was put off into all of these, which the caller does; None where there is none."""
+    return None if is_compiling() or _THREAD.puts is None else _THREAD.puts.taken(*places)
 
 
 def normed(tensor: Tensor) -> tuple[Tensor, Any] | None:

@@ -12,12 +12,20 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor, nn
 
-from rewrite.runtime.attention.decode_attention import ScoreRule, Split, _reference, decode_attention, launch
+from rewrite.runtime.attention.decode_attention import (
+    ScoreRule,
+    Split,
+    _reference,
+    decode_attention,
+    decode_attention_kernel,
+    launch,
+)
 from rewrite.runtime.attention.qkv_rows import launch_qkv_rows
 from rewrite.runtime.attention.qkv_step import qkv_step
 from rewrite.runtime.attention.rope_cache import Rotation
 from rewrite.runtime.attention.rotary import rotary
 from rewrite.runtime.cache.preallocated import PreallocatedCache
+from rewrite.runtime.cache.token import Write
 from rewrite.runtime.core import arrivals, backend, tiles
 from rewrite.runtime.core.capture import capture
 from rewrite.runtime.core.launch import collect
@@ -28,6 +36,7 @@ from rewrite.runtime.norms.rms_norm import rms_norm
 from rewrite.runtime.products.linear import gated_linear, linear
 from rewrite.runtime.products.prologue import Prologue
 from rewrite.runtime.products.skinny import launch_skinny_linear, takes_norm
+from rewrite.runtime.products.step_products import StepProducts
 
 one_row = importlib.import_module("rewrite.runtime.products.one_row")
 
@@ -429,6 +438,54 @@ def test_attention(
             ScoreRule(0.2, window, softcap, sinks), split,
         )  # fmt: skip
         assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
+
+
+@dtypes
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_attention_writes_the_token(in_a_step: bool, dtype: torch.dtype, device: torch.device, poisoned: None) -> None:
+    """The token's key and value lie among a product's columns, and nowhere else yet."""
+    batch, heads, kv_heads, head_dim, value_dim, capacity, position = 2, 6, 2, 24, 16, 96, 70
+    cache = PreallocatedCache(1, batch, capacity, device)
+    layer = cache.layers[0]
+    layer.allocate(kv_heads, head_dim, value_dim, dtype, device)
+    cache.position.fill_(position)
+    cache.starts.copy_(torch.tensor([0, 9]))
+    layer.keys.normal_()
+    layer.values.normal_()
+    query = torch.randn(batch, heads, 1, head_dim, device=device).to(dtype)
+    packed = torch.randn(batch, 1, kv_heads, head_dim + value_dim, device=device).to(dtype).transpose(1, 2)
+    key, value = packed.split([head_dim, value_dim], -1)
+    layer.keys[:, :, position], layer.values[:, :, position] = key.squeeze(2), value.squeeze(2)
+    given = cache.position, cache.starts, ScoreRule(0.2)
+    wanted = _reference(query, layer.keys, layer.values, *given)
+    exact = _reference(query.double(), layer.keys.double(), layer.values.double(), *given)
+    kept = layer.keys.clone(), layer.values.clone()
+    layer.keys[:, :, position:] = layer.values[:, :, position:] = torch.nan
+    if in_a_step:
+        launches: list[Any] = []
+        collect(lambda key, launch: launches.append(launch))
+        try:
+            with StepProducts(), cache.step():
+                cache.update(key, value, 0)
+                decode_attention(query, cache, 0, scaling=0.2)
+        finally:
+            collect(None)
+        assert [launch.kernel for launch in launches] == [decode_attention_kernel]
+        with StepProducts(), cache.step():
+            cache.update(key, value, 0)
+            got = decode_attention(query, cache, 0, scaling=0.2)
+        assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
+    for split in () if in_a_step else (Split(3, 4, 16, True, 1), Split(1, 8, 16, False, 1), Split(3, 1, 32, True, 1)):
+        layer.keys[:, :, position:] = layer.values[:, :, position:] = torch.nan
+        write = Write(layer.keys, layer.values, key, value, cache.position)
+        got = launch(
+            query, layer.keys, layer.values, cache.position, cache.starts, cache.arrived(1), ScoreRule(0.2), split,
+            None, write,
+        )  # fmt: skip
+        assert_as_exact_as(wanted, got, exact, torch.finfo(dtype).eps)
+    for buffer, before in zip((layer.keys, layer.values), kept, strict=True):
+        assert torch.equal(buffer[:, :, : position + 1], before[:, :, : position + 1])
+        assert buffer[:, :, position + 1 :].isnan().all()
 
 
 @dtypes
