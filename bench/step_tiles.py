@@ -23,6 +23,7 @@ from typing import Any
 WIDTHS = {
     "0.5b": (896, 4864, 14, 2, 64, 151936),
     "g1b": (1152, 6912, 4, 1, 256, 262144),
+    "m0.5b": (1280, 5120, 10, 10, 128, 65536),
     "1.5b": (1536, 8960, 12, 2, 128, 151936),
     "1b": (2048, 8192, 32, 8, 64, 128256),
     "1.7b": (2048, 6144, 16, 8, 128, 151936),
@@ -31,10 +32,12 @@ WIDTHS = {
     "3b": (3072, 8192, 24, 8, 128, 128256),
     "7b": (3584, 18944, 28, 4, 128, 152064),
     "l7b": (4096, 11008, 32, 32, 128, 32000),
+    "m1b": (2048, 8192, 32, 32, 64, 50272),
     "8b": (4096, 14336, 32, 8, 128, 128256),
     "14b": (5120, 17408, 40, 8, 128, 151936),
 }
-"""Hidden and inner width, heads of queries and of keys, their width, vocabulary: Qwen, Gemma, Llama, Llama 2 (`l7b`)."""
+"""Hidden and inner width, heads of queries and of keys, their width, vocabulary: Qwen, Gemma, Llama by size;
+Llama 2 7B, NanoChat and OPT, which have as many heads of keys as of queries, are `l7b`, `m0.5b`, `m1b`."""
 STEPS = ",".join(f"{name}:{rows}" for rows in (1, 8) for name in WIDTHS)
 LAYERS = 16
 """Layers of a step. In steps of four a call in each has to gain a microsecond to be seen, and what a tile gained in

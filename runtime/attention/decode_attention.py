@@ -484,7 +484,9 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     group = heads // kv_heads
     rows = batch * kv_heads
     twice = max(1, 2 * programs // rows)
-    few = group <= 2 and rows <= programs // 32 and head_dim <= 128  # heads to put together: more parts are no matter
+    if head_dim > 128 and not HIP:
+        return _of_wide_heads(rows, group, capacity, programs)
+    few = group <= 2 and rows <= programs // 32  # heads to put together: more parts are no matter
     if capacity <= (128 if few and not HIP else 32) * twice:
         if head_dim > 128:
             slots = 64 if group >= 4 else 32
@@ -502,6 +504,15 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     return Split(group, splits, slots, True, 8 if 64 < head_dim <= 128 and rows * splits <= programs // 2 else 4)
 
 
+def _of_wide_heads(rows: int, group: int, capacity: int, programs: int) -> Split:
+    """Return a division for heads of 256: one program a processor, where few queries share few slots narrow tiles."""
+    narrow = group < 4 and rows * -(-capacity // 32) <= programs // 2
+    slots = 32 if narrow else 64
+    splits = _splits(max(1, programs // (1 if narrow else 2) // rows), capacity, slots)
+    alone = rows * splits <= programs // 4 and capacity > 4 * programs
+    return Split(group, splits, slots, True, 8 if alone else 4)
+
+
 def _streaming(rows: int, group: int, head_dim: int, programs: int) -> tuple[int, int]:
     """Return how many programs read many slots each, and the slots of their tiles.
 
@@ -510,8 +521,6 @@ def _streaming(rows: int, group: int, head_dim: int, programs: int) -> tuple[int
     """
     if HIP:  # not measured: tiles of 32 KiB of keys and values leave two programs to a compute unit
         return programs, min(64, 8192 // head_dim)
-    if head_dim > 128:
-        return programs // 2, 64
     if head_dim <= 64:
         return 4 * programs, 64 if rows <= programs // 32 else 128
     if rows > programs // 8:

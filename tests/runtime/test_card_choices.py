@@ -69,16 +69,16 @@ def test_the_rule_is_near_the_best_that_was_measured_in_steps(kind: str, count: 
 
 
 ATTENTION_TIMED = ROOT / "bench/results/attention-steps-h100.json"
-"""The same of attention over 1,024 to 32,768 tokens, 46 steps of seven widths with 30 divisions each."""
+"""The same of attention over 1,024 to 32,768 tokens, 54 steps of twelve widths with 30 divisions each."""
 
 
 def test_attention_over_many_tokens_is_divided_near_the_best() -> None:
-    """A rule that was found with 512 tokens lost 4.9 on average, and 25 at most."""
+    """A rule that was found with 512 tokens lost 4.4 on average, and 25 at most."""
     found = step_tiles.lost(json.loads(ATTENTION_TIMED.read_text("utf-8")), CARDS["H100"].processors, "attention")
-    assert len(found) == 46
+    assert len(found) == 54
     assert statistics.mean(now for now, _, _ in found) < 0.9
     assert max(found)[0] < 5.5
-    assert statistics.mean(before for _, before, _ in found) > 4.5
+    assert statistics.mean(before for _, before, _ in found) > 4
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
