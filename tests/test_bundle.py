@@ -298,17 +298,24 @@ def test_methods_go_with_what_calls_them() -> None:
     assert "        def _once_more(" in with_all["runtime/decode.py"].decode()
 
 
-def test_kernels_have_several_parameters_in_a_line() -> None:
+@pytest.mark.parametrize("opening", ["def kernel(  # type: ignore[no-untyped-def]", "from .core import ("])
+def test_parameters_and_imported_names_stand_several_in_a_line(opening: str) -> None:
     names = [f"some_pointer_{number}" for number in range(9)]
-    head = "@triton.jit\ndef kernel(  # type: ignore[no-untyped-def]\n"
-    given = "".join(f"    {name},\n" for name in names) + "    I: tl.constexpr,  # noqa: E741\n"
-    text = f"{head}{given}):\n    return 1\n"
-    filled = bundle._with_filled_parameters(text)
+    last = "I: tl.constexpr,  # noqa: E741" if opening.startswith("def") else "some_constant,"
+    closing, body = ("):", "    return 1\n") if opening.startswith("def") else (")", "")
+    given = "".join(f"    {name},\n" for name in names) + f"    {last}\n"
+    filled = bundle._with_filled_lines(f"{opening}\n{given}{closing}\n{body}")
     assert filled == (
-        f"{head}    {', '.join(names[:7])},\n    {', '.join(names[7:])}, I: tl.constexpr,  # noqa: E741\n"
-        "):  # fmt: skip\n    return 1\n"
+        f"{opening}\n    {', '.join(names[:7])},\n    {', '.join(names[7:])}, {last}\n{closing}  # fmt: skip\n{body}"
     )
-    assert bundle._with_filled_parameters(filled.replace("@triton.jit\n", "")) == filled.replace("@triton.jit\n", "")
+    assert bundle._with_filled_lines(filled) == filled
+
+
+def test_one_parameter_of_several_lines_keeps_the_list_as_it_is() -> None:
+    text = "def function(\n    first: int,\n    second: dict[\n        str, int\n    ],\n) -> None: ...\n"
+    assert bundle._with_filled_lines(text) == text
+    one_line = "def function(\n    first: int, second: int\n) -> None: ...\n"
+    assert bundle._with_filled_lines(one_line) == one_line
 
 
 def test_what_cannot_be_followed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ ATTRIBUTES = ".gitattributes"
 UPSTREAM = "runtime/upstream.py"
 RUNTIME_INIT = "runtime/__init__.py"
 VERDICT_NAME = "verify.json"
-_TAKEN = re.compile(r"^ *from transformers\b[\w.]* import (?:\([^)]*\)|.*)$", re.MULTILINE)
+_TAKEN = re.compile(r"^ *from transformers\b[\w.]* import (?:\([^)]*\)|.*$)", re.MULTILINE)
 _METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
 """A method that is called or defined."""
 
