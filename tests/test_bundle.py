@@ -311,6 +311,16 @@ def test_parameters_and_imported_names_stand_several_in_a_line(opening: str) -> 
     assert bundle._with_filled_lines(filled) == filled
 
 
+def test_formatters_and_sorters_of_imports_leave_a_room_as_it_is(tmp_path: Path) -> None:
+    made = runtime_files.files(runtime_files.closure_of(["attention.qkv_step"], "cuda", ()))
+    for path, text in made.items():
+        (tmp_path / Path(path).name).write_bytes(text)
+    ruff = [sys.executable, "-m", "ruff"]
+    settings = ["--isolated", "--no-cache", "--line-length", "119"]
+    subprocess.run([*ruff, "format", *settings, "--check", "."], cwd=tmp_path, check=True)
+    subprocess.run([*ruff, "check", *settings, "--select", "I", "."], cwd=tmp_path, check=True)
+
+
 def test_one_parameter_of_several_lines_keeps_the_list_as_it_is() -> None:
     text = "def function(\n    first: int,\n    second: dict[\n        str, int\n    ],\n) -> None: ...\n"
     assert bundle._with_filled_lines(text) == text

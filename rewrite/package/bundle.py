@@ -29,6 +29,8 @@ _COMMAS = "lint.isort.split-on-trailing-comma = false", "format.skip-magic-trail
 """What was laid out in many lines for who changes the runtime takes as few as it needs."""
 _SORTED = ("check", *_LAYOUT, "--config", _COMMAS[0], "--fix-only", "--select", "I,F401")
 _FORMATTED = ("format", *_LAYOUT, "--config", _COMMAS[0], "--config", _COMMAS[1])
+_AS_IT_IS = "from __future__", "# isort: skip_file\nfrom __future__"
+"""What keeps sorters of imports, which know one layout, from filled lists; formatters are told at each."""
 _DEFINED = re.compile(r"(?P<before>\b(?:def|class)\s+)(?P<name>\w+)")
 
 
@@ -51,7 +53,7 @@ def _laid_out(texts: tuple[str, ...]) -> list[str]:
             path.write_text(text, encoding="utf-8", newline="\n")
         for arguments in (_SORTED, _FORMATTED):
             assert ruff_folder(arguments, folder), "ruff cannot read what was generated"
-        return [_with_filled_lines(path.read_text(encoding="utf-8")) for path in paths]
+        return [_with_filled_lines(path.read_text(encoding="utf-8")).replace(*_AS_IT_IS, 1) for path in paths]
 
 
 def _room(room: str, taken: Closure) -> str:
