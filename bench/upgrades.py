@@ -140,8 +140,7 @@ def verified(python: str, package: Path, model: str) -> dict[str, Any]:
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
     code = f"import sys; sys.path.insert(0, '.'); import {package.name} as p; print(p.selftest())"
     tested = subprocess.run(
-        [python, "-c", code], cwd=package.parent, env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300,
+        [python, "-c", code], cwd=package.parent, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     said = (tested.stdout.strip() or tested.stderr.strip()).splitlines()[-1]
     return {"parity": done.returncode == 0, "verdict": last, "selftest": tested.returncode == 0, "tested": said}
