@@ -59,7 +59,7 @@ def of_llama(forms: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> tupl
 
 
 def test_what_no_module_can_be_is_not_there() -> None:
-    kernels = {"layer_norm_kernel", "add_layer_norm", "IndexedLayer"}
+    kernels = {"layer_norm_kernel", "add_layer_norm", "IndexedLayer", "StateLayer"}
     assert not of_llama()[1] & kernels
     assert of_llama(tuple(FORMS))[1] >= kernels
     assert of_llama(("norms.add_layer_norm",))[1] & kernels == {"layer_norm_kernel", "add_layer_norm"}
@@ -116,6 +116,7 @@ def test_prompts_are_read_by_steps_that_are_whole() -> None:
         ("import torch.nn.functional as F\ndef f(x): return F.layer_norm(x, (8,))", ["norms.add_layer_norm"]),
         ("from torch import nn\nnorm = nn.RMSNorm(8, eps=1e-6)", ["norms.torch_rms_norm"]),
         ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
+        ("def f(cache): cache.update_conv_state(1)", ["cache.StateLayer"]),
         ("from transformers.pytorch_utils import Conv1D", ["products.transposed"]),
         ("import torch\ndef f(x, w, b): return torch.addmm(b, x, w)", ["products.transposed"]),
         ("from transformers import AutoModel\ninner = AutoModel.from_config", [*FORMS]),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from rewrite.package import targets
+from rewrite.package.kept_states import may_keep_states
 from rewrite.package.module_writes import may_change_modules
 from rewrite.package.step_arguments import gives_more
 from rewrite.package.step_functions import may_call_functions
@@ -62,6 +63,7 @@ FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "norms.torch_rms_norm": ("RMS_NORM", re.compile(r"^RMSNorm$")),
     "products.transposed": ("CONV1D", re.compile(r"Conv1D|^addmm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
+    "cache.StateLayer": ("STATES", may_keep_states),
     "decode.Before": ("CHANGES", may_change_modules),
     "products.Chain": ("CHAINS", may_call_functions),
 }

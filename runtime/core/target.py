@@ -17,6 +17,8 @@ RMS_NORM: bool = True
 """Whether the modeling file may have torch's RMSNorms."""
 INDEXER: bool = True
 """Whether its layers may keep an indexer's keys."""
+STATES: bool = True
+"""Whether layers of its caches may keep states of fixed size."""
 CARRIED: bool = True
 """Whether its models may carry states from call to call beside a cache of transformers', or without one."""
 GROWS: bool = True

@@ -25,7 +25,7 @@ from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
-from ..core.target import CARRIED, INPUTS, RANKS
+from ..core.target import CARRIED, INPUTS, RANKS, STATES
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
@@ -188,7 +188,9 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
         return "drafted"
     if call.input_ids.shape[0] != 1:
         return "drafts_for_rows"
-    if carries(model) or any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
+    if carries(model):
+        return "drafts_for_states"
+    if STATES and any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
         return "drafts_for_states"
     if has_own_inputs(model, call):
         return "drafts_for_inputs"
@@ -311,7 +313,8 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
     held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
-    held += states.tensors(cache.layers)
+    if STATES:
+        held += states.tensors(cache.layers)
     if CARRIED and own is not None:
         try:
             elsewhere = any(tensor.device != model.device for tensor in own_tensors(cache))
