@@ -177,7 +177,16 @@ MODEL = "class Model:\n    def forward(self, x, cache):\n        mask = {}create
 )
 def test_where_all_of_a_step_is_kernels_nothing_makes_more_of_them(text: str, calls: bool) -> None:
     assert ("products.Chain" in forms_of(LOOP + text)) is calls
+    assert ("decode.StepConstants" in forms_of(LOOP + text)) is calls
     assert "products.Chain" not in forms_of(text)
+
+
+def test_an_activation_with_parameters_of_its_own_is_computed_of_them_alone() -> None:
+    text = LOOP + LAYER.format("decodes(cache)")
+    assert forms_of(text) == []
+    assert forms_of(f'{text}\nACT = ACT2CLS["xielu"]\n') == ["decode.StepConstants"]
+    assert "StepConstants" in of_llama(("decode.StepConstants",))[1]
+    assert "StepConstants" not in of_llama()[1]
 
 
 def test_every_switch_of_the_runtime_is_decided() -> None:

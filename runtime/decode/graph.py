@@ -37,7 +37,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, FP8_CACHE, INPUTS
+from ..core.target import CARRIED, CHAINS, CHANGES, CONSTANTS, EAGER, FP8_CACHE, INPUTS
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
@@ -178,7 +178,10 @@ class DecodeGraph:
         self._hiding: set[Hashable] = set()
         """Kinds of steps that need a 2D mask over the slots that are written: the model's own masks hide no others."""
         self._watched: OrderedDict[Hashable, Any] = OrderedDict()
-        self._constants = StepConstants()
+        self._constants: Any = contextlib.nullcontext()
+        """`StepConstants`, where steps may have some."""
+        if CONSTANTS:
+            self._constants = StepConstants()
         self.watched: Any = None
         """A `StepInputs`: what the model's own loop gives the steps of a call, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
@@ -344,7 +347,8 @@ class DecodeGraph:
         self.prompts.clear()
         self._watched.clear()
         self.watched = None
-        self._constants.clear()
+        if CONSTANTS:
+            self._constants.clear()
         self.cache.free()
         self.carried.free()
         self._proved.clear()
@@ -400,7 +404,8 @@ class DecodeGraph:
             position_ids: `[B, 1]` of the next token, or one number for all rows.
             attention_mask: `[B, n]` of what the cache holds, left-padded; None for no padding.
         """
-        self._constants.refresh()
+        if CONSTANTS:
+            self._constants.refresh()
         self.state.position.fill_(self.cache.length)
         if isinstance(position_ids, int):
             self.state.position_ids.fill_(position_ids)
