@@ -117,6 +117,7 @@ def test_prompts_are_read_by_steps_that_are_whole() -> None:
         ("from torch import nn\nnorm = nn.RMSNorm(8, eps=1e-6)", ["norms.torch_rms_norm"]),
         ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
         ("def f(cache): cache.update_conv_state(1)", ["cache.StateLayer"]),
+        ("import torch\ndef f(): return torch.rand([])", ["forward.Draws"]),
         ("from transformers.pytorch_utils import Conv1D", ["products.transposed"]),
         ("import torch\ndef f(x, w, b): return torch.addmm(b, x, w)", ["products.transposed"]),
         ("from transformers import AutoModel\ninner = AutoModel.from_config", [*FORMS]),

@@ -65,6 +65,7 @@ FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
     "cache.StateLayer": ("STATES", may_keep_states),
     "decode.Before": ("CHANGES", may_change_modules),
+    "forward.Draws": ("DRAWS", re.compile(r"^rand$")),
     "decode.StepConstants": ("CONSTANTS", may_compute_of_parameters),
     "products.Chain": ("CHAINS", may_call_functions),
 }

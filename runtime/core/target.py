@@ -29,6 +29,8 @@ CONV1D: bool = True
 """Whether weights may lie `[in_features, out_features]`."""
 CHANGES: bool = True
 """Whether its code may leave something on a module."""
+DRAWS: bool = True
+"""Whether forwards may draw random numbers on the host."""
 CONSTANTS: bool = True
 """Whether steps may compute something of parameters alone, by functions of torch."""
 CHAINS: bool = True
