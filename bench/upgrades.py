@@ -219,7 +219,8 @@ def guard(arguments: argparse.Namespace) -> None:
 
     A method counts if any modeling file calls one of that name, so that a package warns no more often than this says.
     """
-    from rewrite.runtime.origin import definitions, fingerprints
+    from rewrite.package import definitions
+    from rewrite.runtime.origin import fingerprints
 
     counts: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -230,9 +231,9 @@ def guard(arguments: argparse.Namespace) -> None:
             texts = {path: path.read_text() for path in sorted((roots[0] / "models").glob("*/modeling_*.py"))}
             imported = {path: _imported(path.relative_to(roots[0]), text) for path, text in texts.items()}
             used = set(re.findall(r"(?:\.|\bdef )(\w+)\(", "\n".join(texts.values())))
-            taken = fingerprints.of_names(roots[0], {name for names in imported.values() for name in names}, used)
+            taken = definitions.of_names(roots[0], {name for names in imported.values() for name in names}, used)
             definitions.forget()
-            changed = fingerprints.changes(fingerprints.Files(roots[1]), taken)
+            changed = fingerprints.changes(fingerprints.Files(roots[1]), taken, definitions.elsewhere)
             for path, text in texts.items():
                 now = roots[1] / path.relative_to(roots[0])
                 same = now.is_file() and definitions.of_module(text) == definitions.of_module(now.read_text())

@@ -18,10 +18,9 @@ from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import features, kept, runtime_files, shared, syntax
+from rewrite.package import definitions, features, kept, runtime_files, shared, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
 from rewrite.package.shared import Shared
-from rewrite.runtime.origin import definitions, fingerprints
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
@@ -233,7 +232,7 @@ def _upstream(build: Build, runtime: Mapping[str, bytes]) -> str:
         # Reading a tree takes its time: of the runtime, which is laid out by ourselves, its imports are enough.
         taken = "\n".join(textwrap.dedent(found[0]) for text in texts[len(own) :] for found in _TAKEN.finditer(text))
         names = {name for text in (*own, taken) for name in definitions.imported_names(text).values()}
-        imported = fingerprints.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
+        imported = definitions.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
         given = definitions.calls(build.rewritten.text)
         called = {name: given[name] for name in definitions.of_functions(root, given) if given[name]}
     return _UPSTREAM.format(called=_table(called), imported=_table(imported))
