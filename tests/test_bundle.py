@@ -337,6 +337,12 @@ def test_one_parameter_of_several_lines_keeps_the_list_as_it_is() -> None:
     assert bundle._with_filled_lines(text) == text
     one_line = "def function(\n    first: int, second: int\n) -> None: ...\n"
     assert bundle._with_filled_lines(one_line) == one_line
+    commented = "call(\n    first,  # why\n    second,\n)\n"
+    assert bundle._with_filled_lines(commented) == commented
+    assert (
+        bundle._with_filled_lines("x = call(\n    first,\n    second,\n)\n")
+        == "x = call(\n    first, second,\n)  # fmt: skip\n"
+    )
 
 
 def test_what_cannot_be_followed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

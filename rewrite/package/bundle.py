@@ -31,6 +31,9 @@ _SORTED = ("check", *_LAYOUT, "--config", _COMMAS[0], "--fix-only", "--select", 
 _FORMATTED = ("format", *_LAYOUT, "--config", _COMMAS[0], "--config", _COMMAS[1])
 _AS_IT_IS = "from __future__", "# isort: skip_file\nfrom __future__"
 """What keeps sorters of imports, which know one layout, from filled lists; formatters are told at each."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LISTING = (*_FUNCTIONS, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
+"""Statements that end, or whose head ends, with a list in brackets."""
 _DEFINED = re.compile(r"(?P<before>\b(?:def|class)\s+)(?P<name>\w+)")
 
 
@@ -101,31 +104,21 @@ def _with_summaries(text: str) -> str:
 
 
 def _with_filled_lines(text: str) -> str:
-    """Return a formatted text with several parameters or imported names in a line, where it has one in each.
+    """Return a formatted text with several parameters, arguments or imported names in a line, where it has one each.
 
     A kernel has up to forty, a room takes as many names of another, and nobody reads them one by one.
     """
     lines = text.split("\n")
-    for node in sorted(_lists(text), key=lambda node: node.lineno, reverse=True):
-        first, last = _inside(node, lines)
-        if first < last and "fmt: skip" not in lines[last]:
+    for node in sorted(statements(ast.parse(text)), key=lambda node: node.lineno, reverse=True):
+        first, indent = node.lineno, " " * node.col_offset
+        if not isinstance(node, _LISTING) or not lines[first - 1].partition("  #")[0].endswith("("):
+            continue
+        last = next((number for number in range(first, len(lines)) if lines[number].startswith(f"{indent})")), first)
+        whole = (isinstance(node, _FUNCTIONS) or last + 1 == node.end_lineno) and "fmt: skip" not in lines[last]
+        alone = re.compile(rf"{indent}    [^ #][^#]*,(  # (noqa|type): .*)?")
+        if whole and last - first > 1 and all(map(alone.fullmatch, lines[first:last])):
             lines[first : last + 1] = [*_filled(lines[first:last]), f"{lines[last]}  # fmt: skip"]
     return "\n".join(lines)
-
-
-def _lists(text: str) -> list[ast.stmt]:
-    listing = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ImportFrom)
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, listing)]
-
-
-def _inside(node: ast.stmt, lines: Sequence[str]) -> tuple[int, int]:
-    """Return the lines from the first that has one parameter or name alone to the one that closes the list."""
-    first, indent = node.lineno, " " * node.col_offset
-    if not lines[first - 1].partition("  #")[0].endswith("("):
-        return first, first
-    last = next(number for number in range(first, len(lines)) if lines[number].startswith(f"{indent})"))
-    alone = re.compile(rf"{indent}    [^ ].*,(  # .*)?")
-    return first, last if all(map(alone.fullmatch, lines[first:last])) else first
 
 
 def _filled(inner: Sequence[str]) -> list[str]:
