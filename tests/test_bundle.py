@@ -118,6 +118,8 @@ def test_prompts_are_read_by_steps_that_are_whole() -> None:
         ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
         ("def f(cache): cache.update_conv_state(1)", ["cache.StateLayer"]),
         ("import torch\ndef f(): return torch.rand([])", ["forward.Draws"]),
+        ("from transformers.generation import AlternatingCodebooksLogitsProcessor", ["decode.Codebooks"]),
+        ("class A:\n    def f(self): return self.config.is_encoder_decoder", ["decode.Encoded"]),
         ("from transformers.pytorch_utils import Conv1D", ["products.transposed"]),
         ("import torch\ndef f(x, w, b): return torch.addmm(b, x, w)", ["products.transposed"]),
         ("from transformers import AutoModel\ninner = AutoModel.from_config", [*FORMS]),

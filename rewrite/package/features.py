@@ -65,6 +65,8 @@ FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
     "cache.StateLayer": ("STATES", may_keep_states),
     "decode.Before": ("CHANGES", may_change_modules),
+    "decode.Codebooks": ("CODEBOOKS", re.compile(r"^AlternatingCodebooks")),
+    "decode.Encoded": ("ENCODES", re.compile(r"is_encoder_decoder|encoder_hidden_states|EncoderDecoder")),
     "forward.Draws": ("DRAWS", re.compile(r"^rand$")),
     "decode.StepConstants": ("CONSTANTS", may_compute_of_parameters),
     "products.Chain": ("CHAINS", may_call_functions),

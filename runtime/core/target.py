@@ -31,6 +31,10 @@ CHANGES: bool = True
 """Whether its code may leave something on a module."""
 DRAWS: bool = True
 """Whether forwards may draw random numbers on the host."""
+CODEBOOKS: bool = True
+"""Whether its models may choose tokens of several codebooks in turn."""
+ENCODES: bool = True
+"""Whether its models may have an encoder, or read what one has made."""
 CONSTANTS: bool = True
 """Whether steps may compute something of parameters alone, by functions of torch."""
 CHAINS: bool = True
