@@ -27,7 +27,7 @@ from ..core import backend, reading
 from ..core.launch import HIP, Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import FP8_CACHE, ROCM
-from ..core.tiles import attention_key, entry, in_one_turn
+from ..core.tiles import attention_key, entry, in_one_turn, next_power
 from .prompt_attention import prompt_attention
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -456,7 +456,7 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
         tiles = rows * -(-capacity // 32)
         if head_dim <= 64 and tiles < programs // 4:
             return Split(group, _splits(twice, capacity, 32), 32, True, 4)
-        return Split(group, _power(min(64, twice)), 32, True, 8 if head_dim > 64 and tiles < programs // 2 else 4)
+        return Split(group, next_power(min(64, twice)), 32, True, 8 if head_dim > 64 and tiles < programs // 2 else 4)
     slots = 64 if head_dim <= 128 else 32
     if capacity <= 128 * twice:
         return Split(group, _splits(twice, capacity, slots), 128 if head_dim <= 64 else slots, True, 4)
@@ -480,7 +480,7 @@ def for_8_bits(split: Split, head_dim: int) -> Split:
 
 
 def _splits(wanted: int, capacity: int, slots: int) -> int:
-    return min(64, _power(max(1, min(wanted, -(-capacity // slots)))))
+    return min(64, next_power(max(1, min(wanted, -(-capacity // slots)))))
 
 
 def launch(
@@ -507,10 +507,10 @@ def launch(
     top, total = query.new_empty((2, batch * heads * split.splits), dtype=torch.float32)
     parts = query.new_empty(batch * heads * split.splits * value_dim, dtype=torch.float32)
     # Of the parts, the last program to finish holds at most 4,096 numbers a warp at a time.
-    held = _power(split.heads) * _power(value_dim)
+    held = next_power(split.heads) * next_power(value_dim)
     parts_at_once = max(1, min(split.splits, 4096 * split.num_warps // held))
     overlap = overlaps(query)
-    heads_held = _power(split.heads)
+    heads_held = next_power(split.heads)
     constants = _Constants(
         H=heads,
         HK=kv_heads,
@@ -524,8 +524,8 @@ def launch(
         HEADS=split.heads,
         HEADS_HELD=heads_held,
         BLOCK_HEADS=max(16, heads_held) if split.dot else heads_held,
-        BLOCK_D=max(16, _power(head_dim)),  # the least that is summed over in a product of matrices
-        BLOCK_DV=max(16, _power(value_dim)),
+        BLOCK_D=max(16, next_power(head_dim)),  # the least that is summed over in a product of matrices
+        BLOCK_DV=max(16, next_power(value_dim)),
         BLOCK_SLOTS=split.slots,
         SPLITS=split.splits,
         PARTS=parts_at_once,
@@ -549,10 +549,6 @@ def launch(
             overlap=overlap,
         )  # fmt: skip
     return out
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _reference(

@@ -25,6 +25,7 @@ from ..core import backend
 from ..core.arrivals import arrivals
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
+from ..core.tiles import next_power
 
 MOST_HEADS = 16
 """Query heads of a program, which are the rows of a product of matrices."""
@@ -349,7 +350,7 @@ def _launch(
     known = newest is not None
     form = choose(batch, kv_heads, group, slots, head_dim, value_dim, programs, known)
     shares = -(-group // form.heads)
-    block_d, block_dv = max(16, _power(head_dim)), max(16, _power(value_dim))  # the least of a product
+    block_d, block_dv = max(16, next_power(head_dim)), max(16, next_power(value_dim))  # the least of a product
     top, total = query.new_empty((2, out.numel() // value_dim * form.splits), dtype=torch.float32)
     parts = query.new_empty(out.numel() * form.splits, dtype=torch.float32)
     strides = (0, 0, 0, 0) if mask is None else _mask_strides(mask, query, kv_heads)
@@ -408,13 +409,13 @@ def choose(
     Of slots that are `known` before the step, each program takes one tile, which may come while the kernels before it
     run; twice as many programs are no loss then.
     """
-    widest = _power(max(head_dim, value_dim))
-    heads = min(MOST_HEADS, _power(group))
+    widest = next_power(max(head_dim, value_dim))
+    heads = min(MOST_HEADS, next_power(group))
     programs = batch * kv_heads * -(-group // heads)
     if known and (form := _of_one_tile(heads, slots, widest)) is not None and programs * form.splits <= 2 * wanted:
         return form
     tile = max(16, min(32, 8192 // widest))
-    splits = _power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
+    splits = next_power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
     if tile < -(-slots // splits) <= 2 * tile:  # one tile of a program is loaded together with its mask, two are not
         can_split = 2 * programs * splits <= 1.25 * wanted and splits < 32
         if widest <= 64 and (heads > 1 or not can_split):
@@ -436,7 +437,7 @@ def _of_one_tile(heads: int, slots: int, widest: int) -> Form | None:
         tile, warps = (32, 4) if widest <= 64 else (32, 2) if widest <= 128 else (64, 4)
     if widest * tile > 16384:
         return None
-    splits = _power(-(-slots // tile))
+    splits = next_power(-(-slots // tile))
     return Form(heads, tile, splits, warps, True) if splits <= 32 else None
 
 
@@ -446,7 +447,3 @@ def _mask_strides(mask: Tensor, query: Tensor, kv_heads: int) -> tuple[int, int,
     if query.shape[2] > 1:
         return row, head, one, slot
     return row, head * (query.shape[1] // kv_heads), head, slot
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
