@@ -62,7 +62,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.arrivals import publish
-    from .decode_attention import _products, _sum_of_parts, _weighted
+    from .decode_attention_kernel import key_products, sum_of_parts, weighted
 
     @triton.jit
     def _tile(ptr, slot, slot_stride, keep, column, D: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -93,11 +93,11 @@ if backend.triton_installed():
         """Return `top`, `total` and `mixed` with some more slots."""
         seen = tl.max(live.to(tl.int32), 0) > 0  # what nothing has written may be NaN, and 0 * NaN is NaN
         values = tl.where(seen[:, None], values, 0.0)
-        scores = tl.where(live, _products(query, keys, DOT) * scaling + added, -1e30)
+        scores = tl.where(live, key_products(query, keys, DOT) * scaling + added, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.where(live, tl.exp(scores - higher[:, None]), 0.0)
         shrink = tl.exp(top - higher)
-        return higher, total * shrink + tl.sum(weights, 1), mixed * shrink[:, None] + _weighted(weights, values, DOT)
+        return higher, total * shrink + tl.sum(weights, 1), mixed * shrink[:, None] + weighted(weights, values, DOT)
 
     @triton.jit(do_not_specialize=["slots"])
     def _masked_attention_kernel(  # type: ignore[no-untyped-def]
@@ -245,7 +245,7 @@ if backend.triton_installed():
                 scale = tl.exp(
                     tl.load(top_ptr + parts, mask=held, other=-1e30, cache_modifier=".cg") - highest[:, None]
                 )
-                y += _sum_of_parts(part_ptr, parts, held, scale, value_column[None, :], DV)
+                y += sum_of_parts(part_ptr, parts, held, scale, value_column[None, :], DV)
             out_at = out_ptr + out_row[:, None] * DV + value_column[None, :]
             there = ours[:, None] & (value_column < DV)[None, :]
             tl.store(out_at, (y / whole[:, None]).to(out_ptr.dtype.element_ty), mask=there)
