@@ -239,16 +239,12 @@ def _upstream(build: Build, runtime: Mapping[str, bytes]) -> str:
 
 
 def _table(values: Mapping[str, object]) -> str:
-    """Return a dict as a formatter would write it, one line an entry; one too long a line an item."""
+    """Return a dict as a formatter would write it, one line an entry; of one that is too long and a list, an item."""
     lines = []
     for name, value in values.items():
         line = f"    {quoted(name)}: {json.dumps(value)},"
         if len(line) > LINE_LENGTH and isinstance(value, list):
             line = "\n".join([f"    {quoted(name)}: [", *(f"        {quoted(item)}," for item in value), "    ],"])
-        elif len(line) > LINE_LENGTH:
-            words = textwrap.wrap(str(value), LINE_LENGTH - 12)
-            pieces = [f"        {quoted(text)}" for text in (words[0], *(f" {text}" for text in words[1:]))]
-            line = "\n".join([f"    {quoted(name)}: (", *pieces, "    ),"])
         lines.append(line)
     return "\n".join(["{", *lines, "}"]) if lines else "{}"
 
