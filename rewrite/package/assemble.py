@@ -40,6 +40,7 @@ _METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
 
 _UPSTREAM = '''\
 """What this package takes from transformers, as it was when the package was made. Generated: the guard reads it."""
+# ruff: noqa: E501
 
 CALLED = {called}
 """The functions that the modeling file calls, with the keywords that it gives."""
