@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
+
+from rewrite.package.reasons import reasons
 
 Row = Mapping[str, Any]
 GRAPH, NO_GRAPH, ORIGINAL = "#d1495b", "#e8a598", "#9aa5b1"
@@ -120,10 +121,8 @@ def readme(rows: Mapping[str, Row]) -> str:
 
 def _reason(reason: str) -> str:
     """Return in words why a call had no graph; the rows have the short name of some reasons."""
-    tree = ast.parse((ROOT / "runtime" / "decode" / "fitness.py").read_text("utf-8"))
-    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
-    found = next(node.value for node in assigned if ast.unparse(node.targets[0]) == "REASONS")
-    return ast.literal_eval(found).get(reason, reason.removeprefix("no: "))
+    said = reasons().get(reason, {})
+    return said.get("decode", reason.removeprefix("no: "))
 
 
 def _surroundings(rows: Sequence[Row]) -> dict[str, str]:

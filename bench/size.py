@@ -35,7 +35,7 @@ ROOMS = {
     "forward": "forwards in captured graphs",
     "norms": "norms, residual sums",
     "origin": "the guard that watches transformers",
-    "package": "Auto classes, the self-test, checkpoints, saving with code",
+    "package": "Auto classes, checkpoints, saving with code",
     "parallel": "tensors that are dealt to several ranks",
     "products": "matrix products of a step, gated activations",
     "upstream": "what this package takes from transformers",
@@ -48,9 +48,9 @@ Made by `python bench/size.py --write docs/size.md` with transformers {version},
 
 A package of Llama has {files} files; beyond its modeling file ({modeling} lines) {lines} lines of Python, nearly all
 of them the runtime: the definitions that the modeling file leads to, and nothing else. Kernels for what no module of
-the file can be (a LayerNorm, a `Conv1D`, an indexer's keys) are not there, nor is what no class of it is marked for
-(states that are carried from call to call without a cache), nor what looks for states that nobody marked, where no
-code of the file writes to a module. In a pull request `.gitattributes` folds all of it.
+the file can be (a LayerNorm, a `Conv1D`, an indexer's keys, recurrent states) are not there, nor is what no class of
+it is marked for (states that are carried from call to call without a cache), nor what looks for states that nobody
+marked, where no code of the file writes to a module. In a pull request `.gitattributes` folds all of it.
 
 | file | lines | code | docstrings | comments | blank | what it is |
 |---|---|---|---|---|---|---|

@@ -140,8 +140,7 @@ def verified(python: str, package: Path, model: str) -> dict[str, Any]:
     last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
     code = f"import sys; sys.path.insert(0, '.'); import {package.name} as p; print(p.selftest())"
     tested = subprocess.run(
-        [python, "-c", code], cwd=package.parent, env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300,
+        [python, "-c", code], cwd=package.parent, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     said = (tested.stdout.strip() or tested.stderr.strip()).splitlines()[-1]
     return {"parity": done.returncode == 0, "verdict": last, "selftest": tested.returncode == 0, "tested": said}
@@ -220,7 +219,8 @@ def guard(arguments: argparse.Namespace) -> None:
 
     A method counts if any modeling file calls one of that name, so that a package warns no more often than this says.
     """
-    from rewrite.runtime.origin import definitions, fingerprints
+    from rewrite.package import definitions
+    from rewrite.runtime.origin import fingerprints
 
     counts: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -231,9 +231,9 @@ def guard(arguments: argparse.Namespace) -> None:
             texts = {path: path.read_text() for path in sorted((roots[0] / "models").glob("*/modeling_*.py"))}
             imported = {path: _imported(path.relative_to(roots[0]), text) for path, text in texts.items()}
             used = set(re.findall(r"(?:\.|\bdef )(\w+)\(", "\n".join(texts.values())))
-            taken = fingerprints.of_names(roots[0], {name for names in imported.values() for name in names}, used)
+            taken = definitions.of_names(roots[0], {name for names in imported.values() for name in names}, used)
             definitions.forget()
-            changed = fingerprints.changes(fingerprints.Files(roots[1]), taken)
+            changed = fingerprints.changes(fingerprints.Files(roots[1]), taken, definitions.elsewhere)
             for path, text in texts.items():
                 now = roots[1] / path.relative_to(roots[0])
                 same = now.is_file() and definitions.of_module(text) == definitions.of_module(now.read_text())

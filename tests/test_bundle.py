@@ -59,7 +59,7 @@ def of_llama(forms: tuple[str, ...] = (), without: tuple[str, ...] = ()) -> tupl
 
 
 def test_what_no_module_can_be_is_not_there() -> None:
-    kernels = {"layer_norm_kernel", "add_layer_norm", "IndexedLayer"}
+    kernels = {"layer_norm_kernel", "add_layer_norm", "IndexedLayer", "StateLayer"}
     assert not of_llama()[1] & kernels
     assert of_llama(tuple(FORMS))[1] >= kernels
     assert of_llama(("norms.add_layer_norm",))[1] & kernels == {"layer_norm_kernel", "add_layer_norm"}
@@ -116,6 +116,10 @@ def test_prompts_are_read_by_steps_that_are_whole() -> None:
         ("import torch.nn.functional as F\ndef f(x): return F.layer_norm(x, (8,))", ["norms.add_layer_norm"]),
         ("from torch import nn\nnorm = nn.RMSNorm(8, eps=1e-6)", ["norms.torch_rms_norm"]),
         ("class TinyIndexer: ...", ["cache.IndexedLayer"]),
+        ("def f(cache): cache.update_conv_state(1)", ["cache.StateLayer"]),
+        ("import torch\ndef f(): return torch.rand([])", ["forward.Draws"]),
+        ("from transformers.generation import AlternatingCodebooksLogitsProcessor", ["decode.Codebooks"]),
+        ("class A:\n    def f(self): return self.config.is_encoder_decoder", ["decode.Encoded"]),
         ("from transformers.pytorch_utils import Conv1D", ["products.transposed"]),
         ("import torch\ndef f(x, w, b): return torch.addmm(b, x, w)", ["products.transposed"]),
         ("from transformers import AutoModel\ninner = AutoModel.from_config", [*FORMS]),
@@ -176,7 +180,16 @@ MODEL = "class Model:\n    def forward(self, x, cache):\n        mask = {}create
 )
 def test_where_all_of_a_step_is_kernels_nothing_makes_more_of_them(text: str, calls: bool) -> None:
     assert ("products.Chain" in forms_of(LOOP + text)) is calls
+    assert ("decode.StepConstants" in forms_of(LOOP + text)) is calls
     assert "products.Chain" not in forms_of(text)
+
+
+def test_an_activation_with_parameters_of_its_own_is_computed_of_them_alone() -> None:
+    text = LOOP + LAYER.format("decodes(cache)")
+    assert forms_of(text) == []
+    assert forms_of(f'{text}\nACT = ACT2CLS["xielu"]\n') == ["decode.StepConstants"]
+    assert "StepConstants" in of_llama(("decode.StepConstants",))[1]
+    assert "StepConstants" not in of_llama()[1]
 
 
 def test_every_switch_of_the_runtime_is_decided() -> None:
@@ -298,17 +311,40 @@ def test_methods_go_with_what_calls_them() -> None:
     assert "        def _once_more(" in with_all["runtime/decode.py"].decode()
 
 
-def test_kernels_have_several_parameters_in_a_line() -> None:
+@pytest.mark.parametrize("opening", ["def kernel(  # type: ignore[no-untyped-def]", "from .core import ("])
+def test_parameters_and_imported_names_stand_several_in_a_line(opening: str) -> None:
     names = [f"some_pointer_{number}" for number in range(9)]
-    head = "@triton.jit\ndef kernel(  # type: ignore[no-untyped-def]\n"
-    given = "".join(f"    {name},\n" for name in names) + "    I: tl.constexpr,  # noqa: E741\n"
-    text = f"{head}{given}):\n    return 1\n"
-    filled = bundle._with_filled_parameters(text)
+    last = "I: tl.constexpr,  # noqa: E741" if opening.startswith("def") else "some_constant,"
+    closing, body = ("):", "    return 1\n") if opening.startswith("def") else (")", "")
+    given = "".join(f"    {name},\n" for name in names) + f"    {last}\n"
+    filled = bundle._with_filled_lines(f"{opening}\n{given}{closing}\n{body}")
     assert filled == (
-        f"{head}    {', '.join(names[:7])},\n    {', '.join(names[7:])}, I: tl.constexpr,  # noqa: E741\n"
-        "):  # fmt: skip\n    return 1\n"
+        f"{opening}\n    {', '.join(names[:7])},\n    {', '.join(names[7:])}, {last}\n{closing}  # fmt: skip\n{body}"
     )
-    assert bundle._with_filled_parameters(filled.replace("@triton.jit\n", "")) == filled.replace("@triton.jit\n", "")
+    assert bundle._with_filled_lines(filled) == filled
+
+
+def test_formatters_and_sorters_of_imports_leave_a_room_as_it_is(tmp_path: Path) -> None:
+    made = runtime_files.files(runtime_files.closure_of(["attention.qkv_step"], "cuda", ()))
+    for path, text in made.items():
+        (tmp_path / Path(path).name).write_bytes(text)
+    ruff = [sys.executable, "-m", "ruff"]
+    settings = ["--isolated", "--no-cache", "--line-length", "119"]
+    subprocess.run([*ruff, "format", *settings, "--check", "."], cwd=tmp_path, check=True)
+    subprocess.run([*ruff, "check", *settings, "--select", "I", "."], cwd=tmp_path, check=True)
+
+
+def test_one_parameter_of_several_lines_keeps_the_list_as_it_is() -> None:
+    text = "def function(\n    first: int,\n    second: dict[\n        str, int\n    ],\n) -> None: ...\n"
+    assert bundle._with_filled_lines(text) == text
+    one_line = "def function(\n    first: int, second: int\n) -> None: ...\n"
+    assert bundle._with_filled_lines(one_line) == one_line
+    commented = "call(\n    first,  # why\n    second,\n)\n"
+    assert bundle._with_filled_lines(commented) == commented
+    assert (
+        bundle._with_filled_lines("x = call(\n    first,\n    second,\n)\n")
+        == "x = call(\n    first, second,\n)  # fmt: skip\n"
+    )
 
 
 def test_what_cannot_be_followed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

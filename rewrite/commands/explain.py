@@ -1,4 +1,4 @@
-"""`rewrite explain NAME`: the documentation of a transform, from its class, or of what a runtime may have."""
+"""`rewrite explain NAME`: a transform, from its class, what a runtime may have, or a reason that a package counts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ Part of a package's runtime, {when}: {what}.
 - how many lines it is: docs/size.md
 """
 
+REASON = """\
+## {name}
+
+Why something ran in torch's operators, or in transformers' own code, as `explain(model)` of a package counts it:
+
+{rooms}
+"""
+
 
 @click.command(cls=Command, short_help="Explain a transform.", examples=("rewrite explain fuse_qkv",))
 @click.argument("transform", shell_complete=complete_wanted, metavar="NAME")
@@ -27,13 +35,15 @@ def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
     """Say what the transform NAME does, why, what it needs, and when it leaves a place alone.
 
     NAME may also be a part of the runtime that a package can do without: attention, chains, eager, formats, fp8_cache,
-    inputs, ragged, ranks, speculation, training, upload. With --quiet in one line.
+    inputs, ragged, ranks, speculation, training, upload; or a reason that explain(model) names, step_differs. With
+    --quiet in one line.
     """
     from rich.markdown import Markdown
 
     from rewrite.commands.transforms import described
     from rewrite.deliver import report
     from rewrite.docs import section
+    from rewrite.package.reasons import reasons
     from rewrite.show.console import Screen
     from rewrite.transforms import select
 
@@ -41,6 +51,12 @@ def explain(transform: str, json_path: Path | None, quiet: bool) -> int:
         what = features.FEATURES[transform][1]
         when = "on request" if transform in features.ON_REQUEST else "which can be left out"
         text, data = FEATURE.format(name=transform, when=when, what=what), {"name": transform, "summary": what}
+    elif said := reasons().get(transform):
+        rooms = "\n".join(f"- `{room}`: {why}" for room, why in said.items())
+        text, data = (
+            REASON.format(name=transform, rooms=rooms),
+            {"name": transform, "summary": "; ".join(said.values())},
+        )
     else:
         found = select(only=(transform,), beside=tuple(features.FEATURES))[0]
         text, data = section(found), {"name": found.name, **described(found)}

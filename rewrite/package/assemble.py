@@ -18,10 +18,9 @@ from rewrite.analysis.syntax.nodes import LINE_LENGTH
 from rewrite.engine.build import Build
 from rewrite.engine.imports import isort_key
 from rewrite.engine.relocate import shown_name
-from rewrite.package import features, kept, runtime_files, shared, syntax
+from rewrite.package import definitions, features, kept, runtime_files, shared, syntax
 from rewrite.package.lock import Lock, Options, Origin, engine_digest, rule_hashes, sha256
 from rewrite.package.shared import Shared
-from rewrite.runtime.origin import definitions, fingerprints
 from rewrite.transform import Transform
 from rewrite.upstream.source import LOCK_NAME, Source
 
@@ -35,12 +34,13 @@ ATTRIBUTES = ".gitattributes"
 UPSTREAM = "runtime/upstream.py"
 RUNTIME_INIT = "runtime/__init__.py"
 VERDICT_NAME = "verify.json"
-_TAKEN = re.compile(r"^ *from transformers\b[\w.]* import (?:\([^)]*\)|.*)$", re.MULTILINE)
+_TAKEN = re.compile(r"^ *from transformers\b[\w.]* import (?:\([^)]*\)|.*$)", re.MULTILINE)
 _METHOD = re.compile(r"(?:\.|\bdef )(\w+)\(")
 """A method that is called or defined."""
 
 _UPSTREAM = '''\
 """What this package takes from transformers, as it was when the package was made. Generated: the guard reads it."""
+# ruff: noqa: E501
 
 CALLED = {called}
 """The functions that the modeling file calls, with the keywords that it gives."""
@@ -87,13 +87,15 @@ from .runtime.core import explain
 _package.save_flat({modeling})
 
 
-def selftest(checkpoint: str | None = None) -> _package.SelfTest:
+def selftest(checkpoint: str | None = None) -> object:
     """Compare this package with the installed original, on this machine, and return what was compared.
+
+    It is hf-rewrite that compares; nothing else here needs it.
 
     Raises:
         SelfTestFailed: if it computes something else, or if a checkpoint does not arrive whole.
     """
-    return _package.run_selftest({modeling}, {module}, checkpoint)
+    return _package.selftest({modeling}, {module}, checkpoint)
 
 
 def register() -> list[str]:
@@ -231,23 +233,19 @@ def _upstream(build: Build, runtime: Mapping[str, bytes]) -> str:
         # Reading a tree takes its time: of the runtime, which is laid out by ourselves, its imports are enough.
         taken = "\n".join(textwrap.dedent(found[0]) for text in texts[len(own) :] for found in _TAKEN.finditer(text))
         names = {name for text in (*own, taken) for name in definitions.imported_names(text).values()}
-        imported = fingerprints.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
+        imported = definitions.of_names(root, names, set(_METHOD.findall("\n".join(texts))))
         given = definitions.calls(build.rewritten.text)
         called = {name: given[name] for name in definitions.of_functions(root, given) if given[name]}
     return _UPSTREAM.format(called=_table(called), imported=_table(imported))
 
 
 def _table(values: Mapping[str, object]) -> str:
-    """Return a dict as a formatter would write it, one line an entry; one too long a line an item."""
+    """Return a dict as a formatter would write it, one line an entry; of one that is too long and a list, an item."""
     lines = []
     for name, value in values.items():
         line = f"    {quoted(name)}: {json.dumps(value)},"
         if len(line) > LINE_LENGTH and isinstance(value, list):
             line = "\n".join([f"    {quoted(name)}: [", *(f"        {quoted(item)}," for item in value), "    ],"])
-        elif len(line) > LINE_LENGTH:
-            words = textwrap.wrap(str(value), LINE_LENGTH - 12)
-            pieces = [f"        {quoted(text)}" for text in (words[0], *(f" {text}" for text in words[1:]))]
-            line = "\n".join([f"    {quoted(name)}: (", *pieces, "    ),"])
         lines.append(line)
     return "\n".join(["{", *lines, "}"]) if lines else "{}"
 

@@ -29,8 +29,11 @@ _COMMAS = "lint.isort.split-on-trailing-comma = false", "format.skip-magic-trail
 """What was laid out in many lines for who changes the runtime takes as few as it needs."""
 _SORTED = ("check", *_LAYOUT, "--config", _COMMAS[0], "--fix-only", "--select", "I,F401")
 _FORMATTED = ("format", *_LAYOUT, "--config", _COMMAS[0], "--config", _COMMAS[1])
-_GLUE = "\0"
-"""What stands for a space at which a line may not end."""
+_AS_IT_IS = "from __future__", "# isort: skip_file\nfrom __future__"
+"""What keeps sorters of imports, which know one layout, from filled lists; formatters are told at each."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LISTING = (*_FUNCTIONS, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
+"""Statements that end, or whose head ends, with a list in brackets."""
 _DEFINED = re.compile(r"(?P<before>\b(?:def|class)\s+)(?P<name>\w+)")
 
 
@@ -53,7 +56,7 @@ def _laid_out(texts: tuple[str, ...]) -> list[str]:
             path.write_text(text, encoding="utf-8", newline="\n")
         for arguments in (_SORTED, _FORMATTED):
             assert ruff_folder(arguments, folder), "ruff cannot read what was generated"
-        return [_with_filled_parameters(path.read_text(encoding="utf-8")) for path in paths]
+        return [_with_filled_lines(path.read_text(encoding="utf-8")).replace(*_AS_IT_IS, 1) for path in paths]
 
 
 def _room(room: str, taken: Closure) -> str:
@@ -100,23 +103,34 @@ def _with_summaries(text: str) -> str:
     return "\n".join(lines)
 
 
-def _with_filled_parameters(text: str) -> str:
-    """Return a formatted text whose kernels have several parameters in a line: they have up to forty."""
+def _with_filled_lines(text: str) -> str:
+    """Return a formatted text with several parameters, arguments or imported names in a line, where it has one each.
+
+    A kernel has up to forty, a room takes as many names of another, and nobody reads them one by one.
+    """
     lines = text.split("\n")
-    for kernel in reversed([node for node in statements(ast.parse(text)) if _is_kernel(node)]):
-        assert isinstance(kernel, ast.FunctionDef)
-        first, last = kernel.args.args[0].lineno, kernel.args.args[-1].lineno
-        if first == last or kernel.args.defaults or "fmt: skip" in lines[last]:
+    for node in sorted(statements(ast.parse(text)), key=lambda node: node.lineno, reverse=True):
+        first, indent = node.lineno, " " * node.col_offset
+        if not isinstance(node, _LISTING) or not lines[first - 1].partition("  #")[0].endswith("("):
             continue
-        indent = " " * kernel.args.args[0].col_offset
-        pragmas = {arg.arg: lines[arg.lineno - 1].partition("  # ")[2] for arg in kernel.args.args}
-        words = [f"{ast.unparse(arg)},".replace(" ", _GLUE) for arg in kernel.args.args]
-        filled = textwrap.wrap(" ".join(words), LINE_LENGTH - len(indent), break_on_hyphens=False)
-        for number, line in enumerate(filled):
-            said = [pragmas[name] for word in line.split() if pragmas.get(name := word.split(":")[0].rstrip(","))]
-            filled[number] = f"{indent}{line.replace(_GLUE, ' ')}{''.join(f'  # {pragma}' for pragma in said[:1])}"
-        lines[first - 1 : last + 1] = [*filled, f"{lines[last]}  # fmt: skip"]
+        last = next((number for number in range(first, len(lines)) if lines[number].startswith(f"{indent})")), first)
+        whole = (isinstance(node, _FUNCTIONS) or last + 1 == node.end_lineno) and "fmt: skip" not in lines[last]
+        alone = re.compile(rf"{indent}    [^ #][^#]*,(  # (noqa|type): .*)?")
+        if whole and last - first > 1 and all(map(alone.fullmatch, lines[first:last])):
+            lines[first : last + 1] = [*_filled(lines[first:last]), f"{lines[last]}  # fmt: skip"]
     return "\n".join(lines)
+
+
+def _filled(inner: Sequence[str]) -> list[str]:
+    """Return lines with as many of `inner` in each as there is room for; of their comments the first."""
+    filled: list[tuple[str, str]] = []
+    for line in inner:
+        word, _, comment = line.partition("  # ")
+        if filled and len(filled[-1][0]) + len(word.lstrip()) < LINE_LENGTH:
+            filled[-1] = (f"{filled[-1][0]} {word.lstrip()}", filled[-1][1] or comment)
+        else:
+            filled.append((word, comment))
+    return [f"{words}  # {comment}" if comment else words for words, comment in filled]
 
 
 def _is_kernel(node: ast.AST) -> bool:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from rewrite.package import targets
+from rewrite.package.kept_states import may_keep_states
 from rewrite.package.module_writes import may_change_modules
 from rewrite.package.step_arguments import gives_more
-from rewrite.package.step_functions import may_call_functions
+from rewrite.package.step_functions import may_call_functions, may_compute_of_parameters
 from rewrite.package.written_attention import writes_attention
 
 FEATURES = {
@@ -62,7 +63,12 @@ FORMS: dict[str, tuple[str, re.Pattern[str] | Callable[[ast.Module], bool]]] = {
     "norms.torch_rms_norm": ("RMS_NORM", re.compile(r"^RMSNorm$")),
     "products.transposed": ("CONV1D", re.compile(r"Conv1D|^addmm$")),
     "cache.IndexedLayer": ("INDEXER", re.compile(r"[Ii]ndexer|Indexed")),
+    "cache.StateLayer": ("STATES", may_keep_states),
     "decode.Before": ("CHANGES", may_change_modules),
+    "decode.Codebooks": ("CODEBOOKS", re.compile(r"^AlternatingCodebooks")),
+    "decode.Encoded": ("ENCODES", re.compile(r"is_encoder_decoder|encoder_hidden_states|EncoderDecoder")),
+    "forward.Draws": ("DRAWS", re.compile(r"^rand$")),
+    "decode.StepConstants": ("CONSTANTS", may_compute_of_parameters),
     "products.Chain": ("CHAINS", may_call_functions),
 }
 """By what is listed beside the uses of a modeling file, which calls none of it: the name in `core/target`, and the

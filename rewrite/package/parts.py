@@ -25,7 +25,8 @@ _LOOPS_INSIDE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SWITCHES = (
     "ROCM", "RANKS", "FORMATS", "TRAINING", "LAYER_NORM", "RMS_NORM", "CONV1D", "INDEXER", "CARRIED", "GROWS",
     "CHANGES", "CHAINS", "READS", "RAGGED", "ATTENTION", "EAGER", "LOADS", "UPLOAD", "INPUTS", "SPECULATION",
-    "FP8_CACHE",
+    "FP8_CACHE", "STATES", "CONSTANTS", "DRAWS",
+    "CODEBOOKS", "ENCODES",
 )  # fmt: skip
 """The names of `core/target`: what stands under `if ROCM` or `if ROCM and …` is for packages that have it. An `elif`
 may follow, which is the `if` where the first goes, or an `else`, whose statements take its place."""

@@ -29,7 +29,7 @@ _ALWAYS = {
     "core/explain": ("explain",),
     "origin/guard": ("made_from",),
     "package/auto": ("register",),
-    "package/selftest": ("SelfTest", "run_selftest"),
+    "package/selftest": ("selftest",),
     "package/upload": ("save_flat",),
 }
 """What every package has: it is called by the package's `__init__.py` or by its user."""

@@ -2,7 +2,8 @@
 
 A model that is only called does. One that generates is asked for its steps: where every layer has its method for a
 token, and no mask is made for it, next to nothing is left, and a package does without what makes kernels of the rest
-(`runtime/products/chain.py`). It is as right without; a no only has to be likely.
+(`runtime/products/chain.py`) and what keeps what they compute of parameters alone (`runtime/decode/constants.py`). It
+is as right without; a no only has to be likely.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 _MASK = re.compile(r"create_\w*mask\w*")
 _TESTS = frozenset({"decodes", "needs_no_mask"})
+_LEARNED = re.compile(r"xielu|prelu", re.IGNORECASE)
 _OTHER_ROOMS = re.compile(r"\.runtime\.(moe|mixers)$")
 """Of blocks that bring more than products: routers, states."""
 
@@ -32,6 +34,12 @@ def may_call_functions(tree: ast.Module) -> bool:
     }
     masks = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _MASK.fullmatch(_name(node.func)))
     return any(id(mask) not in chosen for mask in masks)
+
+
+def may_compute_of_parameters(tree: ast.Module) -> bool:
+    """Return whether a step may compute something of parameters alone: an activation with some of its own does."""
+    said = (getattr(node, "value", None) or getattr(node, "attr", None) for node in ast.walk(tree))
+    return may_call_functions(tree) or any(isinstance(one, str) and _LEARNED.search(one) for one in said)
 
 
 def _imported_names(tree: ast.Module) -> set[str]:

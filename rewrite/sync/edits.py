@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rewrite.errors import BaseLost, SourceDoesNotParse, SourceNotReadable, StillInConflict
-from rewrite.package import kept, original
+from rewrite.package import definitions, kept, original
 from rewrite.package.assemble import INIT, Package
 from rewrite.package.lock import Lock, sha256
 from rewrite.package.syntax import digest
-from rewrite.runtime.origin import definitions
 from rewrite.sync import imports, merge
 from rewrite.sync.styles import GENERATED, Marks, Style, plain, style_of
 

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core import backend, place
+from ..core.tiles import next_power
 
 BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -172,12 +173,8 @@ def size_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_c
     else:
         kind = ("bool" if mask.dtype == torch.bool else "number") + (" heads" if mask.shape[1] > 1 else "")
     dtype = str(query.dtype).removeprefix("torch.")
-    lengths = _power(queries), _power(keys)
-    return Size(dtype, _power(rows), heads, key.shape[1], head_dim, value.shape[3], *lengths, kind)
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+    lengths = next_power(queries), next_power(keys)
+    return Size(dtype, next_power(rows), heads, key.shape[1], head_dim, value.shape[3], *lengths, kind)
 
 
 def attend(

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
-from .latent_query import HeadDims, Latents, _power
+from ..core.tiles import next_power
+from .latent_query import HeadDims, Latents
 
 CASES = """
 def attend(heads, rows, capacity):
@@ -222,7 +223,7 @@ def divide(batch: int, heads: int, capacity: int, element_size: int) -> Division
     """Return how to divide the work: about 256 programs, tiles of 36 KB at the sizes of DeepSeek."""
     slots = 32 if element_size == 2 else 16
     wanted = max(1, 256 // (batch * -(-heads // 16)))
-    splits = min(64, _power(max(1, min(wanted, -(-capacity // slots)))))
+    splits = min(64, next_power(max(1, min(wanted, -(-capacity // slots)))))
     once = capacity <= splits * slots
     return Division(16, slots if once else 16, splits, 1 if once else 2)  # two tiles of 32 do not fit the registers
 
@@ -259,7 +260,7 @@ def launch_latent_decode(
     logarithms = absorbed.new_empty(batch, heads, splits, dtype=torch.float32)
     out = absorbed.new_empty(batch, 1, heads * sizes.value)
     overlap = overlaps(absorbed)
-    block_v = min(16, _power(sizes.value))
+    block_v = min(16, next_power(sizes.value))
     blocks = max(1, min(-(-sizes.value // block_v), batch * heads * sizes.value // (block_v * 512)))
     with backend.device_guard(absorbed):
         latent_attention_kernel.launch(
@@ -270,8 +271,8 @@ def launch_latent_decode(
             (),
             (scaling,),
             (
-                heads, rank, sizes.rope, overlap, division.heads, max(16, _power(rank)), max(16, _power(sizes.rope)),
-                division.slots, splits, division.stages,
+                heads, rank, sizes.rope, overlap, division.heads, max(16, next_power(rank)),
+                max(16, next_power(sizes.rope)), division.slots, splits, division.stages,
             ),
             overlap=overlap,
         )  # fmt: skip
@@ -283,7 +284,7 @@ def launch_latent_decode(
             (),
             (),
             (
-                heads, rank, sizes.nope, sizes.value, overlap, max(16, _power(rank)), division.slots, splits,
+                heads, rank, sizes.nope, sizes.value, overlap, max(16, next_power(rank)), division.slots, splits,
                 min(8, splits), block_v, blocks,
             ),
             overlap=overlap,

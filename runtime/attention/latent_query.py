@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
+from ..core.tiles import next_power
 from ..products.prologue import Prologue, norm_arguments
 from .rope_cache import Rotation
 
@@ -266,12 +267,8 @@ def launch_latent_query(
             (
                 heads, rank, *sizes, rotation is not None, rotation is not None and rotation.interleaved,
                 rotation is not None and rotation.half_table, turn.deinterleave, norm is not None, has_weight, overlap,
-                rows, max(16, _power(sizes.nope)), _power(rank), COLUMNS, _power(max(1, sizes.rope // 2)),
+                rows, max(16, next_power(sizes.nope)), next_power(rank), COLUMNS, next_power(max(1, sizes.rope // 2)),
             ),
             overlap=overlap,
         )  # fmt: skip
     return absorbed, turned
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -25,6 +25,7 @@ from ..core import backend
 from ..core.arrivals import arrivals
 from ..core.launch import Kernel, overlaps, processors, wait_for_stores
 from ..core.rows import KERNEL_DTYPES
+from ..core.tiles import next_power
 
 MOST_HEADS = 16
 """Query heads of a program, which are the rows of a product of matrices."""
@@ -61,7 +62,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.arrivals import publish
-    from .decode_attention import _products, _sum_of_parts, _weighted
+    from .decode_attention_kernel import key_products, sum_of_parts, weighted
 
     @triton.jit
     def _tile(ptr, slot, slot_stride, keep, column, D: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -92,11 +93,11 @@ if backend.triton_installed():
         """Return `top`, `total` and `mixed` with some more slots."""
         seen = tl.max(live.to(tl.int32), 0) > 0  # what nothing has written may be NaN, and 0 * NaN is NaN
         values = tl.where(seen[:, None], values, 0.0)
-        scores = tl.where(live, _products(query, keys, DOT) * scaling + added, -1e30)
+        scores = tl.where(live, key_products(query, keys, DOT) * scaling + added, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.where(live, tl.exp(scores - higher[:, None]), 0.0)
         shrink = tl.exp(top - higher)
-        return higher, total * shrink + tl.sum(weights, 1), mixed * shrink[:, None] + _weighted(weights, values, DOT)
+        return higher, total * shrink + tl.sum(weights, 1), mixed * shrink[:, None] + weighted(weights, values, DOT)
 
     @triton.jit(do_not_specialize=["slots"])
     def _masked_attention_kernel(  # type: ignore[no-untyped-def]
@@ -244,7 +245,7 @@ if backend.triton_installed():
                 scale = tl.exp(
                     tl.load(top_ptr + parts, mask=held, other=-1e30, cache_modifier=".cg") - highest[:, None]
                 )
-                y += _sum_of_parts(part_ptr, parts, held, scale, value_column[None, :], DV)
+                y += sum_of_parts(part_ptr, parts, held, scale, value_column[None, :], DV)
             out_at = out_ptr + out_row[:, None] * DV + value_column[None, :]
             there = ours[:, None] & (value_column < DV)[None, :]
             tl.store(out_at, (y / whole[:, None]).to(out_ptr.dtype.element_ty), mask=there)
@@ -349,7 +350,7 @@ def _launch(
     known = newest is not None
     form = choose(batch, kv_heads, group, slots, head_dim, value_dim, programs, known)
     shares = -(-group // form.heads)
-    block_d, block_dv = max(16, _power(head_dim)), max(16, _power(value_dim))  # the least of a product
+    block_d, block_dv = max(16, next_power(head_dim)), max(16, next_power(value_dim))  # the least of a product
     top, total = query.new_empty((2, out.numel() // value_dim * form.splits), dtype=torch.float32)
     parts = query.new_empty(out.numel() * form.splits, dtype=torch.float32)
     strides = (0, 0, 0, 0) if mask is None else _mask_strides(mask, query, kv_heads)
@@ -408,13 +409,13 @@ def choose(
     Of slots that are `known` before the step, each program takes one tile, which may come while the kernels before it
     run; twice as many programs are no loss then.
     """
-    widest = _power(max(head_dim, value_dim))
-    heads = min(MOST_HEADS, _power(group))
+    widest = next_power(max(head_dim, value_dim))
+    heads = min(MOST_HEADS, next_power(group))
     programs = batch * kv_heads * -(-group // heads)
     if known and (form := _of_one_tile(heads, slots, widest)) is not None and programs * form.splits <= 2 * wanted:
         return form
     tile = max(16, min(32, 8192 // widest))
-    splits = _power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
+    splits = next_power(max(1, min(32, wanted // programs, -(-slots // tile))) + 1) // 2
     if tile < -(-slots // splits) <= 2 * tile:  # one tile of a program is loaded together with its mask, two are not
         can_split = 2 * programs * splits <= 1.25 * wanted and splits < 32
         if widest <= 64 and (heads > 1 or not can_split):
@@ -436,7 +437,7 @@ def _of_one_tile(heads: int, slots: int, widest: int) -> Form | None:
         tile, warps = (32, 4) if widest <= 64 else (32, 2) if widest <= 128 else (64, 4)
     if widest * tile > 16384:
         return None
-    splits = _power(-(-slots // tile))
+    splits = next_power(-(-slots // tile))
     return Form(heads, tile, splits, warps, True) if splits <= 32 else None
 
 
@@ -446,7 +447,3 @@ def _mask_strides(mask: Tensor, query: Tensor, kv_heads: int) -> tuple[int, int,
     if query.shape[2] > 1:
         return row, head, one, slot
     return row, head * (query.shape[1] // kv_heads), head, slot
-
-
-def _power(size: int) -> int:
-    return 1 << (size - 1).bit_length()

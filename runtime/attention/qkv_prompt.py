@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core import backend
 from ..core.launch import WAVE, Kernel, grid, overlaps
 from ..products.prologue import Prologue
-from .rope_cache import Rotation, head_scale, head_weight
+from .rope_cache import Rotation, head_scale, head_weight, turning
 
 CASES = """
 def read(model, normed, table=None, **form):
@@ -44,7 +44,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from ..core.follow import follow
-    from .rope_cache import pair_columns, rotated
+    from .rope_cache import load_pairs, pair_columns, rotated, store_pairs
 
     @triton.jit
     def _normed(  # type: ignore[no-untyped-def]
@@ -55,16 +55,6 @@ if backend.triton_installed():
         first *= inverse * (tl.load(norm_ptr + column, mask=live, other=0.0).to(tl.float32) + offset)
         second *= inverse * (tl.load(norm_ptr + other_column, mask=live, other=0.0).to(tl.float32) + offset)
         return first, second
-
-    @triton.jit
-    def _load(source, column, other_column, live):  # type: ignore[no-untyped-def]
-        first = tl.load(source + column, mask=live, other=0.0).to(tl.float32)
-        return first, tl.load(source + other_column, mask=live, other=0.0).to(tl.float32)
-
-    @triton.jit
-    def _store(target, column, other_column, live, first, second):  # type: ignore[no-untyped-def]
-        tl.store(target + column, first.to(target.dtype.element_ty), mask=live)
-        tl.store(target + other_column, second.to(target.dtype.element_ty), mask=live)
 
     @triton.jit(do_not_specialize=["capacity", "token_count", "tokens"])
     def _qkv_prompt_kernel(  # type: ignore[no-untyped-def]
@@ -118,7 +108,7 @@ if backend.triton_installed():
         if block < Q_BLOCKS:
             head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             live = (head < H) & (pair < D // 2)
-            first, second = _load(q_ptr + token * q_stride + head * D, column, other_column, live)
+            first, second = load_pairs(q_ptr + token * q_stride + head * D, column, other_column, live)
             if Q_NORM:
                 first, second = _normed(
                     first, second, q_norm_ptr, column, other_column, pair < D // 2, q_eps, q_offset, D
@@ -128,11 +118,11 @@ if backend.triton_installed():
                     first, second, cos_ptr + table, sin_ptr + table, pair, column, other_column,
                     turns & (pair < D // 2), HALF_TABLE,
                 )  # fmt: skip
-            _store(query_ptr + (token * H + head) * D, column, other_column, live, first, second)
+            store_pairs(query_ptr + (token * H + head) * D, column, other_column, live, first, second)
         elif block < Q_BLOCKS + K_BLOCKS:
             head = (block - Q_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             live = (head < HK) & (pair < D // 2)
-            first, second = _load(k_ptr + token * k_stride + head * D, column, other_column, live)
+            first, second = load_pairs(k_ptr + token * k_stride + head * D, column, other_column, live)
             if K_NORM:
                 first, second = _normed(
                     first, second, k_norm_ptr, column, other_column, pair < D // 2, k_eps, k_offset, D
@@ -142,12 +132,12 @@ if backend.triton_installed():
                     first, second, cos_ptr + table, sin_ptr + table, pair, column, other_column,
                     turns & (pair < D // 2), HALF_TABLE,
                 )  # fmt: skip
-            _store(keys_ptr + ((b * HK + head) * capacity + t) * D, column, other_column, live, first, second)
+            store_pairs(keys_ptr + ((b * HK + head) * capacity + t) * D, column, other_column, live, first, second)
         else:
             head = (block - Q_BLOCKS - K_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             live = (head < HK) & (pair < D // 2)
-            first, second = _load(v_ptr + token * v_stride + head * D, column, other_column, live)
-            _store(values_ptr + ((b * HK + head) * capacity + t) * D, column, other_column, live, first, second)
+            first, second = load_pairs(v_ptr + token * v_stride + head * D, column, other_column, live)
+            store_pairs(values_ptr + ((b * HK + head) * capacity + t) * D, column, other_column, live, first, second)
 
     qkv_prompt_kernel = Kernel(_qkv_prompt_kernel)
 
@@ -177,37 +167,24 @@ def qkv_prompt(
     kv_heads, capacity, head_dim = keys.shape[1:]
     heads = q.shape[-1] // head_dim
     query = q.new_empty(batch, tokens, heads, head_dim)
-    cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.sin)
+    tables, strides, turns = turning(rotation, q)
     block = 1 << (head_dim // 2 - 1).bit_length()
     block_heads = max(1, PAIRS // block)
-    strides = (0, 0) if rotation is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
     overlap = overlaps(q)
     with backend.device_guard(q):
         qkv_prompt_kernel.launch(
             grid(-(-heads // block_heads) - 2 * (-kv_heads // block_heads), batch * tokens),
             THREADS // WAVE,
-            (q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, query, keys, values),
+            (q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), *tables, query, keys, values),
             (capacity, batch * tokens, tokens),
             (q.stride(1), k.stride(1), v.stride(1), *strides),
             (*head_scale(q_norm), *head_scale(k_norm)),
             (
-                heads, kv_heads, head_dim, 0 if rotation is None else rotation.columns,
-                rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
-                q_norm is not None, k_norm is not None, overlap, block_heads, block,
+                heads, kv_heads, head_dim, *turns, q_norm is not None, k_norm is not None, overlap, block_heads, block,
             ),
             overlap=overlap,
         )  # fmt: skip
     return query.transpose(1, 2)
-
-
-def turns_prompt(rotation: Rotation | None, rows: int, tokens: int, head_dim: int) -> bool:
-    """Return whether the kernel reads these tables: dense rows for every token, an even number of columns."""
-    if rotation is None:
-        return True
-    cos, sin = rotation.cos, rotation.sin
-    dense = cos.ndim == 3 and cos.shape == sin.shape and cos.stride() == sin.stride() and cos.stride(2) == 1
-    even = rotation.columns % 2 == 0 and (head_dim - rotation.columns) % 2 == 0 and rotation.columns <= head_dim
-    return dense and even and cos.shape[1] == tokens and cos.shape[0] in (1, rows)
 
 
 def has_dense_rows(*tensors: Tensor) -> bool:

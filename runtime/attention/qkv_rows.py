@@ -14,7 +14,7 @@ from ..core.launch import Kernel, overlaps, processors, shared_memory
 from ..core.tiles import Tile, head_rule, tile
 from ..products.prologue import Prologue, norm_arguments
 from ..products.skinny import Work, height_for, skinny_kind
-from .rope_cache import Rotation, head_scale, head_weight
+from .rope_cache import Rotation, head_scale, head_weight, turning
 
 CASES = """
 def rows(model, count, columns, normed=False, norm=prologue, **form):
@@ -229,7 +229,7 @@ def launch_qkv_rows(
     query = input.new_empty(batch, heads, 1, head_dim)
     prologue, q_norm, k_norm = norms
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
-    cos, sin = (input, input) if rotation is None else (rotation.cos, rotation.sin)
+    tables, (table_stride, _), turns = turning(rotation, input)
     overlap = overlaps(input)
     work = Work.of(input, weight, batch, prologue, form)
     block_rows, block_cols, num_warps, splits, stages = work.form
@@ -239,18 +239,16 @@ def launch_qkv_rows(
             num_warps,
             (
                 input.contiguous(), norm, weight, weight if bias is None else bias,
-                head_weight(q_norm, input), head_weight(k_norm, input), cos, sin, position,
+                head_weight(q_norm, input), head_weight(k_norm, input), *tables, position,
                 work.part, work.square, work.arrived, query, keys, values,
             ),
             (capacity, batch),
-            (0 if rotation is None or cos.shape[0] == 1 else cos.stride(0),),
+            (table_stride,),
             (eps, offset, *head_scale(q_norm), *head_scale(k_norm)),
             (
-                cols, heads, kv_heads, head_dim, 0 if rotation is None else rotation.columns,
-                rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
-                prologue is not None, has_weight, bias is not None, q_norm is not None, k_norm is not None,
-                work.ahead(cols) if overlap else 0, work.waits(input), work.height,
-                block_rows, block_cols, splits, stages,
+                cols, heads, kv_heads, head_dim, *turns, prologue is not None, has_weight, bias is not None,
+                q_norm is not None, k_norm is not None, work.ahead(cols) if overlap else 0, work.waits(input),
+                work.height, block_rows, block_cols, splits, stages,
             ),
             overlap=overlap,
         )  # fmt: skip

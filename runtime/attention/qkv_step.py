@@ -35,9 +35,9 @@ from ..products.prologue import (
     shift_of,
 )
 from .head_norms import head_norms, over_one_head, split_heads
-from .qkv_prompt import has_dense_rows, qkv_prompt, turns_prompt
+from .qkv_prompt import has_dense_rows, qkv_prompt
 from .qkv_rows import form_for_rows, launch_qkv_rows
-from .rope_cache import Rotation, rope_cache, writable
+from .rope_cache import Rotation, rope_cache, turning, writable
 from .rotary import rotary
 
 OFFERS: dict[str, dict[str, str]] = {
@@ -315,7 +315,8 @@ def _prompt_step(
     """Return the queries of a prompt by the kernel, which writes keys and values; None where it cannot."""
     q, k, v = projected
     rotation = None if position_embeddings is None else Rotation(*position_embeddings, interleaved, half_table)
-    if not turns_prompt(rotation, q.shape[0], q.shape[1], head_dim) or not has_dense_rows(q, k, v):
+    fits = rotation is None or rotation.fits(q.shape[0], head_dim, q.shape[1])
+    if not fits or not has_dense_rows(q, k, v):
         return None
     if not _kernels_write(q, layer.keys, layer.values, rotation, head_dim, in_fp32 or keep_dtype):
         return None
@@ -417,7 +418,7 @@ def launch_qkv(
     query = input.new_empty(1, heads, 1, head_dim)
     norm, eps, offset, has_weight = norm_arguments(prologue, input)
     shift = shift_of(prologue)
-    cos, sin = (input, input) if rotation is None else (rotation.cos, rotation.sin)
+    tables, _, turns = turning(rotation, input)
     overlap = overlaps(input)
     with backend.device_guard(input):
         qkv_kernel.launch(
@@ -425,16 +426,15 @@ def launch_qkv(
             num_warps,
             (
                 input.contiguous(), norm, input if shift is None else shift, weight, weight if bias is None else bias,
-                cos, sin, position, query, keys, values,
+                *tables, position, query, keys, values,
             ),
             (capacity,),
             (),
             (eps, offset),
             (
-                weight.shape[1], heads, kv_heads, head_dim, 0 if rotation is None else rotation.columns,
-                rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
-                prologue is not None, has_weight, isinstance(prologue, LayerNormPrologue), shift is not None,
-                bias is not None, overlap, block_rows, block_cols,
+                weight.shape[1], heads, kv_heads, head_dim, *turns, prologue is not None, has_weight,
+                isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, overlap, block_rows,
+                block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -76,14 +76,15 @@ if backend.triton_installed():
     # AMD's compiler (Triton 3.6) fails on a pointer that is chosen by a branch: each branch loads and stores itself.
 
     @triton.jit
-    def _load_pairs(source, column, other_column, live):  # type: ignore[no-untyped-def]
+    def load_pairs(source, column, other_column, live):  # type: ignore[no-untyped-def]
+        """Read pairs of columns of heads as fp32."""
         first = tl.load(source + column, mask=live, other=0.0).to(tl.float32)
         second = tl.load(source + other_column, mask=live, other=0.0).to(tl.float32)
         return first, second
 
     @triton.jit
     def store_pairs(target, column, other_column, live, first, second):  # type: ignore[no-untyped-def]
-        """Write pairs of fp32 columns of one head."""
+        """Write pairs of fp32 columns of heads."""
         tl.store(target + column, first.to(target.dtype.element_ty), mask=live)
         tl.store(target + other_column, second.to(target.dtype.element_ty), mask=live)
 
@@ -134,11 +135,11 @@ if backend.triton_installed():
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         if head < H:
-            first, second = _load_pairs(q_ptr + row * q_stride + head * D, column, other_column, live)
+            first, second = load_pairs(q_ptr + row * q_stride + head * D, column, other_column, live)
         elif head < H + HK:
-            first, second = _load_pairs(k_ptr + row * k_stride + (head - H) * D, column, other_column, live)
+            first, second = load_pairs(k_ptr + row * k_stride + (head - H) * D, column, other_column, live)
         else:
-            first, second = _load_pairs(v_ptr + row * v_stride + (head - H - HK) * D, column, other_column, live)
+            first, second = load_pairs(v_ptr + row * v_stride + (head - H - HK) * D, column, other_column, live)
         if Q_NORM and head < H:
             inverse = tl.rsqrt(tl.sum(first * first + second * second, 0) / D + q_eps)
             first *= inverse * (tl.load(q_norm_ptr + column, mask=live, other=0.0).to(tl.float32) + q_offset)
@@ -187,12 +188,27 @@ class Rotation(NamedTuple):
         """R."""
         return self.cos.shape[-1] * (2 if self.half_table else 1)
 
-    def fits(self, rows: int, head_dim: int) -> bool:
-        """Return whether the kernels read these tables: dense rows, one or one a row, an even number of columns."""
+    def fits(self, rows: int, head_dim: int, tokens: int = 1) -> bool:
+        """Return whether the kernels read these tables: dense, for every token of one row or of all, of even width."""
         cos, sin = self.cos, self.sin
         dense = cos.ndim == 3 and cos.shape == sin.shape and cos.stride() == sin.stride() and cos.stride(2) == 1
         even = self.columns % 2 == 0 and (head_dim - self.columns) % 2 == 0 and self.columns <= head_dim
-        return dense and even and cos.shape[1] == 1 and cos.shape[0] in (1, rows)
+        return dense and even and cos.shape[1] == tokens and cos.shape[0] in (1, rows)
+
+
+def turning(
+    rotation: Rotation | None, other: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int], tuple[int, bool, bool]]:
+    """Return what kernels are given of a rotation, `other` in place of tables where there is none.
+
+    Returns:
+        cos and sin; their strides of rows, 0 for one of all, and of tokens; R, INTERLEAVED and HALF_TABLE.
+    """
+    if rotation is None:
+        return (other, other), (0, 0), (0, False, False)
+    cos = rotation.cos
+    strides = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    return (cos, rotation.sin), strides, (rotation.columns, rotation.interleaved, rotation.half_table)
 
 
 def rope_cache(
@@ -226,27 +242,21 @@ def rope_cache(
     batch, kv_heads, capacity, head_dim = keys.shape
     heads = q.shape[-1] // head_dim
     query = q.new_empty(batch, heads, 1, head_dim)
-    cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.sin)
-    columns = 0 if rotation is None else rotation.columns
+    tables, (table_stride, _), turns = turning(rotation, q)
     overlap = overlaps(q)
     with backend.device_guard(q):
         rope_cache_kernel.launch(
             (heads + 2 * kv_heads, batch, 1),
             max(1, 32 // WAVE),
             (
-                q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), cos, sin, position, query, *written,
+                q, k, v, head_weight(q_norm, q), head_weight(k_norm, q), *tables, position, query, *written,
             ),
             (capacity,),
-            (
-                q.stride(0), k.stride(0), v.stride(0),
-                0 if rotation is None or cos.shape[0] == 1 else cos.stride(0),
-            ),
+            (q.stride(0), k.stride(0), v.stride(0), table_stride),
             (*head_scale(q_norm), *head_scale(k_norm)),
             (
-                heads, kv_heads, head_dim, columns,
-                rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
-                q_norm is not None, k_norm is not None, overlap, 1 << (head_dim // 2 - 1).bit_length(),
-                *form,
+                heads, kv_heads, head_dim, *turns, q_norm is not None, k_norm is not None, overlap,
+                1 << (head_dim // 2 - 1).bit_length(), *form,
             ),
             overlap=overlap,
         )  # fmt: skip

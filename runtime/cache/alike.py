@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..core.target import GROWS, INDEXER
+from ..core.target import GROWS, INDEXER, STATES
 from . import states
 from .grown import GrownLayer, grown_by
 from .layers import INDEXED, IndexedLayer, PreallocatedLayer
@@ -52,7 +52,7 @@ if states.LAYER is not None:
 
 def layer_like(layer: Any, cache: PreallocatedCache) -> Any:
     """Return a layer of `cache` for what a layer of transformers' growing cache holds; None if nothing here can."""
-    if states.is_stateful(layer):
+    if STATES and states.is_stateful(layer):
         if type(layer).__name__ not in _STATEFUL:
             return None
         hybrid = isinstance(layer, DynamicLayer)

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..core import reading
 from ..core.overwriting import overwriting
+from ..core.target import STATES
 from . import states
 from .alike import layer_like
 from .layers import PreallocatedLayer
@@ -87,7 +88,9 @@ class PreallocatedCache(Cache):
     @property
     def stateful_layers(self) -> list[Any]:
         """The layers that hold states, alone or beside keys and values."""
-        return [layer for layer in self.layers if states.is_stateful(layer)]
+        if STATES:
+            return [layer for layer in self.layers if states.is_stateful(layer)]
+        return []
 
     @property
     def batch_size(self) -> int:
@@ -113,17 +116,22 @@ class PreallocatedCache(Cache):
     @property
     def is_written(self) -> bool:
         """Whether every layer of states has one."""
-        return all(states.tensors([layer]) for layer in self.stateful_layers)
+        if STATES:
+            return all(states.tensors([layer]) for layer in self.stateful_layers)
+        return True
 
     @property
     def is_initialized(self) -> bool:
         """Whether anything was written since it was cleared; models ask so whether a prompt is the first."""
-        states_had = any(any(layer.has_previous_state.values()) for layer in self.stateful_layers)
-        return self.stepping or self.length > 0 or states_had
+        if STATES and any(any(layer.has_previous_state.values()) for layer in self.stateful_layers):
+            return True
+        return self.stepping or self.length > 0
 
     def states_held(self) -> contextlib.AbstractContextManager[None]:
         """Leave the states as they are, whatever is run inside."""
-        return states.held(self.layers)
+        if STATES:
+            return states.held(self.layers)
+        return contextlib.nullcontext()
 
     def arrived(self, count: int) -> Tensor:
         """Return `count` int32 zeros in which the programs of an attention kernel count themselves, one by one."""
@@ -139,9 +147,12 @@ class PreallocatedCache(Cache):
         """Make updates write `width` tokens a row from `position` on, without the host."""
         if width > 1:
             self.width, self.slots = width, self.position + torch.arange(width, device=self.position.device)
+        overwritten: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if STATES:
+            overwritten = overwriting(states.tensors(self.layers))
         self.stepping = True
         try:
-            with overwriting(states.tensors(self.layers)):
+            with overwritten:
                 yield
         finally:
             self.stepping, self.width, self.slots = False, 1, self.position
@@ -179,8 +190,9 @@ class PreallocatedCache(Cache):
         """
         self.rewind(0)
         self.pad(None)
-        for layer in self.stateful_layers:
-            states.forget(layer)
+        if STATES:
+            for layer in self.stateful_layers:
+                states.forget(layer)
         if self.buffers:
             torch._foreach_zero_(self.buffers)
 
@@ -188,8 +200,9 @@ class PreallocatedCache(Cache):
         """Give the memory back."""
         for layer in self.attention_layers:
             layer.free()
-        for layer in self.stateful_layers:
-            states.free(layer)
+        if STATES:
+            for layer in self.stateful_layers:
+                states.free(layer)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -199,14 +212,18 @@ class PreallocatedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers and states."""
-        return sum(buffer.nbytes for buffer in [*self.buffers, *states.tensors(self.layers)])
+        held = self.buffers
+        if STATES:
+            held = [*held, *states.tensors(self.layers)]
+        return sum(buffer.nbytes for buffer in held)
 
     def copy_from(self, other: PreallocatedCache) -> None:
         """Take over what a smaller cache of the same model holds."""
         for mine, theirs in zip(self.attention_layers, other.attention_layers, strict=True):
             mine.take(theirs, other.length)
-        for mine, theirs in zip(self.stateful_layers, other.stateful_layers, strict=True):
-            states.copy(theirs, mine)
+        if STATES:
+            for mine, theirs in zip(self.stateful_layers, other.stateful_layers, strict=True):
+                states.copy(theirs, mine)
         self.rewind(other.length)
         self.position.copy_(other.position)
         self.pad(other.starts if other._is_padded else None)
@@ -217,8 +234,9 @@ class PreallocatedCache(Cache):
         length = max((layer.get_seq_length() for layer in growing), default=0)
         for mine, theirs in zip(self.attention_layers, growing, strict=False):
             mine.take(theirs, length)
-        for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=False):
-            states.copy(theirs, mine)
+        if STATES:
+            for mine, theirs in zip(self.stateful_layers, filter(states.is_stateful, dynamic.layers), strict=False):
+                states.copy(theirs, mine)
 
     def store(self, dynamic: DynamicCache, length: int) -> None:
         """Make transformers' growing cache hold copies of the first `length` tokens; states as they are."""
@@ -233,7 +251,7 @@ class PreallocatedCache(Cache):
                     start = max(length - theirs.sliding_window + 1, 0)
                     theirs.cumulative_length = length
                 mine.give(theirs, start, length)
-            if states.is_stateful(mine) and states.is_stateful(theirs):
+            if STATES and states.is_stateful(mine) and states.is_stateful(theirs):
                 states.copy(mine, theirs)
 
 

@@ -17,6 +17,8 @@ RMS_NORM: bool = True
 """Whether the modeling file may have torch's RMSNorms."""
 INDEXER: bool = True
 """Whether its layers may keep an indexer's keys."""
+STATES: bool = True
+"""Whether layers of its caches may keep states of fixed size."""
 CARRIED: bool = True
 """Whether its models may carry states from call to call beside a cache of transformers', or without one."""
 GROWS: bool = True
@@ -27,6 +29,14 @@ CONV1D: bool = True
 """Whether weights may lie `[in_features, out_features]`."""
 CHANGES: bool = True
 """Whether its code may leave something on a module."""
+DRAWS: bool = True
+"""Whether forwards may draw random numbers on the host."""
+CODEBOOKS: bool = True
+"""Whether its models may choose tokens of several codebooks in turn."""
+ENCODES: bool = True
+"""Whether its models may have an encoder, or read what one has made."""
+CONSTANTS: bool = True
+"""Whether steps may compute something of parameters alone, by functions of torch."""
 CHAINS: bool = True
 """Whether chains of pointwise functions of a step are made into kernels."""
 RAGGED: bool = True

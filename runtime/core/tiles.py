@@ -132,7 +132,7 @@ def rule(
     halves = 1 if kind == "linear" else 2
     if kind == "gated" and cols > 2048 and cols % 2048 == 0:
         return 1, 2048, 256 // WAVE
-    block_cols = min(4096 if halves == 1 else 1024, _power(cols))
+    block_cols = min(4096 if halves == 1 else 1024, next_power(cols))
     if cols % block_cols:
         block_cols = max(256, min(block_cols, cols & -cols))
     block_rows = _dividing(rows, 4 if halves == 1 and cols > 2048 and rows % 4 == 0 else 2)
@@ -153,7 +153,7 @@ def _plain_rule(rows: int, cols: int, processors: int) -> Tile:
     if cols <= 2048 and cols != 1536 and (head or (cols > 1536 and rows > 24 * processors)):
         block = 4, 1024, 4
     elif cols <= 1024:
-        block = 2, _power(cols), 1
+        block = 2, next_power(cols), 1
     elif cols < 1536:
         block = 2, 256, 1
     elif cols <= 2048:
@@ -180,7 +180,7 @@ def _halves_rule(rows: int, cols: int, processors: int) -> Tile:
     if cols > 1024 and rows < 8 * processors:
         block = _pairs_rule(cols)
     elif cols <= 1024:
-        block = 2, _power(cols), 2
+        block = 2, next_power(cols), 2
     elif cols <= 1536:
         block = 2, 256, 2
     elif cols <= 2048:
@@ -211,7 +211,8 @@ def _masking_little(cols: int, most: int) -> int:
     return most
 
 
-def _power(cols: int) -> int:
+def next_power(cols: int) -> int:
+    """Return the smallest power of two that is not smaller."""
     return 1 << (cols - 1).bit_length()
 
 
@@ -242,7 +243,7 @@ def _several_rule(height: int, rows: int, cols: int, processors: int, shared: in
     if tile is None:
         tile = _skinny_rule(rows, cols, 2, processors)
     block_rows, block_cols, warps, splits, most = tile
-    block_cols = max(16, min(block_cols, _power(cols)))
+    block_cols = max(16, min(block_cols, next_power(cols)))
 
     def fitting() -> int:
         return (shared - SPARED) // (2 * block_cols * (block_rows + height))
@@ -301,7 +302,7 @@ def head_rule(height: int, rows: int, cols: int, head_dim: int, processors: int,
 
     As `_several_rule`, with as many programs as run at a time.
     """
-    block_cols = max(16, min(128, _power(cols)))
+    block_cols = max(16, min(128, next_power(cols)))
     splits = max(1, min(in_one_turn(processors) * head_dim // rows, cols // (4 * block_cols)))
     stages = min(8, (shared - SPARED) // (2 * block_cols * (head_dim + height)), -(-cols // (block_cols * splits)))
     return head_dim, block_cols, 8 if head_dim >= 128 else 4, splits, max(1, stages)

@@ -25,7 +25,7 @@ from ..cache.nested import UnknownState
 from ..cache.own import made_by, own_cache_of, own_tensors
 from ..core import backend
 from ..core.local import is_local
-from ..core.target import CARRIED, INPUTS, RANKS
+from ..core.target import CARRIED, INPUTS, RANKS, STATES
 from .carried import are_handed_on, argument_of_states, carries, class_of_states
 from .policy import policy_of
 from .sampling import MOST_DRAFTS, Lookup
@@ -38,66 +38,6 @@ OFFERS: dict[str, dict[str, str]] = {
 
 MOST_ASSISTED = 5
 """Tokens that another model drafts at a time, at most: each is a step of its own. Not measured."""
-
-REASONS = {
-    "cpu": "the model is not on a GPU",
-    "ranks_left_out": "the model is on several GPUs, and the package was made without ranks",
-    "inputs_left_out": "a step is given more than tokens and positions, and the package was made without inputs",
-    "several_devices": "the model's layers are on several devices, or its tensors are split over them",
-    "parallel_style": "the plan deals a module to the ranks in a way that is not known here",
-    "parallel_mesh": "tensors are dealt over more than one dimension of ranks (FSDP, pipelines, experts)",
-    "another_rank": "another rank of the model cannot take the loop",
-    "clocks": "a limit of time, which the ranks' clocks would not reach together",
-    "input_device": "the input is on another device than the model",
-    "training": "the model is in training mode",
-    "gradient": "gradients are wanted",
-    "autocast": "autocast chooses the dtype of each product",
-    "compiled": "torch.compile compiles the model",
-    "observed": "a hook or a wrapped forward watches a module: a replay would not call it",
-    "own_loop": "the model has its own way from one step's inputs to the next",
-    "attention_implementation": "only eager and sdpa attention are known to respect the mask of a fixed-size cache",
-    "rope_depends_on_length": "the rotary frequencies change with the length of the text",
-    "beams": "the call searches with beams",
-    "drafted": "another model drafts, which has no loop of this package, or the model's own heads do",
-    "speculation_left_out": "tokens are to be drafted, and the package was made without speculation",
-    "drafts_for_rows": "tokens are drafted for one row only",
-    "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
-    "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",
-    "drafts_for_rounding": "the model rounds several tokens in another way than one, and would choose others",
-    "drafts_for_processor": "a logits processor reads the tokens, and several are checked at once",
-    "drafts_for_ranks": "tokens are drafted for models of one process only",
-    "drafts_fail": "a step of several tokens cannot run, or be captured, where the host does not know the length",
-    "drafts_differ": "a step of several tokens against fixed-size buffers computes something else",
-    "assistant": "the model drafts for another one",
-    "synced_gpus": "several processes have to take the same number of steps",
-    "compile_config": "the call asks for torch.compile",
-    "no_cache": "the call goes without a cache",
-    "cache_implementation": "the call asks for a kind of cache",
-    "cache_kind": "the cache is of no class that the loop knows, or has layers without buffers of fixed size",
-    "cache_contents": "the cache to continue has another batch size or device, or layers of unequal length",
-    "window": "the text may grow beyond a sliding window, which the model's cache keeps to and its masks do not have",
-    "inputs": "what the model's loop gives its forward does not follow from what it gave for the token before",
-    "attention_mask": "the mask is no left padding of all that was seen, or a step would read padding in another way",
-    "position_ids": "position ids that are not of one token a column",
-    "outputs": "attentions or hidden states are wanted",
-    "logits_processor": "a logits processor needs the host, or is not one of transformers' own",
-    "processor_needs_ids": "a logits processor reads tokens of which the call gives only the last",
-    "stopping_criteria": "a stopping criterion is not one of transformers' own",
-    "no_max_length": "nothing bounds the number of tokens",
-    "no_pad_token": "rows end by themselves and there is no padding token",
-    "stop_strings": "rows of a batch end at strings, and what follows them would show in the other outputs",
-    "one_token": "a single token is wanted",
-    "reentrant": "the call comes from inside generate() of the same model",
-    "states_stay": "the generation loop does not hand on what `forward` takes and gives back by one name",
-    "carried_state": "a state that the model carries from call to call beside layers of a cache has no fixed form",
-    "cache_unused": "the model did not write its keys and values to the cache",
-    "step_not_capturable": "the step asks the host, or cannot be part of a graph for another reason",
-    "step_fails": "the model's code for a single token cannot run where the host does not know the length",
-    "step_changes": "a step changes the model in a way that a replay would not: it counts, or keeps a state there",
-    "step_reads": "a step reads what each prompt leaves on the model anew, and a replay would read that of another",
-    "step_differs": "a step against fixed-size buffers computes something else",
-    "out_of_memory": "the memory does not suffice for cache and graph",
-}
 
 _Class = TypeVar("_Class")
 
@@ -130,7 +70,7 @@ class Unfit(Exception):
     """A call cannot take the graph's loop; it is taken back before anything was generated."""
 
     def __init__(self, reason: str):
-        super().__init__(REASONS[reason])
+        super().__init__(reason)
         self.reason = reason
 
 
@@ -232,7 +172,7 @@ def assists(assistant: Any, model: Any, without_graph: bool) -> bool:
 
 
 def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
-    """Return how a call drafts tokens, or why the loop here does not, a key of `REASONS`.
+    """Return how a call drafts tokens, or why the loop here does not, a key of `reasons.REASONS`.
 
     Args:
         model: of the call.
@@ -248,7 +188,9 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
         return "drafted"
     if call.input_ids.shape[0] != 1:
         return "drafts_for_rows"
-    if carries(model) or any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
+    if carries(model):
+        return "drafts_for_states"
+    if STATES and any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
         return "drafts_for_states"
     if has_own_inputs(model, call):
         return "drafts_for_inputs"
@@ -269,14 +211,14 @@ def has_own_inputs(model: Any, call: Call) -> bool:
 
 
 def unfit(model: Any, call: Call, without_graph: bool, ranks: Any = None) -> str | None:
-    """Return why `call` cannot take the graph's loop, a key of `REASONS`; None if it can try.
+    """Return why `call` cannot take the graph's loop, a key of `reasons.REASONS`; None if it can try.
 
     Args:
         model: a model for generation, whose modules hold this rank's tensors if there are several ranks.
         call: its arguments.
         without_graph: whether a CPU will do.
-        ranks: the `Ranks` that share the model; why they cannot go on, a key of `REASONS`; None for a model that is
-            not dealt.
+        ranks: the `Ranks` that share the model; why they cannot go on, a key of `reasons.REASONS`; None for a model
+            that is not dealt.
     """
     if isinstance(ranks, str):
         return ranks
@@ -371,7 +313,8 @@ def _unfit_cache(model: Any, call: Call) -> str | None:
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     lengths = {layer.get_seq_length() for layer in layers}
     held = [layer.keys for layer in layers if layer.keys is not None and layer.keys.numel()]
-    held += states.tensors(cache.layers)
+    if STATES:
+        held += states.tensors(cache.layers)
     if CARRIED and own is not None:
         try:
             elsewhere = any(tensor.device != model.device for tensor in own_tensors(cache))

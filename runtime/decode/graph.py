@@ -16,17 +16,13 @@ import contextlib
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
-from ..attention.eager_step import HANDLERS
-from ..attention.step_attention import StepAttention
 from ..cache.grown import takes_padding
 from ..cache.layers import CacheFull
 from ..cache.names import argument_of
@@ -35,12 +31,9 @@ from ..cache.preallocated import PreallocatedCache, preallocated_like
 from ..core import backend
 from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
-from ..core.launch import rehearses, rehearsing
+from ..core.launch import rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, FP8_CACHE, INPUTS
-from ..products.chain import FUNCTIONS
-from ..products.put_off import Handlers
-from ..products.step_products import StepProducts
+from ..core.target import CARRIED, CHANGES, CONSTANTS, FP8_CACHE, INPUTS
 from .cache_format import get_cache_format
 from .carried import carried_by
 from .changes import Before, Kept
@@ -53,7 +46,7 @@ from .policy import policy_of
 from .prompt_graph import PromptGraphs
 from .proof import StepChanges, StepDiffers, StepFails, StepReads, compared
 from .sampling import Sampling, StepState
-from .step_length import StepLength
+from .step import Step
 
 PROGRAMS_KEPT = 8
 """Sampling configurations of which one `DecodeGraph` keeps a graph; they share cache and memory pool."""
@@ -119,7 +112,7 @@ class Program:
         self.logits, self.scores = choose(logits, graph.state, self.sampling)
 
 
-class DecodeGraph:
+class DecodeGraph(Step):
     """A preallocated cache of one batch size and capacity, and the graphs of the steps against it.
 
     It holds the model weakly. Not for several threads at a time. After the model's weights were moved or replaced, or
@@ -151,7 +144,7 @@ class DecodeGraph:
         if is_split(model):
             raise NotLocal(model)
         self._model = weakref.ref(model)
-        self.device: torch.device = model.device
+        self.device = model.device
         self.captures = self.device.type == "cuda" if captures is None else captures
         self.carried = carried_by(model)
         self.cache = self._cache_like(like, model, batch_size, capacity)
@@ -175,14 +168,14 @@ class DecodeGraph:
         """What was on the model when a kind of step was proved."""
         self._proved: set[tuple[Hashable, int]] = set()
         """Kinds of steps, and how many tokens they read."""
-        self._hiding: set[Hashable] = set()
-        """Kinds of steps that need a 2D mask over the slots that are written: the model's own masks hide no others."""
+        self._hiding = set()
         self._watched: OrderedDict[Hashable, Any] = OrderedDict()
-        self._constants = StepConstants()
-        self.watched: Any = None
-        """A `StepInputs`: what the model's own loop gives the steps of a call, where that is more than `_inputs`."""
+        self._constants = contextlib.nullcontext()
+        if CONSTANTS:
+            self._constants = StepConstants()
+        self.watched = None
         accepted = inspect.signature(model.forward).parameters
-        self._cached: dict[str, Any] = {"use_cache": True}
+        self._cached = {"use_cache": True}
         if not self.carried.argument:
             self._cached[argument_of(model)] = self.cache
         self._accepted = set(accepted)
@@ -344,20 +337,13 @@ class DecodeGraph:
         self.prompts.clear()
         self._watched.clear()
         self.watched = None
-        self._constants.clear()
+        if CONSTANTS:
+            self._constants.clear()
         self.cache.free()
         self.carried.free()
         self._proved.clear()
         self._kept.clear()
         self._hiding.clear()
-
-    @property
-    def model(self) -> Any:
-        """The model, which has to be alive."""
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model of this graph is gone")
-        return model
 
     @property
     def nbytes(self) -> int:
@@ -382,17 +368,6 @@ class DecodeGraph:
         """Whether a step has been compared with the model's ordinary one."""
         return bool(self._proved)
 
-    @property
-    def _kind(self) -> Hashable:
-        return None if self.watched is None else self.watched.key
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Leave states and positions as they are, whatever steps are run inside."""
-        watched = contextlib.nullcontext() if self.watched is None else self.watched.held()
-        with self.cache.states_held(), self.carried.held(), watched:
-            yield
-
     def begin(self, position_ids: Tensor | int, attention_mask: Tensor | None) -> None:
         """Point the next step behind what the cache holds.
 
@@ -400,7 +375,8 @@ class DecodeGraph:
             position_ids: `[B, 1]` of the next token, or one number for all rows.
             attention_mask: `[B, n]` of what the cache holds, left-padded; None for no padding.
         """
-        self._constants.refresh()
+        if CONSTANTS:
+            self._constants.refresh()
         self.state.position.fill_(self.cache.length)
         if isinstance(position_ids, int):
             self.state.position_ids.fill_(position_ids)
@@ -590,17 +566,6 @@ class DecodeGraph:
                 return [*runs, self.prompts.rehearsal(self.model, self.cache, length)]
         return runs
 
-    def plain_step(self) -> Tensor:
-        """Return the logits `[B, V]` of the step as the model computes it with a growing cache.
-
-        The cache is not told: `grow` does that, as after a replay.
-        """
-        length = self.cache.length
-        with self._as_for_decoding():
-            logits = self._ordinary_step(length)
-        self.cache.rewind(length)
-        return logits
-
     def take_over(self, other: DecodeGraph) -> None:
         """Continue where a graph with less capacity ended."""
         self.cache.copy_from(other.cache)
@@ -614,103 +579,6 @@ class DecodeGraph:
         self._attention_mask[:, : other.cache.capacity] = other._attention_mask
         self._hides = other._hides
         self.state.restore(other.state.copy())
-
-    def forward(self) -> Tensor:
-        """Return the logits `[B, V]` of one step at the cache's position."""
-        with self._stepping():
-            outputs = self.model(**self._step_arguments(), return_dict=True)
-            self.carried.advance(outputs)
-        if INPUTS and self.watched is not None:
-            self.watched.advance()
-        logits: Tensor = outputs.logits[:, -1]
-        return logits
-
-    def forward_several(self, tokens: Tensor) -> Tensor:
-        """Return the logits `[B, n, V]` of tokens `[B, n]` from the cache's position on.
-
-        It stays where it is: who looks at the logits knows how many of the tokens are to be kept. The layers run as
-        they do for a prompt, with a mask, and not their methods for one token.
-        """
-        with self._stepping(tokens.shape[1]):
-            logits: Tensor = self.model(**self._several(tokens, self._attention_mask), return_dict=True).logits
-        return logits
-
-    @contextlib.contextmanager
-    def _stepping(self, width: int = 1) -> Iterator[None]:
-        """Let a forward write `width` tokens a row at the cache's position."""
-        cache = self.cache
-        with cache.step(width):
-            attention = StepAttention(cache, [] if self.watched is None else self.watched.heard)
-            instead = {functional.scaled_dot_product_attention: attention.plain}
-            handlers: Handlers = {functional.scaled_dot_product_attention: attention}
-            if EAGER:
-                handlers = {**HANDLERS, **handlers}
-            elif self.model.config.get_text_config(decoder=True)._attn_implementation == "eager":
-                backend.count_fallback("decode_step", "eager_left_out")
-            products = StepProducts(instead, handlers, poisons=rehearses())
-            if CHAINS:
-                products.chains = FUNCTIONS
-            with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
-                yield
-
-    def _as_for_decoding(self) -> AbstractContextManager[object]:
-        """Choose the implementation of the experts as transformers' loop does for single tokens."""
-        manager: AbstractContextManager[object] = self.model._optimize_model_for_decode()
-        return manager
-
-    def _ordinary_step(self, length: int, several: Tensor | None = None) -> Tensor:
-        """Return the logits `[B, V]`, or `[B, n, V]`, of the step as the model computes it with a growing cache."""
-        if several is not None:
-            arguments = self._several(several, self._attention_mask[:, : length + several.shape[1]])
-            every: Tensor = self.model(**arguments, return_dict=True).logits.float()
-            return every
-        arguments = self._arguments(self._attention_mask[:, : length + 1])
-        logits: Tensor = self.model(**arguments, return_dict=True).logits[:, -1].float()
-        return logits
-
-    def _arguments(self, mask: Tensor) -> dict[str, Any]:
-        """Return what a step's forward is called with, the mask `[B, n]` as given."""
-        states = self.carried.arguments
-        if INPUTS and self.watched is not None:
-            return self.watched.arguments(self.state.input_ids, mask, self.cache) | states
-        masked = {"attention_mask": mask} if "attention_mask" in self._inputs else {}
-        return {**self._inputs, **masked, **states}
-
-    def _step_arguments(self) -> dict[str, Any]:
-        """Return what a step's forward is called with, and a mask that hides what nothing has written if it has to.
-
-        Where the model is given none, it sees every column, of padding too.
-        """
-        if self._kind not in self._hiding:
-            return self._arguments(self._attention_mask)
-        written = (self._slots <= self.cache.position).to(torch.int64)
-        text = not self.model.config.is_encoder_decoder  # whose `attention_mask` is of what it encodes
-        given = {"attention_mask": written.expand_as(self._attention_mask)} if text else {}
-        return given | self._arguments(self._attention_mask * written)
-
-    def _several(self, tokens: Tensor, mask: Tensor) -> dict[str, Any]:
-        """Return what the forward of tokens `[B, n]` is called with, the mask `[B, S]` as given."""
-        ahead = torch.arange(tokens.shape[1], device=self.device)
-        given = {
-            "attention_mask": mask,
-            "position_ids": self.state.position_ids + ahead,
-            "cache_position": self.cache.position + ahead,
-            "logits_to_keep": tokens.shape[1],
-        }
-        return {**self._inputs, **{name: given[name] for name in given if name in self._inputs}, "input_ids": tokens}
-
-    def _static_inputs(self) -> dict[str, Any]:
-        """Return what every step calls the model with, as far as its forward takes it."""
-        inputs: dict[str, Any] = {
-            "attention_mask": self._attention_mask,
-            "position_ids": self.state.position_ids,
-            "cache_position": self.cache.position,
-            "logits_to_keep": 1,
-        }
-        if not (self.cache.attention_layers or own_cache_of(self.model)):  # states saw the padding with the prompt
-            del inputs["attention_mask"]
-        given = {name: value for name, value in inputs.items() if name in self._accepted}
-        return {"input_ids": self.state.input_ids, **self._cached, **given}
 
 
 def _positions_of(mask: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ..cache.names import NAMES
 from ..core import backend
 from ..core.capture import index_of
 from ..core.compile_ahead import load_compiler_beside
-from ..core.target import RAGGED
+from ..core.target import DRAWS, RAGGED
 from .fitness import is_elsewhere, settings, unfit_call
 from .graph import AsItIs, Given, Run
 from .lengths import Text, text_of
@@ -188,7 +188,7 @@ def _replayed(store: ForwardStore, kind: Hashable, given_of: Callable[[Cut], Giv
                 given.launch(kept.graph)
                 if snapshot.is_current():
                     store.use(kind)
-                    if kept.draws is not None and not store.without_graph:
+                    if DRAWS and kept.draws is not None and not store.without_graph:
                         kept.draws.again()
                     return True, given.results(kept.graph)
         store.release()

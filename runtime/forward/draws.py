@@ -7,7 +7,8 @@ next does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,13 @@ class Draws(TorchFunctionMode):
         for args, given in self._calls:
             torch.rand(*args, **given)
 
-    def release(self) -> None:
-        """Let go of what was drawn."""
-        self._drawn.clear()
+    @contextlib.contextmanager
+    def once(self) -> Iterator[None]:
+        """Leave the generator where it is now if anything was drawn, and let go of that at the end of a block."""
+        generator = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            self._drawn.clear()
+            if self.are_there:
+                torch.set_rng_state(generator)

@@ -13,7 +13,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ..core import backend
 from ..core.launch import collects, rehearses
-from .draws import Draws
+from ..core.target import DRAWS
 
 REASONS = {
     "cpu": "the model is not on a GPU",
@@ -156,15 +156,15 @@ class Randomness:
         drawn = "" if numpy is None else str(numpy.random.get_state())
         return (offset, random.getstate(), drawn), torch.get_rng_state()
 
-    def is_drawn(self, draws: Draws) -> bool:
-        """Return whether anything was drawn since that `draws` does not draw again, or that was read."""
+    def is_drawn(self, draws: Any) -> bool:
+        """Return whether anything was drawn since that `draws`, a `Draws`, does not draw again, or that was read."""
         (others, state), (before, start) = self._now(), self._before
-        if others != before:
-            return True
-        if torch.equal(state, start):
+        if others == before and torch.equal(state, start):
             return False
-        torch.set_rng_state(start)
-        draws.again()
-        same = torch.equal(state, torch.get_rng_state())
-        torch.set_rng_state(state)
-        return draws.are_read or not same
+        if DRAWS and others == before:
+            torch.set_rng_state(start)
+            draws.again()
+            same = torch.equal(state, torch.get_rng_state())
+            torch.set_rng_state(state)
+            return draws.are_read or not same
+        return True

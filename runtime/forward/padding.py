@@ -15,16 +15,15 @@ from the shapes with and without padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..core.target import RAGGED
 from .agreement import compare, compare_positions, equal, tensors_in
+from .bounds import Bounds
 from .graph import ForwardGraph, Part, Run, Unsuitable
 from .lengths import MASK, Text, special_tokens
 from .structure import form_of
@@ -308,76 +307,3 @@ def _agree_where_shown(tensor: Tensor, other: Tensor, dims: Dims, mask: Tensor) 
 def _same(one: list[Tensor], other: list[Tensor]) -> None:
     if not all(map(equal, one, other)):
         raise Unsuitable("lengths_read")
-
-
-class Bounds(TorchFunctionMode):
-    """Looks at every index into a table before it is used: on a GPU one that is out of bounds ends the process."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function of torch.
-
-        Raises:
-            Unsuitable: if it would read behind a table.
-        """
-        given = kwargs or {}
-        if (check := _INDEXED.get(func)) is not None:
-            check(*args, **given)
-        return func(*args, **given)
-
-
-class _Checks(Protocol):
-    def __call__(self, *args: Any, **named: Any) -> None: ...
-
-
-def _within(index: Tensor, size: int) -> None:
-    if index.numel() and not bool(((index >= -size) & (index < size)).all()):
-        raise LookupError(f"index {int(index.max())} in a table of {size}")
-
-
-def _embedding(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
-    _within(input, weight.shape[0])
-
-
-def _raw_embedding(weight: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
-    _within(indices, weight.shape[0])
-
-
-def _along(input: Tensor, dim: int, index: Tensor, *_: Any, **__: Any) -> None:
-    _within(index, input.shape[dim])
-
-
-def _take_along(input: Tensor, indices: Tensor, dim: int | None = None, **_: Any) -> None:
-    _within(indices, input.numel() if dim is None else input.shape[dim])
-
-
-def _item(input: Tensor, index: Any, *_: Any, **__: Any) -> None:
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(part, Tensor) for part in parts):
-        dim = 0
-        taken = [_dims_taken(part) for part in parts]
-        for number, part in enumerate(parts):
-            if part is Ellipsis:
-                dim = input.dim() - sum(taken[number + 1 :])
-            elif isinstance(part, Tensor) and part.dtype not in (torch.bool, torch.uint8):
-                _within(part, input.shape[dim])
-            dim += taken[number]
-
-
-def _dims_taken(part: Any) -> int:
-    if part is None or part is Ellipsis or isinstance(part, bool):
-        return 0
-    return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
-
-
-_INDEXED: dict[Callable[..., Any], _Checks] = {
-    F.embedding: _embedding,
-    torch.embedding: _raw_embedding,
-    torch.gather: _along,
-    Tensor.gather: _along,
-    torch.index_select: _along,
-    Tensor.index_select: _along,
-    torch.take_along_dim: _take_along,
-    Tensor.__getitem__: _item,
-}

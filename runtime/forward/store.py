@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.snapshot import Snapshot
-from .draws import Draws
 from .fitness import REASONS, device_of
 from .graph import ForwardGraph, Unsuitable
 from .padding import Cut
@@ -56,8 +55,8 @@ class Kept(NamedTuple):
     """Of the model's own forward and of a replay, both with their wait; None where nothing was measured."""
     as_written: str = ""
     """Why its functions run one by one, as the modeling file has them; empty where they do not."""
-    draws: Draws | None = None
-    """Random numbers that every call draws."""
+    draws: Any = None
+    """`Draws`: random numbers that every call draws."""
     cut: Cut | None = None
     """How it serves shorter texts; None where it does not."""
 

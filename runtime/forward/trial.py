@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..core.capture import CaptureFailed
 from ..core.compile_ahead import compile_all, variants
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
-from ..core.target import CHAINS, RAGGED
+from ..core.target import CHAINS, DRAWS, RAGGED
 from .agreement import compare, equal
 from .draws import Draws
 from .fitness import Randomness, collector_of, unfit_model
@@ -67,46 +68,75 @@ def attempt(
         measures: whether the graph is kept only where it is faster.
         text: the call, where what is captured is the padded one of its bucket, whose kind `kind` is.
     """
-    device = tensors[0].device
     try:
         effects = Effects(model, tensors)
     except ERRORS as error:  # tensors that cannot be copied or summed up
         store.refuse(kind, "not_capturable", _said(error))
         return run(call)
-    draws = Draws()
+    draws: Any = contextlib.nullcontext()
+    once: Any = contextlib.nullcontext()
+    if DRAWS:
+        draws = Draws()
     with draws:
         expected = run(call)
-    generator = torch.get_rng_state()
-    try:
+    if DRAWS:
+        once = draws.once()  # the call drew once, however often it is tried
+    with once, _refusing(store, kind, text):
         store.tried = effects.snapshot_to_keep
-        if not effects.are_none(store, kind, draws):  # more runs would have them too
-            return expected
-        wanted, padding, own = expected, None, run
-        if text is not None:
-            if RAGGED and text.tokens:
-                run = packed_run(model, own, text.tokens)
-            padding = Padding(model, text, own, run)
-            call, tensors = padding.tried(expected)
-            wanted = run(call)
-        reason = _rehearsed(store, kind, call, run, wanted, device, is_bucket=text is not None)
-        snapshot = _ready(model, store, device)
-        capture = functools.partial(_captured, store, snapshot, call, tensors, run, wanted)
-        try:
-            kept = capture(free_layout=True, chained=not reason, rehearsed=not reason)
-        except torch.OutOfMemoryError:
-            raise
-        except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
-            reason = _named(error)
-            kept = capture(free_layout=False, chained=False)
-        kept = kept._replace(as_written=reason if CHAINS else "")
-        if padding is not None and text is not None:
-            cut = padding.proved(kept.graph)
-            if padding.hidden is not None:
-                store.leave_hidden(text.family, padding.hidden)
-            kept = _timed_texts(kept, cut, snapshot, text, own) if measures else kept._replace(cut=cut)
-        elif measures:
-            kept = kept._replace(milliseconds=_times(kept.graph, snapshot, AsItIs(call, tensors), run))
-        store.keep(kind, kept._replace(draws=draws if draws.are_there else None))
+        if effects.are_none(store, kind, draws):  # more runs would have them too
+            kept = _kept(model, store, kind, call, tensors, run, expected, measures, text)
+            if DRAWS and draws.are_there:
+                kept = kept._replace(draws=draws)
+            store.keep(kind, kept)
+    return expected
+
+
+def _kept(
+    model: nn.Module,
+    store: ForwardStore,
+    kind: Hashable,
+    call: Any,
+    tensors: list[Tensor],
+    own: Run,
+    expected: Any,
+    measures: bool,
+    text: Text | None,
+) -> Kept:
+    """Return the graph of a call, or of the bucket of a text, whose own run gave `expected`."""
+    device = tensors[0].device
+    wanted, padding, run = expected, None, own
+    if text is not None:
+        if RAGGED and text.tokens:
+            run = packed_run(model, own, text.tokens)
+        padding = Padding(model, text, own, run)
+        call, tensors = padding.tried(expected)
+        wanted = run(call)
+    reason = _rehearsed(store, kind, call, run, wanted, device, is_bucket=text is not None)
+    snapshot = _ready(model, store, device)
+    capture = functools.partial(_captured, store, snapshot, call, tensors, run, wanted)
+    try:
+        kept = capture(free_layout=True, chained=not reason, rehearsed=not reason)
+    except torch.OutOfMemoryError:
+        raise
+    except (CaptureFailed, *ERRORS) as error:  # which may be for the layout: then it is as it was
+        reason = _named(error)
+        kept = capture(free_layout=False, chained=False)
+    kept = kept._replace(as_written=reason if CHAINS else "")
+    if padding is not None and text is not None:
+        cut = padding.proved(kept.graph)
+        if padding.hidden is not None:
+            store.leave_hidden(text.family, padding.hidden)
+        return _timed_texts(kept, cut, snapshot, text, own) if measures else kept._replace(cut=cut)
+    if measures:
+        return kept._replace(milliseconds=_times(kept.graph, snapshot, AsItIs(call, tensors), run))
+    return kept
+
+
+@contextlib.contextmanager
+def _refusing(store: ForwardStore, kind: Hashable, text: Text | None) -> Iterator[None]:
+    """Remember why what a block tries is not to be had."""
+    try:
+        yield
     except Unsuitable as error:
         if text is not None and error.reason == "lengths_hidden":
             store.leave_hidden(text.family, error)
@@ -125,11 +155,6 @@ def attempt(
         store.refuse(kind, "out_of_memory")
     except ERRORS as error:
         store.refuse(kind, "not_capturable", _said(error))
-    finally:
-        draws.release()
-        if draws.are_there:
-            torch.set_rng_state(generator)  # the call drew once, however often it was tried
-    return expected
 
 
 class Effects:
@@ -157,13 +182,13 @@ class Effects:
         known = self._snapshot
         return known if known.is_complete and not known.refers_to_itself else None
 
-    def are_none(self, store: ForwardStore, kind: Hashable, draws: Draws) -> bool:
+    def are_none(self, store: ForwardStore, kind: Hashable, draws: Any) -> bool:
         """Return whether nothing else changed since; what a model does at its first call alone is forgiven once.
 
         Args:
             store: of the model.
             kind: of the call.
-            draws: which watched it.
+            draws: the `Draws` that watched it, where code may draw.
 
         Raises:
             Unsuitable: if it is no call to be repeated.

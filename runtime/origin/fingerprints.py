@@ -2,7 +2,7 @@
 
 A definition is found in the text of its file and read alone: parsing the files whole would take seconds. Of a function
 count its parameters and its code; of a class the parameters of the methods that are used, its fields, and its code
-where that is short. What only looks different (`definitions`) is no difference.
+where that is short. What only looks different (`digests`) is no difference.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from . import definitions
+from .digests import of_nodes
 
 SHORT = 150
 """Lines up to which the code of a class counts: large ones change with every release, mostly in what is not used."""
@@ -56,36 +56,25 @@ def _decorators(before: str) -> Iterator[str]:
         yield line
 
 
-def of_names(root: Path, names: Collection[str], used: Collection[str]) -> dict[str, str]:
-    """Return the fingerprint of each of `names` that is a function or a class, sorted by name.
+def fingerprint(text: str, used: Collection[str]) -> str:
+    """Return digests of a definition's text, of its parameters and of its code, and the methods of `used` it has."""
+    methods = sorted({"__init__", *used} & {*_METHOD.findall(text)}) if _is_class(text) else []
+    parameters, code = _parts(text, methods)
+    return " ".join([_digest(text), parameters, code or _NO_CODE, *methods])
 
-    It is: file, name there, digests of the text, of the parameters and of the code, and the methods that count.
+
+def changes(files: Files, taken: Mapping[str, str], elsewhere: Callable[[Files, str], str | None]) -> dict[str, str]:
+    """Return what became of each of `taken` that is not as it was, in words.
 
     Args:
-        root: the package folder of transformers.
-        names: module below `root` and name in it, `masking_utils:create_causal_mask`.
-        used: names of methods that may be called: of a class the others do not count.
+        files: of the transformers that it is compared with.
+        taken: file, name there and `fingerprint`, by the module and name that a package imports.
+        elsewhere: returns the text of a definition that moved to another file; None if it is gone.
     """
-    files, found = Files(root), {}
-    for name in sorted(names):
-        place = definitions.defining(root, name)
-        if place is None:
-            continue
-        file, inner = place[0].relative_to(root).as_posix(), place[1]
-        text = files.definition(file, inner)
-        if text is not None:
-            methods = sorted({"__init__", *used} & {*_METHOD.findall(text)}) if _is_class(text) else []
-            parameters, code = _parts(text, methods)
-            found[name] = " ".join([file, inner, _digest(text), parameters, code or _NO_CODE, *methods])
-    return found
-
-
-def changes(files: Files, taken: Mapping[str, str]) -> dict[str, str]:
-    """Return what became of each of `taken` (as `of_names` returns it) that is not as it was, in words."""
     found = {}
     for name, fingerprint in taken.items():
         file, inner, whole, parameters, code, *methods = fingerprint.split()
-        text = files.definition(file, inner) or _elsewhere(files, name)
+        text = files.definition(file, inner) or elsewhere(files, name)
         if text is None:
             found[name] = GONE
         elif _digest(text) != whole:
@@ -114,14 +103,6 @@ def _is_class(text: str) -> bool:
     return _CLASS.search(text) is not None
 
 
-def _elsewhere(files: Files, name: str) -> str | None:
-    """Return a definition that moved to another file."""
-    definitions.forget()  # what was read of another release
-    place = definitions.defining(files.root, name)
-    definitions.forget()
-    return files.definition(place[0].relative_to(files.root).as_posix(), place[1]) if place is not None else None
-
-
 def _parsed(text: str) -> ast.stmt | None:
     try:
         return ast.parse(text).body[0]
@@ -134,7 +115,7 @@ def _parts(text: str, methods: Sequence[str]) -> tuple[str, str]:
     is_class = _is_class(text)
     short = not is_class or text.count("\n") < SHORT
     node = _parsed(text) if short else None
-    code = definitions.of_nodes([node])[:_DIGITS] if node is not None else "" if is_class else _digest(text)
+    code = of_nodes([node])[:_DIGITS] if node is not None else "" if is_class else _digest(text)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return _digest(_signature(node)), code
     annotated = [line.target for line in getattr(node, "body", ()) if isinstance(line, ast.AnnAssign)]

@@ -7,6 +7,7 @@ imports: that is fingerprinted. A change is said once; what cannot work raises, 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ def made_from(
         version: of transformers when the package was made.
         command: makes the package anew.
         called: functions of transformers that the package calls, with the keywords that it gives.
-        imported: fingerprints of what it imports from transformers (`fingerprints.of_names`).
+        imported: fingerprints of what it imports from transformers (`fingerprints.changes`).
 
     Raises:
         TransformersMoved: if a name imported in the block is gone, or a function no longer takes what it is given;
@@ -73,7 +74,7 @@ def made_from(
     files = fingerprints.Files(Path(transformers.__file__).parent)
     for problem in fingerprints.misfits(files, imported or {}, called or {}):
         raise TransformersMoved(package, version, problem, command)
-    if changed := fingerprints.changes(files, imported or {}):
+    if changed := fingerprints.changes(files, imported or {}, _moved):
         what = _said(changed)
         if mode == STRICT:
             raise TransformersMoved(package, version, what, command)
@@ -96,6 +97,20 @@ def _mode() -> str:
 def _may_differ(version: str) -> bool:
     """Return whether the installed transformers may have other code than the one of that version."""
     return transformers.__version__ != version or "dev" in version
+
+
+def _moved(files: fingerprints.Files, name: str) -> str | None:
+    """Return the text of a definition that is imported from where it was, and stands in another file."""
+    dotted, _, inner = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(f"transformers.{dotted}".rstrip(".")), inner, None)
+    except ImportError:
+        return None
+    if not str(home := getattr(found, "__module__", "")).startswith("transformers."):
+        return None
+    own = home.split(".")[1:]
+    paths = ("/".join(own) + ".py", "/".join([*own, "__init__.py"]))
+    return next((text for path in paths if (text := files.definition(path, inner)) is not None), None)
 
 
 def _said(changed: Mapping[str, str]) -> str:

@@ -169,6 +169,10 @@ def test_what_is_wanted_and_not_wanted_is_said(here: Path, package: Path, rewrit
     assert "did you mean training?" in rewrite(*given, "--with", "trainin").err
     assert "did you mean training?" in rewrite("explain", "trainin").err
     assert "`rewrite sync DIR --with ranks`" in rewrite("explain", "ranks").out
+    assert (
+        "- `decode`: a step against fixed-size buffers computes something else"
+        in rewrite("explain", "step_differs").out
+    )
     (here / "pyproject.toml").write_text('[tool.rewrite]\nwithout = ["ranks"]\nwith = ["fp8", "training"]\n')
     assert rewrite("modeling_tiny.py", "--no-verify", "--out", here / "small", "--with", "ranks").code == 0
     typed_goes_before_written = ("attention", "eager", "formats", "fp8_cache", "inputs", "ragged", "upload")

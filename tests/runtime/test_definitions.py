@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rewrite.runtime.origin import definitions
+from rewrite.package import definitions
 
 CODE = '''
 """A module."""

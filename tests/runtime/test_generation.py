@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import re
 import threading
 import time
 import weakref
@@ -40,7 +41,7 @@ from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.cache.names import given_back, passed_on
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
-from rewrite.runtime.decode import fitness, generation, graph_store, loop, plan, proof
+from rewrite.runtime.decode import fitness, generation, graph_store, loop, plan, proof, reasons, step_inputs
 from rewrite.runtime.decode.fitness import recomputes_at_switch
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
@@ -537,7 +538,7 @@ def test_reasons_of_the_model_and_its_inputs():
 
     def reason(inputs=None, **more):
         run(model, inputs or prompt(), **arguments, **more)
-        assert all(reason in fitness.REASONS for reason in explain(model).modules.get("", "").split(": ")[1:])
+        assert all(reason in reasons.REASONS for reason in explain(model).modules.get("", "").split(": ")[1:])
         return loops(model)
 
     assert reason(with_holes(prompt())) == ["attention_mask"]
@@ -677,8 +678,11 @@ def test_a_configuration_without_a_number_of_layers_has_no_graph(monkeypatch):
 
 
 def test_every_reason_is_used():
-    text = "".join(inspect.getsource(module) for module in (fitness, generation, loop, plan, shards))
-    assert all(text.count(f'"{reason}"') >= 2 for reason in fitness.REASONS)
+    text = "".join(inspect.getsource(module) for module in (fitness, generation, loop, plan, shards, step_inputs))
+    assert all(f'"{reason}"' in text for reason in reasons.REASONS)
+    named = set(re.findall(r'(?:Unfit\(|_refuse\(graph, |"generate", )"(\w+)"', text))
+    assert len(named) > 15
+    assert named <= reasons.REASONS.keys()
 
 
 def test_the_graph_by_hand_equals_the_model():

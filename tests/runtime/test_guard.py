@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from rewrite.package import definitions
 from rewrite.runtime.origin import fingerprints, guard
 
 ROOT = Path(transformers.__file__).parent
@@ -73,14 +74,14 @@ def imported(**changes):
 
 def mask(**changes):
     """The fingerprint of a function as it is, or as it was before a change."""
-    file, name, whole, parameters, code = fingerprints.of_names(ROOT, [MASK], ())[MASK].split()
+    file, name, whole, parameters, code = definitions.of_names(ROOT, [MASK], ())[MASK].split()
     parts = {"file": file, "name": name, "whole": whole, "parameters": parameters, "code": code} | changes
     return {MASK: " ".join(parts.values())}
 
 
 def of_module(folder, text):
     (folder / "attention.py").write_text(text)
-    return fingerprints.of_names(folder, ["attention:attend", "attention:Layers", "attention:last"], ["update"])
+    return definitions.of_names(folder, ["attention:attend", "attention:Layers", "attention:last"], ["update"])
 
 
 @pytest.mark.parametrize("change", SAME)
@@ -89,7 +90,7 @@ def test_what_only_looks_different_is_no_change(change, tmp_path):
     assert len(taken) == 3
     assert MODULE.replace(*SAME[change]) != MODULE
     (tmp_path / "attention.py").write_text(MODULE.replace(*SAME[change]))
-    assert fingerprints.changes(fingerprints.Files(tmp_path), taken) == {}
+    assert changes(tmp_path, taken) == {}
 
 
 @pytest.mark.parametrize("change", OTHER)
@@ -98,7 +99,7 @@ def test_what_changes(change, tmp_path):
     taken = of_module(tmp_path, MODULE)
     assert MODULE.replace(*replaced) != MODULE
     (tmp_path / "attention.py").write_text(MODULE.replace(*replaced))
-    assert fingerprints.changes(fingerprints.Files(tmp_path), taken) == {f"attention:{name}": kind}
+    assert changes(tmp_path, taken) == {f"attention:{name}": kind}
 
 
 def test_of_a_long_class_the_methods_that_are_used_count(tmp_path):
@@ -106,18 +107,34 @@ def test_of_a_long_class_the_methods_that_are_used_count(tmp_path):
     text = MODULE.replace("    def other", f"{long}\n\n    def other")
     taken = of_module(tmp_path, text)
     (tmp_path / "attention.py").write_text(text.replace("return 77", "return 78"))
-    assert fingerprints.changes(fingerprints.Files(tmp_path), taken) == {}
+    assert changes(tmp_path, taken) == {}
     (tmp_path / "attention.py").write_text(text.replace("value=None", "values=None"))
-    assert fingerprints.changes(fingerprints.Files(tmp_path), taken) == {
-        "attention:Layers": fingerprints.OTHER_PARAMETERS
-    }
+    assert changes(tmp_path, taken) == {"attention:Layers": fingerprints.OTHER_PARAMETERS}
+
+
+def changes(folder, taken):
+    """Return what became of it in files that are not imported."""
+    return fingerprints.changes(fingerprints.Files(folder), taken, definitions.elsewhere)
 
 
 def test_a_definition_that_moved_is_followed(tmp_path):
     taken = of_module(tmp_path, MODULE)
     (tmp_path / "elsewhere.py").write_text(MODULE)
     (tmp_path / "attention.py").write_text("from .elsewhere import Layers, attend, last\n")
-    assert fingerprints.changes(fingerprints.Files(tmp_path), taken) == {}
+    assert changes(tmp_path, taken) == {}
+
+
+def test_a_definition_that_moved_is_found_by_what_was_imported():
+    files = fingerprints.Files(ROOT)
+    text = files.definition("masking_utils.py", "create_causal_mask")
+    assert text is not None
+    assert guard._moved(files, MASK) == text
+    assert guard._moved(files, "modeling_utils:create_causal_mask") is None  # which has it not
+    assert guard._moved(files, ":PreTrainedModel") == files.definition("modeling_utils.py", "PreTrainedModel")
+    assert guard._moved(files, "nowhere:create_causal_mask") is None
+    assert guard._moved(files, "utils:is_torch_available") == files.definition(
+        "utils/import_utils.py", "is_torch_available"
+    )
 
 
 def test_what_has_not_changed_imports_without_a_word():
@@ -187,8 +204,8 @@ def test_definitions_are_parsed_alone(monkeypatch):
     parse, parsed = ast.parse, []
     monkeypatch.setattr(fingerprints.ast, "parse", lambda text, *rest: parsed.append(len(text)) or parse(text, *rest))
     names = ["cache_utils:Cache", "generation:GenerationMixin", "modeling_utils:PreTrainedModel", MASK]
-    taken = fingerprints.of_names(ROOT, names, ["update", "generate", "post_init"])
+    taken = definitions.of_names(ROOT, names, ["update", "generate", "post_init"])
     parsed.clear()  # what making a package reads, files whole
     changed = {name: " ".join([*text.split()[:2], "0" * 8, *text.split()[3:]]) for name, text in taken.items()}
-    assert (len(changed), fingerprints.changes(fingerprints.Files(ROOT), changed)) == (4, {})
+    assert (len(changed), changes(ROOT, changed)) == (4, {})
     assert 0 < max(parsed) < max((ROOT / text.split()[0]).stat().st_size for text in taken.values()) / 2

@@ -105,6 +105,18 @@ def test_a_model_whose_layers_are_on_several_devices_says_what_it_lacks(folder: 
     assert "ranks did not come along: rewrite sync small_llama --with ranks" in str(package.explain(model))
 
 
+def test_a_cache_with_states_is_refused_where_no_layer_of_the_file_keeps_any(folder: Path) -> None:
+    from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+
+    _, model = small(folder)
+    cache = DynamicCache()
+    cache.layers = [LinearAttentionLayer(1)]
+    graph = runtime_part("small_llama", "decode/graph")
+    assert not hasattr(importlib.import_module("small_llama.runtime.cache"), "StateLayer")
+    with pytest.raises(graph.UnknownCache):
+        graph.DecodeGraph(model, 1, 8, like=cache)
+
+
 def test_a_layer_with_scales_for_blocks_says_what_it_lacks(folder: Path) -> None:
     class Scaled(nn.Module):
         """As transformers' `FP8Linear`, as far as a package without formats looks at it."""

@@ -8,7 +8,7 @@ from conftest import INTERPRETED, KERNEL_DTYPES
 from tolerances import assert_as_exact_as
 from torch import Tensor
 
-from rewrite.runtime.attention.qkv_prompt import has_dense_rows, qkv_prompt, turns_prompt
+from rewrite.runtime.attention.qkv_prompt import has_dense_rows, qkv_prompt
 from rewrite.runtime.attention.rope_cache import Rotation
 from rewrite.runtime.attention.rotary import rotary
 from rewrite.runtime.core import backend
@@ -66,7 +66,7 @@ def test_queries_keys_and_values_of_every_token(
     keys, values = caches(dtype)
     norms = [None if weight is None else Prologue(weight, 1e-5) for weight in weights]
     assert has_dense_rows(*parts)
-    assert turns_prompt(rotation, batch, tokens, head_dim)
+    assert rotation is None or rotation.fits(batch, head_dim, tokens)
     query = qkv_prompt(*parts, keys, values, rotation, *norms)
     assert query.transpose(1, 2).is_contiguous()
     with backend.use_backend("reference"):
@@ -76,12 +76,12 @@ def test_queries_keys_and_values_of_every_token(
 
 def test_what_the_kernel_does_not_read(device: torch.device) -> None:
     table = torch.ones(2, 5, 16, device=device)
-    assert turns_prompt(Rotation(table, table), 2, 5, 16)
-    assert not turns_prompt(Rotation(table, table), 2, 4, 16)
-    assert not turns_prompt(Rotation(table, table), 3, 5, 16)
-    assert not turns_prompt(Rotation(table, table), 2, 5, 8)
-    assert not turns_prompt(Rotation(table[..., ::2], table[..., ::2]), 2, 5, 16)
-    assert not turns_prompt(Rotation(table[..., :3], table[..., :3]), 2, 5, 16)
+    assert Rotation(table, table).fits(2, 16, 5)
+    assert not Rotation(table, table).fits(2, 16, 4)
+    assert not Rotation(table, table).fits(3, 16, 5)
+    assert not Rotation(table, table).fits(2, 8, 5)
+    assert not Rotation(table[..., ::2], table[..., ::2]).fits(2, 16, 5)
+    assert not Rotation(table[..., :3], table[..., :3]).fits(2, 16, 5)
     assert has_dense_rows(table, table[:1, ::2], table[..., :4])
     assert not has_dense_rows(table, table[:, ::2])
     assert not has_dense_rows(table.transpose(1, 2))

@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.forward import agreement, captured, fitness, lengths, padding, store, switch
+from rewrite.runtime.forward.bounds import Bounds
 from rewrite.runtime.forward.captured import CapturedForward
 
 VOCABULARY, POSITIONS, WIDTH, HEADS = 50, 80, 16, 2
@@ -439,9 +440,9 @@ def test_an_index_behind_a_table_is_seen_before_it_is_used() -> None:
         lambda: nn.Embedding(4, 3)(wrong),
     ]
     for action in actions:
-        with padding.Bounds(), pytest.raises(LookupError, match=r"index 4 in a table of"):
+        with Bounds(), pytest.raises(LookupError, match=r"index 4 in a table of"):
             action()
-    with padding.Bounds():
+    with Bounds():
         assert table[..., None, torch.tensor([-3, 2])].shape == (4, 1, 2)
         assert table[table > 0].numel() == 0
         assert F.embedding(torch.tensor([3]), table).shape == (1, 3)

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 
-from rewrite.measure.runtime_part import runtime_part
-
 torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rewrite.verify import selftest  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +87,18 @@ def test_it_passes_and_says_what_it_compared(package: Path) -> None:
 def test_a_planted_bug_is_noticed(package: Path, old: str, new: str, said: str) -> None:
     plant(package, old, new)
     module = imported(package)
-    failed = runtime_part(package.name, "package/selftest").SelfTestFailed
-    with pytest.raises(failed, match=said):
+    with pytest.raises(selftest.SelfTestFailed, match=said):
         module.selftest()
 
 
-def test_a_tensor_that_arrives_changed_is_noticed(package: Path) -> None:
+def test_a_tensor_that_arrives_changed_is_noticed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(
         package,
         "        self.post_init()",
         "        self.post_init()\n        self.register_load_state_dict_post_hook(lambda *a: None)",
     )
     module = imported(package)
-    tested = runtime_part(package.name, "package/selftest")
-    loaded = tested._loaded
+    loaded = selftest._loaded
 
     def changes(model_class, checkpoint):  # type: ignore[no-untyped-def]
         model = loaded(model_class, checkpoint)
@@ -108,8 +107,8 @@ def test_a_tensor_that_arrives_changed_is_noticed(package: Path) -> None:
                 model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
         return model
 
-    tested._loaded = changes
-    with pytest.raises(tested.SelfTestFailed, match=r"up_proj\.weight is not what the original loads"):
+    monkeypatch.setattr(selftest, "_loaded", changes)
+    with pytest.raises(selftest.SelfTestFailed, match=r"up_proj\.weight is not what the original loads"):
         module.selftest()
 
 
@@ -158,3 +157,17 @@ def test_a_file_from_elsewhere_has_no_installed_original(tmp_path: Path, rewrite
         [sys.executable, "-c", "import plain; plain.selftest()"], cwd=tmp_path, capture_output=True, text=True
     )
     assert "made from a file outside transformers" in done.stderr
+
+
+def test_without_the_tool_it_says_what_to_install(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = imported(package)
+    monkeypatch.setitem(sys.modules, "rewrite.verify.selftest", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install hf-rewrite"):
+        module.selftest()
+
+
+def test_a_model_that_reads_no_text_wants_a_checkpoint() -> None:
+    from transformers import ViTModel
+
+    with pytest.raises(selftest.NoSmallModel, match=r"it reads pixel_values.*selftest\('FOLDER'\)"):
+        selftest._random(ViTModel)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rewrite.errors import VerificationError
-from rewrite.runtime.package import small_fields as small
 
+from . import small_fields as small
 from .model_inputs import TEXT
 from .sizes import CHOICES, ESSENTIAL, EVERY_KEY, HEAD_DIM, HEADS, OVERRIDES, SMALL, VOCAB, WINDOW
 from .tryout import runs_on

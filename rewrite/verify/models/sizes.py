@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rewrite.runtime.package.small_fields import FIELDS
+from .small_fields import FIELDS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, WINDOW, POSITIONS = 64, 4, 2, 16, 128, 8, 512
 IMAGE, PATCH = 32, 8

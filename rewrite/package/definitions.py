@@ -1,27 +1,19 @@
-"""Digests of Python source that stay equal where only its looks change.
+"""What a package takes from transformers: which names, with which keywords, and their fingerprints.
 
-Comments, docstrings, annotations, formatting, log messages and the texts of errors are left out. The source is read,
-never imported, so that one version of transformers can be compared with another that is not installed.
+Source is read, never imported, so that one version of transformers can be compared with another that is not installed.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-LENGTH = 16
-"""Hexadecimal digits of a digest: an accident, not an attack, is what it is there to notice."""
+from rewrite.runtime.origin.digests import of_nodes
+from rewrite.runtime.origin.fingerprints import Files, fingerprint
+
 _HOPS = 4
-_LOOKS = {"annotation", "returns", "type_comment", "kind", "ctx", "type_params", "type_ignores"}
-_FIELDS = {
-    kind: tuple(field for field in kind._fields if field not in _LOOKS)
-    for kind in vars(ast).values()
-    if isinstance(kind, type) and issubclass(kind, ast.AST)
-}
-_SAID = ("logger", "warnings", "logging")
 
 
 def of_module(text: str) -> str:
@@ -175,45 +167,28 @@ def defining(root: Path, named: str) -> tuple[Path, str] | None:
     return None
 
 
-def _says_only(statement: ast.AST) -> bool:
-    """Return whether a statement is a docstring, an ellipsis, or talks to a log."""
-    if not isinstance(statement, ast.Expr):
-        return False
-    value = statement.value
-    if isinstance(value, ast.Constant):
-        return True
-    call = value.func if isinstance(value, ast.Call) else None
-    return isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in _SAID
+def of_names(root: Path, names: Collection[str], used: Collection[str]) -> dict[str, str]:
+    """Return the fingerprint of each of `names` that is a function or a class, sorted by name.
+
+    It is: file, name there, digests of the text, of the parameters and of the code, and the methods that count.
+
+    Args:
+        root: the package folder of transformers.
+        names: module below `root` and name in it, `masking_utils:create_causal_mask`.
+        used: names of methods that may be called: of a class the others do not count.
+    """
+    files, found = Files(root), {}
+    for name in sorted(names):
+        if (place := defining(root, name)) is not None:
+            file = place[0].relative_to(root).as_posix()
+            if (text := files.definition(file, place[1])) is not None:
+                found[name] = f"{file} {place[1]} {fingerprint(text, used)}"
+    return found
 
 
-def of_nodes(nodes: Iterable[ast.AST]) -> str:
-    """Return the digest of syntax trees."""
-    pieces: list[str] = []
-    for node in nodes:
-        _add(node, pieces)
-    text = "\0".join([*pieces, ""])
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:LENGTH]
-
-
-def _add(value: object, pieces: list[str]) -> None:
-    """Append what decides what a syntax tree does."""
-    if isinstance(value, ast.AST):
-        pieces.append(f"({type(value).__name__}")
-        for field in _FIELDS[type(value)]:
-            inner = getattr(value, field, None)
-            if inner is None or inner == []:
-                continue
-            if field == "body" and isinstance(inner, list):
-                inner = [line for line in inner if not _says_only(line)]
-            elif isinstance(value, ast.Raise) and isinstance(inner, ast.Call):
-                inner = inner.func
-            pieces.append(field)
-            _add(inner, pieces)
-        pieces.append(")")
-    elif isinstance(value, list):
-        pieces.append("[")
-        for item in value:
-            _add(item, pieces)
-        pieces.append("]")
-    else:
-        pieces.append(repr(value))
+def elsewhere(files: Files, name: str) -> str | None:
+    """Return the text of a definition that moved to another file of a release that is not installed."""
+    forget()  # what was read of another release
+    place = defining(files.root, name)
+    forget()
+    return files.definition(place[0].relative_to(files.root).as_posix(), place[1]) if place is not None else None
