@@ -82,6 +82,8 @@ def attempt(
         store.tried = effects.snapshot_to_keep
         if not effects.are_none(store, kind, draws):  # more runs would have them too
             return expected
+        if unfit_model(model) is not None:  # a hook would be called by every run
+            _ready(model, store, device)
         wanted, padding, own = expected, None, run
         if text is not None:
             if RAGGED and text.tokens:
