@@ -103,7 +103,7 @@ def show_written(
 
 
 def unimportable(name: str) -> str:
-    """Return why a folder of a name is no package that a program can import, and a name that is; "" where it is one."""
+    """Return why a program cannot import a folder of a name, and a name that it could; "" where it can."""
     if name in sys.stdlib_module_names or name in LIBRARIES:
         return f"'{name}' hides the library of that name from programs beside it; --out optimized_{name} does not"
     if name.isidentifier() and not keyword.iskeyword(name):
