@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -37,6 +39,8 @@ NARROW = 69
 """Columns of a narrow terminal beside the labels."""
 MOST_LEFT_OUT = 6
 """Reasons that are said; the lock and a report have all."""
+LIBRARIES = frozenset({"torch", "transformers", "triton", "numpy", "safetensors", "accelerate", "peft", "rewrite"})
+"""What a package or its users import."""
 SHARED_NAME = "rewrite_runtime"
 """How a shared runtime is called in what is proposed."""
 LONGEST_PLACE = 40
@@ -90,14 +94,23 @@ def show_written(
     screen.line("verify", _verified(verdict, main) if verdict is not None else note)
     if verdict is None:
         screen.line("next", f"rewrite verify {_word(place.shown.as_posix())}")
-    elif place.folder.name.isidentifier() and main:
+    elif main and not unimportable(place.folder.name):
         screen.line("next", f"from {place.folder.name} import {main}")
     if package.shared is None and (command := sharing(place)):
         screen.line("share", f"one runtime for the packages here: {command}")
-    if not place.folder.name.isidentifier():
-        hint = re.sub(r"\W", "_", place.folder.name.strip())
-        hint = hint if hint.isidentifier() else f"_{hint}"
-        screen.warn(f"'{place.folder.name}' cannot stand in an import statement; --out {hint} could")
+    if warning := unimportable(place.folder.name):
+        screen.warn(warning)
+
+
+def unimportable(name: str) -> str:
+    """Return why a program cannot import a folder of a name, and a name that it could; "" where it can."""
+    if name in sys.stdlib_module_names or name in LIBRARIES:
+        return f"'{name}' hides the library of that name from programs beside it; --out optimized_{name} does not"
+    if name.isidentifier() and not keyword.iskeyword(name):
+        return ""
+    hint = re.sub(r"\W", "_", name.strip())
+    hint = f"{hint}_" if keyword.iskeyword(hint) else hint if hint.isidentifier() else f"_{hint}"
+    return f"'{name}' cannot stand in an import statement; --out {hint} could"
 
 
 def sharing(place: Output) -> str:

@@ -230,11 +230,16 @@ def gone(folder: Path, there: SharedLock) -> list[Path]:
 
 
 def beside(package: Path) -> tuple[list[Path], list[Path]]:
-    """Return the other packages in the folder that a package is in, and the runtimes that some share, sorted."""
+    """Return the other packages in the folder that a package is in, and the runtimes that some share, sorted.
+
+    One that several names of the folder lead to is there once.
+    """
     here = package.resolve()
     packages: dict[Path, Lock] = {}
-    for path in sorted(here.parent.glob(f"*/{source.LOCK_NAME}")):
-        if path.parent != here and find.is_entered(path.parent.name):
+    for path in sorted(here.parent.glob(f"*/{source.LOCK_NAME}"), key=lambda path: (path.parent.is_symlink(), path)):
+        if path.parent.resolve() not in {here, *(other.resolve() for other in packages)} and find.is_entered(
+            path.parent.name
+        ):
             with contextlib.suppress(NotAPackage):
                 packages[path.parent] = read_lock(path.parent)
     found = {place for folder, lock in packages.items() if (place := of(folder, lock)) is not None}

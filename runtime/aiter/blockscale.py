@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core import aiter_probe, derived
 from ..core.launch import fp8_dtype
+from ..core.written import version_of
 from . import calls as aiter_calls
 from .norms import DTYPES
 
@@ -31,7 +32,7 @@ _ROWS = "_aiter_rows"
 class _Weight(NamedTuple):
     """A weight `[O, I]` as the chip reads it."""
 
-    state: tuple[int, int, int, int]
+    state: tuple[int | None, int, int | None, int]
     """Versions and addresses of values and scales."""
     values: Tensor
     scale: Tensor
@@ -109,11 +110,11 @@ def _as_read(weight: Tensor, scale: Tensor) -> _Weight | None:
     """Return a weight in the format of the chip: itself, or a copy made at the first call and renewed in its place."""
     if fp8_dtype(aiter_probe.chip(weight.device) or "") == weight.dtype:
         return _Weight((0, 0, 0, 0), weight.detach(), scale.detach())
-    if weight.is_inference() or scale.is_inference():
+    if version_of(weight) is None or version_of(scale) is None:
         return None
     derived.note()
     kept: _Weight | None = _weights.get(weight)
-    state = (weight._version, weight.data_ptr(), scale._version, scale.data_ptr())
+    state = (version_of(weight), weight.data_ptr(), version_of(scale), scale.data_ptr())
     if kept is not None and kept.state == state:
         return kept
     if aiter_calls.capturing():
@@ -134,7 +135,7 @@ def as_fnuz(values: Tensor) -> Tensor:
 
 def _remembered(input: Tensor, make: Any) -> tuple[Tensor, Tensor]:
     """Return the rows of an input in 8 bits: several projections read one."""
-    version = None if input.is_inference() else input._version
+    version = version_of(input)
     known = getattr(input, _ROWS, None)
     if known is None or version is None or known[0] != version:
         known = version, make()

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.integrations import flash_attention
 
 from ..core import backend
+from ..core.written import version_of
 from . import attention as aiter_attention
 from . import calls as aiter_calls
 
@@ -92,7 +93,7 @@ def _packed(query: Tensor, position_ids: Tensor | None) -> bool:
     """
     if position_ids is None or query.shape[0] != 1 or position_ids.shape[-1] == 1:
         return False
-    version = None if position_ids.is_inference() else position_ids._version
+    version = version_of(position_ids)
     known = _in_order.get(position_ids)
     if known is not None and version is not None and known[0] == version:
         return not known[1]

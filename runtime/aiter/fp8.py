@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core import aiter_probe
 from ..core.launch import fp8_dtype
+from ..core.written import version_of
 from . import calls as aiter_calls
 from . import preshuffle as aiter_preshuffle
 
@@ -91,10 +92,10 @@ def _refusal(values: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor
 
 def _copy_of(weight: Tensor) -> Tensor | None:
     """Return the copy of a weight in aiter's order, made at the first call, in the same memory when it has changed."""
-    if weight.is_inference():
+    if (version := version_of(weight)) is None:
         return None
     copy = _copies.get(weight)
-    if copy is not None and copy.version == weight._version:
+    if copy is not None and copy.version == version:
         kept: Tensor = copy.shuffled
         return kept
     if aiter_calls.capturing():
@@ -104,7 +105,7 @@ def _copy_of(weight: Tensor) -> Tensor | None:
         if made is not None and copy is not None:  # graphs go on reading there
             made = copy.shuffled.copy_(made)
     if made is not None:
-        _copies[weight] = _Copy(weight._version, made)
+        _copies[weight] = _Copy(version, made)
     return made
 
 

@@ -243,11 +243,10 @@ def _projected(
     hidden_states: Tensor, first: nn.Module, down: nn.Module, norm: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
     """Return both projections of the normed hidden states, by one product where their weights can be one."""
-    sizes = [first.get_parameter("weight").shape[0], down.get_parameter("weight").shape[0]]
     if FORMATS and are_blocks((first, down)):
         scaled = block_linear(hidden_states, (first, down), norm)
         if scaled is not None:
-            q, compressed = scaled.split(sizes, -1)
+            q, compressed = scaled.split([part.get_parameter("weight").shape[0] for part in (first, down)], -1)
             return q, compressed
     elif takes_few_rows(hidden_states):
         x, prologue = before(hidden_states, norm)
@@ -257,7 +256,8 @@ def _projected(
             product = few_rows(x, weight, bias, prologue, None)
             if product is None:
                 product = F.linear(x if prologue is None or norm is None else norm(x), weight, bias)
-            q, compressed = product.split(sizes, -1)
+            rows = first.get_parameter("weight").shape[0]
+            q, compressed = product.split([rows, product.shape[-1] - rows], -1)
             return q, compressed
     x = hidden_states if norm is None else norm(hidden_states)
     q, compressed = packing.packed_linear(x, first, down)

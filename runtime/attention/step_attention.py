@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
 from ..cache.token import Write
+from ..core.written import version_of
 from ..products.step_products import StepProducts
 from .masked_attention import masked_attention
 
@@ -63,7 +64,7 @@ class _Held:
 
     def __init__(self, keys: Tensor, values: Tensor | None):
         self._tensors = (keys, keys if values is None else values)
-        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
 
     def are(self, key: Tensor, value: Tensor) -> bool:
         """Whether these are slots of them, and no function of torch has written there since."""
@@ -71,8 +72,4 @@ class _Held:
             held.data_ptr() == given.data_ptr() and held.stride() == given.stride() and held.dtype == given.dtype
             for held, given in zip(self._tensors, (key, value), strict=True)
         )
-        return same and self._versions == [_version(tensor) for tensor in self._tensors]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        return same and self._versions == [version_of(tensor) for tensor in self._tensors]

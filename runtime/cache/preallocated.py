@@ -12,16 +12,17 @@ update writes one token there, or a few from there on, and returns the whole buf
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..core import reading
 from ..core.overwriting import overwriting
 from ..core.target import STATES
+from ..core.written import version_of
 from . import states
 from .alike import layer_like
 from .layers import PreallocatedLayer
@@ -64,6 +65,8 @@ class PreallocatedCache(Cache):
         """Whether a prompt is being read whose attention is causal by itself: `needs_no_mask`."""
         self.tables: dict[object, tuple[Tensor, Tensor] | None] = {}
         """Cosines and sines `[S, R]` of every position, by who computes them, None for no table: `rotary_rows`."""
+        self._sources: dict[nn.Module, Hashable] = {}
+        """What the tables were computed of, by the module that computed them."""
         self.refusal: str | None = None
         """Why a step cannot be captured, if the eager step before found a reason."""
         with torch.inference_mode(False):
@@ -196,6 +199,15 @@ class PreallocatedCache(Cache):
         if self.buffers:
             torch._foreach_zero_(self.buffers)
 
+    def made_from(self, module: nn.Module) -> None:
+        """Remember what a module's tables were computed of."""
+        self._sources[module] = _numbers_of(module)
+
+    @property
+    def has_old_tables(self) -> bool:
+        """Whether a module would compute other tables now: someone wrote to its frequencies, or set a number."""
+        return any(_numbers_of(module) != numbers for module, numbers in self._sources.items())
+
     def free(self) -> None:
         """Give the memory back."""
         for layer in self.attention_layers:
@@ -262,6 +274,13 @@ def preallocated_like(
     cache = PreallocatedCache(len(dynamic.layers), batch_size, capacity, device, dynamic.layers)
     holds = cache.attention_layers or cache.stateful_layers
     return cache if holds and all(layer is not None for layer in cache.layers) else None
+
+
+def _numbers_of(module: nn.Module) -> Hashable:
+    """Return where the tensors of a module lie, how often they were written in place, and its plain numbers."""
+    tensors = (*module.parameters(), *module.buffers())
+    written = tuple((tensor.data_ptr(), version_of(tensor)) for tensor in tensors)
+    return written, tuple((name, value) for name, value in vars(module).items() if isinstance(value, (int, float)))
 
 
 def _kept(layers: Sequence[Any]) -> list[Any]:

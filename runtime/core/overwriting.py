@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from .written import version_of
+
 
 class _Thread(threading.local):
     kept: frozenset[int] = frozenset()
@@ -31,7 +33,7 @@ def overwriting(states: Iterable[Tensor]) -> Iterator[None]:
     """Let this thread's operators overwrite `states`."""
     states = list(states)
     before = _THREAD.kept, _THREAD.as_before
-    versions = {state.data_ptr(): state._version for state in states if not state.is_inference()}
+    versions = {state.data_ptr(): version for state in states if (version := version_of(state)) is not None}
     _THREAD.kept, _THREAD.as_before = frozenset(state.data_ptr() for state in states), versions
     try:
         yield
@@ -50,4 +52,4 @@ def steps(state: Tensor) -> bool:
     So its kernel may read it before the kernels ahead of it have ended: none of them writes there.
     """
     version = _THREAD.as_before.pop(state.data_ptr(), None)
-    return version is not None and not state.is_inference() and state._version == version
+    return version is not None and version_of(state) == version

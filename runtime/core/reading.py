@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .written import version_of
+
 AddNorm = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
 
 
@@ -102,7 +104,7 @@ class Reading:
     def normed(self, hidden_states: Tensor, norm: nn.Module) -> Tensor:
         """Return `norm(hidden_states)`, which may have been computed with the sum; else remember who reads that."""
         number = self._sums - 1
-        if hidden_states is self._sum and not hidden_states.is_inference() and hidden_states._version == 0:
+        if hidden_states is self._sum and version_of(hidden_states) == 0:
             reader = self._readers.get(number)
             if self._normed is not None and reader is not None and reader() is norm:
                 return self._normed

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .written import version_of
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 """The dictionaries of a module whose entries matter."""
 REGISTRIES = frozenset(
@@ -91,9 +93,9 @@ class Snapshot:
         registries = [*zip(self._filled, self._entries, strict=True), *((registry, {}) for registry in self._empty)]
         return [*self._held, *registries]
 
-    def versions(self) -> list[int]:
+    def versions(self) -> list[int | None]:
         """Return how often each tensor was written in place; those of inference mode do not count."""
-        return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        return list(map(version_of, self._tensors))
 
     def _now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._tensors))

@@ -95,12 +95,14 @@ class GraphGeneration(GenerationMixin):
             inputs[name] = inputs.pop(passed_on())
         return inputs
 
+    @functools.wraps(GenerationMixin._beam_search)
     def _beam_search(self, *arguments: Any, **keywords: Any) -> Any:
         """Search with beams, as transformers does: there is no loop of ours for it."""
         backend.count_fallback("generate", "beams", self)
         with plain_inside(self):
             return super()._beam_search(*arguments, **keywords)
 
+    @functools.wraps(GenerationMixin._assisted_decoding)  # `generate` looks which arguments it takes
     def _assisted_decoding(self, input_ids: Tensor, *arguments: Any, **keywords: Any) -> Any:
         """Check tokens that were looked up in the text, or that another model with this loop drafts."""
         reason: str | None = "speculation_left_out"

@@ -17,6 +17,7 @@ from ..cache.own import own_cache_of
 from ..core import backend
 from ..core.compile_ahead import Compilation
 from ..core.target import FP8_CACHE
+from .attributes import Attributes
 from .cache_format import get_cache_format
 from .carried import argument_of_states
 from .fp8_cache import layers_in_8_bits
@@ -47,6 +48,7 @@ class GraphStore:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._signature: Hashable = None
+        self._attributes: Attributes | None = None
         self._idle: torch.cuda.Event | None = None
         self.graphs: OrderedDict[tuple[int, int], DecodeGraph] = OrderedDict()
         """By batch size and capacity, last used last."""
@@ -107,20 +109,24 @@ class GraphStore:
 
     def _forget_if_changed(self, model: nn.Module) -> None:
         signature = _signature_of(model)
-        if signature != self._signature:
+        if signature != self._signature or self._attributes is None or not self._attributes.are_current():
             self.release()
-            self._signature = signature
+            self._signature, self._attributes = signature, Attributes(model)
+        for graph in [graph for graph in self.graphs.values() if graph.cache.has_old_tables]:
+            self.drop(graph)
 
     def settle(self, model: nn.Module, graph: DecodeGraph) -> None:
         """Know the model by what it is after a first step: its first forward packs the weights, which moves them.
 
-        Other graphs than that step's are of the weights where they were.
+        It may also set attributes that it had not. Other graphs than that step's are of the weights where they were.
         """
         signature = _signature_of(model)
         if signature != self._signature:
             for other in [kept for kept in self.graphs.values() if kept is not graph]:
                 self.drop(other)
             self._signature = signature
+        if self._attributes is None or not self._attributes.are_current():
+            self._attributes = Attributes(model)
 
     def _remember_idle(self) -> None:
         """Note where the device will be done with the buffers: replays beyond the stop may still run."""
@@ -156,9 +162,10 @@ def _has_layers(graph: DecodeGraph, model: Any, like: DynamicCache) -> bool:
 
 
 def _signature_of(model: nn.Module) -> Hashable:
-    """Return what changes when a graph must not be replayed any more: addresses, hooks, adapters, settings."""
+    """Return what changes when a graph must not be replayed any more: classes, addresses, hooks, adapters, choices."""
     parts: list[Hashable] = [_settings(model)]
     for module in model.modules():
+        parts.append(id(type(module)))
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 parts.append((tensor.data_ptr(), tensor.dtype))

@@ -18,6 +18,7 @@ from ..core.compile_ahead import compile_all, variants
 from ..core.launch import rehearsing
 from ..core.snapshot import Snapshot, unfit_weights
 from ..core.target import CHAINS, DRAWS, RAGGED
+from ..core.written import version_of
 from .agreement import compare, equal
 from .draws import Draws
 from .fitness import Randomness, collector_of, unfit_model
@@ -104,6 +105,8 @@ def _kept(
 ) -> Kept:
     """Return the graph of a call, or of the bucket of a text, whose own run gave `expected`."""
     device = tensors[0].device
+    if unfit_model(model) is not None:  # a hook would be called by every run
+        _ready(model, store, device)
     wanted, padding, run = expected, None, own
     if text is not None:
         if RAGGED and text.tokens:
@@ -168,11 +171,11 @@ class Effects:
     def __init__(self, model: nn.Module, inputs: list[Tensor]):
         self._random = Randomness(inputs[0].device)
         self._inputs = inputs
-        self._before = [(tensor.clone(), _version(tensor)) for tensor in inputs]
+        self._before = [(tensor.clone(), version_of(tensor)) for tensor in inputs]
         self._snapshot = Snapshot(model)
         self._versions = self._snapshot.versions()
         self._sums = _sums(self._snapshot.tensors)
-        uncounted = [tensor for tensor in self._snapshot.tensors if tensor.is_inference()]
+        uncounted = [tensor for tensor in self._snapshot.tensors if version_of(tensor) is None]
         self._too_many = sum(tensor.nbytes for tensor in uncounted) > MOST_COPIED
         self._copies = [] if self._too_many else [(tensor, tensor.clone()) for tensor in uncounted]
 
@@ -196,7 +199,7 @@ class Effects:
         if self._random.is_drawn(draws):
             raise Unsuitable("random")
         for tensor, (before, version) in zip(self._inputs, self._before, strict=True):
-            if _version(tensor) != version or not equal(tensor, before):
+            if version_of(tensor) != version or not equal(tensor, before):
                 raise Unsuitable("changes_inputs")
         if self._too_many:
             raise Unsuitable("inference_tensors")
@@ -214,10 +217,6 @@ class Effects:
 
 def _sums(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.sum(dtype=torch.float64 if tensor.is_floating_point() else None) for tensor in tensors]
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _said(error: object) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core import backend, rows
 from ..core.e4m3 import Quantized, dtype_for, has_fp8, quantize, rounded_numbers
 from ..core.launch import Kernel, chip_of, pretends
+from ..core.written import version_of
 
 CASES = """
 case("8B, prompt", quantized_rows, tensor(PROMPT, LLAMA_8B.hidden_size))
@@ -70,7 +71,7 @@ if backend.triton_installed():
 def quantized_rows(x: Tensor) -> Quantized:
     """Return the rows of `x` `[N, I]` in 8 bits: those remembered with it, else quantised now."""
     remembered = getattr(x, "_fp8_rows", None)
-    if remembered is not None and remembered[0] == _version(x):
+    if remembered is not None and remembered[0] == version_of(x):
         found: Quantized = remembered[1]
         return found
     return Quantized(*_op(x))
@@ -78,13 +79,8 @@ def quantized_rows(x: Tensor) -> Quantized:
 
 def remember(x: Tensor, quantized: Quantized) -> None:
     """Keep the rows of `x` in 8 bits with it, until something writes to it."""
-    if (version := _version(x)) is not None:
+    if (version := version_of(x)) is not None:
         x._fp8_rows = (version, quantized)  # type: ignore[attr-defined]
-
-
-def _version(x: Tensor) -> int | None:
-    """Return what an in-place change of `x` changes; None where nothing counts them."""
-    return None if x.is_inference() else x._version
 
 
 def empty_rows(x: Tensor) -> Quantized:

@@ -19,6 +19,7 @@ from ..aiter import fp8 as aiter_fp8
 from ..core import backend, derived
 from ..core.e4m3 import Quantized
 from ..core.target import ROCM
+from ..core.written import version_of
 from ..products import memory, packing
 from ..products.prologue import is_trained
 from .rows import empty_rows, quantized_rows
@@ -131,7 +132,7 @@ def _state(projections: Sequence[nn.Module]) -> Hashable:
             weight.untyped_storage()._cdata,
             weight.storage_offset(),
             weight.shape,
-            None if weight.is_inference() else weight._version,
+            version_of(weight),
         )
         for weight in [packing._parameter(projection, "weight") for projection in projections]
     )

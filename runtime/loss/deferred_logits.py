@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.written import version_of
 from .cross_entropy import Shape
 
 Operation = tuple[str, Any]
@@ -128,10 +129,10 @@ class DeferredLogits:
         if self._versions and now and self._versions != now:
             raise WeightsChanged
 
-    def _written(self) -> list[int]:
+    def _written(self) -> list[int | None]:
         """Return how often each tensor was written to that the logits are made of."""
         tensors = (self.hidden_states, self.head.weight, self.head.bias)
-        return [] if torch.compiler.is_compiling() else [t._version for t in tensors if t is not None]
+        return [] if torch.compiler.is_compiling() else [version_of(t) for t in tensors if t is not None]
 
     def then(self, name: str, given: Any = None) -> DeferredLogits:
         """Return these logits with one operation more."""

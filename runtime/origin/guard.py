@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 import transformers
 
@@ -21,6 +23,7 @@ ENVIRONMENT_VARIABLE = "REWRITE_GUARD"
 WARN, STRICT, OFF = "warn", "strict", "off"
 """What the variable may say: warn of a change (the default), raise, or look at nothing."""
 _MOST_NAMES = 5
+_COMPLAINT = "[ERROR] Config not found for "
 
 
 class TransformersMoved(ImportError):
@@ -64,7 +67,8 @@ def made_from(
     """
     mode = _mode()
     try:
-        yield
+        with _without_complaints(package):
+            yield
     except ImportError as error:
         if not (error.name or "").startswith("transformers"):
             raise
@@ -85,6 +89,36 @@ def made_from(
             TransformersChanged,
             stacklevel=4,  # the line that imports the package
         )
+
+
+class _Sieve:
+    """What is printed, without the lines in which transformers' `auto_docstring` complains of a folder's name."""
+
+    def __init__(self, target: TextIO):
+        self._target, self._drops = target, False
+
+    def write(self, text: str) -> int:
+        """Write a text, unless it is a complaint, or the end of its line."""
+        ends, self._drops = self._drops and text == "\n", text.startswith(_COMPLAINT)
+        return len(text) if ends or self._drops else self._target.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+@contextlib.contextmanager
+def _without_complaints(package: str) -> Iterator[None]:
+    """Let nobody complain that a package in a folder `models` is named as no model of transformers."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if not file or Path(file).parent.parent.name != "models" or sys.stdout is None:
+        yield
+        return
+    before = sys.stdout
+    sys.stdout = cast("TextIO", _Sieve(before))
+    try:
+        yield
+    finally:
+        sys.stdout = before
 
 
 def _mode() -> str:

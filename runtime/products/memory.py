@@ -81,7 +81,8 @@ def join(tensors: Sequence[Tensor]) -> Tensor | str:
     """
     if (reason := _immovable(tensors)) is not None:
         return reason
-    # Inference tensors could never take part in training again, so the whole is a normal one in any mode.
+    # Inference tensors could never take part in training again, so the whole is a normal one in any mode. The part
+    # that a tensor of inference mode gets is of its own kind: torch multiplies by no mixture of both.
     with _lock, torch.inference_mode(False), torch.no_grad():
         whole = joined(tensors)
         if whole is not None:  # another thread was here first
@@ -105,14 +106,18 @@ def turn(weight: Tensor) -> bool:
     with _lock, torch.inference_mode(False), torch.no_grad():
         if _belong_elsewhere([weight]) or _is_held(weight):
             return False
-        weight.data = weight.detach().t().contiguous().t()
+        with torch.inference_mode(weight.is_inference()):
+            weight.data = weight.detach().t().contiguous().t()
     return True
 
 
 def _joined_anew(tensors: Sequence[Tensor]) -> Tensor:
     rows = [tensor.shape[0] for tensor in tensors]
     whole = torch.cat([tensor.detach() for tensor in tensors])
-    parts = [_with_own_storage(part) for part in whole.split(rows)]
+    parts = []
+    for tensor, part in zip(tensors, whole.split(rows), strict=True):
+        with torch.inference_mode(tensor.is_inference()):
+            parts.append(_with_own_storage(part))
     addresses = tuple(part.data_ptr() for part in parts)
     tails = {
         address: whole[end - count :] for address, count, end in zip(addresses, rows, accumulate(rows), strict=True)

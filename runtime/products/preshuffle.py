@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..aiter import preshuffle as aiter_preshuffle
 from ..core import aiter_probe, derived
+from ..core.written import version_of
 
 CHIPS = frozenset({"gfx942", "gfx950"})
 BLOCK_ROWS, BLOCK_COLS = 16, 32
@@ -34,7 +35,7 @@ class Kernels(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    state: tuple[tuple[int, int], ...]
+    state: tuple[tuple[int | None, int], ...]
     """The version and the address of each parameter."""
     shuffled: Tensor
 
@@ -75,7 +76,7 @@ def fits(weight: Tensor) -> bool:
     """
     parts = parts_of(weight)
     return (
-        all(type(part) is nn.Parameter and not part.is_inference() for part in parts)
+        all(type(part) is nn.Parameter and version_of(part) is not None for part in parts)
         and sum(part.shape[0] for part in parts if part.dim()) == weight.shape[0]
         and weight.element_size() == 2
         and weight.shape[-2] % BLOCK_ROWS == 0
@@ -100,7 +101,7 @@ def copy_of(weight: Tensor, shuffle: Callable[[Tensor], Tensor | None]) -> Tenso
     parts = parts_of(weight)
     copies = _copies if parts[0] is weight else _packed_copies
     copy = copies.get(parts[0])
-    state = tuple((part._version, part.data_ptr()) for part in parts)
+    state = tuple((version_of(part), part.data_ptr()) for part in parts)
     if copy is not None and copy.state == state:
         shuffled: Tensor = copy.shuffled
         return shuffled

@@ -131,12 +131,27 @@ def test_a_linked_folder_stays_a_link(here: Path, rewrite: CommandLine) -> None:
     assert (here / "real" / "rewrite.lock").is_file()
 
 
-@pytest.mark.parametrize("name", ["with space", "ünï-código", "9lives"])
+def test_a_package_of_several_names_is_no_second_one(here: Path, rewrite: CommandLine) -> None:
+    (here / "link").symlink_to(here / "real")
+    for name in ("real", "link"):
+        assert "share " not in rewrite(*ARGUMENTS, "--out", name).out
+    said = rewrite(*ARGUMENTS, "--out", "other").out
+    assert "rewrite sync real other --runtime rewrite_runtime" in said
+
+
+@pytest.mark.parametrize("name", ["with space", "ünï-código", "9lives", "class"])
 def test_a_name_that_cannot_be_imported_gets_one_hint(here: Path, rewrite: CommandLine, name: str) -> None:
     done = rewrite(*ARGUMENTS, "--out", name)
     assert done.code == 0
     assert done.err.count("cannot stand in an import statement") == 1
     assert (here / name / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", ["torch", "queue"])
+def test_a_name_that_hides_a_library_gets_one_hint(here: Path, rewrite: CommandLine, name: str) -> None:
+    done = rewrite(*ARGUMENTS, "--out", name)
+    assert done.code == 0
+    assert done.err.count(f"hides the library of that name from programs beside it; --out optimized_{name}") == 1
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)])

@@ -574,6 +574,15 @@ def test_tensors_of_inference_mode(
     assert graphs(model) == (not reasons)
 
 
+def test_a_hook_is_called_once_a_call(device: str) -> None:
+    model, seen = made(device), []
+    model.linear.register_forward_hook(lambda module, args, output: seen.append(output))
+    for calls in range(1, 5):
+        model(inputs(device))
+        assert len(seen) == calls
+    assert "observed" in refused(model)
+
+
 @pytest.mark.parametrize("name", ["_forward_pre_hooks", "_buffers", "training"])
 def test_snapshots_see_every_module(name: str) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Dropout()) for _ in range(3)]).eval()

@@ -209,3 +209,26 @@ def test_definitions_are_parsed_alone(monkeypatch):
     changed = {name: " ".join([*text.split()[:2], "0" * 8, *text.split()[3:]]) for name, text in taken.items()}
     assert (len(changed), changes(ROOT, changed)) == (4, {})
     assert 0 < max(parsed) < max((ROOT / text.split()[0]).stat().st_size for text in taken.values()) / 2
+
+
+@pytest.mark.parametrize("folder", ["models", "nets"])
+def test_a_package_in_a_folder_of_models_is_imported_without_a_complaint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """transformers takes `models/NAME` for one of its own, and prints that it knows no configuration of it."""
+    package = tmp_path / folder / "fast_one"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "from rewrite.runtime.origin.guard import made_from\n"
+        "with made_from(package=__name__, version='', command=''):\n    from . import modeling_fast\n"
+    )
+    (package / "modeling_fast.py").write_text(
+        "from transformers.utils import auto_docstring\n"
+        "print('said', end=' ')\nprint('before')\n\n\nclass FastModel:\n    @auto_docstring\n"
+        "    def forward(self, input_ids=None):\n        pass\n\n\nprint('after')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    importlib.import_module("fast_one")
+    for name in ("fast_one.modeling_fast", "fast_one"):
+        del sys.modules[name]
+    assert capsys.readouterr().out == "said before\nafter\n"

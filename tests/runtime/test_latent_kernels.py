@@ -169,3 +169,16 @@ def test_a_bias_of_the_up_projection_is_expanded() -> None:
     attention.latents[2] = projection(RANK, 5 * (SIZES.nope + SIZES.value), True)
     exact = exactly(attention, torch.float32, device)
     torch.testing.assert_close(attention(torch.float32, torch.float32, device).double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_projections_without_a_weight_are_called(twice: bool) -> None:
+    """As those of AWQ and GPTQ checkpoints are."""
+    torch.manual_seed(0)
+    attention = Attention(3, 2, 20, "halves", twice).double()
+    cpu = torch.device("cpu")
+    with backend.use_backend("reference"):
+        wanted = attention(torch.float64, torch.float64, cpu)
+        attention.queries[0], attention.latents[0] = Wrapped(attention.queries[0]), Wrapped(attention.latents[0])
+        got = attention(torch.float64, torch.float64, cpu)
+    torch.testing.assert_close(got, wanted)

@@ -231,6 +231,19 @@ def test_an_encoder_s_output_may_be_given_and_the_text_begun():
     same((model, given), (original, given))
 
 
+@pytest.mark.parametrize("theirs", [False, True], ids=["of the package", "of transformers"])
+def test_an_assistant_with_an_encoder_is_given_what_is_encoded(theirs):
+    model, original = pair("T5ForConditionalGeneration")
+    inputs = asked(model, rows=1, padded=False)
+    assistant, encoded = copy.deepcopy(original if theirs else model), []
+    assistant.get_encoder().register_forward_pre_hook(
+        lambda module, arguments, keywords: encoded.append(keywords.get("input_ids", *arguments)), with_kwargs=True
+    )
+    got = run(model, inputs, assistant_model=assistant)
+    assert torch.equal(got.sequences, run(original, inputs, assistant_model=copy.deepcopy(original)).sequences)
+    assert torch.equal(encoded[0], inputs["input_ids"])
+
+
 def cut_wrongly(shift_rows, shift_columns):
     """Return the rows of a table beside those at the step's positions, or columns beside them."""
     right = StepLength._cut

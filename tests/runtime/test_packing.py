@@ -527,3 +527,17 @@ def test_a_step_calls_projections_without_a_weight_of_their_own():
         one, other = packed_step(x, Adapted(first), second)
         assert torch.equal(one, 2 * first(x))
         assert torch.equal(other, second(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_made_in_inference_mode_can_still_be_called_one_by_one(bias: bool) -> None:
+    with torch.inference_mode():
+        projections = [torch.nn.Linear(8, out, bias=bias) for out in (4, 6)]
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        wanted = [projection(x) for projection in projections]
+        for got in (packed_linear(x, *projections), [projection(x) for projection in projections]):
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b)
+    assert memory.joined([projection.weight for projection in projections]) is not None
+    assert all(parameter.is_inference() for projection in projections for parameter in projection.parameters())
