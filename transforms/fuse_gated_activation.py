@@ -31,8 +31,9 @@ class FuseGatedActivation(Transform):
 
     What it needs:
         A product, in whatever spelling, of which one side is a call of an activation: an attribute built from
-        `ACT2FN` or an activation module of torch, or torch's own silu, gelu or relu. Neither side, nor what stands
-        between them, writes what the other reads.
+        `ACT2FN` or an activation module of torch, or torch's own silu, gelu or relu. SiLU and GELU written out, or in
+        a function of the file, are told by their values. Neither side, nor what stands between them, writes what the
+        other reads.
 
     Numerics:
         Reordered: the activation is not rounded before the product. SiLU, GELU (erf and tanh), ReLU and ReLU² are
@@ -85,6 +86,7 @@ class FuseGatedActivation(Transform):
         if attribute and (why := why_replaced(attribute, (gated.gate, gated.other), owner, scope)):
             return Skip("not_proven", why)
         arguments = ", ".join(module.code(_bare(node)) for node in (gated.gate, gated.other, gated.function))
+        arguments += f", approximate={gated.approximate}" if gated.approximate else ""
         edits = [Edit(gated.product.node, (expression(f"gated_activation({arguments})"),))]
         if gated.local is not None:
             edits.append(Edit(module.statement(gated.activated), ()))

@@ -9,7 +9,9 @@ import libcst as cst
 
 from rewrite.analysis.effects import Scope, attribute
 from rewrite.analysis.sites.products import Product, products_in, resolved
+from rewrite.analysis.sites.written_activations import written
 from rewrite.analysis.syntax.module import walk
+from rewrite.analysis.syntax.nodes import expression
 
 FUNCTIONS = ("silu", "gelu", "relu")
 _MODULES = ("SiLU", "GELU", "ReLU")
@@ -20,7 +22,7 @@ class Gated:
     """A product with an activation on one side."""
 
     product: Product
-    activated: cst.Call
+    activated: cst.BaseExpression
     gate: cst.BaseExpression | None
     """What is activated, None where the call has other arguments than that."""
     function: cst.BaseExpression
@@ -28,6 +30,8 @@ class Gated:
     side: cst.BaseExpression
     """The factor that is the activation, or the local that holds it."""
     other: cst.BaseExpression
+    approximate: str = ""
+    """The source of GELU's argument of that name, where the call has one."""
 
     @property
     def local(self) -> cst.Name | None:
@@ -45,7 +49,11 @@ def gated_products(scope: Scope) -> Iterator[Gated]:
             value = resolved(side, scope.single)
             beside = isinstance(scope.module.parent(value), cst.Element)
             if isinstance(value, cst.Call) and (function := _activation(value, scope)) is not None:
-                yield Gated(product, value, None if beside else _gate(value), function, side, other)
+                gate, approximate = (None, "") if beside else _gate(value, function, scope)
+                yield Gated(product, value, gate, function, side, other, approximate)
+                break
+            if not beside and (found := written(value, scope)) is not None:
+                yield Gated(product, value, found.gate, expression(found.function), side, other, found.approximate)
                 break
 
 
@@ -90,12 +98,18 @@ def _builds_activation(value: cst.BaseExpression, scope: Scope, depth: int = 3) 
     return False
 
 
-def _gate(call: cst.Call) -> cst.BaseExpression | None:
-    """Return the only argument of an activation, `inplace=False` left out."""
+def _gate(
+    call: cst.Call, function: cst.BaseExpression, scope: Scope
+) -> tuple[cst.BaseExpression | None, str]:
+    """Return the only argument of an activation, `inplace=False` left out, and how torch's GELU is approximated."""
     plain = [argument for argument in call.args if argument.keyword is None or argument.keyword.value == "input"]
     others = [argument for argument in call.args if argument not in plain]
     if len(plain) != 1 or plain[0].star or isinstance(plain[0].value, cst.GeneratorExp):
-        return None
+        return None, ""
+    of_torch = scope.module.qualified(function) == "torch.nn.functional.gelu"
+    if of_torch and len(others) == 1 and others[0].keyword is not None and others[0].keyword.value == "approximate":
+        if isinstance(others[0].value, cst.SimpleString):
+            return plain[0].value, scope.module.code(others[0].value)
     harmless = all(
         a.keyword is not None
         and a.keyword.value == "inplace"
@@ -103,4 +117,4 @@ def _gate(call: cst.Call) -> cst.BaseExpression | None:
         and a.value.value == "False"
         for a in others
     )
-    return plain[0].value if harmless else None
+    return plain[0].value if harmless else None, ""

@@ -164,10 +164,16 @@ class _Passed:
         if isinstance(above, (cst.If, cst.IfExp, cst.BooleanOperation, cst.UnaryOperation, cst.Return)):
             return True
         if isinstance(above, cst.Attribute):
-            return above.value is not top or above.attr.value in _KINDS
+            return above.value is not top or above.attr.value in _KINDS or self._only_reads(above)
         if isinstance(above, cst.Arg):
             return above.keyword is top or self._is_layer(self.module.parent(above))
         return isinstance(above, (cst.Call, cst.Del, cst.Assert, cst.FormattedStringExpression))
+
+    def _only_reads(self, node: cst.Attribute) -> bool:
+        """Whether what is made of a mask becomes part of a result, and no layer is given it."""
+        above = [*self.module.ancestors(node)]
+        returned = any(isinstance(inner, cst.Return) for inner in above)
+        return returned and not any(self._is_layer(inner) for inner in above)
 
     def _is_layer(self, call: cst.CSTNode) -> bool:
         """Whether a call is of a layer, or of a function that makes masks or asks something."""

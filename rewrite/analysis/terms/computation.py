@@ -26,6 +26,8 @@ MAX_DEPTH = 4
 """How many calls of helpers inside helpers are followed."""
 PARTS = ("chunk", "split", "unbind", "split_with_sizes", "tensor_split")
 """What gives back several tensors, as many as the names that they are unpacked into."""
+OF_SIZES = ("view", "reshape", "expand")
+"""Methods whose arguments are sizes, which may be written `*x.shape[:-1], -1`."""
 MAX_SIZE = 4000
 """Inlining repeats terms; a body of more nodes than this is no fused operator's."""
 
@@ -140,6 +142,9 @@ class Run:
                 self.bind(target.target, value, environment)
         elif isinstance(small, cst.AnnAssign) and small.value is not None:
             self.bind(small.target, self.expression(small.value, environment), environment)
+        elif isinstance(small, cst.Del) and all(name in environment for name in _deleted(small)):
+            for name in _deleted(small):
+                environment[name] = Term("deleted", (), name)
         else:
             raise NotComputable(_kind(small))
 
@@ -194,6 +199,8 @@ class Run:
     def _expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         if isinstance(node, cst.Name):
             held = environment.get(node.value) or self.named(node)
+            if held.op == "deleted":
+                raise NotComputable("a local that is deleted is read")
             if held.op == "inner":
                 raise NotComputable("an inner function that is more than called")
             return held
@@ -251,6 +258,12 @@ class Run:
             raise NotComputable("a starred element")
         return self.expression(node.value, environment)
 
+    def argument(self, node: cst.Arg, function: cst.BaseExpression, environment: Bindings) -> Term:
+        """Return the term of an argument without a keyword; sizes may come several at once."""
+        if node.star == "*" and isinstance(function, cst.Attribute) and function.attr.value in OF_SIZES:
+            return Term("star", (self.expression(node.value, environment),))
+        return self.element(node, environment)
+
     def starred_keywords(self, node: cst.Call) -> None:
         """Say what becomes of the `**` arguments of a call."""
         raise NotComputable("a starred argument")
@@ -266,14 +279,15 @@ class Run:
 
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call, following helpers of the class and the file."""
-        plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
+        plain = [self.argument(a, node.func, environment) for a in node.args if a.keyword is None and a.star != "**"]
         if any(argument.star == "**" for argument in node.args):
             self.starred_keywords(node)
         keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}
         method = self_attribute(node.func)
         if self.owner is not None and method is not None:
             if (helper := self.module.method(self.owner, method)) is not None:
-                return self.follow(helper, [Term("self"), *plain], keywords)
+                own = [] if _is_static(helper) else [Term("self")]
+                return self.follow(helper, [*own, *plain], keywords)
             return operation("call", [Term("attribute", (), method), *plain], keywords)
         if isinstance(node.func, cst.Name) and (held := environment.get(node.func.value)) is not None:
             if held.op == "inner":
@@ -413,6 +427,18 @@ def _turns_of(small: cst.Assign) -> tuple[cst.BaseSimpleComp, int] | None:
     plain = not any(isinstance(element, cst.StarredElement) for element in names.elements)
     plain = plain and not any(isinstance(node, cst.NamedExpr) for node in walk(value))  # which outlives it
     return (value, len(names.elements)) if one and plain and len(small.targets) == 1 else None
+
+
+def _is_static(method: cst.FunctionDef) -> bool:
+    """Whether a method is given no object."""
+    decorators = [decorator.decorator for decorator in method.decorators]
+    return any(isinstance(decorator, cst.Name) and decorator.value == "staticmethod" for decorator in decorators)
+
+
+def _deleted(small: cst.Del) -> list[str]:
+    """Return the locals that a statement deletes; an empty name stands for something else."""
+    targets = small.target.elements if isinstance(small.target, cst.Tuple) else [cst.Element(small.target)]
+    return [element.value.value if isinstance(element.value, cst.Name) else "" for element in targets]
 
 
 def _otherwise(statement: cst.If) -> Sequence[cst.CSTNode]:
