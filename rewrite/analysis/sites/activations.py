@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from rewrite.analysis.effects import Scope, attribute
+from rewrite.analysis.effects.identity import Identity
 from rewrite.analysis.sites.products import Product, products_in, resolved
 from rewrite.analysis.sites.written_activations import written
 from rewrite.analysis.syntax.module import walk
@@ -46,7 +47,7 @@ def gated_products(scope: Scope) -> Iterator[Gated]:
     """
     for product in products_in(scope.function.body, scope.module):
         for side, other in ((product.left, product.right), (product.right, product.left)):
-            value = resolved(side, scope.single)
+            value = held(side, scope)
             beside = isinstance(scope.module.parent(value), cst.Element)
             if isinstance(value, cst.Call) and (function := _activation(value, scope)) is not None:
                 gate, approximate = (None, "") if beside else _gate(value, function, scope)
@@ -55,6 +56,25 @@ def gated_products(scope: Scope) -> Iterator[Gated]:
             if not beside and (found := written(value, scope)) is not None:
                 yield Gated(product, value, found.gate, expression(found.function), side, other, found.approximate)
                 break
+
+
+def held(node: cst.BaseExpression, scope: Scope) -> cst.BaseExpression:
+    """Return what a local stands for where it is read: its only value, or that of the line that bound it last."""
+    value = resolved(node, scope.single)
+    line = last_bound(value, scope) if isinstance(value, cst.Name) else None
+    return line.value if line is not None else value
+
+
+def last_bound(name: cst.Name, scope: Scope) -> cst.Assign | None:
+    """Return the assignment `name = value` that certainly bound a local last, where several do."""
+    if name.value not in scope.locals or name.value in scope.single:
+        return None
+    line = Identity(scope).assignment(name.value, name, strict=True)
+    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+        return None
+    target = small.targets[0].target
+    return small if isinstance(target, cst.Name) and target.value == name.value else None
 
 
 def products_in_place(scope: Scope) -> Iterator[cst.AugAssign]:
