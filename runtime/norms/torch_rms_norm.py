@@ -18,6 +18,6 @@ def torch_rms_norm(norm: nn.Module) -> tuple[torch.Tensor | None, float] | None:
     None for any other module, over several dimensions, and without an eps, which is another one in each dtype. A class
     of its own that has torch's `forward` computes the same.
     """
-    if not isinstance(norm, nn.RMSNorm) or type(norm).forward is not _FORWARD or norm.eps is None or len(norm.normalized_shape) != 1:
+    if not isinstance(norm, nn.RMSNorm) or type(norm).forward is not _FORWARD:
         return None
-    return norm.weight, norm.eps
+    return (norm.weight, norm.eps) if norm.eps is not None and len(norm.normalized_shape) == 1 else None

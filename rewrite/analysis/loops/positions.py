@@ -65,7 +65,9 @@ def _reckoned(
         parts: Iterator[cst.CSTNode] = iter(inner)
         seen |= {node.value}
     elif isinstance(node, cst.BinaryOperation):
-        if m.matches(node, _COUNTED) and any(m.matches(c.func, m.Attribute(attr=m.Name("cumsum"))) for c in calls_in(node)):
+        if m.matches(node, _COUNTED) and any(
+            m.matches(c.func, m.Attribute(attr=m.Name("cumsum"))) for c in calls_in(node)
+        ):
             return None
         if not isinstance(node.operator, cst.Add):
             return node

@@ -118,9 +118,7 @@ def _builds_activation(value: cst.BaseExpression, scope: Scope, depth: int = 3) 
     return False
 
 
-def _gate(
-    call: cst.Call, function: cst.BaseExpression, scope: Scope
-) -> tuple[cst.BaseExpression | None, str]:
+def _gate(call: cst.Call, function: cst.BaseExpression, scope: Scope) -> tuple[cst.BaseExpression | None, str]:
     """Return the only argument of an activation, `inplace=False` left out, and how torch's GELU is approximated."""
     plain = [argument for argument in call.args if argument.keyword is None or argument.keyword.value == "input"]
     others = [argument for argument in call.args if argument not in plain]

@@ -137,8 +137,6 @@ class _Flow:
     def norm(self) -> bool | None:
         """Return whether the squares are centered, None where nothing is divided by the root of their mean."""
         for node in self.nodes:
-            if _is_torch_rms_norm(node):
-                return False
             inside = _inverted(node)
             if inside is None:
                 continue
@@ -176,17 +174,6 @@ def _inverted(node: cst.CSTNode) -> cst.CSTNode | None:
     if isinstance(node, cst.Call) and dotted_end(node.func).rstrip("_") == "reciprocal":
         return node
     return node if _power(node) in ("-1", "-1.0") else None
-
-
-def _is_torch_rms_norm(node: cst.CSTNode) -> bool:
-    """Whether a function of a module of functions is called that is torch's RMSNorm by its name."""
-    function = node.func if isinstance(node, cst.Call) else None
-    root: cst.CSTNode | None = function
-    while isinstance(root, cst.Attribute):
-        root = root.value
-    if not isinstance(function, cst.Attribute) or not isinstance(root, cst.Name):
-        return False
-    return function.attr.value == "rms_norm" and root.value != "self"
 
 
 def _is_inverse_root(node: cst.CSTNode) -> bool:

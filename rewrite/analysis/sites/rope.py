@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
-from rewrite.analysis.sites.complex_rope import complex_rotation
 from rewrite.analysis.terms.computation import Bindings, Pattern
 from rewrite.analysis.terms.spelling import Term
 
@@ -198,10 +197,6 @@ def same_rotation(first: Rotation, second: Rotation) -> bool:
 
 
 def _rotation(term: Term) -> Rotation | None:
-    if (turned := complex_rotation(term)) is not None:
-        tensor, table, place = turned
-        keywords = {"interleaved": True, "half_table": True, "in_fp32": True}
-        return Rotation(tensor, f"{table}.real", f"{table}.imag", place, "", keywords, sliced=False, back=False)
     for pattern in patterns():
         if (bound := pattern.match(term)) is not None:
             return _read(bound, pattern.marks)

@@ -9,7 +9,7 @@ import libcst as cst
 from rewrite.analysis.effects import Scope
 from rewrite.analysis.syntax.module import names_in, self_attribute
 from rewrite.analysis.syntax.nodes import parameters
-from rewrite.analysis.terms.computation import MAX_DEPTH, NotComputable, Run, body
+from rewrite.analysis.terms.computation import NotComputable, Run, body
 from rewrite.analysis.terms.curve import activation_written
 from rewrite.analysis.terms.spelling import Term
 
@@ -87,6 +87,11 @@ def _name_of_functional(scope: Scope) -> str | None:
     imports = scope.module.imports
     for name, imported in imports.items():
         rest = _FUNCTIONAL.removeprefix(imported)
-        if rest != _FUNCTIONAL and rest[:1] in ("", ".") and name not in scope.locals and scope.effects.names.means(name):
+        if (
+            rest != _FUNCTIONAL
+            and rest[:1] in ("", ".")
+            and name not in scope.locals
+            and scope.effects.names.means(name)
+        ):
             return name + rest
     return None

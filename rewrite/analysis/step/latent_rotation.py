@@ -79,10 +79,7 @@ def turned(term: Term) -> Turned:
     dimension = rest[0] if rest else keyword(call, "unsqueeze_dim") or constant(1)
     if partial is not None or dimension != constant(1) or not {*names} <= {*OPTIONS}:
         raise NoStep("other_rotation", ", ".join(names) or "heads are not the second dimension")
-    tables = call.args[count : count + 2]
-    if tables == (Term(".real", (POSITIONS,)), Term(".imag", (POSITIONS,))):
-        return Turned(call.args[number], None, (Turning(Term("complex"), tuple(names), is_complex=True),))
-    halves = [is_half(table, n) for n, table in enumerate(tables)]
+    halves = [is_half(table, n) for n, table in enumerate(call.args[count : count + 2])]
     if halves[0] != halves[1]:
         raise NoStep("other_rotation", "one table is halved")
     way = Turning(Term(call.op, call.args[count:]), tuple(names), halves[0])

@@ -13,10 +13,9 @@ import libcst.matchers as m
 
 from rewrite.analysis.step.windows import mask_functions
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
-from rewrite.analysis.syntax.nodes import calls_in, given, mutated_names, parameters
+from rewrite.analysis.syntax.nodes import calls_in, given, mutated_names
 
 _PADDING = "attention_mask"
-_NONE = m.Name("None")
 _ONES = ("torch.ones", "torch.ones_like")
 """What hides nothing."""
 _ASKED = m.Name("isinstance") | m.Name("len") | m.Attribute(value=m.Name("logger") | m.Name("warnings"))
@@ -151,7 +150,7 @@ class _Passed:
         return self.order[id(use)] > first
 
     def _is_passed(self, use: cst.Name) -> bool:
-        """Whether a use of a local that holds masks binds it, passes it to a layer, or only asks of what kind it is."""
+        """Whether a use of a local that holds masks binds it, passes it to a layer, or only asks about it."""
         top: cst.CSTNode = use
         while isinstance(above := self.module.parent(top), _THROUGH) and not (
             isinstance(above, cst.IfExp) and above.test is top

@@ -244,9 +244,7 @@ class Module:
         bound = [node.target for node in of_kind(self.tree, *kinds)]
         bound += [node.name for node in of_kind(self.tree, cst.FunctionDef, cst.ClassDef, cst.Param, cst.AsName)]
         times = Counter(name.value for target in bound for name in walk(target) if isinstance(name, cst.Name))
-        self.aliases = {
-            name: value for name, value in found.items() if times[name] == 1 and name not in self.imports
-        }
+        self.aliases = {name: value for name, value in found.items() if times[name] == 1 and name not in self.imports}
 
     def _index_class(self, node: cst.ClassDef) -> None:
         methods = {n.name.value: n for n in node.body.body if isinstance(n, cst.FunctionDef)}

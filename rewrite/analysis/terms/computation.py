@@ -26,8 +26,6 @@ MAX_DEPTH = 4
 """How many calls of helpers inside helpers are followed."""
 PARTS = ("chunk", "split", "unbind", "split_with_sizes", "tensor_split")
 """What gives back several tensors, as many as the names that they are unpacked into."""
-OF_SIZES = ("view", "reshape", "expand")
-"""Methods whose arguments are sizes, which may be written `*x.shape[:-1], -1`."""
 MAX_SIZE = 4000
 """Inlining repeats terms; a body of more nodes than this is no fused operator's."""
 
@@ -258,12 +256,6 @@ class Run:
             raise NotComputable("a starred element")
         return self.expression(node.value, environment)
 
-    def argument(self, node: cst.Arg, function: cst.BaseExpression, environment: Bindings) -> Term:
-        """Return the term of an argument without a keyword; sizes may come several at once."""
-        if node.star == "*" and isinstance(function, cst.Attribute) and function.attr.value in OF_SIZES:
-            return Term("star", (self.expression(node.value, environment),))
-        return self.element(node, environment)
-
     def starred_keywords(self, node: cst.Call) -> None:
         """Say what becomes of the `**` arguments of a call."""
         raise NotComputable("a starred argument")
@@ -279,7 +271,7 @@ class Run:
 
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call, following helpers of the class and the file."""
-        plain = [self.argument(a, node.func, environment) for a in node.args if a.keyword is None and a.star != "**"]
+        plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
         if any(argument.star == "**" for argument in node.args):
             self.starred_keywords(node)
         keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}

@@ -49,7 +49,6 @@ ARGUMENTS = {
     "mul": ("input", "other"),
     "nn.functional.conv1d": ("input", "weight", "bias"),
     "nn.functional.one_hot": ("tensor", "num_classes"),
-    "nn.functional.rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "nonzero": ("input",),
     "permute": ("input", "dims"),
     "pow": ("input", "exponent"),
@@ -87,7 +86,6 @@ ALIASES = {
     "nn.functional.sigmoid": "sigmoid",
     "nn.functional.softmax": "softmax",
     "nn.functional.tanh": "tanh",
-    "rms_norm": "nn.functional.rms_norm",
     "subtract": "sub",
     "swapaxes": "transpose",
     "swapdims": "transpose",
@@ -355,19 +353,6 @@ def _var(*args: Term) -> Term | None:
     return make("mean", make("pow", centered, constant(2)), args[1], _TRUE)
 
 
-def _rms_norm(*args: Term) -> Term | None:
-    """torch's RMSNorm over the last dimension: in fp32, the weight applied before the rounding; with an eps that is given."""
-    if len(args) != 4 or args[1].op != "tuple" or len(args[1].args) != 1 or "keyword" in (a.op for a in args):
-        return None
-    tensor, _, weight, eps = args
-    if eps == NONE:
-        return None  # another one in each dtype
-    wide = _cast(tensor, FLOAT32)
-    mean = make("mean", make("pow", wide, constant(2)), constant(-1), _TRUE)
-    normed = make("mul", wide, make("rsqrt", make("add", mean, eps)))
-    return _cast(normed if weight == NONE else make("mul", weight, normed), _dtype(tensor))
-
-
 def _slice(*args: Term) -> Term:
     lower, upper, step = args
     return Term("slice", (NONE if lower == constant(0) else lower, upper, NONE if step == constant(1) else step))
@@ -401,7 +386,6 @@ _RULES: dict[str, Callable[..., Term | None]] = {
     "ge": lambda *args: Term("le", args[::-1]) if len(args) == 2 else None,
     **{name: _ordered(name) for name in ("eq", "ne", "is", "isnot")},
     "div": _div,
-    "nn.functional.rms_norm": _rms_norm,
     "index": _index,
     "slice": _slice,
     "mean": _mean,
