@@ -9,7 +9,8 @@ from typing import ClassVar
 import libcst as cst
 
 from rewrite.analysis.effects import HEAP, Effect, Scope, between, effects_of, why_not_move
-from rewrite.analysis.sites.activations import Gated, gated_products, products_in_place
+from rewrite.analysis.effects.identity import Identity
+from rewrite.analysis.sites.activations import Gated, gated_products, held, products_in_place
 from rewrite.analysis.sites.as_written import why_replaced
 from rewrite.analysis.sites.products import products_in
 from rewrite.analysis.sites.strides import reads_of
@@ -31,8 +32,9 @@ class FuseGatedActivation(Transform):
 
     What it needs:
         A product, in whatever spelling, of which one side is a call of an activation: an attribute built from
-        `ACT2FN` or an activation module of torch, or torch's own silu, gelu or relu. Neither side, nor what stands
-        between them, writes what the other reads.
+        `ACT2FN` or an activation module of torch, or torch's own silu, gelu or relu. SiLU and GELU written out, or in
+        a function of the file, are told by their values. Neither side, nor what stands between them, writes what the
+        other reads.
 
     Numerics:
         Reordered: the activation is not rounded before the product. SiLU, GELU (erf and tanh), ReLU and ReLU² are
@@ -85,6 +87,7 @@ class FuseGatedActivation(Transform):
         if attribute and (why := why_replaced(attribute, (gated.gate, gated.other), owner, scope)):
             return Skip("not_proven", why)
         arguments = ", ".join(module.code(_bare(node)) for node in (gated.gate, gated.other, gated.function))
+        arguments += f", approximate={gated.approximate}" if gated.approximate else ""
         edits = [Edit(gated.product.node, (expression(f"gated_activation({arguments})"),))]
         if gated.local is not None:
             edits.append(Edit(module.statement(gated.activated), ()))
@@ -141,9 +144,9 @@ def _local_stays(gated: Gated, scope: Scope, activated: Effect) -> Skip | None:
     local, module = gated.local, scope.module
     assert local is not None
     line = module.statement(gated.activated)
-    if scope.single.get(local.value) is not gated.activated or not _is_all_of(line):
+    if held(local, scope) is not gated.activated or not _is_all_of(line):
         return Skip("other_form", module.code(line))
-    if len(list(reads_of(local.value, scope))) != 1:
+    if sum(_reads_from(line, read, scope) for read in reads_of(local.value, scope)) != 1:
         return Skip("activation_read_twice", local.value)
     block = list(block_of(line, module))
     after = block[next(i for i, statement in enumerate(block) if statement is line) + 1 :]
@@ -153,6 +156,26 @@ def _local_stays(gated: Gated, scope: Scope, activated: Effect) -> Skip | None:
     if (why := why_not_move(scope, activated, replace(past, leaves=frozenset()))) is not None:
         return Skip("not_proven" if past.anything or activated.anything else "values_change", why)
     return None
+
+
+def _reads_from(line: cst.BaseStatement, read: cst.Name, scope: Scope) -> bool:
+    """Whether a local may be read that a statement has bound."""
+    if read.value in scope.single or any(isinstance(a, _LATER) for a in _inside(read, scope)):
+        return True
+    made = Identity(scope).assignment(read.value, read, strict=True)
+    return made is line or isinstance(made, cst.BaseCompoundStatement)
+
+
+def _inside(node: cst.CSTNode, scope: Scope) -> Iterator[cst.CSTNode]:
+    """Yield what stands around a node within the method."""
+    for above in scope.module.ancestors(node):
+        if above is scope.function:
+            return
+        yield above
+
+
+_LATER = (cst.Lambda, cst.FunctionDef, cst.GeneratorExp)
+"""What may run when the local is bound to something else."""
 
 
 def _is_all_of(line: cst.BaseStatement) -> bool:

@@ -9,6 +9,7 @@ import libcst as cst
 
 from rewrite.analysis.effects import HEAP, effects_of
 from rewrite.analysis.loops.host_constants import constants, is_number, is_tensor, listed, may_overflow
+from rewrite.analysis.loops.positions import reckoned_positions
 from rewrite.analysis.step.terms import passed_cache
 from rewrite.analysis.syntax.module import ClassInfo, Module, of_kind, self_attribute, walk
 from rewrite.analysis.syntax.nodes import (
@@ -58,6 +59,7 @@ class PreallocateBuffers(Transform):
         "reads_input": "the module reads more of its first argument than dtype and device",
         "keeps_state": "what the module returns may change from call to call",
         "other_arguments": "the call has other arguments than a tensor, its positions and a layer type",
+        "other_positions": "the positions are reckoned with, and may be none of the cache's slots",
         "other_result": "the module does not return two tables",
         "not_a_number": "nothing shows that the value put on the device is a number",
         "may_overflow": "the number may be beyond the dtype: `torch.tensor` makes that infinite, a fill refuses it",
@@ -100,6 +102,8 @@ class PreallocateBuffers(Transform):
             return Skip("other_arguments", module.code(call))
         if (cache := passed_cache(function)) is None:
             return Skip("no_cache")
+        if reckoned := reckoned_positions(expression(arguments[1]), candidate.label, function, module):
+            return Skip("other_positions", reckoned)
         if not name_is_free("rotary_rows", module, function):
             return Skip("name_taken")
         all_arguments = [module.code(call.func), *arguments[:2], cache, *arguments[2:]]
@@ -174,12 +178,21 @@ def _why_not_constant(rotary: ClassInfo, module: Module) -> str:
         return f"{rotary.name}.forward sets .{min(effect.stores)}"
     if HEAP in scope.memory(effect.writes):
         return f"{rotary.name}.forward writes in place"
-    read = {self_attribute(node) for node in walk(forward.body)} - {None}
+    read = set[str]().union(*(_attributes(node) for node in walk(forward.body)))
     for node in of_kind(module.tree, cst.AssignTarget, cst.AugAssign):
         target = node.target
         if isinstance(target, cst.Attribute) and target.attr.value in read and self_attribute(target) is None:
             return f"`{module.code(target)}` is set"
     return ""
+
+
+def _attributes(node: cst.CSTNode) -> set[str]:
+    """Return the attributes that `self.a.b` reads one after the other, none for what is no such thing."""
+    found: set[str] = set()
+    while isinstance(node, cst.Attribute):
+        found.add(node.attr.value)
+        node = node.value
+    return found if isinstance(node, cst.Name) and node.value == "self" else set()
 
 
 def _arguments(call: cst.Call, forward: cst.FunctionDef, module: Module) -> list[str] | None:

@@ -149,13 +149,24 @@ def _compute(
             backend.count_fallback("rotary_rows", "other_result", rotary_emb)
             return None
         cos, sin = (torch.cat([_padded(result[i][0], cache.capacity) for result in results[1:]]) for i in (0, 1))
-        expected = _call(rotary_emb, hidden_states, position_ids, layer_type)
-        rows = reference(_rows_of(position_ids, cos, rotary_emb, cache, layer_type), cos, sin)
-    if not all(torch.equal(row, other) for row, other in zip(rows, expected, strict=True)):
-        backend.count_fallback("rotary_rows", "other_bits", rotary_emb)
-        return None
+        # Backwards: what depends on the positions beside it has other rows there.
+        for probe in (_positions(lengths[-1], position_ids).flip(1), position_ids):
+            expected = _call(rotary_emb, hidden_states, probe, layer_type)
+            places = _rows_of(probe, cos, rotary_emb, cache, layer_type)
+            if not _holds(places, cos) or not _are_equal(reference(places, cos, sin), expected):
+                backend.count_fallback("rotary_rows", "other_bits", rotary_emb)
+                return None
     cache.made_from(rotary_emb)
     return cos, sin
+
+
+def _holds(places: Tensor, table: Tensor) -> bool:
+    """Return whether a table has all these rows."""
+    return places.numel() == 0 or bool((places.min() >= 0) & (places.max() < table.shape[0]))
+
+
+def _are_equal(rows: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(row, other) for row, other in zip(rows, expected, strict=True))
 
 
 def is_capturing(tensor: Tensor) -> bool:

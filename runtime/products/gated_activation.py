@@ -192,7 +192,11 @@ _GELU_CLASSES = (ACT2CLS["gelu"], ACT2CLS["gelu_pytorch_tanh"])
 
 
 def gated_activation(
-    gate: torch.Tensor, up: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    approximate: str | None = None,
 ) -> torch.Tensor:
     """Return `activation(gate) * up`.
 
@@ -206,11 +210,14 @@ def gated_activation(
         up: `[N, I]`, likewise, or anything that broadcasts with it. For files that activate the second half, pass that
             half as `gate`.
         activation: a module or function.
+        approximate: what `activation`, which is `F.gelu` then, is given as its argument of that name.
 
     Returns:
         `[N, I]` in torch's promotion of the two, contiguous when the kernel ran. Differentiable, by a kernel or in the
         torch form.
     """
+    if approximate is not None:
+        activation = functools.partial(activation, approximate=approximate)
     if not isinstance(up, torch.Tensor) or not isinstance(gate, torch.Tensor):
         backend.count_fallback("gated_activation", "no_tensor")
         return activation(gate) * up
@@ -292,8 +299,8 @@ def activation_kind(activation: Callable[[torch.Tensor], torch.Tensor]) -> str |
 
 def _function_kind(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     if isinstance(function, functools.partial):
-        if function.func is F.gelu and not function.args and function.keywords == {"approximate": "tanh"}:
-            return "gelu_tanh"
+        if function.func is F.gelu and not function.args and {*function.keywords} == {"approximate"}:
+            return {"none": "gelu", "tanh": "gelu_tanh"}.get(function.keywords["approximate"])
         return None
     return _BY_FUNCTION.get(function)
 

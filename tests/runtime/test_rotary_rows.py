@@ -95,12 +95,12 @@ def test_tables_are_made_once_and_the_module_is_called_outside_of_steps() -> Non
     rotary_rows(module, hidden(), ids, None)
     assert calls == [1]
     rotary_rows(module, hidden(), ids, cache)
-    assert calls[1:] == [1, 12, 1, 1]
+    assert calls[1:] == [1, 12, 12, 1, 1]
     rotary_rows(module, hidden(), ids, cache)
-    assert len(calls) == 6
+    assert len(calls) == 7
     with cache.step():
         rotary_rows(module, hidden(), ids, cache)
-        assert len(calls) == 6
+        assert len(calls) == 7
         rotary_rows(Counted(), hidden(), ids, cache)
     assert len(cache.tables) == 2
 
@@ -157,6 +157,27 @@ def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     with cache.step():
         rotary_rows(module, hidden(), torch.tensor([[1]]), cache)
     assert not cache.tables
+
+
+@pytest.mark.parametrize("position", [-1, 12, 40])
+def test_positions_beyond_the_slots_have_no_rows(position: int) -> None:
+    module, cache, ids = llama_rope(STATIC["default"]), PreallocatedCache(1, 1, 12, "cpu"), torch.tensor([[position]])
+    with cache.step():
+        got = rotary_rows(module, hidden(), ids, cache)
+    assert torch.equal(got[0], module(hidden(), ids)[0])
+    assert backend.fallbacks() == {("rotary_rows", "other_bits"): 1}
+
+
+def test_a_prompt_that_says_nothing_of_the_positions_beside_it() -> None:
+    class FromTheFirst(nn.Module):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            angles = (position_ids - position_ids[:, :1])[..., None] * torch.ones(8)
+            return angles.cos(), angles.sin()
+
+    module, cache, ids = FromTheFirst(), PreallocatedCache(1, 1, 12, "cpu"), torch.tensor([[5]])
+    rotary_rows(module, hidden(), torch.arange(5)[None], cache)  # where each row is the table's
+    with cache.step():
+        assert torch.equal(rotary_rows(module, hidden(), ids, cache)[0], module(hidden(), ids)[0])
 
 
 def test_a_module_that_depends_on_anything_else_keeps_being_called() -> None:

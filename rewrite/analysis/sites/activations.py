@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import libcst as cst
 
 from rewrite.analysis.effects import Scope, attribute
+from rewrite.analysis.effects.identity import Identity
 from rewrite.analysis.sites.products import Product, products_in, resolved
+from rewrite.analysis.sites.written_activations import written
 from rewrite.analysis.syntax.module import walk
+from rewrite.analysis.syntax.nodes import expression
 
 FUNCTIONS = ("silu", "gelu", "relu")
 _MODULES = ("SiLU", "GELU", "ReLU")
@@ -20,7 +23,7 @@ class Gated:
     """A product with an activation on one side."""
 
     product: Product
-    activated: cst.Call
+    activated: cst.BaseExpression
     gate: cst.BaseExpression | None
     """What is activated, None where the call has other arguments than that."""
     function: cst.BaseExpression
@@ -28,6 +31,8 @@ class Gated:
     side: cst.BaseExpression
     """The factor that is the activation, or the local that holds it."""
     other: cst.BaseExpression
+    approximate: str = ""
+    """The source of GELU's argument of that name, where the call has one."""
 
     @property
     def local(self) -> cst.Name | None:
@@ -42,11 +47,34 @@ def gated_products(scope: Scope) -> Iterator[Gated]:
     """
     for product in products_in(scope.function.body, scope.module):
         for side, other in ((product.left, product.right), (product.right, product.left)):
-            value = resolved(side, scope.single)
+            value = held(side, scope)
             beside = isinstance(scope.module.parent(value), cst.Element)
             if isinstance(value, cst.Call) and (function := _activation(value, scope)) is not None:
-                yield Gated(product, value, None if beside else _gate(value), function, side, other)
+                gate, approximate = (None, "") if beside else _gate(value, function, scope)
+                yield Gated(product, value, gate, function, side, other, approximate)
                 break
+            if not beside and (found := written(value, scope)) is not None:
+                yield Gated(product, value, found.gate, expression(found.function), side, other, found.approximate)
+                break
+
+
+def held(node: cst.BaseExpression, scope: Scope) -> cst.BaseExpression:
+    """Return what a local stands for where it is read: its only value, or that of the line that bound it last."""
+    value = resolved(node, scope.single)
+    line = last_bound(value, scope) if isinstance(value, cst.Name) else None
+    return line.value if line is not None else value
+
+
+def last_bound(name: cst.Name, scope: Scope) -> cst.Assign | None:
+    """Return the assignment `name = value` that certainly bound a local last, where several do."""
+    if name.value not in scope.locals or name.value in scope.single:
+        return None
+    line = Identity(scope).assignment(name.value, name, strict=True)
+    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+        return None
+    target = small.targets[0].target
+    return small if isinstance(target, cst.Name) and target.value == name.value else None
 
 
 def products_in_place(scope: Scope) -> Iterator[cst.AugAssign]:
@@ -90,12 +118,16 @@ def _builds_activation(value: cst.BaseExpression, scope: Scope, depth: int = 3) 
     return False
 
 
-def _gate(call: cst.Call) -> cst.BaseExpression | None:
-    """Return the only argument of an activation, `inplace=False` left out."""
+def _gate(call: cst.Call, function: cst.BaseExpression, scope: Scope) -> tuple[cst.BaseExpression | None, str]:
+    """Return the only argument of an activation, `inplace=False` left out, and how torch's GELU is approximated."""
     plain = [argument for argument in call.args if argument.keyword is None or argument.keyword.value == "input"]
     others = [argument for argument in call.args if argument not in plain]
     if len(plain) != 1 or plain[0].star or isinstance(plain[0].value, cst.GeneratorExp):
-        return None
+        return None, ""
+    of_torch = scope.module.qualified(function) == "torch.nn.functional.gelu"
+    if of_torch and len(others) == 1 and others[0].keyword is not None and others[0].keyword.value == "approximate":
+        if isinstance(others[0].value, cst.SimpleString):
+            return plain[0].value, scope.module.code(others[0].value)
     harmless = all(
         a.keyword is not None
         and a.keyword.value == "inplace"
@@ -103,4 +135,4 @@ def _gate(call: cst.Call) -> cst.BaseExpression | None:
         and a.value.value == "False"
         for a in others
     )
-    return plain[0].value if harmless else None
+    return plain[0].value if harmless else None, ""

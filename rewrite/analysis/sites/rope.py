@@ -61,6 +61,7 @@ _TABLE = {
     "bare": "table",
     "fp32": "table.unsqueeze(DIM).float()",
     "sliced": "first_half(table.unsqueeze(DIM)).repeat_interleave(2, dim=-1)",
+    "sliced_first": "first_half(table).repeat_interleave(2, dim=-1).unsqueeze(DIM)",
     "half_of_four": "table.unsqueeze(DIM).repeat_interleave(2, dim=3)",
 }
 """How a table becomes the factor; `bare` ones are broadcast as they come, `half_of_four` counts the last of four
@@ -109,8 +110,9 @@ _ELSEWHERE = tuple(
     (rotate, turned, "bare", partial)
     for rotate in ("half", "interleaved")
     for turned, partial in (("plain", False), ("plain", True), ("keep", False), ("fp32", False))
-)
-"""Computations of other files: their tables have a dimension for the heads already, or none for the batch."""
+) + tuple(("interleaved", turned, "sliced_first", False) for turned in ("plain", "keep", "fp32"))
+"""Computations of other files: their tables have a dimension for the heads already, or none for the batch, or are cut
+before they get one."""
 
 _WITH_ROTATION = """
 {rotate}
@@ -238,12 +240,12 @@ def _with_rotation() -> Iterator[Pattern]:
         )
         marks = {
             "interleaved": interleaved,
-            "half_table": table in ("sliced", "half_of_four"),
+            "half_table": table in ("sliced", "sliced_first", "half_of_four"),
             "in_fp32": in_fp32,
             "keep_dtype": turned.startswith("keep"),
             "partial": partial,
             "chunked": rotate == "chunks",
-            "sliced": table == "sliced",
+            "sliced": table.startswith("sliced"),
             "back": quarter is _BACK or turned.endswith("less"),
         }
         yield Pattern(source, marks)
@@ -264,6 +266,7 @@ _BARE = "cos, sin = cos, sin"
 _CHUNKS = "{0}.chunk(2, dim=-1)"
 _SLICES = "{0}[..., : {0}.shape[-1] // 2], {0}[..., {0}.shape[-1] // 2 :]"
 _NEIGHBOURS = "{0}[..., 0::2], {0}[..., 1::2]"
+_SLICES_OF_FOUR = "{0}[..., : {0}.shape[3] // 2], {0}[..., {0}.shape[3] // 2 :]"
 _ROUNDED: dict[tuple[str, str], dict[str, bool]] = {
     ("x", "{0}"): {},
     ("x", "{0}.to(x.dtype)"): {"keep_dtype": True},
@@ -276,11 +279,13 @@ _BACKWARD = "(first * cos + second * sin, second * cos - first * sin)"
 def _by_halves() -> Iterator[Pattern]:
     form = {"interleaved": True, "half_table": True, "deinterleave": False, "sliced": False, "back": False}
     beside, woven = "torch.cat({0}, dim=-1)", "torch.stack({0}, dim=-1).flatten(-2)"
-    for table, (turned, back) in product((_WHOLE, _BARE), ((_FORWARD, False), (_BACKWARD, True))):
-        for halves, joined in ((_CHUNKS, beside), (_SLICES, beside), (_NEIGHBOURS, woven)):
+    ways = ((_CHUNKS, beside), (_SLICES, beside), (_NEIGHBOURS, woven), (_SLICES_OF_FOUR, "torch.cat({0}, dim=3)"))
+    for table, (turned, back) in product((_WHOLE, _BARE, _SLICED), ((_FORWARD, False), (_BACKWARD, True))):
+        for halves, joined in ways:
             for (of, result), rounded in _ROUNDED.items():
                 whole = result.format(joined.format(turned))
                 source = _BY_HALVES.format(table=table, halves=halves.format(of), result=whole)
-                yield Pattern(source, form | {"interleaved": joined == woven, "back": back} | rounded)
+                marks = {"interleaved": joined == woven, "back": back, "sliced": table == _SLICED}
+                yield Pattern(source, form | marks | rounded)
     apart = _BY_HALVES.format(table=_SLICED, halves=_NEIGHBOURS.format("x"), result=beside.format(_FORWARD))
     yield Pattern(apart, form | {"deinterleave": True, "sliced": True})

@@ -26,6 +26,7 @@ from rewrite.analysis.step.layer_step import (
     layer_step,
 )
 from rewrite.analysis.step.layer_text import LayerText, chosen
+from rewrite.analysis.step.masks_passed import mask_changed
 from rewrite.analysis.step.mixer_step import MixerStep, keeps_states, mixer_step
 from rewrite.analysis.step.mixer_text import Renamed
 from rewrite.analysis.step.mlp_step import NAME, mlp_method
@@ -174,7 +175,10 @@ def _turns(step: TokenStep) -> bool:
 def _windowed(step: TokenStep, layer: LayerStep, info: ClassInfo, module: Module) -> TokenStep:
     if isinstance(step, MixerStep):
         return step
-    place = (step.layer_idx, step.info, stacked_in(info, module), module)
+    models = stacked_in(info, module)
+    if changed := next(filter(None, (mask_changed(model, module) for model in models)), ""):
+        raise NoStep("mask_changed", changed)
+    place = (step.layer_idx, step.info, models, module)
     window = agreed_window(step.window, *place)
     if window is not None:
         return replace(step, window=window)

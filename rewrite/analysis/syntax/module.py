@@ -40,6 +40,8 @@ class Module:
     def __init__(self, tree: cst.Module):
         self.tree = tree
         self.imports: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}
+        """Classes of torch by the other names that lines of the file give them: `Norm = nn.RMSNorm`."""
         self.classes: dict[str, ClassInfo] = {}
         self.functions: dict[str, cst.FunctionDef] = {}
         self.remembered: dict[str, object] = {}
@@ -50,6 +52,7 @@ class Module:
         self._adopt()
         for statement in tree.body:
             self._index(statement)
+        self._index_aliases()
         self.classes = {name: self._without_rebound_bases(info) for name, info in self.classes.items()}
         for info in self.classes.values():
             for attribute, values in info.assigned.items():
@@ -86,7 +89,8 @@ class Module:
             expression = expression.value
         if not isinstance(expression, cst.Name):
             return ""
-        parts.append(self.imports.get(expression.value, expression.value))
+        name = expression.value
+        parts.append(self.imports.get(name) or self.aliases.get(name, name))
         return ".".join(reversed(parts))
 
     def methods(self) -> Iterator[tuple[ClassInfo, str, cst.FunctionDef]]:
@@ -215,6 +219,33 @@ class Module:
             for inner in statement.body.body:
                 self._index(inner)
 
+    def _index_aliases(self) -> None:
+        """Find the names of classes of torch that the file binds once: as `name = nn.Kind`, or by a class that is
+        torch's RMSNorm with another `__init__`.
+        """
+        found = {
+            info.name: info.bases[0]
+            for info in self.classes.values()
+            if info.bases == ("torch.nn.RMSNorm",)
+            and {*info.methods} <= {"__init__"}
+            and not info.node.decorators
+            and all(isinstance(line, (cst.FunctionDef, cst.SimpleStatementLine)) for line in info.node.body.body)
+            and not any(isinstance(small, (cst.Assign, cst.AnnAssign)) for small in _lines(info))
+        }
+        lines = [line for line in self.tree.body if isinstance(line, cst.SimpleStatementLine)]
+        for small in (small for line in lines for small in line.body if isinstance(small, cst.Assign)):
+            target = small.targets[0].target
+            value = self.qualified(small.value)
+            if len(small.targets) == 1 and isinstance(target, cst.Name) and value.startswith("torch.nn."):
+                found[target.value] = value
+        if not found:
+            return
+        kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.CompFor, cst.Del)
+        bound = [node.target for node in of_kind(self.tree, *kinds)]
+        bound += [node.name for node in of_kind(self.tree, cst.FunctionDef, cst.ClassDef, cst.Param, cst.AsName)]
+        times = Counter(name.value for target in bound for name in walk(target) if isinstance(name, cst.Name))
+        self.aliases = {name: value for name, value in found.items() if times[name] == 1 and name not in self.imports}
+
     def _index_class(self, node: cst.ClassDef) -> None:
         methods = {n.name.value: n for n in node.body.body if isinstance(n, cst.FunctionDef)}
         info = ClassInfo(
@@ -238,6 +269,12 @@ class Module:
         then = self._made_from[id(info.node)]
         same = zip(info.bases, (one is other for one, other in zip(now, then, strict=True)), strict=True)
         return replace(info, bases=tuple(base if kept else f"an earlier {base}" for base, kept in same))
+
+
+def _lines(info: ClassInfo) -> Iterator[cst.BaseSmallStatement]:
+    """Yield the simple statements in the body of a class."""
+    for line in info.node.body.body:
+        yield from line.body if isinstance(line, cst.SimpleStatementLine) else ()
 
 
 def _defined(info: ClassInfo) -> set[str]:

@@ -140,6 +140,9 @@ class Run:
                 self.bind(target.target, value, environment)
         elif isinstance(small, cst.AnnAssign) and small.value is not None:
             self.bind(small.target, self.expression(small.value, environment), environment)
+        elif isinstance(small, cst.Del) and all(name in environment for name in _deleted(small)):
+            for name in _deleted(small):
+                environment[name] = Term("deleted", (), name)
         else:
             raise NotComputable(_kind(small))
 
@@ -194,6 +197,8 @@ class Run:
     def _expression(self, node: cst.BaseExpression, environment: Bindings) -> Term:
         if isinstance(node, cst.Name):
             held = environment.get(node.value) or self.named(node)
+            if held.op == "deleted":
+                raise NotComputable("a local that is deleted is read")
             if held.op == "inner":
                 raise NotComputable("an inner function that is more than called")
             return held
@@ -273,7 +278,8 @@ class Run:
         method = self_attribute(node.func)
         if self.owner is not None and method is not None:
             if (helper := self.module.method(self.owner, method)) is not None:
-                return self.follow(helper, [Term("self"), *plain], keywords)
+                own = [] if _is_static(helper) else [Term("self")]
+                return self.follow(helper, [*own, *plain], keywords)
             return operation("call", [Term("attribute", (), method), *plain], keywords)
         if isinstance(node.func, cst.Name) and (held := environment.get(node.func.value)) is not None:
             if held.op == "inner":
@@ -413,6 +419,18 @@ def _turns_of(small: cst.Assign) -> tuple[cst.BaseSimpleComp, int] | None:
     plain = not any(isinstance(element, cst.StarredElement) for element in names.elements)
     plain = plain and not any(isinstance(node, cst.NamedExpr) for node in walk(value))  # which outlives it
     return (value, len(names.elements)) if one and plain and len(small.targets) == 1 else None
+
+
+def _is_static(method: cst.FunctionDef) -> bool:
+    """Whether a method is given no object."""
+    decorators = [decorator.decorator for decorator in method.decorators]
+    return any(isinstance(decorator, cst.Name) and decorator.value == "staticmethod" for decorator in decorators)
+
+
+def _deleted(small: cst.Del) -> list[str]:
+    """Return the locals that a statement deletes; an empty name stands for something else."""
+    targets = small.target.elements if isinstance(small.target, cst.Tuple) else [cst.Element(small.target)]
+    return [element.value.value if isinstance(element.value, cst.Name) else "" for element in targets]
 
 
 def _otherwise(statement: cst.If) -> Sequence[cst.CSTNode]:

@@ -252,7 +252,18 @@ def _div(*args: Term) -> Term | None:
     if len(args) == 2 and _is_root(args[1]):
         inverse = Term("pow", (args[1].args[0], constant(-0.5)))
         return inverse if args[0] == constant(1) else make("mul", args[0], inverse)
+    if len(args) == 2 and args[0].op == "sum" and len(args[0].args) > 1 and _counts(args[1], *args[0].args[:2]):
+        return make("mean", *args[0].args)
     return None
+
+
+def _counts(number: Term, tensor: Term, dimension: Term) -> bool:
+    """Whether a number is how many elements a tensor has in a dimension, as the tensor's own shape says."""
+    while tensor.op in ("pow", "cast", "neg"):  # which have the shape of what they are made of
+        if number == Term("index", (Term("shape", (tensor,)), dimension)):
+            return True
+        tensor = tensor.args[0]
+    return number == Term("index", (Term("shape", (tensor,)), dimension))
 
 
 def _select(*args: Term) -> Term | None:
