@@ -36,6 +36,8 @@ OFFERS: dict[str, dict[str, str]] = {
     "within_window": {},
 }
 
+MOST_DRAFTED_ROWS = 8
+"""Rows for which tokens are drafted: of more, a step of several tokens is bound by arithmetic. Not measured."""
 MOST_ASSISTED = 5
 """Tokens that another model drafts at a time, at most: each is a step of its own. Not measured."""
 
@@ -60,7 +62,7 @@ REASONS = {
     "beams": "the call searches with beams",
     "drafted": "another model drafts, which has no loop of this package, or the model's own heads do",
     "speculation_left_out": "tokens are to be drafted, and the package was made without speculation",
-    "drafts_for_rows": "tokens are drafted for one row only",
+    "drafts_for_rows": "tokens are drafted for eight rows at most",
     "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
     "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",
     "drafts_for_rounding": "the model rounds several tokens in another way than one, and would choose others",
@@ -246,7 +248,7 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
     others = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
     if not wanted or wanted < 0 or ngram < 0 or any(getattr(config, name, None) for name in others):
         return "drafted"
-    if call.input_ids.shape[0] != 1:
+    if call.input_ids.shape[0] > MOST_DRAFTED_ROWS:
         return "drafts_for_rows"
     if carries(model) or any(states.is_stateful(layer) for layer in getattr(call.cache, "layers", ())):
         return "drafts_for_states"
