@@ -50,7 +50,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["capacity"])
-    def _move_kernel(  # type: ignore[no-untyped-def]
+    def _move_rows_kernel(  # type: ignore[no-untyped-def]
         keys_ptr,
         values_ptr,
         position_ptr,
@@ -87,7 +87,7 @@ if backend.triton_installed():
             tl.store(keys_ptr + moved * D + column, keys, mask=(slot < end) & (column < D))
             tl.store(values_ptr + moved * DV + column, values, mask=(slot < end) & (column < DV))
 
-    move_kernel = Kernel(_move_kernel)
+    move_rows_kernel = Kernel(_move_rows_kernel)
 
 
 class Alignment(Program):
@@ -205,7 +205,7 @@ def _launch(keys: Tensor, values: Tensor, state: StepState) -> None:
     overlap = overlaps(keys)
     columns = -(-max(head_dim, values.shape[3]) // BLOCK_COLUMNS)
     with backend.device_guard(keys):
-        move_kernel.launch(
+        move_rows_kernel.launch(
             (batch * heads, columns, 1),
             256 // WAVE,
             (keys, values, state.position, state.starts, state.shift),

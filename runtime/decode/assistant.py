@@ -100,10 +100,15 @@ class Assistant:
             self._alignment = self._graph.program(self._sampling, Alignment)
         self._alignment.replay()
 
-    def pays(self, right: float) -> bool:
-        """Take note of how many drafts of a round were right, of a row on average; return whether another one pays."""
+    def pays(self, right: float, besides: float = 0.0) -> bool:
+        """Take note of a round, and return whether another one is worth its time.
+
+        Args:
+            right: drafts that were right, of a row on average.
+            besides: what it costs beside both models' steps, in steps of one token.
+        """
         self._right.append(right)
-        return len(self._right) < TRIED or sum(self._right) >= self._least * TRIED
+        return len(self._right) < TRIED or sum(self._right) >= (self._least + besides) * TRIED
 
 
 def nbytes(model: nn.Module) -> int:

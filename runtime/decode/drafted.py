@@ -40,8 +40,8 @@ class Worth:
 
     LEAST = 0.5
     """Right drafts a step: with fewer, single tokens are taken instead. A step of 11 takes 1.5 of one (`LONGER`)."""
-    FIRST = 0.75
-    """What is thought of a length before it was tried."""
+    FIRST = 1.5
+    """What is thought of a length before it was tried, in units of what has to be."""
     WEIGHT = 0.125
     """Of the last step in the average."""
     AGAIN = 64
@@ -61,15 +61,16 @@ class Worth:
         """
         if not any(matched) or not (ragged or all(matched)):
             return False
-        right = [self._right.get(length, self.FIRST) if length else 0.0 for length in matched]
-        if (sum(right) / len(right) if ragged else min(right)) >= self.LEAST + besides:
+        least = self.LEAST + besides
+        right = [self._right.get(length, self.FIRST * least) if length else 0.0 for length in matched]
+        if (sum(right) / len(right) if ragged else min(right)) >= least:
             return True
         self._left_out += 1
         return self._left_out % self.AGAIN == 0
 
     def learn(self, matched: int, right: int) -> None:
         """Take note that `right` drafts behind a match of `matched` tokens were right."""
-        before = self._right.get(matched, self.FIRST)
+        before = self._right.get(matched, self.FIRST * self.LEAST)
         self._right[matched] = before + self.WEIGHT * (right - before)
 
 
@@ -165,7 +166,7 @@ class DraftedLoop:
             for matched, count in zip(drafted, taken, strict=True):
                 if matched and count:
                     self._worth.learn(matched, count - 1)
-        elif right and not self._assistant.pays(sum(right) / len(right)):
+        elif right and not self._assistant.pays(sum(right) / len(right), self._besides(graph)):
             self._assistant = None
         if self._ragged:
             return self._read(graph, arrival, taken)

@@ -305,7 +305,10 @@ def test_whether_it_pays_is_a_matter_of_all_rows() -> None:
     worth = Worth()
     assert worth.pays([2, 2, 0])
     assert not worth.pays([2, 0, 0])
+    worth.learn(2, 1)
+    assert worth.pays([2, 2, 2])
     assert not worth.pays([2, 2, 2], besides=0.5)
+    assert worth.pays([1, 1, 1], besides=0.5)  # not tried yet
     assert not worth.pays([2, 2, 0], ragged=False)
     assert worth.pays([2, 2, 2], ragged=False)
     for _ in range(9):
