@@ -175,7 +175,7 @@ def moved_bytes(graph: DecodeGraph) -> float:
 def _move(layer: PreallocatedLayer, state: StepState) -> None:
     buffers = layer.buffers
     if _fits(buffers):
-        _launch(*buffers, state)
+        _launch(buffers[0], buffers[1], state)
         return
     for buffer in buffers:
         buffer.copy_(_shifted(buffer, buffer.dim() - 2, state.shift))
