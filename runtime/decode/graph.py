@@ -37,7 +37,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearses, rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, FP8_CACHE, INPUTS
+from ..core.target import CARRIED, CHAINS, CHANGES, EAGER, FP8_CACHE, INPUTS, SPECULATION
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
@@ -418,10 +418,12 @@ class DecodeGraph:
             self._attention_mask[:, : attention_mask.shape[1]] = attention_mask
             self.cache.pad((attention_mask != 0).int().argmax(dim=1))
 
-    def hide_before(self, starts: Tensor) -> None:
-        """Let each row begin at the slot `starts` `[B]`, on the device; only after a `begin` with a mask."""
-        self.cache.starts.copy_(starts)
-        self._attention_mask.copy_(self._slots >= starts[:, None])
+    if SPECULATION:
+
+        def hide_before(self, starts: Tensor) -> None:
+            """Let each row begin at the slot `starts` `[B]`, on the device; only after a `begin` with a mask."""
+            self.cache.starts.copy_(starts)
+            self._attention_mask.copy_(self._slots >= starts[:, None])
 
     def program(self, sampling: Sampling | None, form: type[Program] = Program) -> Program:
         """Return the graph for a sampling, captured now if need be; None for the logits alone.

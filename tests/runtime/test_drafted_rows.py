@@ -240,8 +240,10 @@ def test_rows_of_the_cache_end_at_one_slot(monkeypatch: pytest.MonkeyPatch, alwa
     def looked_at(program: Alignment) -> None:
         graph = program._decode()
         before, shift = graph.cache.layers[1].keys.clone(), graph.state.shift.tolist()
+        text = graph.state.sequence.clone()
         starts, end = graph.cache.starts.tolist(), int(graph.state.position)
         replay(program)
+        assert (graph.cache.starts <= graph.state.position).all()  # a row that has ended sees a slot, too
         for row, far in enumerate(shift):
             if graph.state.finished[row]:
                 continue
@@ -249,6 +251,7 @@ def test_rows_of_the_cache_end_at_one_slot(monkeypatch: pytest.MonkeyPatch, alwa
             assert int(graph.cache.starts[row]) == first
             moved = graph.cache.layers[1].keys[row, :, first:end]
             assert torch.equal(moved, before[row, :, starts[row] : end - far])
+            assert torch.equal(graph.state.sequence[row, first : end + 1], text[row, starts[row] : end - far + 1])
             assert graph._attention_mask[row].tolist() == [int(slot >= first) for slot in range(graph.cache.capacity)]
         seen.append(shift)
 
@@ -273,6 +276,23 @@ def test_the_position_is_that_of_the_first_of_the_rows_that_go_on() -> None:
     assert state.position_ids[:, 0].tolist() == [0, 0, 4]
 
 
+@pytest.mark.parametrize(
+    ("ragged", "end", "taken", "last"),
+    [(True, 3, [3, 0, 3], [3, 9, 0]), (True, 2, [2, 0, 2], [2, 9, 2]), (False, 2, [2, 2, 2], [2, 7, 2])],
+)
+def test_a_row_that_has_ended_takes_nothing_more(ragged: bool, end: int, taken: list[int], last: list[int]) -> None:
+    logits = torch.eye(5, device=DEVICE)[torch.tensor([[1, 2, 3], [1, 2, 4], [1, 2, 0]], device=DEVICE)]
+    state = StepState(3, 16, torch.tensor([4], device=DEVICE))
+    state.input_ids.fill_(9)
+    state.drafts[:, :2] = torch.tensor([1, 2], device=DEVICE)
+    state.finished[1] = True
+    ids = [torch.tensor([token], device=DEVICE) for token in (end, 7)]
+    window.check(logits, state, Sampling([], False, *ids, lookup=Lookup(2, 0)), ragged)
+    assert state.taken.tolist() == taken
+    assert state.input_ids[:, 0].tolist() == last
+    assert state.finished.tolist() == [True, True, end == 2]
+
+
 @pytest.mark.parametrize("seed", [0, 1], ids=["right", "wrong"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_another_model_drafts_for_rows(padded: bool, seed: int, taken: list[list[int]], tokenizer: object) -> None:
@@ -293,8 +313,9 @@ def test_another_model_drafts_for_rows(padded: bool, seed: int, taken: list[list
     ):
         ours = model.generate(**inputs, **GREEDY, **TOKENS, **way, assistant_model=assistant)
         assert torch.equal(ours, original.generate(**inputs, **GREEDY, **TOKENS, **way))
-    same(run(model, inputs, **GREEDY, assistant_model=assistant, output_logits=True),
-         run(original, inputs, **GREEDY, output_logits=True))  # fmt: skip
+    for way in ({}, {"eos_token_id": [int(free[row, 14 + 3 * row]) for row in range(3)]}):
+        wanted = {**GREEDY, **way, "output_logits": True, "max_new_tokens": 30}
+        same(run(model, inputs, **wanted, assistant_model=assistant), run(original, inputs, **wanted))
     assert loops(model) == []
     assert ragged(model)
     mean = sum(map(sum, taken)) / sum(map(len, taken))
