@@ -168,8 +168,8 @@ def aligns(graph: DecodeGraph, tokens: Tensor) -> bool:
 
 
 def moved_bytes(graph: DecodeGraph) -> float:
-    """Return how many bytes an alignment reads and writes where every row moves."""
-    return 2 * graph.cache.nbytes * graph.cache.length / graph.cache.capacity
+    """Return how many bytes an alignment reads and writes for each slot, where every row moves."""
+    return 2 * graph.cache.nbytes / graph.cache.capacity
 
 
 def _move(layer: PreallocatedLayer, state: StepState) -> None:

@@ -20,13 +20,12 @@ class Arrival:
         state: of the step that writes them.
         tokens: `[B, k]`, a part of it.
         plan: of the call.
-        more: m integers of each row, `[B]`, that come with them.
+        more: `[B, m]`, together m integers of each row that come with them.
     """
 
     def __init__(self, state: StepState, tokens: Tensor, plan: Plan, *more: Tensor):
         self._plan, self._count = plan, tokens.shape[1]
-        parts = [tokens, *(tensor[:, None] for tensor in (*more, state.invalid))]
-        source = torch.cat(parts, dim=1)
+        source = torch.cat([tokens, *more, state.invalid[:, None]], dim=1)
         self._event: torch.cuda.Event | None = None
         self._tokens = source
         if source.is_cuda:

@@ -61,7 +61,7 @@ class Assistant:
         self._alignment: Program | None = None
         try:
             rows, length = input_ids.shape
-            self._graph = store.find(model, rows, length + room, DynamicCache(), captures)
+            self._graph = store.find(model, rows, length + room, DynamicCache(), captures, "drafts")
             if self._graph.cache.stateful_layers:
                 raise Unfit("drafts_for_states")
             is_new = not self._graph.is_proved

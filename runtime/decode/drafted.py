@@ -105,8 +105,8 @@ class DraftedLoop:
         self._assistant = assistant
         self._window: Program | None = None
         self._alignment: Program | None = None
-        self._weights = 0
-        """Bytes of the model."""
+        self._weights, self._moved = 0, 0.0
+        """Bytes of the model, and bytes that an alignment moves for each slot there is."""
         self._matched: list[int] = []
         """Of each row, the tokens of the text before what is drafted; 0 where nothing is, or the row has ended."""
         self._pays = False
@@ -115,7 +115,7 @@ class DraftedLoop:
 
     def run(self, graph: DecodeGraph, program: Program) -> DecodeGraph:
         """Generate behind the first token, which `graph.state` has; return the graph that holds the text."""
-        start, self._weights = graph.cache.length, nbytes(graph.model)
+        start, self._weights, self._moved = graph.cache.length, nbytes(graph.model), moved_bytes(graph)
         self._send(graph, graph.state.sequence[:, start : start + 1])
         stopped = False
         while not stopped:
@@ -127,7 +127,7 @@ class DraftedLoop:
                 stopped = self._read(graph, self._waiting.popleft())
             elif full and left:
                 graph, program = self._grow(graph, left + self._width)
-                self._window = self._alignment = None
+                self._window, self._alignment, self._moved = None, None, moved_bytes(graph)
             elif several and (left > 1 or self._ragged):
                 stopped = self._several(graph, left)
             elif left:
@@ -160,7 +160,7 @@ class DraftedLoop:
             self._align(graph)
         self._send(graph, graph.state.chosen[:, : self._width])
         arrival = self._waiting.popleft()
-        taken, drafted = arrival.more()[0], self._matched
+        taken, drafted = arrival.more()[2], self._matched
         right = [count - 1 for count in taken if count]
         if self._assistant is None:
             for matched, count in zip(drafted, taken, strict=True):
@@ -184,13 +184,13 @@ class DraftedLoop:
 
     def _send(self, graph: DecodeGraph, tokens: Tensor) -> None:
         state = graph.state
-        more = state.taken, state.drafted, state.matched, state.finished, state.position.expand_as(state.taken)
+        more = state.counts.T, state.finished[:, None], state.position.expand_as(state.behind)
         self._waiting.append(Arrival(state, tokens, self._plan, *more))
 
     def _read(self, graph: DecodeGraph, arrival: Arrival, counts: list[int] | None = None) -> bool:
         """Read the first tokens of each row, all that came by default, and what is drafted behind them."""
         tokens = arrival.tokens()
-        _, drafted, matched, finished, position = arrival.more()
+        drafted, matched, _, finished, position = arrival.more()
         if self._ragged:
             counts = [tokens.shape[1]] * len(tokens) if counts is None else counts
             stopped = self._reader.read_rows(tokens, counts)
@@ -208,7 +208,7 @@ class DraftedLoop:
         """Return what the alignment behind a step takes, in steps of one token: both are as long as what they read."""
         if not self._ragged:
             return 0.0
-        moved = moved_bytes(graph)
+        moved = self._moved * graph.cache.length
         return moved / (moved / 2 + self._weights)
 
 

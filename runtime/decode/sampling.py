@@ -130,12 +130,11 @@ class StepState:
             """Rows that have ended, and rows whose probabilities were no numbers."""
             self.drafts = torch.zeros(batch_size, MOST_DRAFTS, dtype=torch.int64, device=device)
             """What the next tokens may be."""
-            self.drafted = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            """How many of them there are."""
-            self.matched = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            """Tokens before them that were found in the text."""
-            self.taken = torch.ones(batch_size, dtype=torch.int64, device=device)
-            """Tokens that the last step of several added."""
+            self.counts = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
+            """All of the following."""
+            self.drafted, self.matched, self.taken = self.counts[0], self.counts[1], self.counts[2]
+            """How many drafts there are, how many tokens before them were found in the text, and how many tokens the
+            last step of several added."""
             self.chosen = torch.zeros(batch_size, 1 + MOST_DRAFTS, dtype=torch.int64, device=device)
             """Those, and what was chosen behind them in vain."""
             self.shift = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -176,7 +175,7 @@ def select(
     if sampling.forms:
         length = state.position + state.length_offset - state.behind
         if ahead is not None:
-            length = length.repeat_interleave(len(logits) // len(length), dim=0) + ahead
+            length = length.expand(-1, len(logits) // len(length)).reshape(-1, 1) + ahead
         for form in sampling.forms:
             scores = form.run(state.sequence, scores, length)
     if not sampling.sample:

@@ -281,7 +281,7 @@ def test_the_position_is_that_of_the_first_of_the_rows_that_go_on() -> None:
     [(True, 3, [3, 0, 3], [3, 9, 0]), (True, 2, [2, 0, 2], [2, 9, 2]), (False, 2, [2, 2, 2], [2, 7, 2])],
 )
 def test_a_row_that_has_ended_takes_nothing_more(ragged: bool, end: int, taken: list[int], last: list[int]) -> None:
-    logits = torch.eye(5, device=DEVICE)[torch.tensor([[1, 2, 3], [1, 2, 4], [1, 2, 0]], device=DEVICE)]
+    logits = torch.eye(5, device=DEVICE)[torch.tensor([[1, 2, 3], [4, 2, 4], [1, 2, 0]], device=DEVICE)]
     state = StepState(3, 16, torch.tensor([4], device=DEVICE))
     state.input_ids.fill_(9)
     state.drafts[:, :2] = torch.tensor([1, 2], device=DEVICE)
