@@ -1,6 +1,6 @@
 """Rows that have come unequally far are brought to end at one slot again, as rows of a left-padded batch do.
 
-B rows, Hk key/value heads, S capacity, D and Dv head_dim of keys and values.
+B rows, H heads of a buffer (key/value heads), S capacity, D head_dim.
 
 Of a step of several tokens each row keeps as many as were right. What a row has is moved by the difference: the row
 that is ahead stays where it is, and a row that is behind begins so many slots later; what lies before is hidden, as
@@ -11,10 +11,12 @@ first.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ..cache.layers import PreallocatedLayer
 from ..core import backend
 from ..core.launch import WAVE, Kernel, overlaps
 from ..core.rows import KERNEL_DTYPES
@@ -30,15 +32,13 @@ from .sampling import StepState
 
 def move(model, rows):
     kept = [tensor(rows, model.kv_heads, CONTEXT, model.head_dim) for _ in range(2)]
-    return _launch(*kept, StepState(rows, CONTEXT, int64(1), int64(rows)))
+    return _launch(_table(kept), StepState(rows, CONTEXT, int64(1), int64(rows)))
 
 case("8B, 8 rows", move, LLAMA_8B, 8)
 """
 
-BLOCK_SLOTS = 128
-"""Slots that a program holds at a time."""
-BLOCK_COLUMNS = 64
-"""Of a head, which a program moves."""
+BLOCK = 8192
+"""Numbers that a program holds at a time."""
 ALIKE = 0.1
 """Largest relative distance of logits where rows lie in other slots. Another order of sums gives 0.02 in bf16, a model
 that takes the slot for the position 0.5 and more; where it is in doubt, rows keep pace."""
@@ -51,47 +51,60 @@ if backend.triton_installed():
 
     @triton.jit(do_not_specialize=["capacity"])
     def _move_rows_kernel(  # type: ignore[no-untyped-def]
-        keys_ptr,
-        values_ptr,
+        table_ptr,
+        like_ptr,
         position_ptr,
         starts_ptr,
         shift_ptr,
         capacity,
-        HK: tl.constexpr,
+        H: tl.constexpr,
         D: tl.constexpr,
-        DV: tl.constexpr,
         OVERLAP: tl.constexpr,
         BLOCK_SLOTS: tl.constexpr,
-        BLOCK_COLUMNS: tl.constexpr,
+        BLOCK_D: tl.constexpr,
     ):
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        row = tl.program_id(0) // HK
+        row = tl.program_id(0) // H
         shift = tl.load(shift_ptr + row)
         if shift == 0:
             return
         start = tl.load(starts_ptr + row)
         end = tl.load(position_ptr) - shift
         blocks = tl.cdiv(end - start, BLOCK_SLOTS)
-        head = tl.program_id(0).to(tl.int64) * capacity
-        column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+        kept_ptr = tl.load(table_ptr + tl.program_id(1)).to(tl.pointer_type(like_ptr.dtype.element_ty))
+        kept_ptr += tl.program_id(0).to(tl.int64) * capacity * D
+        column = tl.arange(0, BLOCK_D)[None, :]
         for number in range(blocks):
             # The last slots first where they move to the right: nothing is overwritten that has not been read.
             block = tl.where(shift > 0, blocks - 1 - number, number)
             slot = (start + block * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS))[:, None]
-            keys = tl.load(keys_ptr + (head + slot) * D + column, mask=(slot < end) & (column < D), other=0.0)
-            values = tl.load(values_ptr + (head + slot) * DV + column, mask=(slot < end) & (column < DV), other=0.0)
+            there = (slot < end) & (column < D)
+            at = kept_ptr + slot * D + column
+            to = at + shift * D
+            if D % 8 == 0:
+                at, to = tl.multiple_of(at, (16, 16)), tl.multiple_of(to, (16, 16))
+            kept = tl.load(at, mask=there, other=0.0)
             tl.debug_barrier()  # a warp may write where another one reads
-            moved = head + slot + shift
-            tl.store(keys_ptr + moved * D + column, keys, mask=(slot < end) & (column < D))
-            tl.store(values_ptr + moved * DV + column, values, mask=(slot < end) & (column < DV))
+            tl.store(to, kept, mask=there)
 
     move_rows_kernel = Kernel(_move_rows_kernel)
 
 
+class Table(NamedTuple):
+    """Buffers of a cache that one launch moves."""
+
+    addresses: Tensor
+    """`[N]` int64."""
+    buffers: list[Tensor]
+    """Those, each `[B, H, S, D]`."""
+
+
 class Alignment(Program):
     """The graph that moves rows by `state.shift`; what drafts for the next step follows."""
+
+    _tables: list[Table] | None = None
 
     def _rehearse(self) -> None:
         graph = self._decode()
@@ -102,7 +115,9 @@ class Alignment(Program):
     def _run(self) -> None:
         graph = self._decode()
         assert graph is not None
-        align(graph)
+        if self._tables is None:  # before anything is captured
+            self._tables = tables_of(graph)
+        align(graph, self._tables)
         if self.sampling is not None and self.sampling.lookup is not None and self.sampling.lookup.ngram:
             look_up(graph.state, self.sampling.lookup, self.sampling.eos)
 
@@ -125,11 +140,20 @@ def fall_in(state: StepState, taken: Tensor) -> None:
     state.position_ids.add_(taken[:, None]).masked_fill_(state.finished[:, None], 0)
 
 
-def align(graph: DecodeGraph) -> None:
-    """Move rows by `state.shift`, so that each ends before `state.position`; all of it on the device."""
+def align(graph: DecodeGraph, tables: Sequence[Table]) -> None:
+    """Move rows by `state.shift`, so that each ends before `state.position`; all of it on the device.
+
+    Args:
+        graph: whose rows they are.
+        tables: of its cache, `tables_of`; what is in none of them is moved by torch.
+    """
     state = graph.state
-    for layer in graph.cache.attention_layers:
-        _move(layer, state)
+    for table in tables:
+        _launch(table, state)
+    held = {id(buffer) for table in tables for buffer in table.buffers}
+    for buffer in graph.cache.buffers:
+        if id(buffer) not in held:
+            buffer.copy_(_shifted(buffer, buffer.dim() - 2, state.shift))
     state.sequence.copy_(_shifted(state.sequence, 1, state.shift))
     # A row that has ended lies where it may be overwritten: it sees a slot, whatever that holds.
     starts = torch.where(state.finished, torch.minimum(state.starts, state.position), state.starts + state.shift)
@@ -151,13 +175,13 @@ def aligns(graph: DecodeGraph, tokens: Tensor) -> bool:
         far = min(FARTHEST, graph.cache.capacity - length - tokens.shape[1])
         if far <= 0:
             return False
-        before, logits = state.copy(), []
+        before, logits, tables = state.copy(), [], tables_of(graph)
         state.input_ids.copy_(tokens[:, :1])
         with graph.model._optimize_model_for_decode():
             for shift in (0, far, -far):
                 state.position.fill_(length + max(shift, 0))
                 state.shift.fill_(shift)
-                align(graph)
+                align(graph, tables)
                 if shift >= 0:
                     several = [] if tokens.shape[1] == 1 else [graph.forward_several(tokens)]
                     logits.append(torch.cat([graph.forward()[:, None], *several], dim=1).float())
@@ -172,13 +196,17 @@ def moved_bytes(graph: DecodeGraph) -> float:
     return 2 * graph.cache.nbytes / graph.cache.capacity
 
 
-def _move(layer: PreallocatedLayer, state: StepState) -> None:
-    buffers = layer.buffers
-    if _fits(buffers):
-        _launch(buffers[0], buffers[1], state)
-        return
-    for buffer in buffers:
-        buffer.copy_(_shifted(buffer, buffer.dim() - 2, state.shift))
+def tables_of(graph: DecodeGraph) -> list[Table]:
+    """Return the buffers of a cache that the kernel moves, those of one form together."""
+    alike: dict[Hashable, list[Tensor]] = {}
+    for buffer in filter(_fits, graph.cache.buffers):
+        alike.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+    return [_table(buffers) for buffers in alike.values()]
+
+
+def _table(buffers: list[Tensor]) -> Table:
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
+    return Table(addresses.to(buffers[0].device), buffers)
 
 
 def _shifted(tensor: Tensor, dimension: int, shift: Tensor) -> Tensor:
@@ -190,28 +218,31 @@ def _shifted(tensor: Tensor, dimension: int, shift: Tensor) -> Tensor:
     return tensor.gather(dimension, sources.view(shape).expand(tensor.shape))
 
 
-def _fits(buffers: list[Tensor]) -> bool:
+def _fits(buffer: Tensor) -> bool:
     return (
-        len(buffers) == 2
-        and all(buffer.dim() == 4 and buffer.is_contiguous() and buffer.dtype in KERNEL_DTYPES for buffer in buffers)
-        and buffers[0].shape[:3] == buffers[1].shape[:3]
-        and backend.nothing_watches(buffers[0])
-        and backend.uses_triton(buffers[0])
+        buffer.dim() == 4
+        and buffer.is_contiguous()
+        and buffer.data_ptr() % 16 == 0
+        and buffer.dtype in KERNEL_DTYPES
+        and buffer.shape[3] <= BLOCK // 16
+        and backend.nothing_watches(buffer)
+        and backend.uses_triton(buffer)
     )
 
 
-def _launch(keys: Tensor, values: Tensor, state: StepState) -> None:
-    batch, heads, capacity, head_dim = keys.shape
-    overlap = overlaps(keys)
-    columns = -(-max(head_dim, values.shape[3]) // BLOCK_COLUMNS)
-    with backend.device_guard(keys):
+def _launch(table: Table, state: StepState) -> None:
+    first = table.buffers[0]
+    batch, heads, capacity, head_dim = first.shape
+    overlap = overlaps(first)
+    block = 1 << (head_dim - 1).bit_length()
+    with backend.device_guard(first):
         move_rows_kernel.launch(
-            (batch * heads, columns, 1),
+            (batch * heads, len(table.buffers), 1),
             256 // WAVE,
-            (keys, values, state.position, state.starts, state.shift),
+            (table.addresses, first, state.position, state.starts, state.shift),
             (capacity,),
             (),
             (),
-            (heads, head_dim, values.shape[3], overlap, BLOCK_SLOTS, BLOCK_COLUMNS),
+            (heads, head_dim, overlap, BLOCK // block, block),
             overlap=overlap,
         )

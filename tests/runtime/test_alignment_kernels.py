@@ -7,7 +7,7 @@ import torch
 from conftest import INTERPRETED, KERNEL_DTYPES
 
 from rewrite.runtime.core import backend
-from rewrite.runtime.decode.alignment import BLOCK_SLOTS, _fits, _launch
+from rewrite.runtime.decode.alignment import BLOCK, _fits, _launch, _table
 from rewrite.runtime.decode.lookup import look_up
 from rewrite.runtime.decode.sampling import Lookup, StepState
 
@@ -15,21 +15,20 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (24, 24), (136, 40)])
-@pytest.mark.parametrize("end", [7, BLOCK_SLOTS + 3, 3 * BLOCK_SLOTS + 1])
-def test_rows_move_either_way(
-    end: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
+@pytest.mark.parametrize("head_dim", [64, 20, 136])
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_rows_move_either_way(blocks: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    end = 7 + blocks * (BLOCK >> (head_dim - 1).bit_length())
     shifts, starts = [0, 1, 5, -1, -6, 11, 0], [2, 0, 1, 1, 6, 0, 0]
     rows, heads, capacity = len(shifts), 2, end + 13
     state = StepState(rows, capacity, torch.tensor([end], device=device), torch.tensor(starts, device=device))
     state.shift.copy_(torch.tensor(shifts))
-    keys = torch.randn(rows, heads, capacity, key_dim, device=device).to(dtype)
-    values = torch.randn(rows, heads, capacity, value_dim, device=device).to(dtype)
-    before = [keys.clone(), values.clone()]
-    assert _fits([keys, values])
-    _launch(keys, values, state)
-    for moved, was in zip((keys, values), before, strict=True):
+    buffers = [torch.randn(rows, heads, capacity, head_dim, device=device).to(dtype) for _ in range(3)]
+    before = [buffer.clone() for buffer in buffers]
+    assert all(map(_fits, buffers))
+    _launch(_table(buffers[:2]), state)
+    assert torch.equal(buffers[2], before[2])
+    for moved, was in zip(buffers[:2], before, strict=False):
         wanted = was.clone()
         for row, (shift, start) in enumerate(zip(shifts, starts, strict=True)):
             if end - shift > start:
