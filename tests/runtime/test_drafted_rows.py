@@ -10,8 +10,10 @@ from test_drafted import DEVICE, GREEDY, LOOKUP, always, plant_rows, repeating, 
 from test_generation import EOS, Sink, gpu, loops, pair, prompt, run, same, tokenizer
 
 from rewrite.runtime.decode import graph_store, loop, window
-from rewrite.runtime.decode.alignment import Alignment, fall_in
-from rewrite.runtime.decode.drafted import Worth
+from rewrite.runtime.decode.alignment import Alignment, align, fall_in, tables_of
+from rewrite.runtime.decode.assistant import Assistant
+from rewrite.runtime.decode.drafted import DraftedLoop, Worth
+from rewrite.runtime.decode.graph import DecodeGraph
 from rewrite.runtime.decode.graph_store import store_of
 from rewrite.runtime.decode.sampling import Lookup, Sampling, StepState
 from rewrite.runtime.decode.window import RaggedWindow
@@ -276,6 +278,17 @@ def test_the_position_is_that_of_the_first_of_the_rows_that_go_on() -> None:
     assert state.position_ids[:, 0].tolist() == [0, 0, 4]
 
 
+def test_a_row_that_has_ended_sees_a_slot() -> None:
+    graph = DecodeGraph(pair()[0], 2, 32)
+    graph.prefill(**prompt(2))
+    graph.state.position.fill_(12)
+    graph.cache.starts.copy_(torch.tensor([20, 2]))
+    graph.state.shift.copy_(torch.tensor([0, 3]))
+    graph.state.finished[0] = True
+    align(graph, tables_of(graph))
+    assert graph.cache.starts.tolist() == [12, 5]
+
+
 @pytest.mark.parametrize(
     ("ragged", "end", "taken", "last"),
     [(True, 3, [3, 0, 3], [3, 9, 0]), (True, 2, [2, 0, 2], [2, 9, 2]), (False, 2, [2, 2, 2], [2, 7, 2])],
@@ -320,6 +333,35 @@ def test_another_model_drafts_for_rows(padded: bool, seed: int, taken: list[list
     assert ragged(model)
     mean = sum(map(sum, taken)) / sum(map(len, taken))
     assert mean > 2.5 if seed == 0 else mean < 2
+
+
+def test_rows_of_the_assistant_s_cache_lie_where_the_model_s_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, original = pair()
+    model.model.layers[2].mlp.down_proj.weight.data.mul_(0.01)  # what the two have in common decides most tokens
+    original.load_state_dict(model.state_dict())
+    assistant, _ = pair()
+    assistant.load_state_dict(model.state_dict())
+    assistant.model.layers[1].mlp.down_proj.weight.data.mul_(0.5)
+    align, seen = DraftedLoop._align, []
+
+    def looked_at(self: DraftedLoop, graph: DecodeGraph) -> None:
+        align(self, graph)
+        own = self._assistant._graph
+        going_on = ~graph.state.finished
+        assert torch.equal(own.cache.starts[going_on], graph.cache.starts[going_on])
+        assert torch.equal(own.state.finished, graph.state.finished)
+        seen.append(graph.state.shift.tolist())
+
+    monkeypatch.setattr(DraftedLoop, "_align", looked_at)
+    monkeypatch.setattr(Assistant, "pays", lambda *given: True)
+    inputs = prompt(4)
+    free = original.generate(**inputs, **GREEDY, **TOKENS)
+    ends = [int(free[row, 14 + 3 * row]) for row in range(3)]
+    for way in ({}, {"eos_token_id": ends}):
+        ours = model.generate(**inputs, **GREEDY, **TOKENS, **way, assistant_model=assistant)
+        assert torch.equal(ours, original.generate(**inputs, **GREEDY, **TOKENS, **way))
+    assert any(far > 0 for shift in seen for far in shift)
+    assert any(far < 0 for shift in seen for far in shift)
 
 
 def test_whether_it_pays_is_a_matter_of_all_rows() -> None:
