@@ -279,7 +279,8 @@ def test_the_position_is_that_of_the_first_of_the_rows_that_go_on() -> None:
 
 
 def test_a_row_that_has_ended_sees_a_slot() -> None:
-    graph = DecodeGraph(pair()[0], 2, 32)
+    model, _ = pair()
+    graph = DecodeGraph(model, 2, 32)
     graph.prefill(**prompt(2))
     graph.state.position.fill_(12)
     graph.cache.starts.copy_(torch.tensor([20, 2]))
