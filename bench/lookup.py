@@ -1,16 +1,17 @@
 """Time `generate(prompt_lookup_num_tokens=K)` of a rewritten Llama beside plain `generate()`, and print it.
 
     rewrite llama --out optimized_llama --no-verify
-    python bench/lookup.py optimized_llama --shape 8b
+    python bench/lookup.py optimized_llama --shape 8b --rows 1 4 8
 
 Random weights of real shapes, but for what makes the text: the residual stream is hardly more than the last token's
 embedding, and the head holds the embeddings in another order, so that each token has one successor, far from any tie.
 The text is then known before it is generated, and a prompt can hold parts of it: `summary` has spans of it with gaps
 between, `chance` has its tokens alone, each followed by something else, and `nothing` none of it. The work of a step
-does not depend on the weights; how much is accepted depends on `--span` and `--gap`, and is printed.
+does not depend on the weights; how much is accepted depends on `--span` and `--gap`, and is printed. Each row of a
+batch has a text of its own, whose spans begin elsewhere, and 3 tokens of padding more than the row before.
 
 Both sides alternate and the median is kept; the tokens are compared. Last come the steps by themselves: replays of the
-graph of one token and of that of K + 1.
+graph of one token, of that of K + 1, and of what brings rows into line where each moves by a slot.
 """
 
 from __future__ import annotations
@@ -56,15 +57,26 @@ def model_of(package, shape, device):
     return model, follows.cpu()
 
 
-def prompts_of(follows, length, new, span, gap):
-    """Return prompts `[1, length]` by name; the text behind each is `path`."""
-    path = [1000]
+def batches_of(follows, rows, length, new, span, gap):
+    """Return inputs of `rows` rows by name, left-padded."""
+    each = [prompts_of(follows, length, new, span, gap, row) for row in range(rows)]
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    for row in range(rows):
+        mask[row, : 3 * row] = 0
+    ids = {name: torch.cat([prompts[name] for prompts in each]).masked_fill(mask == 0, 0) for name in each[0]}
+    return {name: {"input_ids": found, "attention_mask": mask} for name, found in ids.items()}
+
+
+def prompts_of(follows, length, new, span, gap, row=0):
+    """Return prompts `[1, length]` of a row by name; the text behind each is `path`."""
+    path = [1000 + 10 * row]
     while len(path) <= new:
         path.append(int(follows[path[-1]]))
     known = set(path)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + row)
     others = [t for t in torch.randint(len(follows), (4 * length,), generator=generator).tolist() if t not in known]
-    spans = [path[at : at + span] for at in range(1, new, span + gap)]
+    first = 1 + 5 * row % (span + gap)
+    spans = [path[1:first][-span:], *(path[at : at + span] for at in range(first, new, span + gap))]
     order = torch.randperm(len(spans), generator=generator).tolist()
     summary, chance = [], []
     for index in order:
@@ -87,9 +99,9 @@ def seconds(run):
     return time.perf_counter() - start, result
 
 
-def counting(program, window):
-    """Count the replays of both kinds of steps."""
-    counts = {program: 0, window: 0}
+def counting(program, *others):
+    """Count the replays of each kind of step."""
+    counts = dict.fromkeys((program, *others), 0)
     replay = program.replay
 
     def counted(self):
@@ -100,67 +112,87 @@ def counting(program, window):
     return counts
 
 
+def compared(decode, counts, model, follows, inputs, ways, new, rounds):
+    """Time calls side by side; return ms a token, steps of one and of several tokens, and whether tokens are right."""
+    times, texts, steps = {way: [] for way in ways}, {}, {}
+    for number in range(rounds + 1):
+        for way, given in ways.items():
+            counts.update(dict.fromkeys(counts, 0))
+            took, texts[way] = seconds(
+                lambda given=given: model.generate(**inputs, max_new_tokens=new, do_sample=False, **given)
+            )
+            steps[way] = counts[decode.Program], counts[decode.Window] + counts[decode.RaggedWindow]
+            if number:  # the first captures
+                times[way].append(took)
+    ms = {way: statistics.median(took) / new * 1e3 for way, took in times.items()}
+    first, *others = texts.values()
+    same = all(torch.equal(first, other) for other in others)
+    text = first[:, -new:].cpu()
+    right = torch.equal(text[:, 1:], follows[text[:, :-1]])
+    verdict = f"tokens {'equal' if same else 'DIFFER'}, text {'as planned' if right else 'NOT as planned'}"
+    return ms, steps, verdict
+
+
+def replays(decode, model, rows, length, rounds):
+    """Return ms a replay of each graph that drafts, by its name."""
+    each = {}
+    graphs = [graph for (batch, _), graph in decode.store_of(model).graphs.items() if batch == rows]
+    for graph in graphs:
+        for program in graph._programs.values():
+            if program.sampling is not None and program.sampling.lookup is not None:
+
+                def several(graph=graph, program=program):
+                    for number in range(REPLAYS):
+                        graph.state.position.fill_(length + 1)
+                        graph.state.position_ids.fill_(length + 1)
+                        graph.state.finished.zero_()
+                        graph.cache.starts.fill_(1)
+                        graph.state.shift.fill_(1 - 2 * (number % 2))
+                        program.replay()
+
+                several()
+                took = [seconds(several)[0] for _ in range(rounds)]
+                each[type(program).__name__] = statistics.median(took) / REPLAYS * 1e3
+    return each
+
+
 def main():
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1], help="batch sizes, of at most 8")
     parser.add_argument("--tokens", type=int, default=10, help="K, at most 15")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--span", type=int, default=12, help="tokens of the text that the prompt has in one piece")
     parser.add_argument("--gap", type=int, default=4, help="tokens between two such pieces that it does not have")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompts", nargs="+", default=["summary", "chance", "nothing"])
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sys.path.insert(0, str(asked.package.resolve().parent))
     package = importlib.import_module(asked.package.name)
     decode = importlib.import_module(f"{asked.package.name}.runtime.decode")
-    counts = counting(decode.Program, decode.Window)
+    counts = counting(decode.Program, decode.Window, decode.RaggedWindow, decode.Alignment)
     model, follows = model_of(package, asked.shape, device)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, {asked}")
-    for name, tokens in prompts_of(follows, asked.prompt, asked.new, asked.span, asked.gap).items():
-        ids = tokens.to(device)
-        plain = {"max_new_tokens": asked.new, "do_sample": False}
-        ways = {"plain": plain, "lookup": {**plain, "prompt_lookup_num_tokens": asked.tokens}}
-        times, texts, steps = {way: [] for way in ways}, {}, {}
-        for number in range(asked.rounds + 1):
-            for way, given in ways.items():
-                counts.update(dict.fromkeys(counts, 0))
-                took, texts[way] = seconds(lambda ids=ids, given=given: model.generate(ids, **given))
-                steps[way] = tuple(counts.values())
-                if number:  # the first captures
-                    times[way].append(took)
-        ms = {way: statistics.median(took) / asked.new * 1e3 for way, took in times.items()}
-        same = torch.equal(*texts.values())
-        text = texts["plain"][0, asked.prompt - 1 :].cpu()
-        right = torch.equal(text[1:], follows[text[:-1]])
-        print(
-            f"{name:8} plain {ms['plain']:.3f} ms a token, lookup {ms['lookup']:.3f}, "
-            f"{ms['plain'] / ms['lookup']:.2f}x; "
-            f"steps of one {steps['lookup'][0]}, of {asked.tokens + 1}: {steps['lookup'][1]}; "
-            f"tokens {'equal' if same else 'DIFFER'}, text {'as planned' if right else 'NOT as planned'}",
-            flush=True,
-        )
-    each = {}
-    for graph in decode.store_of(model).graphs.values():
-        for program in graph._programs.values():
-            if program.sampling is not None and program.sampling.lookup is not None:
-
-                def several(graph=graph, program=program):
-                    for _ in range(REPLAYS):
-                        graph.state.position.fill_(asked.prompt)
-                        graph.state.position_ids.fill_(asked.prompt)
-                        program.replay()
-
-                several()
-
-                took = [seconds(several)[0] for _ in range(asked.rounds)]
-                each[type(program).__name__] = statistics.median(took) / REPLAYS * 1e3
-    print(", ".join(f"{name}: {ms:.3f} ms a replay" for name, ms in sorted(each.items())))
-    if len(each) == 2:
-        print(f"a step of {asked.tokens + 1} takes {each['Window'] / each['Program']:.3f} of one")
+    ways = {"plain": {}, "lookup": {"prompt_lookup_num_tokens": asked.tokens}}
+    for rows in asked.rows:
+        for name, inputs in batches_of(follows, rows, asked.prompt, asked.new, asked.span, asked.gap).items():
+            if name not in asked.prompts:
+                continue
+            given = {key: tensor.to(device) for key, tensor in inputs.items()}
+            ms, steps, verdict = compared(decode, counts, model, follows, given, ways, asked.new, asked.rounds)
+            print(
+                f"{rows} rows, {name:8} plain {ms['plain']:.3f} ms a token, lookup {ms['lookup']:.3f}, "
+                f"{ms['plain'] / ms['lookup']:.2f}x; "
+                f"steps of one {steps['lookup'][0]}, of {asked.tokens + 1}: {steps['lookup'][1]}; {verdict}",
+                flush=True,
+            )
+        each = replays(decode, model, rows, asked.prompt, asked.rounds)
+        print(", ".join(f"{name}: {ms:.3f} ms a replay" for name, ms in sorted(each.items())), flush=True)
     for line in decode.describe(model) if hasattr(decode, "describe") else ():
         print(line)
 

@@ -83,7 +83,7 @@ def test_what_is_left_out_leaves_nothing_behind() -> None:
     rooms, names = of_llama(without=("formats",))
     assert "parallel" in rooms
     assert not names & {"BlockLinear", "block_linear_kernel"}
-    drafts = {"DraftedLoop", "Assistant", "Window", "look_up_kernel", "lookup_of"}
+    drafts = {"DraftedLoop", "Assistant", "Window", "Alignment", "look_up_kernel", "move_rows_kernel", "lookup_of"}
     assert drafts <= names
     assert not of_llama(without=("speculation",))[1] & drafts
     more = {"StepInputs", "Written", "AttentionBackendUnavailable", "flat_files", "packed_run"}

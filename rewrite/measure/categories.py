@@ -54,6 +54,7 @@ OURS = {
     ROTARY: "_rotary_kernel _rotary_rows_kernel",
     COPIES: (
         "_rope_cache_kernel _qkv_prompt_kernel _write_token_kernel _keep_kernel _page_tables_kernel _slot_lists_kernel"
+        " _move_rows_kernel"
     ),
     SAMPLING: "_best_of_block_kernel _take_best_kernel _look_up_kernel",
     COMMUNICATION: "_shared_sum_kernel",

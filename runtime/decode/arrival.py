@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .graph import DecodeGraph
 from .plan import Plan
+from .sampling import StepState
 from .stopping import NOT_NUMBERS
 
 
@@ -17,18 +17,15 @@ class Arrival:
     """Tokens of a chunk on their way to the host.
 
     Args:
-        graph: that writes them.
-        start: column of the first in its sequence.
-        count: k.
+        state: of the step that writes them.
+        tokens: `[B, k]`, a part of it.
         plan: of the call.
-        more: m integers of each row, `[B]`, that come with them.
+        more: `[B, m]`, together m integers of each row that come with them.
     """
 
-    def __init__(self, graph: DecodeGraph, start: int, count: int, plan: Plan, *more: Tensor):
-        state = graph.state
-        self._plan, self._count = plan, count
-        parts = [state.sequence[:, start : start + count], *(tensor[:, None] for tensor in (*more, state.invalid))]
-        source = torch.cat(parts, dim=1)
+    def __init__(self, state: StepState, tokens: Tensor, plan: Plan, *more: Tensor):
+        self._plan, self._count = plan, tokens.shape[1]
+        source = torch.cat([tokens, *more, state.invalid[:, None]], dim=1)
         self._event: torch.cuda.Event | None = None
         self._tokens = source
         if source.is_cuda:
@@ -45,9 +42,9 @@ class Arrival:
         """
         return self._arrived()[:, : self._count]
 
-    def more(self) -> list[int]:
-        """Wait for them and return the further numbers of the first row."""
-        numbers: list[int] = self._arrived()[0, self._count : -1].tolist()
+    def more(self) -> list[list[int]]:
+        """Wait for them and return each further number of every row."""
+        numbers: list[list[int]] = self._arrived()[:, self._count : -1].T.tolist()
         return numbers
 
     def _arrived(self) -> Tensor:

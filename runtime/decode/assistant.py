@@ -1,8 +1,9 @@
 """Drafts of another, smaller model: a graph of its own step, replayed behind the text of the model that it drafts for.
 
-K drafts. One row. Both caches have a slot for every token of the text. A round of drafting begins where the model's
+B rows, K drafts. Both caches have a slot for every token of the text. A round of drafting begins where the model's
 text ends and writes K + 1 slots of the assistant's cache, one more than it drafts tokens: however many of them are
-right, the assistant has then seen everything before the next round. Nothing of it asks the host.
+right, the assistant has then seen everything before the next round. Where rows of the text move, those of the
+assistant's cache do. Nothing of it asks the host.
 
 A round takes K + 1 steps of the assistant and a step of several tokens, and gives one token more than drafts were
 right. An assistant whose drafts are too rarely right for that is left alone for the rest of a call.
@@ -13,12 +14,14 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ..core.capture import CaptureFailed
+from .alignment import Alignment, aligns
 from .fitness import Unfit
-from .graph import DecodeGraph, UnknownCache
+from .graph import DecodeGraph, Program, UnknownCache
 from .graph_store import GraphStore
 from .proof import StepChanges, StepDiffers, StepFails, StepReads
 from .sampling import Sampling
@@ -36,8 +39,8 @@ class Assistant:
         model: the assistant.
         beside: the model that it drafts for.
         store: of its graphs, held by the caller.
-        input_ids: `[1, n]` the prompt.
-        mask: `[1, n]`, 0 for left padding; None for none.
+        input_ids: `[B, n]` the prompt.
+        mask: `[B, n]`, 0 for left padding; None for none.
         room: tokens beyond the prompt.
         tokens: K.
         captures: whether steps are captured.
@@ -52,15 +55,19 @@ class Assistant:
     ):  # fmt: skip
         self.tokens = tokens
         # Steps are as long as their weights are large.
-        self._least = (tokens + 1) * _nbytes(model) / _nbytes(beside) + LONGER
-        self._right: deque[int] = deque(maxlen=TRIED)
+        self._least = (tokens + 1) * nbytes(model) / nbytes(beside) + LONGER
+        self._right: deque[float] = deque(maxlen=TRIED)
         self._sampling = Sampling([], False, None, None)
+        self._alignment: Program | None = None
         try:
-            self._graph = store.find(model, 1, input_ids.shape[1] + room, DynamicCache(), captures)
+            rows, length = input_ids.shape
+            self._graph = store.find(model, rows, length + room, DynamicCache(), captures, "drafts")
             if self._graph.cache.stateful_layers:
                 raise Unfit("drafts_for_states")
             is_new = not self._graph.is_proved
             self._graph.watch(None)
+            if mask is None and rows > 1:
+                mask = torch.ones_like(input_ids)  # of which columns may become padding
             self._graph.prefill(input_ids, mask)
             self._program = self._graph.program(self._sampling)
             if is_new:
@@ -79,11 +86,31 @@ class Assistant:
             text.drafts[:, number].copy_(own.input_ids[:, 0])
         self._program.replay()
 
-    def pays(self, right: int) -> bool:
-        """Take note that `right` drafts of a round were right, and return whether another round is worth its time."""
+    def aligns(self) -> bool:
+        """Return whether rows of its cache may move."""
+        return aligns(self._graph, self._graph.state.input_ids)
+
+    def align(self, graph: DecodeGraph) -> None:
+        """Move rows as those of a model's graph are about to, or have just."""
+        text, own = graph.state, self._graph.state
+        own.position.copy_(text.position)
+        own.shift.copy_(text.shift)
+        own.finished.copy_(text.finished)
+        if self._alignment is None:
+            self._alignment = self._graph.program(self._sampling, Alignment)
+        self._alignment.replay()
+
+    def pays(self, right: float, besides: float = 0.0) -> bool:
+        """Take note of a round, and return whether another one is worth its time.
+
+        Args:
+            right: drafts that were right, of a row on average.
+            besides: what it costs beside both models' steps, in steps of one token.
+        """
         self._right.append(right)
-        return len(self._right) < TRIED or sum(self._right) >= self._least * TRIED
+        return len(self._right) < TRIED or sum(self._right) >= (self._least + besides) * TRIED
 
 
-def _nbytes(model: nn.Module) -> int:
+def nbytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())

@@ -36,6 +36,8 @@ OFFERS: dict[str, dict[str, str]] = {
     "within_window": {},
 }
 
+MOST_DRAFTED_ROWS = 8
+"""Rows for which tokens are drafted: of more, a step of several tokens is bound by arithmetic. Not measured."""
 MOST_ASSISTED = 5
 """Tokens that another model drafts at a time, at most: each is a step of its own. Not measured."""
 
@@ -186,7 +188,7 @@ def lookup_of(model: Any, call: Call, assistant: Any = None) -> Lookup | str:
     others = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
     if not wanted or wanted < 0 or ngram < 0 or any(getattr(config, name, None) for name in others):
         return "drafted"
-    if call.input_ids.shape[0] != 1:
+    if call.input_ids.shape[0] > MOST_DRAFTED_ROWS:
         return "drafts_for_rows"
     if carries(model):
         return "drafts_for_states"

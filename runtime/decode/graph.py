@@ -33,7 +33,7 @@ from ..core.capture import CAPTURING, capture
 from ..core.compile_ahead import Compilation, CompilerLoading, Variants, compile_all, compiler_loading, variants
 from ..core.launch import rehearsing
 from ..core.local import is_split
-from ..core.target import CARRIED, CHANGES, CONSTANTS, FP8_CACHE, INPUTS
+from ..core.target import CARRIED, CHANGES, CONSTANTS, FP8_CACHE, INPUTS, SPECULATION
 from .cache_format import get_cache_format
 from .carried import carried_by
 from .changes import Before, Kept
@@ -156,7 +156,7 @@ class DecodeGraph(Step):
             backend.count_fallback("fp8_cache", "fp8_cache_left_out", model)
         self.carried.beside(self.cache)
         cache = self.cache
-        self.state = StepState(batch_size, capacity, cache.position)
+        self.state = StepState(batch_size, capacity, cache.position, cache.starts)
         with torch.inference_mode(False):
             self._attention_mask = torch.ones(batch_size, capacity, dtype=torch.int64, device=self.device)
             self._slots = torch.arange(capacity, device=self.device)
@@ -182,6 +182,8 @@ class DecodeGraph(Step):
         self._inputs = self._static_inputs()
         self._policy = policy_of(model)
         self.prompts = PromptGraphs(model, self._accepted, self.captures)
+        self.aligns: bool | None = None
+        """Whether a step computes the same where its rows lie in other slots; None where that was not tried."""
 
     def _cache_like(self, like: DynamicCache | None, model: Any, batch_size: int, capacity: int) -> PreallocatedCache:
         if self.carried.argument:  # which counts the tokens, and holds none
@@ -391,6 +393,13 @@ class DecodeGraph(Step):
         else:
             self._attention_mask[:, : attention_mask.shape[1]] = attention_mask
             self.cache.pad((attention_mask != 0).int().argmax(dim=1))
+
+    if SPECULATION:
+
+        def hide_before(self, starts: Tensor) -> None:
+            """Let each row begin at the slot `starts` `[B]`, on the device; only after a `begin` with a mask."""
+            self.cache.starts.copy_(starts)
+            self._attention_mask.copy_(self._slots >= starts[:, None])
 
     def program(self, sampling: Sampling | None, form: type[Program] = Program) -> Program:
         """Return the graph for a sampling, captured now if need be; None for the logits alone.

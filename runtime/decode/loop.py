@@ -25,6 +25,7 @@ from ..core.capture import CAPTURING, CaptureFailed
 from ..core.compile_ahead import CompilerLoading, taking_turns
 from ..core.local import is_local
 from ..core.target import CHANGES, GROWS, INPUTS, SPECULATION
+from .alignment import Alignment, aligns
 from .arrival import Arrival
 from .assistant import Assistant
 from .changes import Before
@@ -40,7 +41,7 @@ from .proof import StepChanges, StepDiffers, StepFails, StepReads
 from .sampling import Lookup, Sampling, graph_forms
 from .step_inputs import StepInputs
 from .stopping import Reader
-from .window import Window, width_of
+from .window import RaggedWindow, Window, width_of
 
 CHUNK = 4
 """Replays between two looks at the tokens. Two chunks are under way at a time, and what was run beyond the end is
@@ -64,6 +65,8 @@ class GraphLoop:
         self.watches = has_own_inputs(model, call)
         self.assistant: Any = None
         """The `Assistant` that drafts."""
+        self.ragged = False
+        """Whether rows keep what was right of each, instead of as many drafts as the one with the fewest."""
         self.loading: CompilerLoading | None = None
         self.sampling = self._sampling()
         self.kept_logits: list[Tensor] = []
@@ -93,7 +96,8 @@ class GraphLoop:
         first = self._first_token(logits, best)
         self._begin(graph, first, start)
         reader = self._reader()
-        progress = Progress(self.device, self.sampling.sample, Arrival(graph, start, 1, self.plan))
+        arrival = Arrival(graph.state, graph.state.sequence[:, start : start + 1], self.plan)
+        progress = Progress(self.device, self.sampling.sample, arrival)
         if program is None:
             graph, program = self._decode_plainly(graph, reader, progress, start)
         graph = self._decode(graph, program, reader, progress, start)
@@ -143,6 +147,12 @@ class GraphLoop:
         if SPECULATION and assistant is not None:
             self._assist(graph, assistant)
         return program
+
+    def _may_be_ragged(self, graph: DecodeGraph) -> bool:
+        """Return whether the call leaves it open in which slots rows lie behind the prompt."""
+        if self.lookup is None or self.batch_size == 1 or self.call.keeps or self.plan.keeps_cache:
+            return False
+        return graph.cache.knows_length and takes_padding(self.model)
 
     def _sampling(self) -> Sampling:
         """Return what the graph does with the logits."""
@@ -243,6 +253,8 @@ class GraphLoop:
         if not (graph.cache.knows_length or self.call.is_unpadded):
             raise Unfit("attention_mask")
         plain = mask is None or (mask is inputs.get("attention_mask") and self.call.is_unpadded)
+        if plain and self._may_be_ragged(graph):
+            mask, plain = torch.ones(self.batch_size, graph.cache.length, dtype=torch.int64, device=self.device), False
         graph.begin(self._next_position_ids(graph, mask), None if plain else mask)
         return last.to(copy=True, dtype=torch.float32)
 
@@ -283,9 +295,13 @@ class GraphLoop:
             if not fits(graph, width, self._positions()):
                 return
             several = token[:, None] + torch.arange(width, device=self.device)
+            several %= self.model.config.get_text_config(decoder=True).vocab_size
             try:
-                graph.prove(several % self.model.config.get_text_config(decoder=True).vocab_size, self.sampling)
-                graph.program(self.sampling, Window)
+                graph.prove(several, self.sampling)
+                self.ragged = self._may_be_ragged(graph) and aligns(graph, several)
+                graph.program(self.sampling, RaggedWindow if self.ragged else Window)
+                if self.ragged:
+                    graph.program(self.sampling, Alignment)
             except StepDiffers as error:
                 raise self._refuse(graph, "drafts_differ", self.sampling.key, error) from error
             except (StepFails, CaptureFailed) as error:
@@ -304,13 +320,14 @@ class GraphLoop:
             self.assistant = Assistant(
                 model, self.model, store_of(model), ids, mask, room, tokens=self.lookup.tokens, captures=self.captures
             )
+            self.ragged = self.ragged and self.assistant.aligns()
 
         def _decode_drafted(self, graph: DecodeGraph, program: Program, reader: Reader, lookup: Lookup) -> DecodeGraph:
             if lookup.ngram:
                 look_up(graph.state, lookup, self.sampling.eos)
             loop = DraftedLoop(
                 self.sampling, self.plan, reader, self.call.steps, self._positions(), self._keep, self._grow,
-                self.assistant,
+                ragged=self.ragged, assistant=self.assistant,
             )  # fmt: skip
             return loop.run(graph, program)
 
@@ -350,6 +367,9 @@ class GraphLoop:
         if self.sampling.reads_ids:
             state.sequence[:, :start] = self.call.input_ids
         state.length_offset.fill_(self.prompt_length - start + 1)
+        if SPECULATION:
+            state.behind.zero_()
+            state.most.fill_(self.prompt_length + self.call.steps)
         if self.sampling.eos is not None:
             state.finished.copy_((first[:, None] == self.sampling.eos).any(dim=-1))
 
@@ -398,7 +418,8 @@ class GraphLoop:
             progress.mark()
             self._keep(program.logits, program.scores)
         graph.cache.grow(count)
-        progress.waiting.append(Arrival(graph, start + progress.made, count, self.plan))
+        first = start + progress.made
+        progress.waiting.append(Arrival(graph.state, graph.state.sequence[:, first : first + count], self.plan))
         progress.made += count
 
     def _decode(

@@ -26,7 +26,7 @@ REASONS = {
     "beams": "the call searches with beams",
     "drafted": "another model drafts, which has no loop of this package, or the model's own heads do",
     "speculation_left_out": "tokens are to be drafted, and the package was made without speculation",
-    "drafts_for_rows": "tokens are drafted for one row only",
+    "drafts_for_rows": "tokens are drafted for eight rows at most",
     "drafts_for_states": "tokens that were drafted in vain could not be taken out of the model's states",
     "drafts_for_inputs": "a step is given more than tokens and positions, which is not known for several at once",
     "drafts_for_rounding": "the model rounds several tokens in another way than one, and would choose others",

@@ -42,7 +42,7 @@ class Form:
     key: Hashable
     """Two forms with the same key differ in their tensors only."""
     run: Run
-    """`(ids [B, S], scores [B, V], length [1] or [B, 1]) -> scores`; each row's first `length` ids are visible."""
+    """`(ids [B, S], scores [B, V], length [B, 1]) -> scores`; each row's first `length` ids are visible."""
     tensors: list[Tensor] = field(default_factory=list)
     """What it reads besides; a replay of the same graph for another `generate` gets other contents."""
     reads_ids: bool = False
@@ -50,6 +50,10 @@ class Form:
 
 MOST_DRAFTS = 15
 """Tokens that are drafted at a time, at most; with the one before them they are the rows of one step."""
+
+
+NO_END = 1 << 62
+"""A number of tokens that no text has."""
 
 
 @dataclass(frozen=True)
@@ -105,29 +109,38 @@ class Sampling:
 class StepState:
     """What a step reads and writes besides the cache; every tensor keeps its address."""
 
-    def __init__(self, batch_size: int, capacity: int, position: Tensor):
+    def __init__(self, batch_size: int, capacity: int, position: Tensor, starts: Tensor | None = None):
         device = position.device
         with torch.inference_mode(False):
             self.position = position
             """`[1]` the slot that the step writes, as in the cache."""
+            self.starts = torch.zeros(batch_size, dtype=torch.int64, device=device) if starts is None else starts
+            """The first slot of each row that is no padding, as in the cache."""
             self.input_ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
             self.position_ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
             self.sequence = torch.zeros(batch_size, capacity + 1, dtype=torch.int64, device=device)
             """`[B, S + 1]` the token of every slot; slots after the last are filled with a token that the row has."""
             self.length_offset = torch.ones(1, dtype=torch.int64, device=device)
             """Number of visible ids, less `position`."""
+            self.behind = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+            """By how many tokens each row has come less far than the first: so many ids fewer are visible."""
+            self.most = torch.full((1,), NO_END, dtype=torch.int64, device=device)
+            """Number of visible ids with which a row is complete."""
             self.flags = torch.zeros(2, batch_size, dtype=torch.bool, device=device)
             """Both of the following, which begin as zeros."""
             self.finished, self.invalid = self.flags[0], self.flags[1]
             """Rows that have ended, and rows whose probabilities were no numbers."""
             self.drafts = torch.zeros(batch_size, MOST_DRAFTS, dtype=torch.int64, device=device)
             """What the next tokens may be."""
-            self.drafted = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            """How many of them there are."""
-            self.matched = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            """Tokens before them that were found in the text."""
-            self.taken = torch.ones(batch_size, dtype=torch.int64, device=device)
-            """Tokens that the last step of several added."""
+            self.counts = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
+            """All of the following."""
+            self.drafted, self.matched, self.taken = self.counts[0], self.counts[1], self.counts[2]
+            """How many drafts there are, how many tokens before them were found in the text, and how many tokens the
+            last step of several added."""
+            self.chosen = torch.zeros(batch_size, 1 + MOST_DRAFTS, dtype=torch.int64, device=device)
+            """Those, and what was chosen behind them in vain."""
+            self.shift = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            """By how many slots each row has to move to the right, to end where the others do: `alignment`."""
 
     def copy(self) -> dict[str, Tensor]:
         """Return copies of every tensor, by name."""
@@ -152,7 +165,7 @@ def select(
         logits: `[B, V]`.
         state: of the step.
         sampling: how; without a form that reads ids where `ahead` is given.
-        ahead: `[B, 1]` where the rows are tokens of one sequence: how far each is behind the first.
+        ahead: `[B, 1]` where the rows are n tokens of each sequence in turn: how far each is behind the first of them.
 
     Returns:
         tokens `[B]`, and the logits and processed scores in fp32 `[B, V]`; the last two are as they came where
@@ -162,9 +175,9 @@ def select(
         return torch.argmax(logits, dim=-1), logits, logits
     scores = logits = logits.to(torch.float32)
     if sampling.forms:
-        length = state.position + state.length_offset
+        length = state.position + state.length_offset - state.behind
         if ahead is not None:
-            length = length + ahead
+            length = length.expand(-1, len(logits) // len(length)).reshape(-1, 1) + ahead
         for form in sampling.forms:
             scores = form.run(state.sequence, scores, length)
     if not sampling.sample:
@@ -173,8 +186,7 @@ def select(
     probabilities = torch.softmax(scores, dim=-1)
     noise = torch.empty_like(probabilities).exponential_(1)
     best, tokens = torch.div(probabilities, noise, out=noise).max(dim=-1)
-    invalid = best.isnan()
-    state.invalid.logical_or_(invalid if ahead is None else invalid.any())
+    state.invalid.logical_or_(best.isnan().view(len(state.invalid), -1).any(dim=1))
     return tokens, logits, scores
 
 

@@ -5,6 +5,7 @@ B rows, k tokens of a chunk.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -40,10 +41,35 @@ class Reader:
         self.edited = False
         """Whether a row was padded here that the device did not know to have ended."""
         self._unfinished = torch.ones(batch, dtype=torch.int64)
+        self._ahead: list[deque[int]] = [deque() for _ in range(batch)]
+        """Tokens of rows that are ahead of others."""
 
     def read(self, tokens: Tensor) -> bool:
         """Read `[B, k]` tokens on the host and return whether the generation ends with one of them."""
         return any(self._read_one(column) for column in tokens.unbind(1))
+
+    def read_rows(self, tokens: Tensor, counts: list[int]) -> bool:
+        """Read as many of `[B, k]` tokens as each row has, a column as soon as every row has come as far.
+
+        Args:
+            tokens: of the rows.
+            counts: how many of them each row has.
+        """
+        self.edited = True  # the device has these rows in other columns
+        for row, (ahead, count) in enumerate(zip(self._ahead, counts, strict=True)):
+            ahead.extend(tokens[row, :count].tolist())
+        while all(ahead or ended for ahead, ended in zip(self._ahead, self._ended, strict=True)):
+            column = [ahead.popleft() if ahead else 0 for ahead in self._ahead]
+            if self._read_one(torch.tensor(column)):
+                return True
+        return False
+
+    @property
+    def _ended(self) -> list[bool]:
+        """Rows of which no token is wanted any more."""
+        if self.pad is None:
+            return [False] * len(self._unfinished)
+        return [not going_on for going_on in self._unfinished.tolist()]
 
     def _read_one(self, tokens: Tensor) -> bool:
         if self.pad is not None:

@@ -110,6 +110,9 @@ TURNS = {
     "tokens looked up in the text": bug(
         "of the drafts that are right one is taken", "runtime/decode.py", "state.taken.copy_(taken)", "pass"
     ),
+    "rows looked up in the text": bug(
+        "what lies before a row that has moved is seen", "runtime/decode.py", "graph.hide_before(starts)", "pass"
+    ),
     "begun without kernels": bug(
         "the token of a plain step not written down",
         "runtime/decode.py",

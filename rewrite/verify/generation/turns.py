@@ -62,6 +62,7 @@ def turn_checks(bench: Workbench, variant: Variant) -> Iterator[CheckRun]:
     more = [
         ("other settings in turn", _other_settings),
         ("what comes back on request", _on_request),
+        ("rows looked up in the text", _looked_up_by_row),
         ("a class of the user's own", _own_class),
     ]
     for name, run in runs if bench.options.quick else (*runs, *more):
@@ -93,6 +94,31 @@ def _looked_up(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
         figures = near_tie(original, rewritten, fp32_noise(original.logits))
         if repeats and not figures["rows that diverge"] and 2 * len(steps) > LONGER:
             raise Mismatch(f"{len(steps)} steps for {LONGER} tokens of a text whose drafts are right")
+    return {**figures, "steps": len(steps)}
+
+
+def _looked_up_by_row(bench: Workbench, variant: Variant) -> Mapping[str, Figure]:
+    """Rows of which each keeps the drafts that were right of it write what they do without drafts."""
+    package = Package.of(bench.subject.rewritten)
+    batch = batch_of(bench, variant, 3, 11, "rows looked up")
+    pair = loop_pair(bench, variant, "float32")
+    _embed_larger(pair, EMBEDDED[0])
+    original = on_original(generate, pair.original, batch, LONGER, 0, do_sample=False, disable_compile=True)
+
+    def run(model: Any) -> Tensor:
+        given = {"attention_mask": batch.mask} if batch.mask is not None else {}
+        settings = {"do_sample": False, "prompt_lookup_num_tokens": 10, "max_new_tokens": LONGER}
+        tokens: Tensor = model.generate(batch.input_ids, **given, **settings)
+        return tokens[:, batch.input_ids.shape[1] :]
+
+    try:
+        with package.taken(pair.rewritten), counted_steps(package.graph.DecodeGraph) as steps:
+            tokens = run(pair.rewritten)
+    except ValueError as error:  # transformers' own loop takes one row only
+        reason = NotRun(f"the original's loop ran, and raised: {error}")
+        needless(bench, pair.original, run, reason)
+        raise reason from error
+    figures = near_tie(original, replace(original, tokens=tokens), fp32_noise(original.logits))
     return {**figures, "steps": len(steps)}
 
 
