@@ -196,11 +196,13 @@ def decode_attention(
         and not backend.wants_gradient(query)
         and backend.uses_triton(query)
     ):
-        split = choose(*query.shape[:2], *keys.shape[1:], keys.element_size())
+        kv_heads, capacity, head_dim = keys.shape[1:]
+        split = choose(query.shape[0], query.shape[1], kv_heads, capacity, head_dim, keys.element_size())
         arrived = past_key_values.arrived(query.shape[0] * query.shape[1])
         slots: Any = None
         if FP8_CACHE and in_8_bits is not None:
-            split, slots = for_8_bits(split, *keys.shape), in_8_bits.slots
+            split = for_8_bits(split, query.shape[0], kv_heads, capacity, head_dim)
+            slots = in_8_bits.slots
         written = None if slots is not None else deferring.taken(keys, values)
         return launch(query, keys, values, position, starts, arrived, rule, split, slots, written)
     if FP8_CACHE and in_8_bits is not None:
