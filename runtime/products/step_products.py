@@ -142,7 +142,7 @@ class StepProducts(PutsOff):
         with torch._C.DisableTorchFunction():
             if not input.is_contiguous() or not takes_product(input, weight, bias):
                 return None
-            self.settle(input)
+            self._settle_each(input, weight, bias)
             return self.put_off(Product(input, weight, bias, prologue), (*input.shape[:-1], weight.shape[0]), input)
 
     def _norm(self, input: Tensor, prologue: Norm) -> Tensor | None:
@@ -150,7 +150,7 @@ class StepProducts(PutsOff):
         fits = all(p.shape == input.shape[-1:] and p.dtype == input.dtype and p.is_contiguous() for p in given)
         if not fits or not is_one_row(input) or not takes_few_rows(input) or not input.is_contiguous():
             return None
-        self.settle(input)
+        self._settle_each(input, *given)
         return self.put_off(Normed(input, prologue), input.shape, input)
 
     def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -171,6 +171,7 @@ class StepProducts(PutsOff):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, norms: tuple[type, ...]
     ) -> tuple[Tensor, Tensor, Tensor | None, Norm | None]:
         """Return the first fields of a product: it computes the norm before it, if that is one of `norms`."""
+        self._settle_each(weight, bias)
         before = self.of(input)
         if isinstance(before, Normed) and before.residual is None and isinstance(before.prologue, norms):
             if before.input.shape[-1] == input.shape[-1]:
@@ -230,6 +231,12 @@ class StepProducts(PutsOff):
                     self.settle(other)
                 return self.put_off(total, other.shape, other)
         return None
+
+    def _settle_each(self, *tensors: Tensor | None) -> None:
+        """Compute what a kernel reads: a bias of several may be made in every step."""
+        for tensor in tensors:
+            if tensor is not None:
+                self.settle(tensor)
 
     def sum_of(self, tensors: list[Tensor]) -> Tensor:
         """Return the sum of what every layer adds, computed once a step for the same tensors."""
