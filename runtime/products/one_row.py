@@ -2,18 +2,20 @@
 
 I in_features, O out_features. A program reads rows of the weight, all of whose columns it multiplies by the input in
 fp32 on the ordinary units; with a norm it computes what that divides by from the same columns. `linear` has the
-formulas.
+formulas. In a graph the bias and what a norm multiplies by and adds come, as the weight does, while the kernel ahead
+runs, where nothing in the step writes them: behind the wait each would be a trip to memory of its own.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import backend
 from ..core.launch import Kernel, overlaps
 from ..core.tiles import Tile
+from . import memory
 from .prologue import LayerNormPrologue, Norm, norm_arguments, shift_of
 
 if backend.triton_installed():
@@ -31,6 +33,42 @@ if backend.triton_installed():
         if NORM and WEIGHT:
             x *= tl.load(norm_ptr + col, mask=mask, other=0.0).to(tl.float32) + offset
         return x, square
+
+    @triton.jit
+    def norm_parameters(  # type: ignore[no-untyped-def]
+        norm_ptr, shift_ptr, col, mask, WEIGHT: tl.constexpr, SHIFT: tl.constexpr
+    ):
+        """Load columns of what a norm multiplies by, and of what it adds; 0 for what it has not."""
+        gain = 0.0
+        shift = 0.0
+        if WEIGHT:
+            gain = tl.load(norm_ptr + col, mask=mask, other=0.0)
+        if SHIFT:
+            shift = tl.load(shift_ptr + col, mask=mask, other=0.0)
+        return gain, shift
+
+    @triton.jit
+    def first_columns(  # type: ignore[no-untyped-def]
+        x_ptr, gain, shift, col, eps, offset, I: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,  # noqa: E741
+        CENTRED: tl.constexpr, SHIFT: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ):  # fmt: skip
+        """Return what `normalised`, or `scaled`, does of the first columns, with `norm_parameters` at hand.
+
+        Beside it the squares, and mean and inverse deviation of the row: 0 where the norm has no use for them.
+        """
+        mean = 0.0
+        inverse = 0.0
+        if CENTRED:
+            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+        x = tl.load(x_ptr + col, mask=col < I, other=0.0).to(tl.float32)
+        square = x * x
+        if CENTRED:
+            x = (x - mean) * inverse
+        if NORM and WEIGHT:
+            x *= gain.to(tl.float32) + offset
+        if SHIFT:
+            x += shift.to(tl.float32)
+        return x, square, mean, inverse
 
     @triton.jit
     def statistics(x_ptr, eps, I: tl.constexpr, BLOCK_COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
@@ -89,6 +127,7 @@ if backend.triton_installed():
         ACTIVATION: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
+        AHEAD: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
@@ -101,13 +140,21 @@ if backend.triton_installed():
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         if SCALED:
             scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        if AHEAD:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
+            if BIAS:
+                bias = tl.load(bias_ptr + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        if CENTRED:
-            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
-            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
-        else:
-            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + row, mask=live, other=0.0)
+        if not AHEAD:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
+            if BIAS:
+                bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+        x, square, mean, inverse = first_columns(
+            x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
+        )
         total = widened(weight, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
@@ -124,12 +171,12 @@ if backend.triton_installed():
         if NORM and not CENTRED:
             y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
         if BIAS:
-            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            y += bias.to(tl.float32)
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
         y *= factor
         if RESIDUAL:
-            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
+            y += residual.to(tl.float32)
         tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
 
     @triton.jit
@@ -155,6 +202,7 @@ if backend.triton_installed():
         BIAS: tl.constexpr,
         ACTIVATION: tl.constexpr,
         OVERLAP: tl.constexpr,
+        AHEAD: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
@@ -170,13 +218,21 @@ if backend.triton_installed():
         if SCALED:
             gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
             up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
+        if AHEAD:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
+            if BIAS:
+                gate_bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+                up_bias = tl.load(bias_ptr + O + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        if CENTRED:
-            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
-            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
-        else:
-            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        if not AHEAD:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
+            if BIAS:
+                gate_bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+                up_bias = tl.load(bias_ptr + O + row, mask=live, other=0.0)
+        x, square, mean, inverse = first_columns(
+            x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
+        )
         gates = widened(gate, DECODE, FNUZ) * x
         ups = widened(up, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
@@ -196,12 +252,12 @@ if backend.triton_installed():
             g *= gate_scale
             u *= up_scale
         if NORM and not CENTRED:
-            inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
-            g *= inverse
-            u *= inverse
+            deviation = tl.rsqrt(tl.sum(square, 0) / I + eps)
+            g *= deviation
+            u *= deviation
         if BIAS:
-            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
-            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
+            g += gate_bias.to(tl.float32)
+            u += up_bias.to(tl.float32)
         tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
 
     linear_kernel = Kernel(_linear_kernel)
@@ -253,10 +309,19 @@ def launch_linear(
             (
                 cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
                 isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, activation,
-                residual is not None, overlap, block_rows, block_cols,
+                residual is not None, overlap, overlap and are_parameters(prologue, bias), block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip
+
+
+def are_parameters(prologue: Norm | None, *biases: Tensor | None) -> bool:
+    """Return whether no kernel of a step writes a norm's weights and biases: a kernel may load them before it waits.
+
+    They are parameters, or several in one memory.
+    """
+    given = [*biases, *(() if prologue is None else (prologue.weight, shift_of(prologue)))]
+    return all(tensor is None or type(tensor) is nn.Parameter or memory.holds(tensor) for tensor in given)
 
 
 def launch_gated(
@@ -286,7 +351,7 @@ def launch_gated(
             (
                 cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
                 isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, kind, overlap,
-                block_rows, block_cols,
+                overlap and are_parameters(prologue, bias), block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip

@@ -200,7 +200,7 @@ def _filled_up(weights: Sequence[Tensor], biases: Sequence[Tensor | None], like:
 
 @functools.cache
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return zeros, as a parameter: what a decode step makes of parameters alone it makes once (`decode.constants`)."""
+    """Return zeros, as a parameter: what a step makes of parameters alone it makes once (`decode.constants`)."""
     with torch.inference_mode(False):
         return nn.Parameter(torch.zeros(size, dtype=dtype, device=device), requires_grad=False)
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import CONV1D, LAYER_NORM
 from . import memory
+from .beside import MOST, alike, is_same, is_same_norm, launch_beside
 from .deferred import POINTS, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
@@ -137,9 +138,11 @@ class StepProducts(PutsOff):
             return (found.input, found.prologue) if bare else None  # type: ignore[union-attr]
 
     def product(self, input: Tensor, *product: Any) -> Tensor | None:
-        """Put off a product that knows its norm."""
+        """Put off a product that knows its norm, or has none of its own."""
         weight, bias, prologue = product
         with torch._C.DisableTorchFunction():
+            if prologue is None:
+                return self._product(input, weight, bias)
             if not input.is_contiguous() or not takes_product(input, weight, bias):
                 return None
             self._settle_each(input, weight, bias)
@@ -238,6 +241,40 @@ class StepProducts(PutsOff):
             if tensor is not None:
                 self.settle(tensor)
 
+    def _compute(self, key: int) -> None:
+        """Compute a tensor; with it, in the same kernel, products of the same row and a LayerNorm that is held."""
+        group = self._beside(key)
+        normed = self._held_norm(next(iter(group.values()))) if group else None
+        if len(group) + (normed is not None) > 1:
+            keys = [*group, *([] if normed is None else [normed])]
+            places = [(self._deferred[at], self._deferred[at].place()) for at in keys]
+            outs = [deferred.on(place) for deferred, place in places if place is not None]
+            if launch_beside([*group.values()], outs[: len(group)], None if normed is None else outs[-1]):
+                for at in keys:
+                    del self._deferred[at]
+                return
+        super()._compute(key)
+
+    def _beside(self, key: int) -> dict[int, Product]:
+        """Return a product of one row, and those that are alike, in the order of the model; nothing for others."""
+        own = _single(self._deferred[key])
+        if own is None:
+            return {}
+        functions = [kept for kept in self._deferred.values() if isinstance(kept, Pointwise)]
+        inner = {key_of(tensor) for function in functions for tensor in tensors_of(function.operands)}
+        found = {at: product for at, kept in self._deferred.items() if (product := _single(kept)) is not None}
+        others = [at for at, product in found.items() if at not in (key, *inner) and alike(own, product)]
+        return {at: product for at, product in found.items() if at in (key, *others[: MOST - 1])}
+
+    def _held_norm(self, product: Product) -> int | None:
+        """Return the key of a product's own LayerNorm, where somebody holds its result: it may be a residual too."""
+        for at, kept in self._deferred.items():
+            if isinstance(kept, Normed) and kept.residual is None and kept.place() is not None:
+                if isinstance(kept.prologue, LayerNormPrologue) and is_same(kept.input, product.input):
+                    if is_same_norm(kept.prologue, product.prologue):
+                        return at
+        return None
+
     def sum_of(self, tensors: list[Tensor]) -> Tensor:
         """Return the sum of what every layer adds, computed once a step for the same tensors."""
         if len(tensors) == 1:
@@ -259,6 +296,14 @@ def _bare(deferred: Deferred | None) -> Product | None:
         return deferred.of
     bare = isinstance(deferred, Product) and not deferred.activation and deferred.residual is None
     return deferred if bare else None  # type: ignore[return-value]
+
+
+def _single(deferred: Deferred) -> Product | None:
+    """Return a product of one row to which nothing is added yet, of a weight that lies as `nn.Linear` has it."""
+    product = None if deferred.place() is None else _whole(deferred)
+    if not isinstance(product, Product) or product.residual is not None or product.transposed:
+        return None
+    return product if is_one_row(product.input) else None
 
 
 def _whole(deferred: Deferred | None) -> Product | Normed | None:
