@@ -9,7 +9,7 @@ reads what nobody computed shows in `DecodeGraph.prove`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -63,21 +63,21 @@ class StepProducts(PutsOff):
         self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
     ) -> None:
         super().__init__(instead, handlers, poisons=poisons)
-        self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+        self._once: dict[Hashable, tuple[list[Tensor], Tensor]] = {}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Compute what the model still holds."""
         super().__exit__(kind, error, trace)
-        self._sums.clear()
+        self._once.clear()
 
     def _holds(self) -> bool:
-        return bool(self._deferred or self._sums)
+        return bool(self._deferred or self._once)
 
     def _settle(self, *arguments: Any) -> None:
         keys = {key_of(tensor) for tensor in tensors_of(arguments)}
-        self._sums = {at: kept for at, kept in self._sums.items() if keys.isdisjoint(map(key_of, (*kept[0], kept[1])))}
+        self._once = {at: kept for at, kept in self._once.items() if keys.isdisjoint(map(key_of, (*kept[0], kept[1])))}
         super()._settle(*arguments)
 
     def _taken(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Any:
@@ -280,9 +280,13 @@ class StepProducts(PutsOff):
         if len(tensors) == 1:
             return tensors[0]
         at = tuple(number for t in tensors for number in (key_of(t), t.storage_offset(), *t.shape, *t.stride()))
-        if at not in self._sums:
-            self._sums[at] = (tensors, functools.reduce(torch.add, tensors))
-        return self._sums[at][1]
+        return self.once(at, tensors, lambda: functools.reduce(torch.add, tensors))
+
+    def once(self, key: Hashable, reads: Sequence[Tensor], compute: Callable[[], Tensor]) -> Tensor:
+        """Return what was computed under a key, while no function of torch has been given a tensor that it reads."""
+        if key not in self._once:
+            self._once[key] = ([*reads], compute())
+        return self._once[key][1]
 
 
 def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:
