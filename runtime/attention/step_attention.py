@@ -17,6 +17,7 @@ from ..core.target import CHAINS
 from ..products.chain import computed_once
 from ..products.step_products import StepProducts
 from .masked_attention import masked_attention
+from .padded import padded, unpadded
 
 
 class StepAttention:
@@ -40,6 +41,12 @@ class StepAttention:
         if CHAINS:
             args = tuple(computed_once(step, one) if isinstance(one, Tensor) else one for one in args)
             given = {name: computed_once(step, one) if isinstance(one, Tensor) else one for name, one in given.items()}
+            heads, count = unpadded(step, query, key, value)
+            if count:
+                scale = given.get("scale")
+                given["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+                out = self(step, *heads, *args, **given)
+                return None if out is None else padded(step, out, count)
         write = step.at(key)
         if not isinstance(write, Write) or step.at(value) is not write:
             for tensor in (query, key, value, *args, *given.values()):

@@ -26,6 +26,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 
 from ..attention.eager_step import HANDLERS
+from ..attention.padded import HANDLERS as PADDED
 from ..attention.step_attention import StepAttention
 from ..cache.grown import takes_padding
 from ..cache.layers import CacheFull
@@ -649,7 +650,7 @@ class DecodeGraph:
                 backend.count_fallback("decode_step", "eager_left_out")
             products = StepProducts(instead, handlers, poisons=rehearses())
             if CHAINS:
-                products.chains = FUNCTIONS
+                products.chains = {**FUNCTIONS, **PADDED}
             with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
                 yield
 
