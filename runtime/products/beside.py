@@ -218,7 +218,7 @@ def launch_beside(products: Sequence[Product], outs: Sequence[Tensor], normed: T
             num_warps,
             (
                 x.contiguous(), norm, x if shift is None else shift, *weights, *weights[:1] * filling, *biases,
-                *biases[:1] * filling, *outs, *outs[:1] * filling, x if normed is None else normed,
+                *biases[:1] * filling, *outs, *[outs[0]] * filling, x if normed is None else normed,
             ),
             (),
             (),
