@@ -27,7 +27,6 @@ from ..core.tiles import Tile
 from ..products import packing
 from ..products.block_linear import are_blocks, block_linear
 from ..products.linear import before, few_rows, is_one_row, takes_few_rows, tile_for
-from ..products.one_row import are_parameters
 from ..products.prologue import (
     LayerNormPrologue,
     Norm,
@@ -70,7 +69,7 @@ if backend.triton_installed():
     import triton
     import triton.language as tl
 
-    from ..products.one_row import first_columns, norm_parameters, normalised, scaled
+    from ..products.one_row import normalised, scaled, statistics
     from .rope_cache import pair_columns, rotated, store_pairs
 
     @triton.jit(do_not_specialize=["capacity"])
@@ -102,7 +101,6 @@ if backend.triton_installed():
         SHIFT: tl.constexpr,
         BIAS: tl.constexpr,
         OVERLAP: tl.constexpr,
-        AHEAD: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
@@ -118,21 +116,13 @@ if backend.triton_installed():
         first = tl.load(row + col, mask=(col < I)[None, :], other=0.0, cache_modifier=".cg")
         second = tl.load(other_row + col, mask=(col < I)[None, :], other=0.0, cache_modifier=".cg")
         position = tl.load(position_ptr)
-        if AHEAD:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
-            if BIAS:
-                bias = tl.load(bias_ptr + head * D + column)
-                other_bias = tl.load(bias_ptr + head * D + other_column)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        if not AHEAD:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
-            if BIAS:
-                bias = tl.load(bias_ptr + head * D + column)
-                other_bias = tl.load(bias_ptr + head * D + other_column)
-        x, square, mean, inverse = first_columns(
-            x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
-        )
+        if CENTRED:
+            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+        else:
+            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
         firsts = first.to(tl.float32) * x
         seconds = second.to(tl.float32) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
@@ -149,12 +139,12 @@ if backend.triton_installed():
         a = tl.sum(firsts, 1)
         b = tl.sum(seconds, 1)
         if NORM and not CENTRED:
-            deviation = tl.rsqrt(tl.sum(square, 0) / I + eps)
-            a *= deviation
-            b *= deviation
+            inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
+            a *= inverse
+            b *= inverse
         if BIAS:
-            a += bias.to(tl.float32)
-            b += other_bias.to(tl.float32)
+            a += tl.load(bias_ptr + head * D + column).to(tl.float32)
+            b += tl.load(bias_ptr + head * D + other_column).to(tl.float32)
         if R > 0 and head < H + HK:
             a, b = rotated(a, b, cos_ptr, sin_ptr, pair, column, other_column, turns, HALF_TABLE)
         live = pair < D // 2
@@ -444,7 +434,7 @@ def launch_qkv(
                 weight.shape[1], heads, kv_heads, head_dim, 0 if rotation is None else rotation.columns,
                 rotation is not None and rotation.interleaved, rotation is not None and rotation.half_table,
                 prologue is not None, has_weight, isinstance(prologue, LayerNormPrologue), shift is not None,
-                bias is not None, overlap, overlap and are_parameters(prologue, bias), block_rows, block_cols,
+                bias is not None, overlap, block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip

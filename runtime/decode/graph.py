@@ -180,6 +180,8 @@ class DecodeGraph:
         """Kinds of steps that need a 2D mask over the slots that are written: the model's own masks hide no others."""
         self._watched: OrderedDict[Hashable, Any] = OrderedDict()
         self._constants = StepConstants()
+        self._residuals: set[int] = set()
+        """Norms of a step that are read by more than products: `StepProducts`."""
         self.watched: Any = None
         """A `StepInputs`: what the model's own loop gives the steps of a call, where that is more than `_inputs`."""
         accepted = inspect.signature(model.forward).parameters
@@ -544,7 +546,10 @@ class DecodeGraph:
 
         def run() -> None:
             with self._as_for_decoding():
+                known = len(self._residuals)
                 logits = self.forward() if several is None else self.forward_several(several)[:, -1]
+                if several is None and len(self._residuals) > known:  # the next steps run other kernels
+                    logits = self.forward()
             if sampling is not None:
                 choose(logits, self.state, sampling)
 
@@ -648,7 +653,7 @@ class DecodeGraph:
                 handlers = {**HANDLERS, **handlers}
             elif self.model.config.get_text_config(decoder=True)._attn_implementation == "eager":
                 backend.count_fallback("decode_step", "eager_left_out")
-            products = StepProducts(instead, handlers, poisons=rehearses())
+            products = StepProducts(instead, handlers, poisons=rehearses(), residuals=self._residuals)
             if CHAINS:
                 products.chains = {**FUNCTIONS, **PADDED}
             with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):

@@ -44,21 +44,7 @@ if backend.triton_installed():
     import triton.language as tl
 
     from .gated_activation import _activate
-    from .one_row import first_columns, norm_parameters, normalised, scaled, statistics
-
-    @triton.jit
-    def _keep(  # type: ignore[no-untyped-def]
-        x_ptr, norm_ptr, shift_ptr, normed_ptr, eps, offset, I: tl.constexpr, WEIGHT: tl.constexpr,  # noqa: E741
-        SHIFT: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    ):  # fmt: skip
-        """Write the row's LayerNorm: a program of its own, since a store would keep others from loading weights."""
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-        mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
-        for start in tl.static_range(0, I, BLOCK_COLS):
-            col = start + tl.arange(0, BLOCK_COLS)
-            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, WEIGHT, SHIFT)
-            tl.store(normed_ptr + col, x.to(normed_ptr.dtype.element_ty), mask=col < I)
+    from .one_row import first_columns, norm_parameters, normalised, scaled
 
     @triton.jit
     def _beside_kernel(  # type: ignore[no-untyped-def]
@@ -101,10 +87,6 @@ if backend.triton_installed():
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
         program = tl.program_id(0)
-        if KEEPS:
-            if program == tl.num_programs(0) - 1:
-                _keep(x_ptr, norm_ptr, shift_ptr, normed_ptr, eps, offset, I, NORM_WEIGHT, SHIFT, OVERLAP, BLOCK_COLS)
-                return
         start_of_second: tl.constexpr = (O + BLOCK_ROWS - 1) // BLOCK_ROWS
         start_of_third: tl.constexpr = start_of_second + (SECOND_O + BLOCK_ROWS - 1) // BLOCK_ROWS
         first_row, end, biases = program * BLOCK_ROWS, O, O if BIAS else 0
@@ -132,16 +114,21 @@ if backend.triton_installed():
         col = tl.arange(0, BLOCK_COLS)
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         if AHEAD:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
             bias = tl.load(bias_ptr + row, mask=row < biases, other=0.0)
+        if AHEAD and I <= BLOCK_COLS:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         if not AHEAD:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
             bias = tl.load(bias_ptr + row, mask=row < biases, other=0.0)
+        if not AHEAD or I > BLOCK_COLS:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
         x, square, mean, inverse = first_columns(
             x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
         )
+        if KEEPS:  # the only block of columns: no load of weights waits for the store
+            kept = tl.where(program == 0, I, 0)
+            tl.store(normed_ptr + col, x.to(normed_ptr.dtype.element_ty), mask=col < kept)
         total = weight.to(tl.float32) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
@@ -197,13 +184,14 @@ def launch_beside(products: Sequence[Product], outs: Sequence[Tensor], normed: T
     Args:
         products: up to `MOST` that are `alike`.
         outs: what each is written into, of the input's dtype.
-        normed: what their LayerNorm is written into; None for nothing.
+        normed: what their LayerNorm is written into, by the program of the first rows, which has to have all columns
+            at once: between loads of weights a store is slower than a kernel for the norm; None for nothing.
     """
     first = products[0]
     rows = [product.weight.shape[0] for product in products]
     cols = first.weight.shape[1]
     shape = tile_for("linear", sum(rows), cols, first.weight)
-    if shape is None or not is_one_row(first.input):
+    if shape is None or not is_one_row(first.input) or (normed is not None and cols > shape[1]):
         return False
     block_rows, block_cols, num_warps = shape
     x, filling = first.input, MOST - len(products)
@@ -214,7 +202,7 @@ def launch_beside(products: Sequence[Product], outs: Sequence[Tensor], normed: T
     overlap, ahead = overlaps(x), are_parameters(first.prologue, *(product.bias for product in products))
     with backend.device_guard(x):
         beside_kernel.launch(
-            (sum(-(-count // block_rows) for count in rows) + (normed is not None), 1, 1),
+            (sum(-(-count // block_rows) for count in rows), 1, 1),
             num_warps,
             (
                 x.contiguous(), norm, x if shift is None else shift, *weights, *weights[:1] * filling, *biases,

@@ -2,8 +2,9 @@
 
 I in_features, O out_features. A program reads rows of the weight, all of whose columns it multiplies by the input in
 fp32 on the ordinary units; with a norm it computes what that divides by from the same columns. `linear` has the
-formulas. In a graph the bias and what a norm multiplies by and adds come, as the weight does, while the kernel ahead
-runs, where nothing in the step writes them: behind the wait each would be a trip to memory of its own.
+formulas. In a graph the bias of a product, and of a row in one block what its norm multiplies by and adds, come as the
+weight does while the kernel ahead runs, where nothing in the step writes them: behind the wait each would be a trip to
+memory of its own. So are residuals asked for with the row, and not behind its sums.
 """
 
 from __future__ import annotations
@@ -140,18 +141,18 @@ if backend.triton_installed():
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         if SCALED:
             scale = tl.load(scale_ptr + row, mask=live, other=0.0)
-        if AHEAD:
+        if AHEAD and BIAS:
+            bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+        if AHEAD and I <= BLOCK_COLS:
             gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
-            if BIAS:
-                bias = tl.load(bias_ptr + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         if RESIDUAL:
             residual = tl.load(residual_ptr + row, mask=live, other=0.0)
-        if not AHEAD:
+        if BIAS and not AHEAD:
+            bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+        if not AHEAD or I > BLOCK_COLS:
             gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
-            if BIAS:
-                bias = tl.load(bias_ptr + row, mask=live, other=0.0)
         x, square, mean, inverse = first_columns(
             x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
         )
@@ -202,7 +203,6 @@ if backend.triton_installed():
         BIAS: tl.constexpr,
         ACTIVATION: tl.constexpr,
         OVERLAP: tl.constexpr,
-        AHEAD: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
@@ -218,21 +218,13 @@ if backend.triton_installed():
         if SCALED:
             gate_scale = tl.load(scale_ptr + row, mask=live, other=0.0)
             up_scale = tl.load(scale_ptr + O + row, mask=live, other=0.0)
-        if AHEAD:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
-            if BIAS:
-                gate_bias = tl.load(bias_ptr + row, mask=live, other=0.0)
-                up_bias = tl.load(bias_ptr + O + row, mask=live, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        if not AHEAD:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
-            if BIAS:
-                gate_bias = tl.load(bias_ptr + row, mask=live, other=0.0)
-                up_bias = tl.load(bias_ptr + O + row, mask=live, other=0.0)
-        x, square, mean, inverse = first_columns(
-            x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
-        )
+        if CENTRED:
+            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
+        else:
+            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
         gates = widened(gate, DECODE, FNUZ) * x
         ups = widened(up, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
@@ -252,12 +244,12 @@ if backend.triton_installed():
             g *= gate_scale
             u *= up_scale
         if NORM and not CENTRED:
-            deviation = tl.rsqrt(tl.sum(square, 0) / I + eps)
-            g *= deviation
-            u *= deviation
+            inverse = tl.rsqrt(tl.sum(square, 0) / I + eps)
+            g *= inverse
+            u *= inverse
         if BIAS:
-            g += gate_bias.to(tl.float32)
-            u += up_bias.to(tl.float32)
+            g += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            u += tl.load(bias_ptr + O + row, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + row, (_activate(g, ACTIVATION) * u).to(out_ptr.dtype.element_ty), mask=live)
 
     linear_kernel = Kernel(_linear_kernel)
@@ -351,7 +343,7 @@ def launch_gated(
             (
                 cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
                 isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, kind, overlap,
-                overlap and are_parameters(prologue, bias), block_rows, block_cols,
+                block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip

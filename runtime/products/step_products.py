@@ -55,14 +55,23 @@ class StepProducts(PutsOff):
         instead: by functions of torch, what to call first; it returns None where torch's is to run.
         handlers: by functions of torch that are called with tensors and values, what may put off more than products.
         poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
+        residuals: which norms of a step had a kernel of their own in runs before, as they are read by more than
+            products; this run adds its own.
     """
 
     of_step = True
 
     def __init__(
-        self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
+        self,
+        instead: Instead | None = None,
+        handlers: Handlers | None = None,
+        *,
+        poisons: bool = False,
+        residuals: set[int] | None = None,
     ) -> None:
         super().__init__(instead, handlers, poisons=poisons)
+        self._residuals: set[int] = set() if residuals is None else residuals
+        self._norms = 0
         self._once: dict[Hashable, tuple[list[Tensor], Tensor]] = {}
 
     def __exit__(
@@ -154,7 +163,8 @@ class StepProducts(PutsOff):
         if not fits or not is_one_row(input) or not takes_few_rows(input) or not input.is_contiguous():
             return None
         self._settle_each(input, *given)
-        return self.put_off(Normed(input, prologue), input.shape, input)
+        self._norms += 1
+        return self.put_off(Normed(input, prologue, number=self._norms), input.shape, input)
 
     def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         if not input.is_contiguous() or not takes_product(input, weight, bias):
@@ -242,18 +252,26 @@ class StepProducts(PutsOff):
                 self.settle(tensor)
 
     def _compute(self, key: int) -> None:
-        """Compute a tensor; with it, in the same kernel, products of the same row and a LayerNorm that is held."""
+        """Compute a tensor; with it, in the same kernel, products of the same row, and their LayerNorm."""
         group = self._beside(key)
-        normed = self._held_norm(next(iter(group.values()))) if group else None
-        if len(group) + (normed is not None) > 1:
-            keys = [*group, *([] if normed is None else [normed])]
-            places = [(self._deferred[at], self._deferred[at].place()) for at in keys]
-            outs = [deferred.on(place) for deferred, place in places if place is not None]
-            if launch_beside([*group.values()], outs[: len(group)], None if normed is None else outs[-1]):
-                for at in keys:
-                    del self._deferred[at]
-                return
+        normed = self._residual_norm(next(iter(group.values()))) if group else None
+        if (normed is not None and self._launched(group, normed)) or (len(group) > 1 and self._launched(group, None)):
+            return
+        kept = self._deferred[key]
+        if isinstance(kept, Normed) and isinstance(kept.prologue, LayerNormPrologue) and kept.place() is not None:
+            self._residuals.add(kept.number)
         super()._compute(key)
+
+    def _launched(self, group: dict[int, Product], normed: int | None) -> bool:
+        """Compute products, and their norm, in one kernel; return False where there is none."""
+        keys = [*group, *([] if normed is None else [normed])]
+        places = [(self._deferred[at], self._deferred[at].place()) for at in keys]
+        outs = [deferred.on(place) for deferred, place in places if place is not None]
+        if not launch_beside([*group.values()], outs[: len(group)], None if normed is None else outs[-1]):
+            return False
+        for at in keys:
+            del self._deferred[at]
+        return True
 
     def _beside(self, key: int) -> dict[int, Product]:
         """Return a product of one row, and those that are alike, in the order of the model; nothing for others."""
@@ -266,13 +284,12 @@ class StepProducts(PutsOff):
         others = [at for at, product in found.items() if at not in (key, *inner) and alike(own, product)]
         return {at: product for at, product in found.items() if at in (key, *others[: MOST - 1])}
 
-    def _held_norm(self, product: Product) -> int | None:
-        """Return the key of a product's own LayerNorm, where somebody holds its result: it may be a residual too."""
+    def _residual_norm(self, product: Product) -> int | None:
+        """Return the key of a product's own LayerNorm, where it is read once more behind it, as a residual is."""
         for at, kept in self._deferred.items():
-            if isinstance(kept, Normed) and kept.residual is None and kept.place() is not None:
-                if isinstance(kept.prologue, LayerNormPrologue) and is_same(kept.input, product.input):
-                    if is_same_norm(kept.prologue, product.prologue):
-                        return at
+            if isinstance(kept, Normed) and kept.number in self._residuals and kept.place() is not None:
+                if is_same(kept.input, product.input) and is_same_norm(kept.prologue, product.prologue):
+                    return at
         return None
 
     def sum_of(self, tensors: list[Tensor]) -> Tensor:
