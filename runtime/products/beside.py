@@ -115,16 +115,31 @@ if backend.triton_installed():
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         if AHEAD:
             bias = tl.load(bias_ptr + row, mask=row < biases, other=0.0)
-        if AHEAD and I <= BLOCK_COLS:
+        early: tl.constexpr = AHEAD and I <= BLOCK_COLS
+        gain = 0.0
+        shift = 0.0
+        if early:
             gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         if not AHEAD:
             bias = tl.load(bias_ptr + row, mask=row < biases, other=0.0)
-        if not AHEAD or I > BLOCK_COLS:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
         x, square, mean, inverse = first_columns(
-            x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
+            x_ptr,
+            norm_ptr,
+            shift_ptr,
+            gain,
+            shift,
+            col,
+            eps,
+            offset,
+            I,
+            NORM,
+            NORM_WEIGHT,
+            CENTRED,
+            SHIFT,
+            early,
+            BLOCK_COLS,
         )
         if KEEPS:  # the only block of columns: no load of weights waits for the store
             kept = tl.where(program == 0, I, 0)

@@ -50,10 +50,11 @@ if backend.triton_installed():
 
     @triton.jit
     def first_columns(  # type: ignore[no-untyped-def]
-        x_ptr, gain, shift, col, eps, offset, I: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr,  # noqa: E741
-        CENTRED: tl.constexpr, SHIFT: tl.constexpr, BLOCK_COLS: tl.constexpr,
+        x_ptr, norm_ptr, shift_ptr, gain, shift, col, eps, offset, I: tl.constexpr, NORM: tl.constexpr,  # noqa: E741
+        WEIGHT: tl.constexpr, CENTRED: tl.constexpr, SHIFT: tl.constexpr, EARLY: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
     ):  # fmt: skip
-        """Return what `normalised`, or `scaled`, does of the first columns, with `norm_parameters` at hand.
+        """Return what `normalised`, or `scaled`, does of the first columns; if EARLY, `norm_parameters` are at hand.
 
         Beside it the squares, and mean and inverse deviation of the row: 0 where the norm has no use for them.
         """
@@ -61,6 +62,8 @@ if backend.triton_installed():
         inverse = 0.0
         if CENTRED:
             mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+        if not EARLY:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, WEIGHT, SHIFT)
         x = tl.load(x_ptr + col, mask=col < I, other=0.0).to(tl.float32)
         square = x * x
         if CENTRED:
@@ -143,7 +146,10 @@ if backend.triton_installed():
             scale = tl.load(scale_ptr + row, mask=live, other=0.0)
         if AHEAD and BIAS:
             bias = tl.load(bias_ptr + row, mask=live, other=0.0)
-        if AHEAD and I <= BLOCK_COLS:
+        early: tl.constexpr = AHEAD and I <= BLOCK_COLS
+        gain = 0.0
+        shift = 0.0
+        if early:
             gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
@@ -151,10 +157,22 @@ if backend.triton_installed():
             residual = tl.load(residual_ptr + row, mask=live, other=0.0)
         if BIAS and not AHEAD:
             bias = tl.load(bias_ptr + row, mask=live, other=0.0)
-        if not AHEAD or I > BLOCK_COLS:
-            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
         x, square, mean, inverse = first_columns(
-            x_ptr, gain, shift, col, eps, offset, I, NORM, NORM_WEIGHT, CENTRED, SHIFT, BLOCK_COLS
+            x_ptr,
+            norm_ptr,
+            shift_ptr,
+            gain,
+            shift,
+            col,
+            eps,
+            offset,
+            I,
+            NORM,
+            NORM_WEIGHT,
+            CENTRED,
+            SHIFT,
+            early,
+            BLOCK_COLS,
         )
         total = widened(weight, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
