@@ -24,14 +24,19 @@ PROMPT = 4096
 EPS = 1e-5
 
 
+def parameter(*shape: int) -> nn.Parameter:
+    """Return a parameter, which kernels of a graph may load before they wait."""
+    return nn.Parameter(tensor(*shape), requires_grad=False)
+
+
 def layer_norm(size: int) -> LayerNormPrologue:
     """Return a LayerNorm, for a kernel that computes it itself."""
-    return LayerNormPrologue(tensor(size), tensor(size), EPS)
+    return LayerNormPrologue(parameter(size), parameter(size), EPS)
 
 
 def prologue(size: int) -> Prologue:
     """Return the RMSNorm of rows of a size."""
-    return Prologue(tensor(size), EPS)
+    return Prologue(parameter(size), EPS)
 
 
 def cache(model: Model, rows: int, capacity: int) -> tuple[Tensor, Tensor]:

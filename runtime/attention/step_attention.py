@@ -13,9 +13,12 @@ from torch import Tensor
 
 from ..cache.preallocated import PreallocatedCache
 from ..cache.token import Write
+from ..core.target import CHAINS
 from ..core.written import version_of
+from ..products.chain import computed_once
 from ..products.step_products import StepProducts
 from .masked_attention import masked_attention
+from .padded import padded, unpadded
 
 
 class StepAttention:
@@ -35,10 +38,22 @@ class StepAttention:
     def __call__(
         self, step: StepProducts, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any
     ) -> Tensor | None:
-        """Attend and write the token; None where that is not possible, or the token has been written."""
+        """Attend, and write the token where it has not been written; None where that is not possible."""
+        if CHAINS:
+            args = tuple(computed_once(step, one) if isinstance(one, Tensor) else one for one in args)
+            given = {name: computed_once(step, one) if isinstance(one, Tensor) else one for name, one in given.items()}
+            heads, count = unpadded(step, query, key, value)
+            if count:
+                scale = given.get("scale")
+                given["scale"] = query.shape[-1] ** -0.5 if scale is None else scale
+                out = self(step, *heads, *args, **given)
+                return None if out is None else padded(step, out, count)
         write = step.at(key)
         if not isinstance(write, Write) or step.at(value) is not write:
-            return None
+            for tensor in (query, key, value, *args, *given.values()):
+                if isinstance(tensor, Tensor):
+                    step.settle(tensor)
+            return self.plain(query, key, value, *args, **given)
         for tensor in (query, *write.reads, *args, *given.values()):
             if isinstance(tensor, Tensor):
                 step.settle(tensor)

@@ -25,7 +25,7 @@ _CASTS = {"float", "double", "half", "bfloat16", "to"}
 _VALUES = _CASTS | {"exp", "neg", "softplus", "sigmoid", "add", "mul", "sub", "div", "pow", "rsub"}
 _VIEWS = {"view", "reshape", "squeeze", "unsqueeze", "expand", "transpose", "permute", "contiguous", "__getitem__"}
 _OPERATORS = {f"__{side}{name}__" for side in ("", "r") for name in ("add", "mul", "sub", "truediv", "pow")}
-_PURE = _VALUES | _VIEWS | _OPERATORS | {"__neg__"}
+_PURE = _VALUES | _VIEWS | _OPERATORS | {"__neg__", "cat"}
 """Names of torch's functions that compute a tensor of their arguments and do nothing else."""
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "mul", "sub", "div", "truediv", "pow", "mod"))}
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, slice, type(None), type(...))

@@ -173,6 +173,7 @@ class DecodeGraph(Step):
         self._constants = contextlib.nullcontext()
         if CONSTANTS:
             self._constants = StepConstants()
+        self._residuals = set()
         self.watched = None
         accepted = inspect.signature(model.forward).parameters
         self._cached = {"use_cache": True}
@@ -528,7 +529,10 @@ class DecodeGraph(Step):
 
         def run() -> None:
             with self._as_for_decoding():
+                known = len(self._residuals)
                 logits = self.forward() if several is None else self.forward_several(several)[:, -1]
+                if several is None and len(self._residuals) > known:  # the next steps run other kernels
+                    logits = self.forward()
             if sampling is not None:
                 choose(logits, self.state, sampling)
 

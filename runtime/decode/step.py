@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention.eager_step import HANDLERS
+from ..attention.padded import HANDLERS as PADDED
 from ..attention.step_attention import StepAttention
 from ..cache.own import own_cache_of
 from ..cache.preallocated import PreallocatedCache
@@ -41,6 +42,8 @@ class Step:
     _slots: Tensor
     _hiding: set[Hashable]
     """Kinds of steps that need a 2D mask over the slots that are written: the model's own masks hide no others."""
+    _residuals: set[int]
+    """Norms of a step that are read by more than products: `StepProducts`."""
     _constants: Any
     """`StepConstants`, where steps may have some."""
     _accepted: set[str]
@@ -99,9 +102,9 @@ class Step:
                 handlers = {**HANDLERS, **handlers}
             elif self.model.config.get_text_config(decoder=True)._attn_implementation == "eager":
                 backend.count_fallback("decode_step", "eager_left_out")
-            products = StepProducts(instead, handlers, poisons=rehearses())
+            products = StepProducts(instead, handlers, poisons=rehearses(), residuals=self._residuals)
             if CHAINS:
-                products.chains = FUNCTIONS
+                products.chains = {**FUNCTIONS, **PADDED}
             with products, self._constants, StepLength(cache.position, cache.capacity, cache.slots):
                 yield
 

@@ -20,7 +20,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from ..core.launch import overlaps, pretends
 from .chain_forms import CASTED, FORMS, NEVER, OUT, WRITTEN, Form, Maker, same
 from .chain_text import LARGE, TYPES, Node, Read, is_turned, launch_chain
 from .put_off import Deferred, PutsOff, is_slice, tensors_of
+
+if TYPE_CHECKING:
+    from .step_products import StepProducts
 
 CASES = """
 def chained(function, *given):
@@ -214,6 +217,22 @@ def hides_nothing(step: PutsOff, mask: Tensor) -> bool:
     return (
         isinstance(found, Chain) and found.node.kind == "full" and bool(found.node.of[0]) == (mask.dtype == torch.bool)
     )
+
+
+def computed_once(step: StepProducts, tensor: Tensor) -> Tensor:
+    """Return a tensor with the numbers of one that is only read: what all layers make is computed for the first.
+
+    As T5's layers join the mask with the bias of positions that the first of them has made.
+    """
+    found = step.of(tensor)
+    if not isinstance(found, Chain):
+        return tensor
+
+    def compute() -> Tensor:
+        step.settle(tensor)
+        return tensor
+
+    return step.once(found.node.key, found.reads, compute).view(tensor.shape)
 
 
 def uncopied(step: PutsOff, tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import hashlib
 import linecache
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +108,26 @@ class Node:
     def functions(self) -> int:
         """How many functions it takes."""
         return sum(node.kind != "leaf" for node in self.nodes)
+
+    @property
+    def key(self) -> Hashable:
+        """What two nodes have in common that give the same numbers, while nobody writes what they read."""
+        known: dict[Node, int] = {}
+        parts: list[Hashable] = []
+
+        def number(node: Node) -> int:
+            if node not in known:
+                reads = [
+                    (number(one.node), one.strides, one.shape) if isinstance(one, Read) else one for one in node.of
+                ]
+                memory = None if node.tensor is None else node.tensor.untyped_storage()._cdata
+                start = None if node.tensor is None else node.tensor.storage_offset()
+                parts.append((node.kind, node.dtype, node.shape, node.joined, node.at, memory, start, *reads))
+                known[node] = len(known)
+            return known[node]
+
+        number(self)
+        return tuple(parts)
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -67,6 +67,8 @@ class Normed(Deferred):
     prologue: Norm
     residual: Tensor | None = None
     """Of an RMSNorm alone."""
+    number: int = -1
+    """Which norm of the step it is."""
 
     @property
     def reads(self) -> Sequence[Tensor]:

@@ -69,7 +69,7 @@ for model in LLAMAS:
 
 def plain(model, activation):
     size, inner = model.hidden_size, model.intermediate_size
-    given = tensor(1, 1, size), tensor(inner, size), tensor(inner)
+    given = tensor(1, 1, size), tensor(inner, size), parameter(inner)
     return launch_product(*given, layer_norm(size), None, tensor(1, 1, inner), activation)
 
 for model in LLAMAS:

@@ -73,6 +73,11 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
+def holds(tensor: Tensor) -> bool:
+    """Return whether a tensor begins where one of those that were joined does: it is made of parameters."""
+    return tensor.data_ptr() in _groups
+
+
 def join(tensors: Sequence[Tensor]) -> Tensor | str:
     """Move tensors into one memory and return them as one; or return why that cannot be, a key of `packing.REASONS`.
 

@@ -2,18 +2,21 @@
 
 I in_features, O out_features. A program reads rows of the weight, all of whose columns it multiplies by the input in
 fp32 on the ordinary units; with a norm it computes what that divides by from the same columns. `linear` has the
-formulas.
+formulas. In a graph the bias of a product, and of a row in one block what its norm multiplies by and adds, come as the
+weight does while the kernel ahead runs, where nothing in the step writes them: behind the wait each would be a trip to
+memory of its own. So are residuals asked for with the row, and not behind its sums.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import backend
 from ..core.launch import Kernel, overlaps
 from ..core.tiles import Tile
+from . import memory
 from .prologue import LayerNormPrologue, Norm, norm_arguments, shift_of
 
 if backend.triton_installed():
@@ -31,6 +34,45 @@ if backend.triton_installed():
         if NORM and WEIGHT:
             x *= tl.load(norm_ptr + col, mask=mask, other=0.0).to(tl.float32) + offset
         return x, square
+
+    @triton.jit
+    def norm_parameters(  # type: ignore[no-untyped-def]
+        norm_ptr, shift_ptr, col, mask, WEIGHT: tl.constexpr, SHIFT: tl.constexpr
+    ):
+        """Load columns of what a norm multiplies by, and of what it adds; 0 for what it has not."""
+        gain = 0.0
+        shift = 0.0
+        if WEIGHT:
+            gain = tl.load(norm_ptr + col, mask=mask, other=0.0)
+        if SHIFT:
+            shift = tl.load(shift_ptr + col, mask=mask, other=0.0)
+        return gain, shift
+
+    @triton.jit
+    def first_columns(  # type: ignore[no-untyped-def]
+        x_ptr, norm_ptr, shift_ptr, gain, shift, col, eps, offset, I: tl.constexpr, NORM: tl.constexpr,  # noqa: E741
+        WEIGHT: tl.constexpr, CENTRED: tl.constexpr, SHIFT: tl.constexpr, EARLY: tl.constexpr,
+        BLOCK_COLS: tl.constexpr,
+    ):  # fmt: skip
+        """Return what `normalised`, or `scaled`, does of the first columns; if EARLY, `norm_parameters` are at hand.
+
+        Beside it the squares, and mean and inverse deviation of the row: 0 where the norm has no use for them.
+        """
+        mean = 0.0
+        inverse = 0.0
+        if CENTRED:
+            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
+        if not EARLY:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, WEIGHT, SHIFT)
+        x = tl.load(x_ptr + col, mask=col < I, other=0.0).to(tl.float32)
+        square = x * x
+        if CENTRED:
+            x = (x - mean) * inverse
+        if NORM and WEIGHT:
+            x *= gain.to(tl.float32) + offset
+        if SHIFT:
+            x += shift.to(tl.float32)
+        return x, square, mean, inverse
 
     @triton.jit
     def statistics(x_ptr, eps, I: tl.constexpr, BLOCK_COLS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
@@ -89,6 +131,7 @@ if backend.triton_installed():
         ACTIVATION: tl.constexpr,
         RESIDUAL: tl.constexpr,
         OVERLAP: tl.constexpr,
+        AHEAD: tl.constexpr,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLS: tl.constexpr,
     ):
@@ -101,13 +144,36 @@ if backend.triton_installed():
         weight = tl.load(weight_row + col, mask=live[:, None] & (col < I), other=0.0, cache_modifier=".cg")
         if SCALED:
             scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+        if AHEAD and BIAS:
+            bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+        early: tl.constexpr = AHEAD and I <= BLOCK_COLS
+        gain = 0.0
+        shift = 0.0
+        if early:
+            gain, shift = norm_parameters(norm_ptr, shift_ptr, col, col < I, NORM_WEIGHT, SHIFT)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
-        if CENTRED:
-            mean, inverse = statistics(x_ptr, eps, I, BLOCK_COLS)
-            x = normalised(x_ptr, norm_ptr, shift_ptr, col, col < I, offset, mean, inverse, NORM_WEIGHT, SHIFT)
-        else:
-            x, square = scaled(x_ptr, norm_ptr, col, col < I, offset, NORM, NORM_WEIGHT)
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + row, mask=live, other=0.0)
+        if BIAS and not AHEAD:
+            bias = tl.load(bias_ptr + row, mask=live, other=0.0)
+        x, square, mean, inverse = first_columns(
+            x_ptr,
+            norm_ptr,
+            shift_ptr,
+            gain,
+            shift,
+            col,
+            eps,
+            offset,
+            I,
+            NORM,
+            NORM_WEIGHT,
+            CENTRED,
+            SHIFT,
+            early,
+            BLOCK_COLS,
+        )
         total = widened(weight, DECODE, FNUZ) * x
         for start in tl.static_range(BLOCK_COLS, I, BLOCK_COLS):
             col = start + tl.arange(0, BLOCK_COLS)
@@ -124,12 +190,12 @@ if backend.triton_installed():
         if NORM and not CENTRED:
             y *= tl.rsqrt(tl.sum(square, 0) / I + eps)
         if BIAS:
-            y += tl.load(bias_ptr + row, mask=live, other=0.0).to(tl.float32)
+            y += bias.to(tl.float32)
         if ACTIVATION != "":
             y = _activate(y, ACTIVATION)
         y *= factor
         if RESIDUAL:
-            y += tl.load(residual_ptr + row, mask=live, other=0.0).to(tl.float32)
+            y += residual.to(tl.float32)
         tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=live)
 
     @triton.jit
@@ -253,10 +319,19 @@ def launch_linear(
             (
                 cols, rows, scale is not None, decode, fnuz, prologue is not None, has_weight,
                 isinstance(prologue, LayerNormPrologue), shift is not None, bias is not None, activation,
-                residual is not None, overlap, block_rows, block_cols,
+                residual is not None, overlap, overlap and are_parameters(prologue, bias), block_rows, block_cols,
             ),
             overlap=overlap,
         )  # fmt: skip
+
+
+def are_parameters(prologue: Norm | None, *biases: Tensor | None) -> bool:
+    """Return whether no kernel of a step writes a norm's weights and biases: a kernel may load them before it waits.
+
+    They are parameters, or several in one memory.
+    """
+    given = [*biases, *(() if prologue is None else (prologue.weight, shift_of(prologue)))]
+    return all(tensor is None or type(tensor) is nn.Parameter or memory.holds(tensor) for tensor in given)
 
 
 def launch_gated(

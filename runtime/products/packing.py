@@ -12,6 +12,7 @@ by the packed product. Where packing is not safe the modules themselves are call
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -193,8 +194,15 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | str:
 
 def _filled_up(weights: Sequence[Tensor], biases: Sequence[Tensor | None], like: Tensor) -> Tensor:
     """Return biases of which some are missing as one: zeros keep the one rounding of a GEMM with bias."""
-    missing = like.new_zeros(max(weight.shape[0] for weight in weights))
+    missing = _zeros(max(weight.shape[0] for weight in weights), like.dtype, like.device)
     return torch.cat([missing[: w.shape[0]] if b is None else b for w, b in zip(weights, biases, strict=True)])
+
+
+@functools.cache
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return zeros, as a parameter: what a step makes of parameters alone it makes once (`decode.constants`)."""
+    with torch.inference_mode(False):
+        return nn.Parameter(torch.zeros(size, dtype=dtype, device=device), requires_grad=False)
 
 
 def register(name: str, multiply: Multiply) -> Callable[..., Tensor]:

@@ -211,7 +211,9 @@ class PutsOff(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if len({key_of(place) for place in places}) < len(places):
                 return False
-            self._settle(places, write.reads)
+            self._settle(places)
+            for tensor in write.reads:  # which it does not write: what else is computed from them can wait
+                self.settle(tensor)
             for place in places:
                 write.stands_for(place)
                 self._deferred[key_of(place)] = write

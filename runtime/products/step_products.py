@@ -9,7 +9,7 @@ reads what nobody computed shows in `DecodeGraph.prove`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..core.rows import KERNEL_DTYPES
 from ..core.target import CONV1D, LAYER_NORM
 from . import memory
+from .beside import MOST, alike, is_same, is_same_norm, launch_beside
 from .deferred import POINTS, Normed, Pointwise, Product, activation_of
 from .linear import is_one_row, takes_few_rows, takes_product
 from .prologue import LayerNormPrologue, Norm, Prologue, shift_of
@@ -54,29 +55,38 @@ class StepProducts(PutsOff):
         instead: by functions of torch, what to call first; it returns None where torch's is to run.
         handlers: by functions of torch that are called with tensors and values, what may put off more than products.
         poisons: fill what is put off with NaN, so that it shows where it is read and not computed.
+        residuals: which norms of a step had a kernel of their own in runs before, as they are read by more than
+            products; this run adds its own.
     """
 
     of_step = True
 
     def __init__(
-        self, instead: Instead | None = None, handlers: Handlers | None = None, *, poisons: bool = False
+        self,
+        instead: Instead | None = None,
+        handlers: Handlers | None = None,
+        *,
+        poisons: bool = False,
+        residuals: set[int] | None = None,
     ) -> None:
         super().__init__(instead, handlers, poisons=poisons)
-        self._sums: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+        self._residuals: set[int] = set() if residuals is None else residuals
+        self._norms = 0
+        self._once: dict[Hashable, tuple[list[Tensor], Tensor]] = {}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Compute what the model still holds."""
         super().__exit__(kind, error, trace)
-        self._sums.clear()
+        self._once.clear()
 
     def _holds(self) -> bool:
-        return bool(self._deferred or self._sums)
+        return bool(self._deferred or self._once)
 
     def _settle(self, *arguments: Any) -> None:
         keys = {key_of(tensor) for tensor in tensors_of(arguments)}
-        self._sums = {at: kept for at, kept in self._sums.items() if keys.isdisjoint(map(key_of, (*kept[0], kept[1])))}
+        self._once = {at: kept for at, kept in self._once.items() if keys.isdisjoint(map(key_of, (*kept[0], kept[1])))}
         super()._settle(*arguments)
 
     def _taken(self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]) -> Any:
@@ -137,12 +147,14 @@ class StepProducts(PutsOff):
             return (found.input, found.prologue) if bare else None  # type: ignore[union-attr]
 
     def product(self, input: Tensor, *product: Any) -> Tensor | None:
-        """Put off a product that knows its norm."""
+        """Put off a product that knows its norm, or has none of its own."""
         weight, bias, prologue = product
         with torch._C.DisableTorchFunction():
+            if prologue is None:
+                return self._product(input, weight, bias)
             if not input.is_contiguous() or not takes_product(input, weight, bias):
                 return None
-            self.settle(input)
+            self._settle_each(input, weight, bias)
             return self.put_off(Product(input, weight, bias, prologue), (*input.shape[:-1], weight.shape[0]), input)
 
     def _norm(self, input: Tensor, prologue: Norm) -> Tensor | None:
@@ -150,8 +162,9 @@ class StepProducts(PutsOff):
         fits = all(p.shape == input.shape[-1:] and p.dtype == input.dtype and p.is_contiguous() for p in given)
         if not fits or not is_one_row(input) or not takes_few_rows(input) or not input.is_contiguous():
             return None
-        self.settle(input)
-        return self.put_off(Normed(input, prologue), input.shape, input)
+        self._settle_each(input, *given)
+        self._norms += 1
+        return self.put_off(Normed(input, prologue, number=self._norms), input.shape, input)
 
     def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         if not input.is_contiguous() or not takes_product(input, weight, bias):
@@ -171,6 +184,7 @@ class StepProducts(PutsOff):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, norms: tuple[type, ...]
     ) -> tuple[Tensor, Tensor, Tensor | None, Norm | None]:
         """Return the first fields of a product: it computes the norm before it, if that is one of `norms`."""
+        self._settle_each(weight, bias)
         before = self.of(input)
         if isinstance(before, Normed) and before.residual is None and isinstance(before.prologue, norms):
             if before.input.shape[-1] == input.shape[-1]:
@@ -231,14 +245,65 @@ class StepProducts(PutsOff):
                 return self.put_off(total, other.shape, other)
         return None
 
+    def _settle_each(self, *tensors: Tensor | None) -> None:
+        """Compute what a kernel reads: a bias of several may be made in every step."""
+        for tensor in tensors:
+            if tensor is not None:
+                self.settle(tensor)
+
+    def _compute(self, key: int) -> None:
+        """Compute a tensor; with it, in the same kernel, products of the same row, and their LayerNorm."""
+        group = self._beside(key)
+        normed = self._residual_norm(next(iter(group.values()))) if group else None
+        if (normed is not None and self._launched(group, normed)) or (len(group) > 1 and self._launched(group, None)):
+            return
+        kept = self._deferred[key]
+        if isinstance(kept, Normed) and isinstance(kept.prologue, LayerNormPrologue) and kept.place() is not None:
+            self._residuals.add(kept.number)
+        super()._compute(key)
+
+    def _launched(self, group: dict[int, Product], normed: int | None) -> bool:
+        """Compute products, and their norm, in one kernel; return False where there is none."""
+        keys = [*group, *([] if normed is None else [normed])]
+        places = [(self._deferred[at], self._deferred[at].place()) for at in keys]
+        outs = [deferred.on(place) for deferred, place in places if place is not None]
+        if not launch_beside([*group.values()], outs[: len(group)], None if normed is None else outs[-1]):
+            return False
+        for at in keys:
+            del self._deferred[at]
+        return True
+
+    def _beside(self, key: int) -> dict[int, Product]:
+        """Return a product of one row, and those that are alike, in the order of the model; nothing for others."""
+        own = _single(self._deferred[key])
+        if own is None:
+            return {}
+        functions = [kept for kept in self._deferred.values() if isinstance(kept, Pointwise)]
+        inner = {key_of(tensor) for function in functions for tensor in tensors_of(function.operands)}
+        found = {at: product for at, kept in self._deferred.items() if (product := _single(kept)) is not None}
+        others = [at for at, product in found.items() if at not in (key, *inner) and alike(own, product)]
+        return {at: product for at, product in found.items() if at in (key, *others[: MOST - 1])}
+
+    def _residual_norm(self, product: Product) -> int | None:
+        """Return the key of a product's own LayerNorm, where it is read once more behind it, as a residual is."""
+        for at, kept in self._deferred.items():
+            if isinstance(kept, Normed) and kept.number in self._residuals and kept.place() is not None:
+                if is_same(kept.input, product.input) and is_same_norm(kept.prologue, product.prologue):
+                    return at
+        return None
+
     def sum_of(self, tensors: list[Tensor]) -> Tensor:
         """Return the sum of what every layer adds, computed once a step for the same tensors."""
         if len(tensors) == 1:
             return tensors[0]
         at = tuple(number for t in tensors for number in (key_of(t), t.storage_offset(), *t.shape, *t.stride()))
-        if at not in self._sums:
-            self._sums[at] = (tensors, functools.reduce(torch.add, tensors))
-        return self._sums[at][1]
+        return self.once(at, tensors, lambda: functools.reduce(torch.add, tensors))
+
+    def once(self, key: Hashable, reads: Sequence[Tensor], compute: Callable[[], Tensor]) -> Tensor:
+        """Return what was computed under a key, while no function of torch has been given a tensor that it reads."""
+        if key not in self._once:
+            self._once[key] = ([*reads], compute())
+        return self._once[key][1]
 
 
 def _writes(dtype: torch.dtype, of_sum: torch.dtype) -> bool:
@@ -252,6 +317,14 @@ def _bare(deferred: Deferred | None) -> Product | None:
         return deferred.of
     bare = isinstance(deferred, Product) and not deferred.activation and deferred.residual is None
     return deferred if bare else None  # type: ignore[return-value]
+
+
+def _single(deferred: Deferred) -> Product | None:
+    """Return a product of one row to which nothing is added yet, of a weight that lies as `nn.Linear` has it."""
+    product = None if deferred.place() is None else _whole(deferred)
+    if not isinstance(product, Product) or product.residual is not None or product.transposed:
+        return None
+    return product if is_one_row(product.input) else None
 
 
 def _whole(deferred: Deferred | None) -> Product | Normed | None:

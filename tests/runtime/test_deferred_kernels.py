@@ -21,6 +21,7 @@ from rewrite.runtime.cache.token import write_token
 from rewrite.runtime.core import launch
 from rewrite.runtime.norms.add_layer_norm import add_layer_norm
 from rewrite.runtime.norms.rms_norm import rms_norm
+from rewrite.runtime.products.chain import FUNCTIONS
 from rewrite.runtime.products.deferred import POINTS, activation_of
 from rewrite.runtime.products.prologue import LayerNormPrologue
 from rewrite.runtime.products.step_products import StepProducts
@@ -184,6 +185,23 @@ def test_several_rows(device: torch.device, kernels: list[str]) -> None:
     ours = stepped(model, x)
     assert kernels == ["skinny_linear"] * 4
     assert_close(ours, model.double()(x.double()), 5e-3)
+
+
+def test_what_a_kernel_reads_is_computed_before_it(device: torch.device, kernels: list[str]) -> None:
+    """As the bias of Whisper's keys and values, of which keys have none, and weights of norms that a step makes."""
+    product, bias = nn.Linear(SIZE, SIZE, bias=False, device=device), torch.randn(SIZE // 2, device=device)
+    weight, x = torch.rand(SIZE, device=device), torch.randn(1, 1, SIZE, device=device)
+
+    def layer() -> Tensor:
+        joined, gain = torch.cat([bias.new_zeros(SIZE // 2), bias]), 1.0 + weight.tanh()
+        return F.linear(F.layer_norm(x, (SIZE,), gain, joined), product.weight, joined)
+
+    step = StepProducts(poisons=True)
+    step.chains = FUNCTIONS
+    with torch.no_grad(), step:
+        ours = layer()
+    assert sorted(kernels) == ["chain", "chain", "linear"]
+    assert_close(ours, layer().double())
 
 
 def test_a_norm_with_a_root_mean_square(device: torch.device, kernels: list[str]) -> None:

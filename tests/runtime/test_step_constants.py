@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from rewrite.runtime.decode import constants
 from rewrite.runtime.decode.constants import StepConstants
+from rewrite.runtime.products.packing import packed_linear
 
 
 class Rates(nn.Module):
@@ -41,6 +42,24 @@ def test_they_are_computed_once_and_anew_when_asked() -> None:
     assert not torch.allclose(step(model, kept, x), model(x))
     kept.refresh()
     torch.testing.assert_close(step(model, kept, x), model(x))
+
+
+def test_a_bias_of_which_a_part_is_missing_is_made_once() -> None:
+    """Whisper's keys have none, its values have one, and both are one product."""
+    keys, values, kept = nn.Linear(8, 4, bias=False), nn.Linear(8, 4), StepConstants()
+    x = torch.rand(1, 1, 8)
+
+    def both(x: Tensor) -> Tensor:
+        return torch.cat(packed_linear(x, keys, values), -1)
+
+    wanted = torch.cat([keys(x), values(x)], -1)
+    torch.testing.assert_close(step(both, kept, x), wanted)
+    assert kept.nbytes == 8 * 4
+    with torch.no_grad():
+        values.bias.add_(1)
+    kept.refresh()
+    torch.testing.assert_close(step(both, kept, x), wanted + torch.tensor([0.0] * 4 + [1.0] * 4))
+    assert kept.nbytes == 8 * 4
 
 
 def test_a_parameter_that_moved_is_another_one() -> None:
