@@ -194,7 +194,7 @@ _GELU_CLASSES = (ACT2CLS["gelu"], ACT2CLS["gelu_pytorch_tanh"])
 def gated_activation(
     gate: torch.Tensor,
     up: torch.Tensor,
-    activation: Callable[[torch.Tensor], torch.Tensor],
+    activation: Callable[..., torch.Tensor],
     *,
     approximate: str | None = None,
 ) -> torch.Tensor:

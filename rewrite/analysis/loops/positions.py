@@ -50,9 +50,9 @@ def _values(function: cst.FunctionDef) -> dict[str, list[cst.CSTNode]]:
         for name, value in given_names(node).items():
             values.setdefault(name, []).append(value)
         if isinstance(node, (cst.NamedExpr, cst.AnnAssign, cst.AugAssign)) and isinstance(node.target, cst.Name):
-            value = node if isinstance(node, cst.AugAssign) else node.value
-            if value is not None:
-                values.setdefault(node.target.value, []).append(value)
+            changed = node if isinstance(node, cst.AugAssign) else node.value
+            if changed is not None:
+                values.setdefault(node.target.value, []).append(changed)
     return values
 
 
