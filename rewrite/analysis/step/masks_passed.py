@@ -72,6 +72,17 @@ class _Passed:
                 if isinstance(node, cst.Name) and node.value == name and self._is_after(node):
                     if not self._is_passed(node):
                         return self._said(node)
+        return self._changed_in_a_loop()
+
+    def _changed_in_a_loop(self) -> str:
+        """Return the source of what changes a mask that a loop takes from beside the layers."""
+        for loop in (node for node in self.nodes if isinstance(node, cst.For)):
+            if not any(isinstance(node, cst.Name) and node.value in self.holders for node in walk(loop.iter)):
+                continue
+            taken = {name.value for name in walk(loop.target) if isinstance(name, cst.Name)}
+            for use in (node for node in walk(loop.body) if isinstance(node, cst.Name) and node.value in taken):
+                if use.value in self.values or not self._is_passed(use):
+                    return self._said(use)
         return ""
 
     def _said(self, node: cst.CSTNode) -> str:
@@ -149,8 +160,21 @@ class _Passed:
         first = min((self.order[id(v)] for v in self.values[use.value] if self._holds(v, self.holders)), default=0)
         return self.order[id(use)] > first
 
+    def _is_looped_over(self, use: cst.Name) -> bool:
+        """Whether a loop runs over layers and masks side by side: `zip(self.layers, [mask] * count)`."""
+        inner: cst.CSTNode = use
+        while isinstance(above := self.module.parent(inner), (*_THROUGH, cst.Arg, cst.Call, cst.BinaryOperation)):
+            if isinstance(above, cst.Call) and not m.matches(above.func, m.Name("zip") | m.Name("enumerate")):
+                return False
+            if isinstance(above, cst.BinaryOperation) and not isinstance(inner, cst.List):
+                return False
+            inner = above
+        return isinstance(above, cst.For) and above.iter is inner
+
     def _is_passed(self, use: cst.Name) -> bool:
         """Whether a use of a local that holds masks binds it, passes it to a layer, or only asks about it."""
+        if self._is_looped_over(use):
+            return True
         top: cst.CSTNode = use
         while isinstance(above := self.module.parent(top), _THROUGH) and not (
             isinstance(above, cst.IfExp) and above.test is top
