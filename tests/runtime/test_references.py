@@ -253,3 +253,15 @@ def test_one_tensor_is_rotated_beside_keys_whose_fake_lies_as_they_do() -> None:
     with Faked():
         rotary_single(x, table.cos(), table.sin(), unsqueeze_dim=2, interleaved=True, half_table=True)
     assert len(promised) == 2
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_half_a_table_of_one_column_turns_two(interleaved: bool) -> None:
+    """Moonshine with heads of which a pair is turned; as a table that is broadcast, an odd column was left."""
+    q, k = torch.randn(2, 2, 3, 5, 6)
+    cos, sin = torch.rand(2, 1, 5, 1)
+    turned = rotary(q, k, cos, sin, interleaved=interleaved, half_table=True, partial=True)
+    for got, x in zip(turned, (q, k), strict=True):
+        first, second = x[..., :1], x[..., 1:2]
+        pair = (first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None])
+        torch.testing.assert_close(got, torch.cat((*pair, x[..., 2:]), -1))
