@@ -244,7 +244,8 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
     twice = max(1, 2 * programs // rows)
     if head_dim > 128 and not HIP:
         return _of_wide_heads(rows, group, capacity, programs)
-    if group == 1 and rows <= programs // 16 and head_dim > 64 and not HIP:  # no heads share keys: wide tiles, no more
+    alike = group == 1 and rows <= programs // 16 and capacity > 4 * programs  # no heads share keys: wide tiles
+    if alike and head_dim > 64 and not HIP:
         return Split(1, _splits(max(1, programs // 2 // rows), capacity, 128), 128, True, 8)
     few = group <= 2 and rows <= programs // 32  # heads to put together: more parts are no matter
     if capacity <= (128 if few and not HIP else 32) * twice:

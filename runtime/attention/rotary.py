@@ -246,7 +246,7 @@ def _tables(cos: torch.Tensor, sin: torch.Tensor, form: Form) -> tuple[torch.Ten
 
 
 def _of_columns(table: torch.Tensor, x: torch.Tensor, form: Form) -> torch.Tensor:
-    """Return a table with a column for each column that is turned; a single one is broadcast, unless two are turned."""
+    """Return a table with a column for each column that is turned; a single one is broadcast, unless it turns two."""
     if not form.half_table or not isinstance(table, torch.Tensor) or table.dim() == 0:
         return table
     if table.shape[-1] == 1 and x.shape[-1] % 2 == 0 and not form.partial:

@@ -104,7 +104,7 @@ def linear(
             with parts.lifted():
                 part = linear(parts.ranks.part(input) if parts.splits else input, projection, norm=norm)
             return parts.finished(part, residual)
-        input, prologue = before(input, norm, several=False)
+        input, prologue = before(input, norm)
         parameters = packing.packed_parameters(input, (projection,))
         if isinstance(parameters, tuple) and _fits(input, parameters, residual):
             product = deferring.product(input, *parameters, prologue) if residual is None else None
@@ -188,16 +188,18 @@ def is_one_row(input: Tensor) -> bool:
     return input.numel() == input.shape[-1]
 
 
-def before(input: Tensor, norm: nn.Module | None, *, several: bool = True) -> tuple[Tensor, Norm | None]:
+def before(input: Tensor, norm: nn.Module | None) -> tuple[Tensor, Norm | None]:
     """Return the input of a kernel and the norm it computes itself; a norm that it cannot compute is called here.
 
-    Of a LayerNorm, which no method tells of, a step knows when it has been called: it is put off. Not `several` says
-    that a kernel of several rows computes none: in a plain product it took 1.2 µs more on an H100 than before it
-    (NanoChat, 2 and 8 rows, Triton 3.6), where gated ones and those that rotate save a launch by it (Llama 1B, 8%).
+    Of a LayerNorm, which no method tells of, a step knows when it has been called: it is put off. One without a weight
+    is left to its own kernel where there are several rows: in a product's it took 1.2 µs more on an H100 (NanoChat, 2
+    and 8 rows, Triton 3.6), where those with weights save up to 8% of a step (Llama 1B; HunYuan 1.8B 2%).
     """
     if norm is None:
         return input, None
-    prologue = prologue_of(norm) if is_one_row(input) or (several and takes_norm(input)) else None
+    prologue = prologue_of(norm)
+    if not is_one_row(input) and prologue is not None and (prologue.weight is None or not takes_norm(input)):
+        prologue = None
     if prologue is not None:
         return input, prologue
     normed = norm(input)

@@ -32,7 +32,7 @@ def packed_step(input: Tensor, *projections: nn.Module, norm: nn.Module | None =
         if scaled is not None:
             return _split(scaled, projections)
     elif takes_few_rows(input):
-        input, prologue = before(input, norm, several=False)
+        input, prologue = before(input, norm)
         norm = norm if prologue is not None else None
         parameters = packed_parameters(input, projections)
         if isinstance(parameters, tuple) and _fits(input, parameters, None):
