@@ -266,12 +266,14 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
 
 
 def _of_wide_heads(rows: int, group: int, capacity: int, programs: int) -> Split:
-    """Return a division for heads of 256: one program a processor, where few queries share few slots narrow tiles."""
+    """Return a division for heads of 256: one program a processor, where few queries share few slots narrow tiles.
+
+    Tiles of 64 slots have eight warps: with four they take 1 µs less on an H100 (Triton 3.6), and spill with 3.9.
+    """
     narrow = group < 4 and rows * -(-capacity // 32) <= programs // 2
     slots = 32 if narrow else 64
     splits = _splits(max(1, programs // (1 if narrow else 2) // rows), capacity, slots)
-    alone = rows * splits <= programs // 4 and capacity > 4 * programs
-    return Split(group, splits, slots, True, 8 if alone else 4)
+    return Split(group, splits, slots, True, 4 if narrow else 8)
 
 
 def _streaming(rows: int, group: int, head_dim: int, programs: int) -> tuple[int, int]:
