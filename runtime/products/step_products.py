@@ -48,6 +48,11 @@ _MATMULS = {torch.Tensor.matmul, torch.matmul}
 _SUMS = {torch.Tensor.add, torch.add}
 
 
+MOST_CENTRED = 8
+"""Rows of a weight for each of its columns, at most, whose product computes a LayerNorm: each of its programs reads
+the row twice, gain and shift. GPT-2 large's head, of 39, took 106 µs with it and 63 behind it (H100, Triton 3.6)."""
+
+
 class StepProducts(PutsOff):
     """Takes products of few rows at the speed of memory, with what is before and after them, whoever calls them.
 
@@ -187,7 +192,9 @@ class StepProducts(PutsOff):
         self._settle_each(weight, bias)
         before = self.of(input)
         if isinstance(before, Normed) and before.residual is None and isinstance(before.prologue, norms):
-            if before.input.shape[-1] == input.shape[-1]:
+            centred = isinstance(before.prologue, LayerNormPrologue)
+            many = centred and weight.shape[0] > MOST_CENTRED * input.shape[-1]
+            if before.input.shape[-1] == input.shape[-1] and not many:
                 return before.input, weight, bias, before.prologue
         self.settle(input)
         return input, weight, bias, None
