@@ -230,7 +230,8 @@ def _greedy(sampling: Any, model: Any) -> Iterator[Any]:
     yield sampling.Sampling([], False, None, None)
     given = getattr(model.generation_config, "eos_token_id", None)
     ends = given if isinstance(given, list) else [0 if given is None else given]
-    yield sampling.Sampling([], False, torch.tensor(ends), torch.zeros(1, dtype=torch.int64))
+    where = {"dtype": torch.int64, "device": model.device}
+    yield sampling.Sampling([], False, torch.tensor(ends, **where), torch.zeros(1, **where))
 
 
 def _build_launcher(compiled: Any) -> None:
