@@ -111,7 +111,10 @@ TURNS = {
         "of the drafts that are right one is taken", "runtime/decode.py", "state.taken.copy_(taken)", "pass"
     ),
     "rows looked up in the text": bug(
-        "what lies before a row that has moved is seen", "runtime/decode.py", "graph.hide_before(starts)", "pass"
+        "of each row as many tokens are read as of the first",
+        "runtime/decode.py",
+        "ahead.extend(tokens[row, :count].tolist())",
+        "ahead.extend(tokens[row, : counts[0]].tolist())",
     ),
     "begun without kernels": bug(
         "the token of a plain step not written down",

@@ -30,7 +30,7 @@ def test_the_loop_is_checked_where_there_is_one(package: Path) -> None:
     verdict = verify(upstream("llama"), package, CHECKED)
     assert verdict.passed, verdict.reason
     checks = [check for check in verdict.gates[-1].checks if check.name.startswith("decode loop")]
-    assert len(checks) == 14 + len(TALKS)
+    assert len(checks) == 13 + len(TALKS)
     assert {check.status for check in checks} == {"passed"}
 
 
