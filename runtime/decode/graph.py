@@ -513,7 +513,7 @@ class DecodeGraph(Step):
 
         def _look_for_changes(self) -> None:
             """Run a step once more: what it makes at its first run is there."""
-            before = Before(self.model, self.carried.buffers)
+            before = Before(self.model, self.carried.buffers, layers=self.cache.layers)
             self._once_more()
             if (changes := before.changes()) is not None:
                 raise StepChanges(changes, changes.named(self.model))

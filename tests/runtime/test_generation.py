@@ -684,6 +684,29 @@ def test_a_cache_that_is_asked_for_what_it_lacks_takes_the_original_loop(asked, 
     assert "something" in str(explain(model))
 
 
+class Keeps(LlamaForCausalLM):
+    """Keeps the tokens on a layer of its cache."""
+
+    def forward(self, *args, **kwargs):
+        layer, ids = kwargs[passed_on()].layers[0], kwargs["input_ids"]
+        layer.seen = torch.cat([layer.seen, ids], dim=-1) if hasattr(layer, "seen") else ids
+        return super().forward(*args, **kwargs)
+
+
+class KeepsInOurs(GraphGeneration, Keeps):
+    _step_without_graph = not GPU
+
+
+def test_what_a_step_leaves_on_a_layer_of_the_cache_is_noticed():
+    """A replay would leave it as it was."""
+    model, original = pair()
+    model.__class__, original.__class__ = KeepsInOurs, Keeps
+    for _ in range(2):
+        same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
+        assert loops(model) == ["step_changes"]
+    assert "seen" in str(explain(model))
+
+
 def test_an_attribute_that_the_model_itself_lacks_raises_as_in_the_original():
     model, _ = pair()
     model.__class__, model.asked = AsksInOurs, "model"
