@@ -193,17 +193,18 @@ class IndexedLayer(PreallocatedLayer):
         super().__init__(cache)
         self.indexer_length = 0
         """Number of valid slots of `indexer_keys`: an indexer may come before or after the keys and values."""
+        self._positioned = 0
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """The positions `[P, B, n]` that a model has put here; None before."""
-        return self._positions
+        """The positions `[P, B, n]` that a model has put here, as many as there are tokens; None before."""
+        return None if self._positions is None else self._positions[..., : self._positioned]
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
         if self.cache.stepping:
             raise GrowsInStep("indexer_position_ids")
-        self._positions = positions
+        self._positions, self._positioned = positions, 0 if positions is None else positions.shape[-1]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write `[B, n, Di]` behind what is there; return what the indexer may read."""
@@ -239,8 +240,9 @@ class IndexedLayer(PreallocatedLayer):
         """Forget all but the first `length` tokens, as far as the host knows."""
         super().rewind(length)
         self.indexer_length = length
-        if self._positions is not None:
-            self._positions = self._positions[..., :length] if length else None
+        self._positioned = length  # they stay where they are, as keys do: a plain step is told of behind it
+        if not length:
+            self._positions = None
 
     def spoil(self, start: int, value: float) -> None:
         """Fill the values, and the indexer's keys, of every slot from `start` on."""
@@ -265,7 +267,7 @@ class IndexedLayer(PreallocatedLayer):
             assert self.indexer_keys is not None
             self.indexer_keys[:, :length] = other.indexer_keys[:, :length]
         positions = getattr(other, "indexer_position_ids", None)  # since 5.24
-        self._positions = None if positions is None else positions[..., :length].clone()
+        self._positions = None if positions is None or not length else positions[..., :length].clone()
 
     def give(self, growing: Any, start: int, stop: int) -> None:
         """Make a growing layer of transformers' hold copies of the tokens from `start` to `stop`."""

@@ -40,6 +40,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.cache.names import given_back, passed_on
+from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import fitness, generation, graph_store, loop, plan, proof, reasons, step_inputs
@@ -656,6 +657,25 @@ def test_a_step_that_needs_the_length_as_a_number_is_noticed(error):
     for _ in range(2):
         same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
         assert loops(model) == ["step_fails"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError], ids=lambda error: error.__name__)
+def test_a_model_that_takes_no_single_token_is_noticed(error):
+    """As XLM, which sees no cache, or CPM-Ant, which counts other tokens than are given."""
+    model, original = pair()
+    inner = type(model.model)
+
+    class Whole(inner):
+        def forward(self, *args, **kwargs):
+            if isinstance(kwargs[passed_on()], PreallocatedCache) and kwargs[passed_on()].length:
+                raise error("the mask is of more tokens")
+            return super().forward(*args, **kwargs)
+
+    model.model.__class__ = Whole
+    for _ in range(2):
+        same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
+        assert loops(model) == ["step_fails"]
+    assert "of more tokens" in str(explain(model))
 
 
 class Asks(LlamaForCausalLM):

@@ -304,11 +304,13 @@ def test_a_window_without_a_mask_holds_the_text_or_transformers_loop_runs(monkey
 
 @pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="this transformers has no Qwen4Exp")
 @pytest.mark.parametrize("padded", [True, False])
-def test_positions_that_grow_beside_an_indexer_s_keys_take_transformers_loop(padded):
+@pytest.mark.parametrize("plainly", [True, False])
+def test_positions_that_grow_beside_an_indexer_s_keys_take_no_graph(padded, plainly):
     kind = transformers.Qwen4ExpForCausalLM
     config = small_variants(kind, True, {})[0].config
     torch.manual_seed(0)
     model = type(kind.__name__, (GraphGeneration, kind), {"_step_without_graph": not GPU})(config).eval().to(DEVICE)
+    model.starts_plainly = plainly
     original = kind(copy.deepcopy(config)).eval().to(DEVICE)
     original.load_state_dict(model.state_dict())
     ids = torch.randint(5, 90, (3, 9)).to(DEVICE)

@@ -357,6 +357,9 @@ def test_an_indexer_s_positions_are_held_as_in_a_growing_cache_and_a_step_has_no
         assert torch.equal(cache.layers[0].indexer_position_ids, kept)
         assert cache.layers[0].indexer_position_ids.data_ptr() != mine.layers[0].indexer_position_ids.data_ptr()
         assert cache.layers[1].indexer_position_ids is None
+    mine.rewind(2)
+    mine.grow(1)  # as behind a plain step
+    assert torch.equal(mine.layers[0].indexer_position_ids, kept)
     with mine.step(), pytest.raises(GrowsInStep, match="indexer_position_ids"):
         positioned(mine, 1)
     assert torch.equal(mine.layers[0].indexer_position_ids, kept)
