@@ -36,6 +36,13 @@ class CacheFull(RuntimeError):
         super().__init__(f"the cache holds {capacity} tokens and was asked for {length}: make one with more capacity")
 
 
+class GrowsInStep(RuntimeError):
+    """A step grows what has no buffer of fixed size."""
+
+    def __init__(self, name: str):
+        super().__init__(f"a step grows `{name}` of a layer of the cache, which has no buffer of fixed size")
+
+
 class PreallocatedLayer(CacheLayerMixin):
     """One layer's keys and values; its buffers are made at the first update, or by `allocate`."""
 
@@ -173,14 +180,31 @@ class IndexedLayer(PreallocatedLayer):
     A step gives the indexer every slot; those that hold no token are its model's to mask before it chooses, as it
     masks them for a `StaticCache` of transformers'. A layer that reads another one's keys and values may have the
     indexer's alone.
+
+    A model may keep the positions of its tokens here, `[P, B, n]` (Qwen4Exp, by three axes). It grows them by
+    `torch.cat` and computes the rotation of every slot from them: they are held as in a growing cache, and a step has
+    none.
     """
 
     indexer_keys: Tensor | None = None
+    _positions: Tensor | None = None
 
     def __init__(self, cache: PreallocatedCache):
         super().__init__(cache)
         self.indexer_length = 0
         """Number of valid slots of `indexer_keys`: an indexer may come before or after the keys and values."""
+        self._positioned = 0
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions `[P, B, n]` that a model has put here, as many as there are tokens; None before."""
+        return None if self._positions is None else self._positions[..., : self._positioned]
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        if self.cache.stepping:
+            raise GrowsInStep("indexer_position_ids")
+        self._positions, self._positioned = positions, 0 if positions is None else positions.shape[-1]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write `[B, n, Di]` behind what is there; return what the indexer may read."""
@@ -205,7 +229,7 @@ class IndexedLayer(PreallocatedLayer):
     def free(self) -> None:
         """Give the buffers back."""
         super().free()
-        self.indexer_keys, self.indexer_length = None, 0
+        self.indexer_keys, self.indexer_length, self._positions = None, 0, None
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -216,6 +240,9 @@ class IndexedLayer(PreallocatedLayer):
         """Forget all but the first `length` tokens, as far as the host knows."""
         super().rewind(length)
         self.indexer_length = length
+        self._positioned = length  # they stay where they are, as keys do: a plain step is told of behind it
+        if not length:
+            self._positions = None
 
     def spoil(self, start: int, value: float) -> None:
         """Fill the values, and the indexer's keys, of every slot from `start` on."""
@@ -228,6 +255,8 @@ class IndexedLayer(PreallocatedLayer):
         super().reorder_cache(beam_idx)
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
+        if self._positions is not None:
+            self._positions = self._positions.index_select(1, beam_idx.to(self._positions.device))
 
     def take(self, other: Any, length: int) -> None:
         """Take over what another layer holds of the first `length` tokens."""
@@ -237,6 +266,8 @@ class IndexedLayer(PreallocatedLayer):
                 self.allocate_indexer(other.indexer_keys)
             assert self.indexer_keys is not None
             self.indexer_keys[:, :length] = other.indexer_keys[:, :length]
+        positions = getattr(other, "indexer_position_ids", None)  # since 5.24
+        self._positions = None if positions is None or not length else positions[..., :length].clone()
 
     def give(self, growing: Any, start: int, stop: int) -> None:
         """Make a growing layer of transformers' hold copies of the tokens from `start` to `stop`."""
@@ -245,6 +276,8 @@ class IndexedLayer(PreallocatedLayer):
             if not growing.is_indexer_initialized:
                 growing.lazy_initialization_indexer(self.indexer_keys)
             growing.indexer_keys = self.indexer_keys[:, start:stop].clone()
+        if self._positions is not None:
+            growing.indexer_position_ids = self._positions[..., start:stop].clone()
 
 
 def _dtype_of_values(keys: Tensor, values: Tensor) -> torch.dtype:

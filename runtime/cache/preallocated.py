@@ -130,6 +130,10 @@ class PreallocatedCache(Cache):
             return True
         return self.stepping or self.length > 0
 
+    def has_part(self, part: object) -> bool:
+        """Return whether something is this cache, or one of its layers."""
+        return any(part is one for one in (self, *self.layers))
+
     def states_held(self) -> contextlib.AbstractContextManager[None]:
         """Leave the states as they are, whatever is run inside."""
         if STATES:

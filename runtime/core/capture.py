@@ -18,6 +18,10 @@ CAPTURING = threading.RLock()
 capture a generator at a time."""
 
 
+NOT_FOR_A_STEP = RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError
+"""What a model's code raises where it is given tensors in place of numbers, or buffers in place of a growing cache."""
+
+
 class CaptureFailed(RuntimeError):
     """Something in the function asks the host, or cannot be part of a graph for another reason."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from . import backend, launch
-from .capture import capture, index_of
+from .capture import NOT_FOR_A_STEP, capture, index_of
 from .launch import Launch
 
 if backend.triton_installed():
@@ -119,7 +119,7 @@ def variants(run: Callable[[], None], device: torch.device) -> Variants:
     found: Variants = {}
     launch.collect(lambda key, compile: found.setdefault(key, compile))
     try:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError, AssertionError), torch.no_grad():
+        with contextlib.suppress(*NOT_FOR_A_STEP), torch.no_grad():
             capture(run, lambda: None, device, torch.cuda.graph_pool_handle())
     finally:
         launch.collect(None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -45,10 +45,12 @@ class Before:
         model: in evaluation mode.
         besides: tensors that a step may write.
         keeps: whether the contents of tensors are kept, which are no parameters.
+        layers: of a cache, on which a model may put something as on its modules; what is in buffers is none of it.
     """
 
-    def __init__(self, model: nn.Module, besides: list[Tensor], *, keeps: bool = False):
+    def __init__(self, model: nn.Module, besides: list[Tensor], *, keeps: bool = False, layers: Iterable[object] = ()):
         self._snapshot = Snapshot(model)
+        self._layers = [(vars(layer), dict(vars(layer))) for layer in layers]
         self._versions = self._snapshot.versions()
         self._besides = {id(tensor) for tensor in besides}
         held = (tensor for tensor in self._snapshot.tensors if keeps and not isinstance(tensor, nn.Parameter))
@@ -59,9 +61,10 @@ class Before:
         known = self._snapshot
         both = zip(known.tensors, self._versions, known.versions(), strict=True)
         written = [tensor for tensor, before, now in both if before != now and id(tensor) not in self._besides]
-        if known.is_current() and not written:
+        on_layers = [(now, name) for now, before in self._layers for name in _others(now, before)]
+        if known.is_current() and not written and not on_layers:
             return None
-        return Changes(list(self._names({id(tensor) for tensor in written})), written)
+        return Changes([*self._names({id(tensor) for tensor in written}), *on_layers], written)
 
     def _names(self, written: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
         """Yield the attributes that have another value now, or hold a tensor that was written."""
@@ -85,6 +88,11 @@ class Before:
         for tensor in [*changes.tensors, *parts(values)]:
             if (contents := self._contents.get(id(tensor))) is not None:
                 tensor.copy_(contents)
+
+
+def _others(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    names = sorted(now.keys() | before.keys())
+    return [name for name in names if _is_other(now.get(name, _NOTHING), before.get(name, _NOTHING))]
 
 
 def _is_other(value: Any, before: Any) -> bool:

@@ -298,7 +298,7 @@ class DecodeGraph(Step):
                 runs.insert(0, self._step_with(sampling))
                 self.begin(length, None)
                 with self._as_for_decoding():
-                    self._ordinary_step(length)
+                    self._first_ordinary_step(length)
         self._compile(*runs)
         self.cache.rewind(0)
         torch.cuda.empty_cache()  # what only these calls needed
@@ -475,7 +475,7 @@ class DecodeGraph(Step):
         state.input_ids.copy_(tokens[:, :1])
         with self._as_for_decoding():
             with backend.plainly(), self._held():
-                ordinary = self._ordinary_step(length, several)
+                ordinary = self._first_ordinary_step(length, several)
             self.cache.rewind(length)
             with self._held():
                 self._compile(self._step_with(sampling, several))
@@ -513,7 +513,7 @@ class DecodeGraph(Step):
 
         def _look_for_changes(self) -> None:
             """Run a step once more: what it makes at its first run is there."""
-            before = Before(self.model, self.carried.buffers)
+            before = Before(self.model, self.carried.buffers, layers=self.cache.layers)
             self._once_more()
             if (changes := before.changes()) is not None:
                 raise StepChanges(changes, changes.named(self.model))

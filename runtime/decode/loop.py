@@ -220,7 +220,12 @@ class GraphLoop:
             inputs[name] = cache
 
         def ordinary() -> Tensor:
-            outputs = self.model._prefill(ids, self.call.config, dict(inputs))
+            try:
+                outputs = self.model._prefill(ids, self.call.config, dict(inputs))
+            except AttributeError as error:
+                if not graph.cache.has_part(error.obj):
+                    raise
+                raise self._refuse(graph, "cache_kind", error=error) from error
             if not graph.cache.attention_layers and graph.cache.is_written:
                 graph.cache.rewind(past + self.prompt_length)
             try:

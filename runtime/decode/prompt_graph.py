@@ -29,7 +29,7 @@ from torch import Tensor
 from ..cache.names import argument_of
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
-from ..core.capture import capture
+from ..core.capture import NOT_FOR_A_STEP, capture
 from ..core.launch import rehearsing
 from ..core.reading import NoPromptForm, Reading
 from ..core.target import CHANGES, READS
@@ -256,7 +256,7 @@ class PromptGraphs:
                 logits = graph.read(input_ids)
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            except NOT_FOR_A_STEP as error:
                 self._refuse(form, "fails", f"{type(error).__name__}: {error}")
             else:
                 found = [logits.float()]
@@ -282,7 +282,7 @@ class PromptGraphs:
             for graph in graphs:
                 try:
                     graph.rehearse()
-                except (RuntimeError, TypeError, ValueError, IndexError):
+                except NOT_FOR_A_STEP:
                     if graph is graphs[-1]:
                         raise
                 else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.preallocated import PreallocatedCache
+from ..core.capture import NOT_FOR_A_STEP
 
 TOLERANCE = 0.5
 """Largest relative distance of a row's logits in both forms of a step. It tells a wrong mask, for which the slots that
@@ -91,7 +92,7 @@ def _poisoned(cache: PreallocatedCache, poison: float, written: int, step: Calla
         return step()
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
+    except NOT_FOR_A_STEP as error:
         raise StepFails(error) from error
     finally:
         for layer in cache.attention_layers:

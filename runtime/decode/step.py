@@ -18,12 +18,14 @@ from ..attention.step_attention import StepAttention
 from ..cache.own import own_cache_of
 from ..cache.preallocated import PreallocatedCache
 from ..core import backend
+from ..core.capture import NOT_FOR_A_STEP
 from ..core.launch import rehearses
 from ..core.target import CHAINS, EAGER, INPUTS
 from ..products.chain import FUNCTIONS
 from ..products.put_off import Handlers
 from ..products.step_products import StepProducts
 from .carried import NoStates
+from .proof import StepFails
 from .sampling import StepState
 from .step_length import StepLength
 
@@ -122,6 +124,19 @@ class Step:
         arguments = self._arguments(self._attention_mask[:, : length + 1])
         logits: Tensor = self.model(**arguments, return_dict=True).logits[:, -1].float()
         return logits
+
+    def _first_ordinary_step(self, length: int, several: Tensor | None = None) -> Tensor:
+        """Return what `_ordinary_step` does, of a model of which it is not known yet whether it takes one.
+
+        Raises:
+            StepFails: it does not: it counts other tokens than its cache, say, or takes no cache.
+        """
+        try:
+            return self._ordinary_step(length, several)
+        except torch.OutOfMemoryError:
+            raise
+        except NOT_FOR_A_STEP as error:
+            raise StepFails(error) from error
 
     def _arguments(self, mask: Tensor) -> dict[str, Any]:
         """Return what a step's forward is called with, the mask `[B, n]` as given."""

@@ -36,9 +36,11 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicLayer
 
 from rewrite.runtime.cache.layers import CacheFull
 from rewrite.runtime.cache.names import given_back, passed_on
+from rewrite.runtime.cache.preallocated import PreallocatedCache
 from rewrite.runtime.core import backend
 from rewrite.runtime.core.explain import explain
 from rewrite.runtime.decode import fitness, generation, graph_store, loop, plan, proof, reasons, step_inputs
@@ -639,7 +641,7 @@ def test_logits_that_one_rounding_moves_are_not_asked(seen, monkeypatch):
     assert min(seen_distances) > proof.TOLERANCE
 
 
-@pytest.mark.parametrize("error", [TypeError, AssertionError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("error", [TypeError, AttributeError, AssertionError], ids=lambda error: error.__name__)
 def test_a_step_that_needs_the_length_as_a_number_is_noticed(error):
     model, original = pair()
     inner = type(model.model)
@@ -655,6 +657,82 @@ def test_a_step_that_needs_the_length_as_a_number_is_noticed(error):
     for _ in range(2):
         same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
         assert loops(model) == ["step_fails"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError], ids=lambda error: error.__name__)
+def test_a_model_that_takes_no_single_token_is_noticed(error):
+    """As XLM, which sees no cache, or CPM-Ant, which counts other tokens than are given."""
+    model, original = pair()
+    inner = type(model.model)
+
+    class Whole(inner):
+        def forward(self, *args, **kwargs):
+            if isinstance(kwargs[passed_on()], PreallocatedCache) and kwargs[passed_on()].length:
+                raise error("the mask is of more tokens")
+            return super().forward(*args, **kwargs)
+
+    model.model.__class__ = Whole
+    for _ in range(2):
+        same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
+        assert loops(model) == ["step_fails"]
+    assert "of more tokens" in str(explain(model))
+
+
+class Asks(LlamaForCausalLM):
+    """Its `forward` asks something for an attribute, as Qwen4Exp asks a layer of its cache for positions."""
+
+    asked = "layer"
+
+    def forward(self, *args, **kwargs):
+        cache = kwargs[passed_on()]
+        assert {"layer": cache.layers[0], "cache": cache, "model": self}[self.asked].something
+        return super().forward(*args, **kwargs)
+
+
+class AsksInOurs(GraphGeneration, Asks):
+    _step_without_graph = not GPU
+
+
+@pytest.mark.parametrize("asked", ["layer", "cache"])
+def test_a_cache_that_is_asked_for_what_it_lacks_takes_the_original_loop(asked, monkeypatch):
+    model, original = pair()
+    model.__class__, original.__class__, model.asked, original.asked = AsksInOurs, Asks, asked, asked
+    monkeypatch.setattr({"layer": DynamicLayer, "cache": DynamicCache}[asked], "something", 1, raising=False)
+    for _ in range(2):
+        same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
+        assert loops(model) == ["cache_kind"]
+    assert "something" in str(explain(model))
+
+
+class Keeps(LlamaForCausalLM):
+    """Keeps the tokens on a layer of its cache."""
+
+    def forward(self, *args, **kwargs):
+        layer, ids = kwargs[passed_on()].layers[0], kwargs["input_ids"]
+        layer.seen = torch.cat([layer.seen, ids], dim=-1) if hasattr(layer, "seen") else ids
+        return super().forward(*args, **kwargs)
+
+
+class KeepsInOurs(GraphGeneration, Keeps):
+    _step_without_graph = not GPU
+
+
+def test_what_a_step_leaves_on_a_layer_of_the_cache_is_noticed():
+    """A replay would leave it as it was."""
+    model, original = pair()
+    model.__class__, original.__class__ = KeepsInOurs, Keeps
+    for _ in range(2):
+        same(run(model, prompt(), do_sample=True), run(original, prompt(), do_sample=True))
+        assert loops(model) == ["step_changes"]
+    assert "seen" in str(explain(model))
+
+
+def test_an_attribute_that_the_model_itself_lacks_raises_as_in_the_original():
+    model, _ = pair()
+    model.__class__, model.asked = AsksInOurs, "model"
+    with pytest.raises(AttributeError, match="something"):
+        run(model, prompt(), do_sample=False)
+    assert loops(model) == []
 
 
 def test_a_configuration_that_names_no_cache_layers_takes_the_original_loop(monkeypatch):

@@ -22,6 +22,7 @@ from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.decode.graph import DecodeGraph, UnknownCache
 from rewrite.runtime.decode.graph_store import store_of
 from rewrite.runtime.decode.step_length import StepLength
+from rewrite.verify.models.configs import small_variants
 
 if states.LAYER is None or not fitness.can_watch():
     pytest.skip("this transformers has no layers of states, or a loop that cannot be watched", allow_module_level=True)
@@ -299,6 +300,31 @@ def test_a_window_without_a_mask_holds_the_text_or_transformers_loop_runs(monkey
     monkeypatch.setattr(fitness, "unmasked_window", lambda model, cache: 99)
     with pytest.raises(AssertionError):  # a buffer would keep what the window forgets
         same((model, inputs), (original, inputs), max_new_tokens=24)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="this transformers has no Qwen4Exp")
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("plainly", [True, False])
+def test_positions_that_grow_beside_an_indexer_s_keys_take_no_graph(padded, plainly):
+    kind = transformers.Qwen4ExpForCausalLM
+    config = small_variants(kind, True, {})[0].config
+    torch.manual_seed(0)
+    model = type(kind.__name__, (GraphGeneration, kind), {"_step_without_graph": not GPU})(config).eval().to(DEVICE)
+    model.starts_plainly = plainly
+    original = kind(copy.deepcopy(config)).eval().to(DEVICE)
+    original.load_state_dict(model.state_dict())
+    ids = torch.randint(5, 90, (3, 9)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :3] = 0
+    for _ in range(2):
+        backend.reset_fallbacks()
+        mine, theirs = (
+            one.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12, eos_token_id=None)
+            for one in (model, original)
+        )
+        assert torch.equal(mine, theirs)
+        assert [reason for operator, reason in backend.fallbacks() if operator == "generate"] == ["step_fails"]
 
 
 def test_a_model_that_says_itself_what_is_given_takes_transformers_loop():

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rewrite.runtime.cache import states
 from rewrite.runtime.cache.alike import HybridLayer, StateLayer
-from rewrite.runtime.cache.layers import INDEXED, CacheFull, IndexedLayer, PreallocatedLayer
+from rewrite.runtime.cache.layers import INDEXED, CacheFull, GrowsInStep, IndexedLayer, PreallocatedLayer
 from rewrite.runtime.cache.preallocated import PreallocatedCache, preallocated_like
 from rewrite.runtime.decode import fitness
 from rewrite.runtime.decode.fitness import Unfit
@@ -321,6 +321,52 @@ def test_an_indexer_s_keys_are_reordered_cropped_cleared_taken_over_and_counted(
     assert mine.nbytes == 4 * B * CAPACITY * (4 + 2 + 3 + 3 + 2 * 4 + 2 * 4)
     mine.free()
     assert (mine.nbytes, mine.layers[1].indexer_length) == (0, 0)
+
+
+def positioned(cache, tokens: int) -> torch.Tensor:
+    """Grow the positions of the first layer by some tokens, as Qwen4Exp does; returns all of them, `[3, B, n]`."""
+    layer, new = cache.layers[0], drawn(3, B, tokens)
+    held = layer.indexer_position_ids
+    layer.indexer_position_ids = new if held is None else torch.cat([held, new], dim=-1)
+    return layer.indexer_position_ids
+
+
+@pytest.mark.skipif(
+    INDEXED is None or not hasattr(INDEXED(), "indexer_position_ids"), reason="layers keep no positions before 5.24"
+)
+def test_an_indexer_s_positions_are_held_as_in_a_growing_cache_and_a_step_has_none():
+    mine, theirs = both_indexed(5)
+    rows = torch.tensor([1, 0])
+    torch.manual_seed(1)
+    positioned(mine, 5)
+    torch.manual_seed(1)
+    positioned(theirs, 5)
+    for cache in (mine, theirs):
+        cache.layers[0].reorder_cache(rows)
+        cache.layers[0].crop(-2)
+    kept = theirs.layers[0].indexer_position_ids
+    assert kept.shape == (3, B, 3)
+    assert torch.equal(mine.layers[0].indexer_position_ids, kept)
+    stored, larger = growing_indexed(), preallocated_like(growing_indexed(), B, 4 * CAPACITY, "cpu")
+    mine.store(stored, 3)
+    again = preallocated_like(growing_indexed(), B, CAPACITY, "cpu")
+    again.load(stored)
+    mine.rewind(3)
+    larger.copy_from(mine)
+    for cache in (stored, again, larger):
+        assert torch.equal(cache.layers[0].indexer_position_ids, kept)
+        assert cache.layers[0].indexer_position_ids.data_ptr() != mine.layers[0].indexer_position_ids.data_ptr()
+        assert cache.layers[1].indexer_position_ids is None
+    mine.rewind(2)
+    mine.grow(1)  # as behind a plain step
+    assert torch.equal(mine.layers[0].indexer_position_ids, kept)
+    with mine.step(), pytest.raises(GrowsInStep, match="indexer_position_ids"):
+        positioned(mine, 1)
+    assert torch.equal(mine.layers[0].indexer_position_ids, kept)
+    mine.clear()
+    larger.free()
+    again.load(growing_indexed())
+    assert [cache.layers[0].indexer_position_ids for cache in (mine, larger, again)] == [None] * 3
 
 
 @indexed
