@@ -18,9 +18,10 @@ from rewrite.runtime.decode import fitness
 from rewrite.runtime.decode.generation import GraphGeneration
 from rewrite.runtime.products.step_products import StepProducts
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-if not fitness.can_watch():
-    pytest.skip("a loop that cannot be watched", allow_module_level=True)
+pytestmark = [
+    pytest.mark.skipif(not fitness.can_watch(), reason="a loop that cannot be watched"),
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
 
 VOCABULARY, NEW = 61, 2
 COMMON: dict[str, Any] = {
