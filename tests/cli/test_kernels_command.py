@@ -51,7 +51,7 @@ def test_findings_are_lines_and_the_exit_code(rewrite: CommandLine, compiled: li
 def test_a_kernel_that_there_is_not(rewrite: CommandLine) -> None:
     shown = rewrite("kernels", "rms")
     assert shown.code == 2
-    assert "no kernel 'rms': there are best_of_block, block_down," in shown.err
+    assert "no kernel 'rms': there are beside, best_of_block, block_down," in shown.err
 
 
 def test_triton_is_missing(rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
