@@ -60,9 +60,7 @@ LOOP = (
         "torch.empty_like(probabilities).exponential_(1)",
         "torch.empty_like(probabilities).exponential_(1).exponential_(1)",
     ),
-    bug(
-        "a draft is taken unseen", "runtime/decode.py", "cumprod(0).sum().view(1) + 1", "cumprod(0).sum().view(1) + 2"
-    ),
+    bug("a draft is taken unseen", "runtime/decode.py", "cumprod(1).sum(dim=1) + 1", "cumprod(1).sum(dim=1) + 2"),
     bug(
         "all rows end with one",
         "runtime/decode.py",
