@@ -235,9 +235,9 @@ def _rule(batch: int, heads: int, kv_heads: int, capacity: int, head_dim: int, p
 
     With few slots every program has one tile, loaded before the query is there; with many it streams. Found in whole
     steps of eleven widths with 512 tokens on an H200, of twelve with 1,024 to 32,768 on an H100
-    (`bench/step_tiles.py`, Triton 3.6, 2026-11-26). Where there are no more programs than processors, each has twice the warps. A wave of 64
-    counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136 (compiled for gfx942,
-    Triton 3.6, the shape of Llama 8B).
+    (`bench/step_tiles.py`, Triton 3.6, 2026-11-26). Where there are no more programs than processors, each has twice
+    the warps. A wave of 64 counts as a warp of 32: with half as many of them a thread holds 212 registers and not 136
+    (compiled for gfx942, Triton 3.6, the shape of Llama 8B).
     """
     group = heads // kv_heads
     rows = batch * kv_heads
