@@ -37,8 +37,8 @@ OURS = {
         "_linear_kernel _gated_kernel _skinny_linear_kernel _transposed_linear_kernel _fp8_skinny_kernel "
         "_experts_gate_up_kernel _experts_down_kernel _transposed_gate_up_kernel _transposed_down_kernel "
         "_joined_gate_up_kernel _joined_down_kernel "
-        "_router_logits_kernel _qkv_kernel _qkv_rows_kernel _latent_query_kernel _block_linear_kernel "
-        "_block_gate_up_kernel _block_rows_kernel _block_down_kernel _grouped_kernel "
+        "_router_logits_kernel _qkv_kernel _qkv_rows_kernel _beside_kernel _latent_query_kernel "
+        "_block_linear_kernel _block_gate_up_kernel _block_rows_kernel _block_down_kernel _grouped_kernel "
         "_mxfp4_gate_up_kernel _mxfp4_down_kernel"
     ),
     ATTENTION: (
