@@ -106,7 +106,10 @@ TURNS = {
         "the graphs of the first call thrown away", "runtime/decode.py", "self.store.settle(self.model, graph)", "pass"
     ),
     "tokens looked up in the text": bug(
-        "of the drafts that are right one is taken", "runtime/decode.py", "state.taken.copy_(taken)", "pass"
+        "of the drafts that are right one is taken",
+        "runtime/decode.py",
+        "state.taken.copy_(taken)",
+        "state.taken.fill_(1)",
     ),
     "rows looked up in the text": bug(
         "of each row as many tokens are read as of the first",
