@@ -2,7 +2,7 @@
 
     python bench/mutants.py [MODEL ...] [--each 60] [--jobs 2] [--limit-seconds S] [--rows DIR] [--seed 0]
                             [--device cpu] [--quick] [--baselines] [--only NAME ... [--checks CHECK ...]]
-                            [--json FILE]
+                            [--of FILE ...] [--json FILE]
 
 Each model is rewritten into a package. A mutant is the package with one change (`bench/mutation.py`), in the modeling
 file or in the runtime that it brings, half of the sample in either, every rule in its turn. Each is verified on its
@@ -15,7 +15,9 @@ finds to be the same program. A survivor is *equivalent* where `bench/equivalent
 missed. Of each it is said which checks measured something else than in the package itself: where none did, the numbers
 came out the same on another way.
 
-With `--rows` a later call goes on where this one stops. `--only` tries the mutants with these names (as a survivor's
+With `--rows` a later call goes on where this one stops. `--of` draws from a few files alone, what changed lately, say:
+files of a package (`modeling_llama.py`), or of this repository (`runtime/decode/drafted.py`), of which a package has the
+classes and functions. `--only` tries the mutants with these names (as a survivor's
 row has them; their beginnings do) again and no others; with `--checks` by these checks alone, which is soon over: what
 they catch is caught, and of the rest nothing is kept. The table and `--json` name function, rule and change, never a
 line of a model's source.
@@ -24,6 +26,7 @@ line of a model's source.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import random
@@ -32,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -48,6 +51,7 @@ from rewrite.verify import Options, Verdict, verify
 from rewrite.verify.models import sides
 from rewrite.verify.reach import Reach
 
+ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("llama", "qwen3_moe", "gemma2", "bert", "t5", "qwen3_next")
 STATUSES = ("caught", "broke off", "survived", "equivalent")
 APART = ("in kernels", "not reached", "same code", "same on a CPU", "read by nothing", "default always given")
@@ -101,6 +105,13 @@ def named(package: Path, row: Row, names: list[str]) -> Sample:
     return Sample(row["model"], package, tuple(picked), row["measured"], Counter())
 
 
+def within(files: list[str]) -> Callable[[Mutant], bool]:
+    """What says whether a mutant is in one of some files, of a package or of this repository; all are where none is."""
+    texts = [file.read_text("utf-8") for name in files if (file := ROOT / name).is_file()]
+    names = {getattr(node, "name", "") for text in texts for node in ast.parse(text).body} - {""}
+    return lambda mutant: not files or mutant.file in files or mutant.where.partition(".")[0] in names
+
+
 def sample(package: Path, row: Row, options: argparse.Namespace) -> Sample:
     """Draw the mutants of a model by its baseline, half of them in what was generated and half in the runtime."""
     if options.only:
@@ -108,7 +119,10 @@ def sample(package: Path, row: Row, options: argparse.Namespace) -> Sample:
     apart: Counter[str] = Counter()
     whole = Package(package, row["missed"])
     able: dict[str, list[Mutant]] = {"generated": [], "runtime": []}
+    wanted = within(options.of)
     for mutant in mutants(package):
+        if not wanted(mutant):
+            continue
         if mutant.kernel and options.device == "cpu":
             apart["in kernels"] += 1
         elif not mutant.kernel and not ran(mutant, row["missed"]):
@@ -255,6 +269,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--baselines", action="store_true")
+    parser.add_argument("--of", nargs="+", metavar="FILE", default=[])
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--checks", nargs="+", metavar="CHECK", default=[])
     parser.add_argument("--json", type=Path)

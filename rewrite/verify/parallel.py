@@ -24,6 +24,8 @@ from .reach import Arcs, Reach
 
 MOST = 4
 """More processes than this gain little: the longest part is a quarter of all."""
+SILENT_S = 3600
+"""For how long a process may say nothing, not even that a check ends or does not; a check takes half a minute."""
 
 
 def usable_workers() -> int:
@@ -67,6 +69,13 @@ class _Share:
     done: dict[int, Done] = field(default_factory=dict)
     left: Left | None = None
     ended: bool = False
+    silent: int = 0
+    """Seconds since it said something, as this process saw them pass: those in which the machine stalls are one."""
+
+    @property
+    def endless(self) -> bool:
+        """Whether a check of it does not end."""
+        return self.silent > SILENT_S or any(done.endless for done in self.done.values())
 
 
 @dataclass
@@ -100,12 +109,21 @@ class Pool:
                     while waiting and len(self._running) < self.workers:
                         self._start(parts[waiting[0][0]], *waiting.pop(0))
                     ended += self._listen()
+                    if any(share.endless for share in ended):  # so would others
+                        self._end()
+                        for left in range(index, len(parts)):
+                            yield from self._merged([share for share in ended if share.part == left])
+                        return
                 yield from self._merged([share for share in ended if share.part == index])
         finally:
-            for share in self._running:
-                share.process.kill()
-                _close(share)
-            self._running.clear()
+            self._end()
+
+    def _end(self) -> None:
+        """End what still runs."""
+        for share in self._running:
+            share.process.kill()
+            _close(share)
+        self._running.clear()
 
     def _start(self, part: Part, index: int, number: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -133,13 +151,20 @@ class Pool:
 
     def _listen(self) -> list[_Share]:
         """Take what the processes have to say. Returns those that ended."""
-        talking = wait([share.pipe for share in self._running])
-        for share in [share for share in self._running if share.pipe in talking]:
+        talking = wait([share.pipe for share in self._running], timeout=1)
+        for share in self._running:
+            if share.pipe not in talking:
+                share.silent += not talking
+                if share.silent > SILENT_S:
+                    share.process.kill()
+                    share.ended = True
+                continue
             try:
                 said = share.pipe.recv()
             except EOFError:
                 share.ended = True
                 continue
+            share.silent = 0
             if isinstance(said, RuntimeError):
                 raise said
             if isinstance(said, str):
@@ -178,4 +203,7 @@ def _close(share: _Share) -> None:
 
 def _lost(share: _Share) -> Done:
     """The check that a process was running when it ended without a word: the code under test brought it down."""
+    if share.silent > SILENT_S:
+        why = f"it does not end: its process said nothing for {SILENT_S} s, and could not be asked where it is"
+        return Done(Check(share.running, "failed", why), ends=True, endless=True)
     return Done(Check(share.running, "failed", f"its process ended with {share.process.exitcode}"))

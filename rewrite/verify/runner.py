@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -18,6 +18,7 @@ from rewrite.show.step import Step
 from .isolation import CleanImport
 from .judging.checks import CheckRun, Done, Progress, describe, one_by_one, run_gate
 from .judging.compare import Mismatch
+from .judging.patience import NeverEnds, of_original, watched
 from .judging.verdict import Divergence, Figure, Gate, Options, Verdict
 from .models import sides
 from .models.inputs import random_state_kept
@@ -60,6 +61,8 @@ class _Run:
     modules: tuple[ModuleType, ModuleType] | None = None
     subjects: Subjects | None = None
     bench: Workbench | None = None
+    endless: bool = False
+    """Whether a check did not end: nothing is asked of that side again."""
     ended: int = 0
     """Parts of all gates that ended; structure is one."""
     parts: int = 0
@@ -108,16 +111,23 @@ class _Run:
             if name != "structure" and name not in self.options.gates:
                 continue
             with contextlib.closing(self._results(name, reach)) as results:
-                gate, complete = run_gate(TITLES[name], name, results, self.options.fail_fast)
+                gate, complete = run_gate(TITLES[name], name, self._noted(results), self.options.fail_fast)
             if not gate.checks:
                 continue
             self.gates.append(gate)
             self.complete &= complete
+            if self.endless:
+                break
             if gate.status == "failed":
                 divergence = divergence or self._divergence(gate)
                 if self.bench is None or not self.options.keep_going:
                     break
         return divergence
+
+    def _noted(self, results: Iterable[Done]) -> Iterator[Done]:
+        for done in results:
+            self.endless |= done.endless
+            yield done
 
     def _results(self, name: str, reach: Reach) -> Generator[Done, None, None]:
         """The checks of a gate as they run, in several processes where that is possible."""
@@ -186,7 +196,7 @@ class _Run:
         if self.options.clean_process and not self.options.quick:
             self.clean = CleanImport.start(self.rewritten, self.original)
         try:
-            with collector.paused():
+            with collector.paused(), of_original():
                 upstream = sides.load(self.original)
         except Exception as error:  # a file from outside, for another release, may raise anything
             raise SourceDoesNotImport(self.original.path, describe(error)) from error
@@ -223,7 +233,11 @@ class _Run:
         from .divergence import first_divergence
 
         self.progress("looking for the first module that differs")
-        return first_divergence(self.bench, gate.failures[0].name)
+        try:
+            with watched():
+                return first_divergence(self.bench, gate.failures[0].name)
+        except NeverEnds:  # with a hook on a module it may go another way than in the check
+            return None
 
 
 def _environment(options: Options) -> dict[str, str]:

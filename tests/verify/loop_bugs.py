@@ -125,3 +125,6 @@ TURNS = {
     ),
 }
 """Bugs that show in the loop's check of this name alone."""
+
+ENDLESS = bug("a draft's tokens are never counted", "runtime/decode.py", "state.taken.copy_(taken)", "pass")
+"""Looked up in the text, no step gets on."""

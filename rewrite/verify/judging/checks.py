@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rewrite.errors import NothingToBuild, SourceDoesNotImport
 
 from .compare import Mismatch, NotRun
+from .patience import NeverEnds, watched
 from .verdict import Check, Figure, Gate, Status
 
 Progress = Callable[[str], None]
@@ -30,18 +31,29 @@ class CheckRun:
 
 @dataclass(frozen=True)
 class Done:
-    """A check that ran; `missing`: it is essential and did not run; `ends`: no other check of the gate follows it."""
+    """A check that ran; `missing`: it is essential and did not run; `ends`: no other check of the gate follows it.
+
+    `endless`: it did not end by itself, and neither would others: nothing at all follows it.
+    """
 
     check: Check
     missing: bool = False
     ends: bool = False
+    endless: bool = False
 
 
 def one_by_one(checks: Iterable[CheckRun], progress: Progress) -> Iterator[Done]:
-    """Run checks one after the other."""
+    """Run checks one after the other, up to one that does not end."""
     for check in checks:
         progress(check.name)
-        result = run_check(check)
+        started = time.perf_counter()
+        try:
+            with watched():
+                result = run_check(check)
+        except NeverEnds as why:
+            spent = time.perf_counter() - started
+            yield Done(Check(check.name, "failed", str(why), seconds=spent), ends=True, endless=True)
+            return
         missing = check.essential and result.status == "not run"
         yield Done(result, missing, check.stops and result.status == "failed")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..judging.compare import NotRun
+from ..judging.patience import of_original
 from ..judging.record import Record
 from ..judging.verdict import ConfigField, Options
 from .configs import Variant
@@ -176,7 +177,7 @@ def attempted(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         NotRun: the original raised.
     """
     try:
-        with uncounted():
+        with uncounted(), of_original():
             return call(*args, **kwargs)
     except NotRun:
         raise
