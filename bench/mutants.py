@@ -15,12 +15,11 @@ finds to be the same program. A survivor is *equivalent* where `bench/equivalent
 missed. Of each it is said which checks measured something else than in the package itself: where none did, the numbers
 came out the same on another way.
 
-With `--rows` a later call goes on where this one stops. `--of` draws from a few files alone, what changed lately, say:
-files of a package (`modeling_llama.py`), or of this repository (`runtime/decode/drafted.py`), of which a package has the
-classes and functions. `--only` tries the mutants with these names (as a survivor's
-row has them; their beginnings do) again and no others; with `--checks` by these checks alone, which is soon over: what
-they catch is caught, and of the rest nothing is kept. The table and `--json` name function, rule and change, never a
-line of a model's source.
+With `--rows` a later call goes on where this one stops. `--of` draws from a few files alone, from what changed lately,
+say: files of a package (`modeling_llama.py`), or of this repository (`runtime/decode/drafted.py`), whose classes and
+functions the package has. `--only` tries the mutants with these names (as a survivor's row has them; their beginnings
+do) again and no others; with `--checks` by these checks alone, which is soon over: what they catch is caught, and of
+the rest nothing is kept. The table and `--json` name function, rule and change, never a line of a model's source.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def named(package: Path, row: Row, names: list[str]) -> Sample:
 
 
 def within(files: list[str]) -> Callable[[Mutant], bool]:
-    """What says whether a mutant is in one of some files, of a package or of this repository; all are where none is."""
+    """Return what says whether a mutant is in one of these files, of a package or of this repository, if any."""
     texts = [file.read_text("utf-8") for name in files if (file := ROOT / name).is_file()]
     names = {getattr(node, "name", "") for text in texts for node in ast.parse(text).body} - {""}
     return lambda mutant: not files or mutant.file in files or mutant.where.partition(".")[0] in names

@@ -39,7 +39,8 @@ BUGS = {
         "add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon, weight_in_fp32=True)", NORMS,
     ),
     "wide heads see what follows": (
-        "llama", "runtime/attention.py", "scale=scaling, is_causal=causal,\n    )  # fmt: skip\n    return out.permute",
+        "llama", "runtime/attention.py",
+        "scale=scaling, is_causal=causal,\n    )  # fmt: skip\n    return out.permute",
         "scale=scaling,\n    )  # fmt: skip\n    return out.permute", HEADS,
     ),
     "a step sees the first key alone": (

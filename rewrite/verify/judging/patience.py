@@ -1,8 +1,8 @@
-"""Ends a check in which the rewritten side never comes back: a loop without progress, a forward that does not return.
+"""Ends a check in which the rewritten side never comes back: a loop without progress, a forward without a return.
 
-What is counted is the processor time that the rewritten side uses, in slices of `SLICE_S`, against that of the original
-in the same check. A machine that stalls, or that others use, makes no slice of it; a slow one makes the original's
-slices too; and a slice counts once however long Python was away.
+What is counted is the processor time that the rewritten side uses, in slices of `SLICE_S`, beside the original's in
+the same check. A machine that stalls, or that others use, makes no slice of it; a slow one makes the original's slices
+too; and a slice counts once however long Python was away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 SLICE_S = 2.0
 """Processor seconds from one look to the next; nearly every check takes less."""
 LEAST = 150
-"""Slices that every check has. The longest of llama takes two (4.2 s, `torch.compile`; 2 slow cores that others used)."""
+"""Slices that every check has. The longest of llama takes two (4.2 s, `torch.compile`; 2 cores that others used)."""
 TIMES = 20
 """Slices for each one that the original used in the same check."""
 
