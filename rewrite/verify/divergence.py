@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .calls.asking import scenario_of
@@ -13,6 +15,7 @@ from .calls.scenarios import Scenario
 from .judging.compare import Error, Mismatch, NotRun, measure
 from .judging.tolerances import bound
 from .judging.verdict import Divergence
+from .likely import likely
 from .models.configs import Variant
 from .models.model_inputs import TEXT
 from .models.workbench import Pair, Workbench, on_original
@@ -48,9 +51,10 @@ def first_divergence(bench: Workbench, failed: str) -> Divergence | None:
         culprit, error = _compare(name, _watch(pair.original, name, run), _watch(pair.rewritten, name, run))
         if error is None:
             continue
-        found = _divergence(name, pair, error, scenario.name)
+        found = replace(_divergence(name, pair, error, scenario.name), place=_place(pair.rewritten, name))
         if culprit:
-            return found
+            between, cause = _within(name, pair, order, run, scenario.name)
+            return replace(found, between=between, likely=cause)
         fallback = fallback or replace(found, note="its inputs differ already; no module's inputs agree before it")
     return fallback
 
@@ -81,6 +85,54 @@ def _divergence(name: str, pair: Pair, error: Error, scenario: str) -> Divergenc
         error.found,
         scenario,
     )
+
+
+def _place(model: Any, name: str) -> str:
+    """The file and line where the forward of a module stands; empty where it is no Python."""
+    code = getattr(inspect.unwrap(type(model.get_submodule(name)).forward), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
+
+
+def _within(name: str, pair: Pair, order: Sequence[str], run: Callable[[Any], Any], scenario: str) -> tuple[str, str]:
+    """Say between which of its own modules a module goes wrong, and what that looks like; both may be empty.
+
+    Everything before the first of its modules that is given something else agrees.
+    """
+    whole = _watch(pair.original, name, run), _watch(pair.rewritten, name, run)
+    both = list(zip(whole[0].outputs, whole[1].outputs, strict=False))
+    call = next(at for at, outputs in enumerate(both) if _differs(*outputs))
+    prefix = f"{name}." if name else ""
+    own = {one[len(prefix) :]: one for one in order if one.startswith(prefix) and one != name}
+    inner = {child: _watch(pair.original, path, run) for child, path in own.items() if "." not in child}
+    inner = {child: seen for child, seen in inner.items() if len(seen.outputs) == len(whole[0].outputs)}  # once a call
+    gives = {child: seen.outputs[call][0] for child, seen in inner.items() if seen.outputs[call]}
+    given, before = whole[0].inputs[call], ""
+    for child, expected in inner.items():
+        found = _watch(pair.rewritten, own[child], run) if _has(pair.rewritten, own[child]) else Seen((), ())
+        if len(found.inputs) != len(expected.inputs):
+            continue
+        if _differs(expected.inputs[call], found.inputs[call]):
+            after = f"after {before}, whose output agrees, and " if before else ""
+            pairs = zip(expected.inputs[call], found.inputs[call], strict=False)
+            return f"{after}before {child}, whose input does not", _cause(pairs, given, gives, scenario)
+        if _differs(expected.outputs[call], found.outputs[call]):  # it agreed where it was watched alone
+            return "", ""
+        before = child
+    return (f"after {before}, whose output agrees" if before else ""), _cause(
+        zip(*both[call], strict=False), given, gives, scenario
+    )
+
+
+def _differs(expected: list[Any], found: list[Any]) -> bool:
+    return _first_error("", expected, found) is not None
+
+
+def _cause(pairs: Iterable[tuple[Any, Any]], given: list[Any], agreed: dict[str, Any], scenario: str) -> str:
+    """What the first tensors that differ look like."""
+    for expected, found in pairs:
+        if _differs([expected], [found]):
+            return likely(expected, found, given, agreed, scenario)
+    return ""
 
 
 def _execution_order(model: Any, run: Callable[[Any], Any]) -> list[str]:

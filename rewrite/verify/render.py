@@ -180,6 +180,11 @@ def _divergence(divergence: Divergence) -> Iterator[str]:
         f"found {divergence.found:.9g}"
     )
     yield from _wrap(f"{text}{'; ' + divergence.note if divergence.note else ''}", "  ")
+    for label, said in (("computed in", divergence.place), ("goes wrong", divergence.between)):
+        if said:
+            yield from _wrap(f"  {label} {said}", "    ")
+    if divergence.likely:
+        yield from _wrap(f"  likely: {divergence.likely}", "    ")
 
 
 def _reached(reached: Sequence[Reached], verbose: bool) -> Iterator[str]:

@@ -62,6 +62,7 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
                 figures |= {
                     f"{padding} lengths, {n}": v for n, v in _lengths(bench, pair, dtype, padding, maximum).items()
                 }
+        unpadded = _unpadded(store.store_of(pair.rewritten))
         if not bench.options.quick:
             _outputs_of_zeros(bench, dtype, maximum)
             figures |= _after_changes(bench, pair, store.store_of(pair.rewritten), dtype, maximum)
@@ -74,7 +75,28 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
         if comparable(bench):
             _needless(bench, dtype, reason)
         raise NotRun(reason)
+    if unpadded and comparable(bench) and (needless := unpadded - _unpadded_of_original(bench, dtype)):
+        raise Mismatch(f"texts of the original may be padded to share a graph, and the package's are not: {needless}")
     return {**figures, "replays": replays}
+
+
+def _unpadded(store: Any) -> set[str]:
+    """Why texts of several lengths have a graph each; empty where they share one."""
+    return {refusal.reason for refusal in (*store.unpadded.values(), *store.hidden.values())}
+
+
+def _unpadded_of_original(bench: Workbench, dtype: str) -> set[str]:
+    """The same of the original itself, its forward captured by this version."""
+    from rewrite.runtime.forward import captured, store, switch
+
+    original = bench.fresh(bench.base, bench.implementations()[0], dtype).original
+    on_cpu = bench.options.device == "cpu"
+    with lent(original, captured.CapturedForward, SWITCH, on_cpu), switch.use_forward_graphs("always"):
+        for padding in _paddings(bench):
+            for number, length in enumerate(LENGTHS):
+                arguments = _arguments(bench, original.config, dtype, padding, number, Sizes(length))
+                on_original(_outputs, original, arguments)
+    return _unpadded(store.store_of(original))
 
 
 def _needless(bench: Workbench, dtype: str, reason: str) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rewrite.measure.runtime_part import runtime_part
@@ -118,7 +120,8 @@ class Package:
         yield
         reasons = sorted({reason for operator, reason in self.backend.fallbacks() if operator == "generate"})
         if "step_differs" in reasons and fused(model):
-            raise Mismatch("the fused decode step computes something else than the model's ordinary step")
+            text = "the fused decode step computes something else than the model's ordinary step"
+            raise Mismatch(f"{text}, in one of {', '.join(fused_methods(model))}")
         if reasons:
             details = [line for line in self.store.describe(model) if line.startswith("no graph")]
             raise NotRun(f"the original's loop ran: {'; '.join([', '.join(reasons), *details])}")
@@ -127,6 +130,16 @@ class Package:
 def fused(model: Any) -> bool:
     """Whether layers of a model have a method of their own for one token."""
     return any(callable(getattr(module, "decode", None)) for module in model.modules())
+
+
+def fused_methods(model: Any) -> list[str]:
+    """The methods that layers have for one token, each with its place in the file."""
+    kinds = dict.fromkeys(
+        type(module) for module in model.modules() if type(module).__module__ == type(model).__module__
+    )
+    methods = [method for kind in kinds for name, method in vars(kind).items() if name.partition("_")[0] == "decode"]
+    codes = [(one.__qualname__, inspect.unwrap(one).__code__) for one in methods if inspect.isfunction(one)]
+    return [f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" for name, code in codes]
 
 
 def loop_pair(bench: Workbench, variant: Variant, dtype: str) -> Pair:

@@ -183,6 +183,7 @@ def _as_far_as_the_original(
         if not _alike(own, new):
             times = f"{ratios[-1]:.3g} times that"
             own_text = f"the original's own roundings to fp32 make {own**0.5:.3g}, the rewritten model's {times}"
+            own_text += f" (a cast {'to fp32 is left out' if new < own else 'more, or where the original has none'}?)"
             raise Mismatch(f"{text}; {own_text}", figures)
     return {"rms ratio of the roundings to fp32": max(ratios)}
 

@@ -80,7 +80,11 @@ class Gate:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first module whose output differs although its inputs agree, and the largest error there."""
+    """The first module whose output differs although its inputs agree, and the largest error there.
+
+    `place` is where the rewritten side computes it (`modeling_llama.py:312`); `between` names the modules in it after
+    which and before which it goes wrong; `likely` is what the difference looks like. Each is empty where unknown.
+    """
 
     module: str
     kind: str
@@ -91,6 +95,9 @@ class Divergence:
     found: float
     scenario: str
     note: str = ""
+    place: str = ""
+    between: str = ""
+    likely: str = ""
 
 
 @dataclass(frozen=True)
