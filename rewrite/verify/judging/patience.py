@@ -94,8 +94,11 @@ def watched() -> Iterator[None]:
     try:
         yield
     finally:
-        _watches.clear()
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        try:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        finally:  # also where it went off just then
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _watches.clear()
 
 
 def _able() -> bool:
