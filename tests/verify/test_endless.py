@@ -130,7 +130,11 @@ def test_a_machine_that_stalls_or_is_used_by_others_takes_no_patience(monkeypatc
     assert [done.check.status for done in ended(CheckRun("waits", waits))] == ["passed"]
     watch = patience._Watch()
     for _ in range(2):  # however long each was: what is counted is how often there was something to see
-        watch.look(sys._getframe())
+        time.sleep(0.06)
+        for _ in range(64):  # threads that use up a slice in no time
+            watch.look(sys._getframe())
+    assert watch.own == 2
+    time.sleep(0.06)
     with pytest.raises(NeverEnds):
         watch.look(sys._getframe())
 
