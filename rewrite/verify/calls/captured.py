@@ -75,7 +75,8 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
         if comparable(bench):
             _needless(bench, dtype, reason)
         raise NotRun(reason)
-    if unpadded and comparable(bench) and (needless := unpadded - _unpadded_of_original(bench, dtype)):
+    on_cpu = bench.options.device == "cpu"  # on a GPU a kernel may round a padded text in another way
+    if on_cpu and unpadded and comparable(bench) and (needless := unpadded - _unpadded_of_original(bench, dtype)):
         raise Mismatch(f"texts of the original may be padded to share a graph, and the package's are not: {needless}")
     return {**figures, "replays": replays}
 
@@ -86,12 +87,11 @@ def _unpadded(store: Any) -> set[str]:
 
 
 def _unpadded_of_original(bench: Workbench, dtype: str) -> set[str]:
-    """The same of the original itself, its forward captured by this version."""
+    """The same of the original itself on a CPU, its forward captured by this version."""
     from rewrite.runtime.forward import captured, store, switch
 
     original = bench.fresh(bench.base, bench.implementations()[0], dtype).original
-    on_cpu = bench.options.device == "cpu"
-    with lent(original, captured.CapturedForward, SWITCH, on_cpu), switch.use_forward_graphs("always"):
+    with lent(original, captured.CapturedForward, SWITCH, True), switch.use_forward_graphs("always"):
         for padding in _paddings(bench):
             for number, length in enumerate(LENGTHS):
                 arguments = _arguments(bench, original.config, dtype, padding, number, Sizes(length))
