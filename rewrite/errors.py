@@ -384,6 +384,13 @@ class NotAPackage(UsageError):
         super().__init__(f"{path} is not a rewritten package: {why}.")
 
 
+class NotASweep(UsageError):
+    """A file that is to hold the table of a sweep holds something else."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"{path} is no table of `rewrite sweep --json`: {why}.")
+
+
 class OriginalNotFound(RewriteError):
     """The original of a package is not where its lock says."""
 
