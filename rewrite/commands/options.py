@@ -162,11 +162,12 @@ def common_options(function: Function) -> Function:
     return quiet(ignored(function))
 
 
-def _report(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+def _report(ctx: click.Context, param: click.Parameter, value: Path | str | None) -> Path | None:
     """Refuse a FILE that cannot be written before minutes of work are done for it."""
-    if value is not None and str(value) != OUTPUT and not value.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {value.parent} to write {value.name} to", ctx, param)
-    return value
+    path = None if value is None else Path(value)  # a text where it comes from pyproject.toml
+    if path is not None and str(path) != OUTPUT and not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent} to write {path.name} to", ctx, param)
+    return path
 
 
 def reporting_options(function: Function) -> Function:

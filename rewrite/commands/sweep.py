@@ -21,7 +21,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command(
     cls=Command,
     short_help="Rewrite and verify every modeling file of a transformers.",
-    examples=("rewrite sweep llama qwen3 --jobs 2", "rewrite sweep --sample 8 --against fixtures/sweep.json"),
+    examples=("rewrite sweep llama qwen3 --jobs 2", "rewrite sweep --sample 8 --no-verify --json rows.json"),
 )
 @click.argument("models", nargs=-1, metavar="[FOLDER]...")
 @click.option("--transformers", "root", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",

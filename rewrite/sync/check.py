@@ -92,8 +92,8 @@ def findings(folder: Path, library: Installed | None, full: bool = False) -> lis
     except NotAPackage as error:
         if not (folder / LOCK_NAME).is_file():
             raise
-        message = f"{error} Take it from version control, or make the package anew: rewrite MODEL --out {folder} --force"
-        return [_finding("not-readable", message, folder / LOCK_NAME)]
+        out = "take the lock from version control, or make the package anew: rewrite MODEL --out DIR --force"
+        return [_finding("not-readable", f"{error} ({out})", folder / LOCK_NAME)]
     return list(_findings(folder, lock, library, full))
 
 

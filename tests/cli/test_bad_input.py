@@ -364,3 +364,17 @@ def test_a_verdict_of_the_wrong_kind_is_shown_as_that(package: Path, rewrite: Co
     done = rewrite("diff", package, "--format", "markdown")
     assert done.code == 0, done.err
     assert "verify.json cannot be read" in done.out
+
+
+def test_links_that_go_round(here: Path, rewrite: CommandLine) -> None:
+    (here / "loop").symlink_to("loop")
+    for arguments in (("modeling_tiny.py", "--out", "loop", "--no-verify"), ("check", "loop")):
+        fails(rewrite(*arguments), 2, "loop")
+
+
+def test_a_report_named_in_the_configuration(package: Path, here: Path, rewrite: CommandLine) -> None:
+    (here / "pyproject.toml").write_text('[tool.rewrite]\njson = "report.json"\n')
+    assert rewrite("check", package).code == 0
+    assert json.loads((here / "report.json").read_text())["command"] == "check"
+    (here / "pyproject.toml").write_text('[tool.rewrite]\njson = "nowhere/report.json"\n')
+    fails(rewrite("check", package), 2, "[tool.rewrite] json", "there is no folder nowhere")
