@@ -84,6 +84,8 @@ class UnknownModel(UsageError):
             "folder with a config.json and no ORG/NAME of the Hub."
         )
         said = f"did you mean {', '.join(near)}?" if near else kinds
+        if model.startswith(("./", "../", "/", "~/")):
+            said = "there is no such file or folder."
         if "://" in model:
             said = (
                 "a model on the Hub is named ORG/NAME, without the address; other files have to be downloaded first."

@@ -35,6 +35,8 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
     [
         (("lama", "--out", "o"), ("did you mean llama",)),
         (("llama",), ("--out DIR is missing",)),
+        (("", "--out", "o"), ("MODEL is empty",)),
+        (("./nowhere", "--out", "o"), ("no model './nowhere': there is no such file or folder",)),
         (("verfy", "out"), ("did you mean `rewrite verify`?",)),
         (("chek",), ("did you mean `rewrite check`?",)),
         (("Snyc", "--out", "o"), ("did you mean `rewrite sync`?",)),
