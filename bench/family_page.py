@@ -13,6 +13,8 @@ Row = Mapping[str, Any]
 GRAPH, NO_GRAPH, ORIGINAL = "#d1495b", "#e8a598", "#9aa5b1"
 ROOT = Path(__file__).resolve().parents[1]
 README_BEGIN, README_END = "<!-- families: generated -->", "<!-- families: end -->"
+DAY = "2026-11-25"
+"""When the rows of bench/results/families-h100 were measured; new rows change it."""
 README_CHART = "docs/families-speed-up.png"
 README_FAMILIES = (
     "llama", "qwen3", "mistral", "gemma3_image", "qwen2_5_vl", "qwen3_moe", "gpt_oss", "mixtral", "qwen3_5", "mamba2",
@@ -21,7 +23,8 @@ README_FAMILIES = (
 """What README's table shows, of all kinds; the page has the others."""
 INTRODUCTION = """\
 How fast the rewritten model generates, beside its original. Made by `python bench/families.py render` from rows that
-`python bench/families.py measure` left: {device}, {versions}. {tiny}
+`python bench/families.py measure` left on {day}: {device}, {versions}, hf-rewrite as it was on that day; what \
+changed since is not in these figures. {tiny}
 
 | measured | how |
 |---|---|
@@ -115,7 +118,7 @@ def readme(rows: Mapping[str, Row]) -> str:
         lines.append(f"| {sizes} | {times} | {row['limit_ms']:.2f} |")
     limit = "The memory limit is the time that reading weights and cache once takes."
     kernels = around["kernels"].replace("the originals", "The originals", 1)
-    lines += ["", f"{around['versions']}. {limit}", f"{kernels}."]
+    lines += ["", f"Measured on {DAY}: {around['versions']}. {limit}", f"{kernels}."]
     return "\n".join(lines)
 
 
@@ -131,6 +134,7 @@ def _surroundings(rows: Sequence[Row]) -> dict[str, str]:
     return {
         "device": ", ".join(sorted({row["device"] for row in rows})),
         "versions": "; ".join(sorted({", ".join(f"{n} {v}" for n, v in row["versions"].items()) for row in rows})),
+        "day": DAY,
         "tiny": "**Tiny sizes: these figures try the command and mean nothing.**"
         if any(r["tiny"] for r in rows)
         else "",

@@ -173,7 +173,7 @@ def run(args: Sequence[str] | None = None, own: bool = False) -> int:
     except click.ClickException as error:
         return _say(f"error: {error.format_message()}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        return _say("interrupted: nothing was changed", INTERRUPTED)
+        return _say("interrupted: no package is half written", INTERRUPTED)
     except _ReaderGone:  # Python would complain once more at exit
         streams.discard(sys.stdout.fileno())
         return 0

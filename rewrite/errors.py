@@ -84,6 +84,8 @@ class UnknownModel(UsageError):
             "folder with a config.json and no ORG/NAME of the Hub."
         )
         said = f"did you mean {', '.join(near)}?" if near else kinds
+        if model.startswith(("./", "../", "/", "~/")):
+            said = "there is no such file or folder."
         if "://" in model:
             said = (
                 "a model on the Hub is named ORG/NAME, without the address; other files have to be downloaded first."
@@ -382,6 +384,13 @@ class NotAPackage(UsageError):
 
     def __init__(self, path: object, why: str):
         super().__init__(f"{path} is not a rewritten package: {why}.")
+
+
+class NotASweep(UsageError):
+    """A file that is to hold the table of a sweep holds something else."""
+
+    def __init__(self, path: object, why: str):
+        super().__init__(f"{path} is no table of `rewrite sweep --json`: {why}.")
 
 
 class OriginalNotFound(RewriteError):

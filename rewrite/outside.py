@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rewrite.errors import OutsideTransformNotLoadable
+from rewrite.errors import OutsideTransformNotLoadable, PathNotUsable
 from rewrite.transform import Transform
 
 if sys.version_info >= (3, 11):
@@ -39,8 +39,15 @@ def outside_transforms(place: Path) -> list[Transform]:
 
 
 def project_file(place: Path) -> Path | None:
-    """Return the nearest `pyproject.toml` at or above `place` that has our table, up to the repository's root."""
-    here = place.resolve()
+    """Return the nearest `pyproject.toml` at or above `place` that has our table, up to the repository's root.
+
+    Raises:
+        PathNotUsable: if the links of `place` go round in a circle.
+    """
+    try:
+        here = place.resolve()
+    except RuntimeError as error:  # what Python before 3.13 makes of a circle
+        raise PathNotUsable(place, "its links go round in a circle") from error
     for folder in (here, *here.parents):
         path = folder / "pyproject.toml"
         if path.is_file() and _table(path):

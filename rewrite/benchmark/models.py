@@ -63,14 +63,19 @@ def lock_of(package: Path) -> dict[str, Any]:
     """The content of a package's lock, read without the tool that wrote it.
 
     Raises:
-        NotAPackage: there is none.
+        NotAPackage: there is none, or it is no JSON.
     """
     path = package / LOCK
     if not package.is_dir():
-        raise NotAPackage(package, "there is no such folder")
+        raise NotAPackage(package, "it is a file" if package.is_file() else "there is no such folder")
     if not path.is_file():
         raise NotAPackage(package, f"it has no {LOCK}")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise NotAPackage(package, f"its {LOCK} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise NotAPackage(package, f"its {LOCK} cannot be read: the whole should be an object")
     return content
 
 

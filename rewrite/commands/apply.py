@@ -160,6 +160,8 @@ def _job(
 ) -> Job:
     from rewrite.deliver.verification import Request
 
+    if not model.strip():
+        raise click.UsageError("MODEL is empty: name a model (`rewrite models` lists the types)")
     if out is None and not dry_run:
         raise click.UsageError("--out DIR is missing: where should the package go? (or --dry-run to see the diff)")
     if not verify and any(map(is_typed, ("device", "dtype", "weights", "seed", "quick"))):

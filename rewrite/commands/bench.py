@@ -33,7 +33,8 @@ def numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
         return None
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise click.BadParameter(f"'{value}' should be numbers with commas between them, like 128,512", ctx, param)
+        said = f"'{value}' should be whole numbers from 1 with commas between them, like 128,512"
+        raise click.BadParameter(said, ctx, param)
     return tuple(int(part) for part in parts)
 
 

@@ -62,10 +62,15 @@ def compile(
     """
     from rewrite.deliver import report, verification
     from rewrite.kernels import ahead
+    from rewrite.package.lock import read_lock
     from rewrite.show.console import Screen
+    from rewrite.upstream.checkpoint import read_config
 
     screen = Screen(json=json_path, quiet=quiet)
     verification.require_libraries("compiling kernels")
+    read_lock(folder)
+    if weights is not None:
+        read_config(weights)
     own = folder if (folder / "config.json").is_file() else None
     path = weights or (None if shape else own)
     if path is None and shape is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     short_help="Compile the kernels for chips that need not be there.",
     examples=(
         "rewrite kernels linear rms_norm --target gfx942",
-        "rewrite kernels --against fixtures/kernels/triton-3.6.json",
+        "rewrite kernels linear --record before.json   # later: --against before.json",
         "rewrite kernels 8b --card H100 --card MI300X",
     ),
 )

@@ -162,9 +162,17 @@ def common_options(function: Function) -> Function:
     return quiet(ignored(function))
 
 
+def _report(ctx: click.Context, param: click.Parameter, value: Path | str | None) -> Path | None:
+    """Refuse a FILE that cannot be written before minutes of work are done for it."""
+    path = None if value is None else Path(value)  # a text where it comes from pyproject.toml
+    if path is not None and str(path) != OUTPUT and not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent} to write {path.name} to", ctx, param)
+    return path
+
+
 def reporting_options(function: Function) -> Function:
     """Add `--json` and the options of every command."""
     path = click.Path(dir_okay=False, path_type=Path)
     help_text = "Write a report to FILE; without one, or with -, to standard output alone."
-    report = click.option("--json", "json_path", type=path, metavar="[FILE]", help=help_text)
+    report = click.option("--json", "json_path", type=path, metavar="[FILE]", callback=_report, help=help_text)
     return report(common_options(function))

@@ -21,7 +21,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command(
     cls=Command,
     short_help="Rewrite and verify every modeling file of a transformers.",
-    examples=("rewrite sweep llama qwen3 --jobs 2", "rewrite sweep --sample 8 --against fixtures/sweep.json"),
+    examples=("rewrite sweep llama qwen3 --jobs 2", "rewrite sweep --sample 8 --no-verify --json rows.json"),
 )
 @click.argument("models", nargs=-1, metavar="[FOLDER]...")
 @click.option("--transformers", "root", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR",
@@ -78,6 +78,7 @@ def sweep(
     screen = Screen(json=json_path, quiet=quiet)
     installed = plan.library(root)
     before = previous(against) if against is not None else {}
+    other = table.read(beside) if beside is not None else None
     chosen = plan.files(installed, models)
     with tempfile.TemporaryDirectory() as scratch:
         kept = rows or Path(scratch)
@@ -90,7 +91,7 @@ def sweep(
         done = {row.file: row for row in screen.tracked(pool.run(tasks, jobs), len(tasks), "examining", name)}
     kept_as_before = {name: before[name] for name, _ in chosen if name in before} if changed else {}
     found = sorted({**kept_as_before, **done}.values(), key=lambda row: row.file)
-    report = table.Report(installed.version, tuple(found), devices.card, table.read(beside) if beside else None)
+    report = table.Report(installed.version, tuple(found), devices.card, other)
     if json_path is not None:
         reports.write_raw(json_path, report.json_text())
     if markdown_path is not None:

@@ -32,6 +32,6 @@ def undo(folder: Path, json_path: Path | None, quiet: bool) -> int:
     for name in names:
         screen.line("restored", f"{folder / name}")
     if names:
-        screen.line("", f"what was edited is kept beside with {restore.UNDONE} at the end of its name")
+        screen.line("", f"a file that was edited is kept beside it, with {restore.UNDONE} at the end of its name")
     report.write(json_path, "undo", {"folder": str(folder), "restored": list(names)})
     return 0

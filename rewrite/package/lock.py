@@ -131,7 +131,7 @@ def read_lock(folder: Path) -> Lock:
     """
     path = folder / LOCK_NAME
     if not folder.is_dir():
-        raise NotAPackage(folder, "there is no such folder")
+        raise NotAPackage(folder, "it is a file" if folder.is_file() else "there is no such folder")
     if not path.is_file():
         raise NotAPackage(folder, f"it has no {LOCK_NAME}")
     try:

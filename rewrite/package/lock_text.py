@@ -29,7 +29,7 @@ class Table:
 
     def __init__(self, data: Any, where: str = ""):
         if not isinstance(data, dict):
-            raise Malformed(f"cannot be read: {where or 'the whole'} should be an object")
+            raise Malformed(f"cannot be read: {where.removesuffix('.') or 'the whole'} should be an object")
         self._data = data
         self._where = where
 

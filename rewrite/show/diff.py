@@ -102,9 +102,13 @@ def _header(side: str, path: str) -> str:
 
 
 def _owners(text: str) -> list[str]:
-    """Return for every line the class, method or function that it is part of."""
+    """Return for every line the class, method or function that it is part of; of a text that is no Python, none."""
     owners = ["(top of the file)"] * len(_lines(text))
-    for node in ast.parse(text.removeprefix("\ufeff")).body:
+    try:
+        body = ast.parse(text.removeprefix("\ufeff")).body
+    except (SyntaxError, ValueError):  # conflict markers, an edit that is not finished: its lines differ all the same
+        return owners
+    for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             _own(owners, node, node.name)
         if isinstance(node, ast.ClassDef):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rewrite.engine.decode_loops import YES
+from rewrite.sweep import table
 from rewrite.sweep.row import Row
 
 _RANK = {"pass": 2, "not run": 1, "fail": 0}
 
 
 def previous(path: Path) -> dict[str, Row]:
-    """The rows of a table that `--json` wrote, by file."""
-    rows = json.loads(path.read_text("utf-8"))["rows"]
-    return {row["file"]: Row.from_json(row) for row in rows}
+    """The rows of a table that `--json` wrote, by file.
+
+    Raises:
+        NotASweep: if the file holds something else.
+    """
+    return {row.file: row for row in table.read(path).rows}
 
 
 def regressions(before: Mapping[str, Row], now: Sequence[Row]) -> list[str]:

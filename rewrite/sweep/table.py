@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rewrite.deliver.report import envelope
+from rewrite.errors import NotASweep
 from rewrite.sweep.row import ClassRow, Row
 
 _COLUMNS = ("file", "sites", "skipped", "imported", "classes that pass", "not run", "gates of the causal LM")
@@ -150,9 +151,21 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """The table that `json_text` wrote."""
-    data = json.loads(path.read_text("utf-8"))
-    return Report(data["transformers"], tuple(map(Row.from_json, data["rows"])), data.get("device", "a CPU"))
+    """The table that `json_text` wrote.
+
+    Raises:
+        NotASweep: if the file holds something else.
+    """
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        rows = tuple(map(Row.from_json, data["rows"]))
+        return Report(data["transformers"], rows, data.get("device", "a CPU"))
+    except OSError as error:
+        raise NotASweep(path, error.strerror or str(error)) from error
+    except KeyError as error:
+        raise NotASweep(path, f"it has no {error}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise NotASweep(path, str(error)) from error
 
 
 def why(row: Row) -> str:

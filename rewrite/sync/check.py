@@ -36,6 +36,7 @@ KINDS = {
     "broken-edit": "A file that was edited is no Python any more.",
     "conflict": "A merge was not finished.",
     "stale-verification": "The package is not as it was when it was verified, or the verification failed.",
+    "not-readable": "The lock cannot be read, or a file that a sync merges is missing.",
     "not-reproducible": "The package is not what its lock says.",
     "other-pin": "The project pins another transformers than the package was made from.",
 }
@@ -91,7 +92,8 @@ def findings(folder: Path, library: Installed | None, full: bool = False) -> lis
     except NotAPackage as error:
         if not (folder / LOCK_NAME).is_file():
             raise
-        return [Finding("not-reproducible", str(error), (Place(str(folder / LOCK_NAME)),))]
+        out = "take the lock from version control, or make the package anew: rewrite MODEL --out DIR --force"
+        return [_finding("not-readable", f"{error} ({out})", folder / LOCK_NAME)]
     return list(_findings(folder, lock, library, full))
 
 
@@ -127,9 +129,10 @@ def _conflicts(folder: Path, lock: Lock) -> Iterator[Finding]:
         line = merge.marked_line(path.read_text("utf-8", "replace")) if path.is_file() else None
         if line is not None:
             yield _finding("conflict", f"{name} has conflict markers in line {line}", path, line)
-        elif (error := broken.get(name)) is not None:
-            message = f"{name}:{error.lineno} does not parse ({error.msg}): mend it, or rewrite undo {folder}"
-            yield _finding("broken-edit", message, path, error.lineno or 1)
+        elif name in broken:
+            number, what = broken[name]
+            message = f"{name}:{number} does not parse ({what}): mend it, or rewrite undo {folder}"
+            yield _finding("broken-edit", message, path, number)
 
 
 def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
@@ -140,6 +143,9 @@ def _files(folder: Path, lock: Lock) -> Iterator[Finding]:
         path = folder / name
         if path.is_symlink() or any((folder / above).is_symlink() for above in list(Path(name).parents)[:-1]):
             yield _finding("not-reproducible", f"{name} is a link", folder / LOCK_NAME)
+        elif not path.is_file() and name in edits.merged_names(lock):
+            message = f"{name} is missing: rewrite undo {folder} puts it back"
+            yield _finding("not-readable", message, folder / LOCK_NAME)
         elif not path.is_file():
             yield _finding("not-reproducible", f"{name} is missing", folder / LOCK_NAME)
         elif name not in edits.merged_names(lock) and not lock.as_generated(folder, name):
@@ -158,7 +164,7 @@ def _imports(folder: Path, lock: Lock) -> Iterator[Finding]:
         path = folder / name
         if not path.is_file() or path.read_bytes() == kept.text(folder, name):
             continue
-        text = path.read_text("utf-8", "replace")
+        text = path.read_text("utf-8-sig", "replace")
         paths = [file for file in lock.files if file.startswith(runtime_files.FOLDER) and (folder / file).is_file()]
         runtime = {file: (folder / file).read_bytes() for file in paths if file.endswith(".py")}
         try:

@@ -56,6 +56,8 @@ def with_edits(folder: Path, lock: Lock, package: Package, resolved: Mapping[str
             files[name] = _checked(given).encode("utf-8")
             continue
         base = _base(folder, lock, name, package)
+        if not (folder / name).is_file():
+            raise SourceNotReadable(folder / name, f"it is not there (`rewrite undo {folder}` puts it back)")
         yours = _checked(folder / name)
         found = style_of(base, plain(yours), folder / name, sha256(base.encode("utf-8")) == lock.files[name])
         merged = _merged(base, yours, files[name].decode("utf-8"), found)
@@ -114,15 +116,17 @@ def problems(folder: Path, package: Package, root: Path | None) -> dict[str, lis
     return found
 
 
-def unreadable(folder: Path, lock: Lock) -> dict[str, SyntaxError]:
-    """Return which of the user's files are no Python, by name, with what is wrong."""
+def unreadable(folder: Path, lock: Lock) -> dict[str, tuple[int, str]]:
+    """Return which of the user's files are no Python in UTF-8, by name, with the line and what is wrong in it."""
     found = {}
     for name in merged_names(lock):
-        path = folder / name
+        data = (folder / name).read_bytes() if (folder / name).is_file() else b""
         try:
-            ast.parse(path.read_text("utf-8", "replace") if path.is_file() else "")
-        except SyntaxError as error:
-            found[name] = error
+            ast.parse(data.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            found[name] = (data.count(b"\n", 0, error.start) + 1, f"byte {error.start} is not UTF-8")
+        except (SyntaxError, ValueError) as error:  # a null byte is either, by the version of Python
+            found[name] = (getattr(error, "lineno", None) or 1, getattr(error, "msg", str(error)))
     return found
 
 

@@ -91,7 +91,7 @@ def _verdict(folder: Path, lock: Lock) -> Iterator[str]:
     accepted = _accepted(folder, lock)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        environment = data.get("environment", {})
+        environment = _mapping(data.get("environment"))
         passed = bool(data["passed"])
     except (ValueError, KeyError, AttributeError, TypeError):
         yield f"**Verdict**: {stale}."
@@ -133,14 +133,23 @@ def _accepted(folder: Path, lock: Lock) -> list[str]:
 
 
 def _gates(data: Mapping[str, Any]) -> Iterator[str]:
-    gates = data.get("gates") or []
+    gates = [_mapping(gate) for gate in _list(data.get("gates"))]
     if gates:
         yield "| gate | outcome | checks |"
         yield "|---|---|---|"
     for gate in gates:
-        counts = Counter(check.get("status", "?") for check in gate.get("checks", []))
+        counts = Counter(str(_mapping(check).get("status", "?")) for check in _list(gate.get("checks")))
         said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         yield f"| {gate.get('name')} | {gate.get('status')} | {said} |"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value of a verdict that anyone can have edited, empty if it is of the wrong kind."""
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _by_class(changes: Sequence[diff.Change]) -> dict[str, list[diff.Change]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rewrite.deliver import delivery, verification
 from rewrite.deliver.summary import describe
-from rewrite.errors import EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
+from rewrite.errors import ChangedMeanwhile, EditsBroken, EditsNotMerged, OtherTransformers, SitesNotAccepted
 from rewrite.package import original, output, shared, swap
 from rewrite.package.assemble import KEPT, VERDICT_NAME, Package
 from rewrite.package.lock import Lock, read_lock
@@ -17,6 +17,7 @@ from rewrite.sync import edits, rebuild
 from rewrite.sync.changes import RuleChange
 from rewrite.sync.rebuild import Renewal
 from rewrite.upstream.installed import Installed, find_transformers
+from rewrite.upstream.source import LOCK_NAME
 
 VIEWS = ("upstream", "rewritten", "edits")
 """What `--show` shows: the original old → new, the generated text old → new, your edits."""
@@ -85,8 +86,8 @@ def sync(folder: Path, wish: Wish, screen: Screen) -> Result:
     _show(screen, folder, lock, renewed, wish)
     whole = lock.intact and not wish.resolved and not _damaged(folder, lock, renewed.package)
     if whole and not rebuild.differences(lock, renewed.package):
-        for name, error in edits.unreadable(folder, lock).items():
-            raise EditsBroken(folder, name, [f"line {error.lineno} does not parse ({error.msg})"])
+        for name, (line, what) in edits.unreadable(folder, lock).items():
+            raise EditsBroken(folder, name, [f"line {line} does not parse ({what})"])
         screen.line("written", "nothing: the package is up to date")
         return Result(0, rules=renewed.rules)
     if lost := [rule for rule in renewed.lost if rule not in wish.accepted]:
@@ -157,6 +158,8 @@ def _check_edits(folder: Path, lock: Lock, package: Package, root: Path | None, 
     edited = [name for name in output.edited_files(folder, lock) if name not in allowed]
     # an edit of the kept texts, or of what a newer version no longer has, takes nothing away from the user's file
     edited = [name for name in edited if not name.startswith(f"{KEPT}/")]
+    if edited and read_lock(folder) != lock:  # another run was faster, and what it wrote is no edit
+        raise ChangedMeanwhile(folder, LOCK_NAME)
     if edited:
         raise EditsNotMerged(folder, edited)
     for name, problems in edits.problems(folder, package, root).items():

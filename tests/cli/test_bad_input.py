@@ -35,6 +35,8 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
     [
         (("lama", "--out", "o"), ("did you mean llama",)),
         (("llama",), ("--out DIR is missing",)),
+        (("", "--out", "o"), ("MODEL is empty",)),
+        (("./nowhere", "--out", "o"), ("no model './nowhere': there is no such file or folder",)),
         (("verfy", "out"), ("did you mean `rewrite verify`?",)),
         (("chek",), ("did you mean `rewrite check`?",)),
         (("Snyc", "--out", "o"), ("did you mean `rewrite sync`?",)),
@@ -51,10 +53,15 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
         (("verify",), ("rewrite verify --help",)),
         (("bench", "nowhere"), ("no model 'nowhere'",)),
         (("tune", "nowhere"), ("nowhere is not a rewritten package",)),
-        (("tune", ".", "--batch", "0"), ("numbers with commas", "--batch")),
+        (("tune", ".", "--batch", "0"), ("numbers from 1 with commas", "--batch")),
         (("bench", "."), ("it has no rewrite.lock",)),
-        (("bench", "llama", "--batch", "1,x"), ("numbers with commas", "--batch")),
+        (("bench", "llama", "--batch", "1,x"), ("numbers from 1 with commas", "--batch")),
         (("bench", "llama", "--device", "nonsense"), ("'nonsense'",)),
+        (("check", "modeling_tiny.py"), ("modeling_tiny.py is not a rewritten package: it is a file",)),
+        (("compile", ".", "--target", "H100"), ("it has no rewrite.lock",)),
+        (("sweep", "llama", "--against", "modeling_tiny.py"), ("is no table of `rewrite sweep --json`",)),
+        (("sweep", "llama", "--beside", "modeling_tiny.py"), ("is no table of `rewrite sweep --json`",)),
+        (("llama", "--out", "o", "--json", "nowhere/r.json"), ("there is no folder nowhere", "--json")),
         (("models", "zzzzzz"), ("no model 'zzzzzz'",)),
         (("completion", "tcsh"), ("'tcsh'",)),
     ],
@@ -301,3 +308,75 @@ def test_a_folder_of_modeling_files_is_told_to_name_one(here: Path, rewrite: Com
     done = rewrite("own", "--out", "out", "--no-verify")
     assert done.code == 2, done
     assert "for a modeling file, name it: own/modeling_plain.py" in done.err
+
+
+TEXTS = {
+    "conflict markers": (b"<<<<<<< yours\n=======\n>>>>>>> theirs\n", "conflict markers in line 1"),
+    "another encoding": (b"# caf\xe9\n", "modeling_tiny.py:1 does not parse (byte 5 is not UTF-8)"),
+    "a null byte": (b"\0", "null bytes"),
+    "no end": (b"x = (\n", "modeling_tiny.py:1 does not parse"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_edit_that_is_no_python(package: Path, rewrite: CommandLine, name: str) -> None:
+    before, said = TEXTS[name]
+    path = package / "modeling_tiny.py"
+    path.write_bytes(before + path.read_bytes())
+    done = rewrite("check", package)
+    assert done.code == 1
+    assert said in done.out
+    for options in ((), ("--edits",), ("--format", "markdown")):
+        assert rewrite("diff", package, *options).code == (2 if name == "another encoding" else 0)
+    assert rewrite("undo", package).code == 0
+    assert (package / "modeling_tiny.py.undone").read_bytes().startswith(before)
+
+
+def test_a_byte_order_mark_is_no_error(package: Path, rewrite: CommandLine) -> None:
+    path = package / "modeling_tiny.py"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert rewrite("check", package).code == 0
+    assert rewrite("diff", package, "--edits", "--quiet").code == 0
+
+
+def test_what_a_sync_cannot_mend_is_not_sent_to_it(package: Path, rewrite: CommandLine) -> None:
+    (package / "modeling_tiny.py").unlink()
+    done = rewrite("check", package)
+    assert done.code == 1
+    assert "modeling_tiny.py is missing: rewrite undo" in done.out
+    assert "rewrite sync DIR" not in done.out
+    fails(rewrite("sync", package), 2, "it is not there (`rewrite undo")
+    assert rewrite("undo", package).code == 0
+    assert rewrite("check", package).code == 0
+    (package / "rewrite.lock").write_text("")
+    done = rewrite("check", package)
+    assert done.code == 1
+    assert "--force" in done.out
+    assert "rewrite sync DIR" not in done.out
+
+
+@pytest.mark.parametrize("text", ["", "[]"])
+def test_what_measures_says_that_a_lock_is_broken(package: Path, rewrite: CommandLine, text: str) -> None:
+    (package / "rewrite.lock").write_text(text)
+    fails(rewrite("bench", package, "--device", "cpu"), 2, "its rewrite.lock cannot be read")
+
+
+def test_a_verdict_of_the_wrong_kind_is_shown_as_that(package: Path, rewrite: CommandLine) -> None:
+    (package / "verify.json").write_text('{"passed": "yes", "environment": 5, "gates": [7, {"checks": 3}]}')
+    done = rewrite("diff", package, "--format", "markdown")
+    assert done.code == 0, done.err
+    assert "verify.json cannot be read" in done.out
+
+
+def test_links_that_go_round(here: Path, rewrite: CommandLine) -> None:
+    (here / "loop").symlink_to("loop")
+    for arguments in (("modeling_tiny.py", "--out", "loop", "--no-verify"), ("check", "loop")):
+        fails(rewrite(*arguments), 2, "loop")
+
+
+def test_a_report_named_in_the_configuration(package: Path, here: Path, rewrite: CommandLine) -> None:
+    (here / "pyproject.toml").write_text('[tool.rewrite]\njson = "report.json"\n')
+    assert rewrite("check", package).code == 0
+    assert json.loads((here / "report.json").read_text())["command"] == "check"
+    (here / "pyproject.toml").write_text('[tool.rewrite]\njson = "nowhere/report.json"\n')
+    fails(rewrite("check", package), 2, "[tool.rewrite] json", "there is no folder nowhere")

@@ -73,7 +73,7 @@ def test_numbers_may_be_a_list(here: Path, rewrite: CommandLine) -> None:
     done = rewrite("bench", "nowhere")
     assert (done.code, "no model 'nowhere'" in done.err) == (2, True)
     configure(here, '[tool.rewrite.bench]\nbatch = ["x"]\n')
-    assert "numbers with commas" in rewrite("bench", "nowhere").err
+    assert "numbers from 1 with commas" in rewrite("bench", "nowhere").err
 
 
 def test_an_option_of_all_commands_is_converted_for_the_one_that_runs(here: Path, rewrite: CommandLine) -> None:

@@ -15,6 +15,7 @@ import pytest
 from command_line import CommandLine
 
 from rewrite.package import output, swap
+from rewrite.sync import rebuild
 
 from . import killed
 from .conftest import Releases, edit
@@ -170,3 +171,23 @@ def test_a_backup_is_whole_before_anything_is_replaced(package: Path, tmp_path: 
     backup = tmp_path / "backup"
     output._copy_aside(package.resolve(), backup)
     assert contents(backup) == contents(package)
+
+
+def test_another_run_that_was_faster_is_no_edit(
+    package: Path, releases: Releases, rewrite: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = str(releases("6.0.0"))
+    renewed, faster = rebuild.renewed, ["sync", str(package), "--transformers", tree, "--without", "training"]
+
+    def overtaken(*given: object) -> rebuild.Renewal:
+        made = renewed(*given)  # type: ignore[arg-type]
+        if faster:
+            arguments, faster[:] = list(faster), []
+            assert rewrite(*arguments).code == 0
+        return made
+
+    monkeypatch.setattr(rebuild, "renewed", overtaken)
+    stopped = rewrite("sync", package, "--transformers", tree, "--with", "inputs")
+    assert stopped.code == 1
+    assert "rewrite.lock changed while the package was being made anew" in stopped.err
+    assert rewrite("check", package, "--transformers", tree).code == 0
