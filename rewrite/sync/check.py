@@ -240,7 +240,10 @@ def _otherwise(folder: Path, lock: Lock, renewed: Renewal) -> Iterator[Finding]:
         same_tool &= dict(lock.rules) == dict(renewed.package.lock.rules)
         text = renewed.package.files[lock.modeling].decode("utf-8")
         said = "; ".join(reasons[:4]) + ("; …" if len(reasons) > 4 else "")
-        yield Finding("not-reproducible" if same_tool else "tool-moved", said, _new_places(folder, lock, text))
+        kind = "not-reproducible" if same_tool else "tool-moved"
+        if same_tool and lock.source.transformers != renewed.package.lock.source.transformers:
+            kind = "transformers-moved"  # the original is the same, what the package takes of other files is not
+        yield Finding(kind, said, _new_places(folder, lock, text))
 
 
 def _pin(folder: Path, lock: Lock, source: Source) -> Iterator[Finding]:
