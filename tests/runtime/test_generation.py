@@ -239,7 +239,7 @@ def test_positions_that_are_given_count_up():
     ("has", "repeats"),
     [
         (["_get_initial_cache_position"], True),  # 5.0, 5.1
-        (["_get_initial_cache_position", "_prepare_position_ids_for_generation"], False),  # 5.2, 5.3: always makes them
+        (["_get_initial_cache_position", "_prepare_position_ids_for_generation"], False),  # 5.2, 5.3: makes them
         (["_prepare_position_ids_for_generation"], False),
     ],
 )

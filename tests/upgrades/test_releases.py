@@ -58,7 +58,8 @@ def test_the_same_file_beside_others_that_changed_is_of_the_new_version(
     edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
     tree = releases("6.0.1")
     (tree / "transformers" / "masking_utils.py").write_text("def create_causal_mask(config, **kwargs):\n    pass\n")
-    (finding,) = json.loads(rewrite("check", package, "--transformers", tree, "--format", "json").out)["packages"]["out"]
+    checked = rewrite("check", package, "--transformers", tree, "--format", "json")
+    (finding,) = json.loads(checked.out)["packages"]["out"]
     assert (finding["kind"], "transformers 6.0.0 → 6.0.1" in finding["message"]) == ("transformers-moved", True)
     assert rewrite("sync", package, "--transformers", tree).code == 0
     text = (package / "modeling_tiny.py").read_text()
