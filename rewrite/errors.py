@@ -128,10 +128,25 @@ class UnknownOperator(UsageError):
 class NoModelingFile(UsageError):
     """A model type exists, but transformers has no file that defines its model alone."""
 
-    def __init__(self, model_type: str, config: str, version: str, files: Sequence[str]):
-        choice = f"choose one of {', '.join(files)} and give its path" if files else "it is made of other models' code"
+    def __init__(self, model_type: str, config: str, version: str, files: Sequence[str], elsewhere: str | None = None):
+        """Say which file to choose.
+
+        Args:
+            model_type, config: what was asked for, and its configuration.
+            version: of transformers.
+            files: several modeling files of its own.
+            elsewhere: the class of another model that it is.
+        """
+        choice = "it is made of other models' code."
+        if files:
+            choice = f"choose one of {', '.join(files)} and give its path."
+        elif elsewhere is not None:
+            choice = (
+                f"its model is {elsewhere}. Rewrite that (rewrite {elsewhere}), and load with "
+                f"{elsewhere}.from_pretrained(CHECKPOINT, config=AutoConfig.from_pretrained(CHECKPOINT))."
+            )
         super().__init__(
-            f"transformers {version} has no modeling file of its own for '{model_type}' ({config}): {choice}."
+            f"transformers {version} has no modeling file of its own for '{model_type}' ({config}): {choice}"
         )
 
 

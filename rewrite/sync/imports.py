@@ -46,6 +46,11 @@ def _lacking(tree: ast.Module, runtime: Mapping[str, bytes]) -> Iterator[Lacking
                 yield Lacking(node.lineno, f"imports {alias.name} of .{node.module}, which does not have it")
 
 
+def unfound(text: str, runtime: Mapping[str, bytes]) -> list[Lacking]:
+    """Return, one a line, the imports of a text that find nothing in a runtime, or will find nothing after a sync."""
+    return list({one.line: one for one in (*lacking(text, runtime), *of_old_layout(text))}.values())
+
+
 def of_old_layout(text: str) -> list[Lacking]:
     """Return the imports of a text that name a file of a room: of the time when that was a folder, or flat."""
     tree = ast.parse(text.removeprefix("\ufeff"))

@@ -12,7 +12,7 @@ from rewrite.deliver import acceptance
 from rewrite.engine.build import Build, build
 from rewrite.errors import AcceptanceNotReadable, RuleGone, UnknownOperator, UnknownTransform
 from rewrite.package import features, kept, original, runtime_files, shared
-from rewrite.package.assemble import RUNTIME_INIT, VERDICT_NAME, Package, assemble
+from rewrite.package.assemble import RUNTIME_INIT, UPSTREAM, VERDICT_NAME, Package, assemble
 from rewrite.package.lock import Lock, engine_digest, rule_hashes, sha256
 from rewrite.package.syntax import unchanged, unix_newlines
 from rewrite.sync.changes import RuleChange, rule_changes
@@ -63,6 +63,7 @@ def renewed(
         RuleGone: if the lock asks for a rule that this version does not have.
         SharedRuntimeNotUsable: if the runtime that it shares is not there.
     """
+    at_hand = source
     if source.sha256 == lock.source.sha256:
         # the same file in another version is no change: the package keeps saying what it was made from
         source = replace(source, transformers_version=lock.source.transformers or source.transformers_version)
@@ -75,6 +76,11 @@ def renewed(
     elif (place := shared.of(folder, lock)) is not None:
         shared.read(place)  # one that is gone was moved: only the user knows where to
     package = assemble(built, transforms, options, folder.resolve(), previous=lock)
+    if source != at_hand and package.lock.files.get(UPSTREAM) != lock.files.get(UPSTREAM):
+        # unless what it takes of other files has changed, which the package then has from the version at hand
+        source = at_hand
+        built, rules = rebuilt(folder, lock, source)
+        package = assemble(built, transforms, options, folder.resolve(), previous=lock)
     return Renewal(source, built, package, rules, kept_original(folder, lock))
 
 

@@ -30,6 +30,19 @@ def auto_classes(installed: Installed, model_type: str, classes: Iterable[str]) 
     return dict(sorted(found.items()))
 
 
+def built_for(installed: Installed, model_type: str) -> str | None:
+    """Return the class that transformers builds for a model type, one for generation first; None if there is none."""
+    path = installed.root / _FILE
+    if not path.is_file():
+        return None
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    mappings, autos = _mappings(tree), _autos(tree)
+    for auto in ("AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelForSeq2SeqLM", *sorted(autos)):
+        if (name := mappings.get(autos.get(auto, ""), {}).get(model_type)) is not None:
+            return name
+    return None
+
+
 def _end(name: str) -> str:
     """Return `ForCausalLM` of `XForCausalLM`, nothing of `XModel`, and what is no end of an Auto class otherwise."""
     if name.endswith("Model") and not name.endswith("PreTrainedModel"):

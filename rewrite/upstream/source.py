@@ -26,7 +26,7 @@ from rewrite.errors import (
     SourceNotReadable,
     UnknownModel,
 )
-from rewrite.upstream import hub, weights
+from rewrite.upstream import auto_classes, hub, weights
 from rewrite.upstream.checkpoint import CONFIG_NAME, own_code, own_file, read_config
 from rewrite.upstream.installed import Installed, ModelType, copy_around, find_transformers
 
@@ -144,8 +144,16 @@ def _is_word(target: str) -> bool:
 def _of_model_type(target: str, name: str, installed: Installed) -> Source:
     model_type = installed.model_types[name]
     if model_type.path is None:
-        raise NoModelingFile(name, model_type.config, installed.version, [path.name for path in model_type.others])
+        raise _no_file(model_type, installed)
     return _read(target, model_type.path, installed, model_type=name)
+
+
+def _no_file(model_type: ModelType, installed: Installed) -> NoModelingFile:
+    """Return the error that names what else can be rewritten: a file of its own, or the class of another model."""
+    others = [path.name for path in model_type.others]
+    built = auto_classes.built_for(installed, model_type.name)
+    elsewhere = built if built is not None and installed.defining(built) is not None else None
+    return NoModelingFile(model_type.name, model_type.config, installed.version, others, elsewhere)
 
 
 def _of_word(target: str, installed: Installed | None) -> Source:
@@ -201,7 +209,7 @@ def _defining(architectures: Sequence[str], model_type: ModelType, installed: In
     """Return the modeling file of `model_type` that defines the first architecture a checkpoint asks for."""
     files = installed.modeling_files(model_type)
     if not files:
-        raise NoModelingFile(model_type.name, model_type.config, installed.version, [])
+        raise _no_file(model_type, installed)
     if not architectures:
         return files[0]
     for path in files:

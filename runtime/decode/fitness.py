@@ -296,7 +296,7 @@ def _unfit_inputs(model: Any, call: Call) -> str | None:
     if _is_odd_mask(call, {call.input_ids.shape[1], past + call.input_ids.shape[1]}):
         return "attention_mask"
     position_ids = call.inputs.get("position_ids")
-    if not own and position_ids is not None and (position_ids.dim() != 2 or makes_cache_position(model)):
+    if not own and position_ids is not None and (position_ids.dim() != 2 or repeats_given_positions(model)):
         return "position_ids"
     return None
 
@@ -372,8 +372,16 @@ def with_cache(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def makes_cache_position(model: Any) -> bool:
-    """Return whether transformers is of a release that passes `cache_position` (5.0)."""
+    """Return whether transformers is of a release that passes `cache_position` (5.0 to 5.3)."""
     return hasattr(model, "_get_initial_cache_position")
+
+
+def repeats_given_positions(model: Any) -> bool:
+    """Return whether every token gets the last of the positions that `generate()` was given (transformers 5.0, 5.1).
+
+    From 5.2 on it counts them up, and makes them itself where none are given.
+    """
+    return makes_cache_position(model) and not hasattr(model, "_prepare_position_ids_for_generation")
 
 
 def only_records(module: nn.Module) -> bool:

@@ -40,7 +40,7 @@ def fails(done: Outcome, code: int, *parts: str) -> None:
         (("verfy", "out"), ("did you mean `rewrite verify`?",)),
         (("chek",), ("did you mean `rewrite check`?",)),
         (("Snyc", "--out", "o"), ("did you mean `rewrite sync`?",)),
-        (("llama", "--otu", "o"), ("'--out'",)),
+        (("llama", "--otu", "o"), ("Did you mean", "--out")),
         (("llama", "--out", "o", "--transformers", "nowhere"), ("no transformers 'nowhere'",)),
         (("llama", "--out", "o", "--frob"), ("--frob",)),
         (("llama", "--out", "o", "--only", "fuse_qvk"), ("did you mean fuse_qkv",)),

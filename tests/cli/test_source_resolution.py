@@ -170,6 +170,33 @@ def test_a_model_type_without_a_file_says_so() -> None:
         resolve("layoutxlm")
 
 
+def test_a_model_type_that_is_another_model_s_class_names_it(tmp_path: Path) -> None:
+    files = {
+        "__init__.py": '__version__ = "6.0.0"\n',
+        "models/auto/auto_mappings.py": 'CONFIG_MAPPING_NAMES = {"reed": "ReedConfig", "sedge": "SedgeConfig"}\n',
+        "models/auto/modeling_auto.py": (
+            'BARE_MAPPING_NAMES = {"reed": "ReedModel", "sedge": "ReedModel"}\n'
+            'CAUSAL_MAPPING_NAMES = {"reed": "ReedForCausalLM", "sedge": "ReedForCausalLM"}\n'
+            "BARE = _LazyAutoMapping(CONFIG_MAPPING_NAMES, BARE_MAPPING_NAMES)\n"
+            "CAUSAL = _LazyAutoMapping(CONFIG_MAPPING_NAMES, CAUSAL_MAPPING_NAMES)\n"
+            "class AutoModel:\n    _model_mapping = BARE\n"
+            "class AutoModelForCausalLM:\n    _model_mapping = CAUSAL\n"
+        ),
+        "models/reed/modeling_reed.py": "class ReedModel: ...\nclass ReedForCausalLM: ...\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "transformers" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    library = copy_at(tmp_path / "transformers")
+    with pytest.raises(NoModelingFile, match=r"'sedge' \(SedgeConfig\): its model is ReedForCausalLM"):
+        resolve("sedge", library=library)
+    folder = checkpoint(tmp_path / "c", model_type="sedge", architectures=["ReedForCausalLM"])
+    with pytest.raises(NoModelingFile, match=r"rewrite ReedForCausalLM"):
+        resolve(str(folder), library=library)
+    assert resolve("ReedForCausalLM", library=library).model_type == "reed"
+
+
 def checkpoint(folder: Path, **config: object) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

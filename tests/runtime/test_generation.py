@@ -8,6 +8,7 @@ import inspect
 import re
 import threading
 import time
+import types
 import weakref
 
 import pytest
@@ -224,6 +225,26 @@ def test_inference_mode_and_several_sequences_of_a_prompt():
     same(ours, run(original, prompt(2), **arguments))
     same(run(model, prompt(2), **arguments), run(original, prompt(2), **arguments))
     assert loops(model) == []
+
+
+def test_positions_that_are_given_count_up():
+    model, original = pair()
+    given = prompt()
+    given["position_ids"] = given["attention_mask"].cumsum(-1) + 3
+    same(run(model, given, **SAMPLINGS["greedy"]), run(original, given, **SAMPLINGS["greedy"]))
+    assert loops(model) == (["position_ids"] if fitness.repeats_given_positions(model) else [])
+
+
+@pytest.mark.parametrize(
+    ("has", "repeats"),
+    [
+        (["_get_initial_cache_position"], True),  # 5.0, 5.1
+        (["_get_initial_cache_position", "_prepare_position_ids_for_generation"], False),  # 5.2, 5.3: makes them
+        (["_prepare_position_ids_for_generation"], False),
+    ],
+)
+def test_positions_are_taken_of_every_release_that_counts_them_up(has, repeats):
+    assert fitness.repeats_given_positions(types.SimpleNamespace(**dict.fromkeys(has))) is repeats
 
 
 @pytest.mark.parametrize("size", [2, 4, 100])

@@ -72,6 +72,16 @@ def test_an_edit_of_an_older_package_is_warned_of_and_refused(
     assert rewrite("sync", package, "--no-verify").code == 0
 
 
+def test_what_an_older_version_generated_is_no_edit(tmp_path: Path, rewrite: CommandLine) -> None:
+    package = unpacked(LAYOUTS[0], tmp_path)
+    path = package / "modeling_pebble.py"
+    path.write_text(f"# mine\n{path.read_text()}")
+    found = rewrite("check", package, "--format", "json").out
+    assert ('"tool-moved"' in found, '"edited-import"' in found) == (True, False)
+    path.write_text(f"{path.read_text()}\nfrom .runtime.rms_norm import rms_norm\n")  # as it has one, and yours
+    assert rewrite("check", package, "--format", "json").out.count('"edited-import"') == 1
+
+
 def test_an_edit_that_takes_more_of_a_room_than_it_has(
     package: Path, releases: Releases, rewrite: CommandLine
 ) -> None:

@@ -52,6 +52,23 @@ def test_the_same_file_in_another_version_changes_nothing(
     assert {path: path.read_bytes() for path in package.rglob("*") if path.is_file()} == before
 
 
+def test_the_same_file_beside_others_that_changed_is_of_the_new_version(
+    package: Path, releases: Releases, rewrite: CommandLine
+) -> None:
+    edit(package / "modeling_tiny.py", "class TinyLlamaMLP", "# mine\nclass TinyLlamaMLP")
+    tree = releases("6.0.1")
+    (tree / "transformers" / "masking_utils.py").write_text("def create_causal_mask(config, **kwargs):\n    pass\n")
+    checked = rewrite("check", package, "--transformers", tree, "--format", "json")
+    (finding,) = json.loads(checked.out)["packages"]["out"]
+    assert (finding["kind"], "transformers 6.0.0 → 6.0.1" in finding["message"]) == ("transformers-moved", True)
+    assert rewrite("sync", package, "--transformers", tree).code == 0
+    text = (package / "modeling_tiny.py").read_text()
+    assert ("# mine\n" in text, "from transformers 6.0.1" in text) == (True, True)
+    assert 'version="6.0.1"' in (package / "__init__.py").read_text()
+    assert read_lock(package).source.transformers == "6.0.1"
+    assert rewrite("check", package, "--transformers", tree).code == 0
+
+
 def test_a_lost_place_fails_unless_its_rule_is_accepted(
     package: Path, releases: Releases, rewrite: CommandLine
 ) -> None:

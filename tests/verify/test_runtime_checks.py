@@ -19,7 +19,7 @@ from rewrite.verify.models import sides
 from rewrite.verify.models.configs import small_variants
 from rewrite.verify.models.subjects import find_subjects
 from rewrite.verify.models.workbench import Workbench
-from rewrite.verify.state.declared import defaults_alike
+from rewrite.verify.state.declared import defaults_alike, signatures_alike
 from rewrite.verify.state.runtime import nothing_kept, step_aside
 
 from .copies import generated, planted, source_of, upstream, write_package
@@ -117,3 +117,34 @@ def test_another_default_of_a_function_is_seen() -> None:
     for old, new, name in (("by=2", "by=3", "scaled"), ("more=1", "more=None", "A.of")):
         with pytest.raises(Mismatch, match=name):
             defaults_alike(module(plain), module(plain.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("new", "alike"),
+    [
+        ("self, x, mask=None, mine=False, **kwargs", True),
+        ("self, x, mask=None, *, mine=False, **kwargs", True),
+        ("self, x, mine=False, mask=None, **kwargs", False),  # a second positional argument is the mask
+        ("self, x, mask=None, *, mine, **kwargs", False),  # the original's calls do not give it
+        ("self, x, mask=False, **kwargs", False),
+        ("self, x, **kwargs", False),
+        ("self, x, mask=None", False),
+    ],
+)
+def test_an_argument_of_an_edit_is_no_other_signature(new: str, alike: bool) -> None:
+    def module(parameters: str) -> ModuleType:
+        made = ModuleType("made")
+        made.__dict__["__name__"] = "made"
+        exec(f"from torch import nn\nclass A(nn.Module):\n    def forward({parameters}): return x", made.__dict__)
+        return made
+
+    original = module("self, x, mask=None, **kwargs")
+    if alike:
+        assert signatures_alike(original, module(new)) == {"signatures": 2}
+    else:
+        with pytest.raises(Mismatch, match=r"A\.forward takes"):
+            signatures_alike(original, module(new))
+    starred = module("self, x, *rest, **kwargs")
+    with pytest.raises(Mismatch, match="mine"):  # a second positional argument belongs to the rest
+        signatures_alike(starred, module("self, x, mine=False, *rest, **kwargs"))
+    assert signatures_alike(starred, module("self, x, *rest, mine=False, **kwargs")) == {"signatures": 2}

@@ -24,7 +24,7 @@ def declared_checks(
 ) -> Iterator[CheckRun]:
     """What classes declare, and what a built model has."""
     yield CheckRun("what model classes declare", lambda: _classes(subjects))
-    yield CheckRun("signatures of every module's forward", lambda: _signatures(*modules))
+    yield CheckRun("signatures of every module's forward", lambda: signatures_alike(*modules))
     yield CheckRun("defaults of every function", lambda: defaults_alike(*modules))
     yield CheckRun("what a built model declares", partial(built_alike, bench))
 
@@ -66,8 +66,11 @@ def _classes(subjects: Subjects) -> Mapping[str, Figure]:
     return {"attributes": count}
 
 
-def _signatures(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Figure]:
-    """Every class's `forward` takes what the original's takes, with the same defaults, in the same order."""
+def signatures_alike(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Figure]:
+    """Every class's `forward` takes what the original's takes, with the same defaults, in the same order.
+
+    It may take more, behind that, which every call of the original's can leave out: an edit's own argument.
+    """
     from torch import nn
 
     count = 0
@@ -79,7 +82,7 @@ def _signatures(original: ModuleType, rewritten: ModuleType) -> Mapping[str, Fig
             continue  # a part that is no longer needed; model classes are looked for elsewhere
         for method in ("__init__", "forward"):
             expected, found = (_parameters(getattr(side, method)) for side in (owner, other))
-            if expected != found:
+            if _without_own(found, expected) != expected:
                 raise Mismatch(f"{name}.{method} takes {_spelled(found)}, expected {_spelled(expected)}")
             count += 1
     return {"signatures": count}
@@ -116,12 +119,29 @@ def _left_out(function: Any) -> dict[str, str]:
     return {one.name: repr(comparable(one.default)) for one in parameters if one.default is not one.empty}
 
 
-def _parameters(function: Any) -> list[tuple[str, int, str]]:
+_Parameter = tuple[str, int, str]
+_ROW = int(inspect.Parameter.VAR_POSITIONAL)
+"""The last kind that a positional argument can reach; what follows is given by name."""
+
+
+def _parameters(function: Any) -> list[_Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return [(one.name, int(one.kind), repr(comparable(one.default))) for one in parameters]
 
 
-def _spelled(parameters: list[tuple[str, int, str]]) -> str:
+def _without_own(found: list[_Parameter], expected: list[_Parameter]) -> list[_Parameter]:
+    """Leave out of `found` what has a default, is not expected, and no positional argument of the original reaches."""
+    known = {name for name, _, _ in expected}
+    last = max((at for at, (name, kind, _) in enumerate(found) if name in known and kind <= _ROW), default=-1)
+
+    def own(at: int, parameter: _Parameter) -> bool:
+        name, kind, default = parameter
+        return name not in known and "_empty" not in default and (at > last or kind > _ROW)
+
+    return [one for at, one in enumerate(found) if not own(at, one)]
+
+
+def _spelled(parameters: list[_Parameter]) -> str:
     return ", ".join(f"{name}={default}" if "_empty" not in default else name for name, _, default in parameters)
 
 
