@@ -16,7 +16,7 @@ from rewrite.verify.calls import captured
 from rewrite.verify.generation import loop
 from rewrite.verify.judging.compare import Mismatch, NotRun
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
 REFUSED = NotRun("the original's loop ran: step_fails")
 
 
