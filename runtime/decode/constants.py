@@ -92,6 +92,8 @@ class StepConstants(TorchFunctionMode):
         if type(result) is not Tensor:  # a parameter itself, or no tensor
             return result
         is_view = not _storages([result]).isdisjoint(_storages(_tensors(args, kwargs)))
+        if is_view:
+            result = result.data  # as a view of a parameter it would keep that from being swapped for another
         size = 0 if is_view else result.untyped_storage().nbytes()
         if size <= LARGEST and self.nbytes + size <= BUDGET:
             self._kept[key] = _Constant(result, func, args, kwargs, is_view)

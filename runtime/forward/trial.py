@@ -166,6 +166,9 @@ class Effects:
     Args:
         model: whose forward is run.
         inputs: what it is given.
+
+    Raises:
+        Unsuitable: if a tensor of the model has no memory just now, which nobody may read then.
     """
 
     def __init__(self, model: nn.Module, inputs: list[Tensor]):
@@ -173,6 +176,8 @@ class Effects:
         self._inputs = inputs
         self._before = [(tensor.clone(), version_of(tensor)) for tensor in inputs]
         self._snapshot = Snapshot(model)
+        if any(map(_is_freed, self._snapshot.tensors)):
+            raise Unsuitable("not_capturable", "the memory of a tensor was given back")
         self._versions = self._snapshot.versions()
         self._sums = _sums(self._snapshot.tensors)
         uncounted = [tensor for tensor in self._snapshot.tensors if version_of(tensor) is None]
@@ -217,6 +222,11 @@ class Effects:
 
 def _sums(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.sum(dtype=torch.float64 if tensor.is_floating_point() else None) for tensor in tensors]
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Return whether a tensor's storage is empty though it has elements, as FSDP leaves gathered weights behind."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.nbytes > 0 and not tensor.untyped_storage().nbytes()
 
 
 def _said(error: object) -> str:

@@ -693,3 +693,13 @@ def test_kernels_are_compiled_for_few_kinds_of_calls(device: str, monkeypatch: p
     assert [bool(graph.as_written) for graph in kept.graphs.values()] == [False, True, False]
     assert replays(model) == 1
     assert "its functions one by one: kernels were compiled for" in str(explain(model))
+
+
+def test_a_tensor_whose_memory_was_given_back_is_not_read(device: str) -> None:
+    """FSDP keeps the weights that it gathered, without memory between calls; a sum of them would end the process."""
+    model = made(device)
+    model.gathered = torch.ones(64)
+    model.gathered.untyped_storage().resize_(0)
+    for number in range(2):
+        torch.testing.assert_close(model(inputs(device, number)), plain(model, inputs(device, number)))
+    assert (graphs(model), refused(model)) == (0, {"not_capturable"})

@@ -108,3 +108,16 @@ def _calls_in(run: Callable[[], object]) -> set[str]:
     with Notes():
         run()
     return seen
+
+
+def test_a_parameter_of_which_a_view_was_kept_may_be_swapped() -> None:
+    """As `to()` does with `torch.__future__.set_swap_module_params_on_conversion`, where no view may be left."""
+    model, kept, x = Rates(), StepConstants(), torch.rand(3, 4)
+
+    def row(x: Tensor) -> Tensor:
+        return x * model.rates[:, None].expand(4, 4)[:3]
+
+    step(row, kept, x)
+    assert kept._kept
+    torch.utils.swap_tensors(model.rates, nn.Parameter(torch.rand(4)))
+    torch.testing.assert_close(step(row, kept, x), row(x))

@@ -17,6 +17,7 @@ from rewrite.measure.runtime_part import runtime_part
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
 from ..judging.verdict import Figure
+from ..models.counting import uncounted
 from ..models.inputs import Padding, seed_all
 from ..models.model_inputs import SMALL, TEXT, Sizes, make, tensors
 from ..models.workbench import Pair, Workbench, comparable, lent, on_original
@@ -102,16 +103,21 @@ def _unpadded_of_original(bench: Workbench, dtype: str) -> set[str]:
 def _needless(bench: Workbench, dtype: str, reason: str) -> None:
     """Let this version capture the forward of the original itself: two calls, the second of which is a replay.
 
+    The original is asked first whether it can, watched; what is raised after that is the fault of what captures.
+
     Raises:
         Mismatch: it does, so that the package has no reason not to.
     """
     from rewrite.runtime.forward import captured, store, switch
 
     original = bench.fresh(bench.base, bench.implementations()[0], dtype).original
+    calls = [_arguments(bench, original.config, dtype, "none", number) for number in range(2)]
+    for arguments in calls:
+        on_original(_outputs, original, arguments)
     on_cpu = bench.options.device == "cpu"
-    with lent(original, captured.CapturedForward, SWITCH, on_cpu), switch.use_forward_graphs("always"):
-        for number in range(2):
-            on_original(_outputs, original, _arguments(bench, original.config, dtype, "none", number))
+    with uncounted(), lent(original, captured.CapturedForward, SWITCH, on_cpu), switch.use_forward_graphs("always"):
+        for arguments in calls:
+            _outputs(original, arguments)
     if store.store_of(original).replays:
         raise Mismatch(f"the original's forward can be captured, and the package's is not: {reason}")
 

@@ -24,6 +24,7 @@ from ..judging.compare import Mismatch, NotRun, near_exact
 from ..judging.unrounded import only_rounds, unrounded
 from ..judging.verdict import Figure
 from ..models.configs import Variant
+from ..models.counting import uncounted
 from ..models.inputs import Batch, prompt
 from ..models.workbench import Pair, Workbench, comparable, lent, on_original
 from . import texts
@@ -164,6 +165,9 @@ def _with_wide_window(variant: Variant) -> Variant:
 def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reason: NotRun) -> None:
     """Try a call that a package's loop left to the original's with the loop of this version, on the original itself.
 
+    The original is asked first whether it can, by its own loop and watched; what this version's raises after that is
+    the loop's own fault, and is raised as it is.
+
     Raises:
         Mismatch: it takes the call, so that the package has no reason not to.
     """
@@ -172,12 +176,13 @@ def needless(bench: Workbench, original: Any, run: Callable[[Any], object], reas
 
     if not comparable(bench) or str(reason).endswith(": window"):  # that the class is marked for is seen nowhere else
         return
-    backend.reset_fallbacks()
     try:
-        with lent(original, GraphGeneration, SWITCH, bench.options.device == "cpu"):
-            on_original(run, original)
+        on_original(run, original)
     except NotRun:
         return
+    backend.reset_fallbacks()
+    with uncounted(), lent(original, GraphGeneration, SWITCH, bench.options.device == "cpu"):
+        run(original)
     if not any(operator == "generate" for operator, _ in backend.fallbacks()):
         raise Mismatch(f"the original's step runs in a decode loop, and the package's does not: {reason}") from reason
 
