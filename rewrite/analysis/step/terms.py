@@ -17,10 +17,11 @@ from rewrite.analysis import effects
 from rewrite.analysis.effects import Scope, effects_of
 from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.step.called import Called, check_calls
+from rewrite.analysis.step.keywords import Gathering
 from rewrite.analysis.syntax import cache_names
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, without_runtime
 from rewrite.analysis.syntax.nodes import calls_in, parameters
-from rewrite.analysis.terms.computation import Bindings, NotComputable, Run, subterms
+from rewrite.analysis.terms.computation import Bindings, NotComputable, subterms
 from rewrite.analysis.terms.declared import as_declared
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
@@ -143,7 +144,7 @@ def cache_parameters(function: cst.FunctionDef) -> list[str]:
 
 
 @dataclass
-class Step(Run):
+class Step(Gathering):
     """One symbolic execution of a decode step."""
 
     max_size: ClassVar[int] = 20_000
@@ -252,9 +253,6 @@ class Step(Run):
         if isinstance(node, cst.StarredElement) or (isinstance(node, cst.Arg) and node.star == "*"):
             return Term("star", (self.expression(node.value, environment),))
         return super().element(node, environment)
-
-    def starred_keywords(self, node: cst.Call) -> None:
-        """Leave out `**kwargs`, which pass on what the caller of the model gave besides what the step decides."""
 
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call: none of dropout, and what earlier transforms merged taken apart again."""

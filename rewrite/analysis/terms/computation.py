@@ -256,8 +256,8 @@ class Run:
             raise NotComputable("a starred element")
         return self.expression(node.value, environment)
 
-    def starred_keywords(self, node: cst.Call) -> None:
-        """Say what becomes of the `**` arguments of a call."""
+    def starred_keywords(self, node: cst.Call, environment: Bindings) -> Bindings:
+        """Return the keywords that the `**` arguments of a call stand for."""
         raise NotComputable("a starred argument")
 
     def slice(self, node: cst.BaseSlice, environment: Bindings) -> Term:
@@ -272,9 +272,9 @@ class Run:
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call, following helpers of the class and the file."""
         plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
-        if any(argument.star == "**" for argument in node.args):
-            self.starred_keywords(node)
         keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}
+        if any(argument.star == "**" for argument in node.args):
+            keywords |= self.starred_keywords(node, environment)
         method = self_attribute(node.func)
         if self.owner is not None and method is not None:
             if (helper := self.module.method(self.owner, method)) is not None:
@@ -313,6 +313,12 @@ class Run:
         if len(plain) > len(params):
             raise NotComputable("a helper with variable arguments")
         given = {param.name.value: value for param, value in zip(params, plain, strict=False)} | dict(keywords)
+        named = {param.name.value for param in (*params, *helper.params.kwonly_params)}
+        gathered = tuple(Term("keyword", (given.pop(name),), name) for name in sorted({*given} - named))
+        if isinstance(helper.params.star_kwarg, cst.Param):
+            given[helper.params.star_kwarg.name.value] = Term("keywords", gathered)
+        elif gathered:
+            raise NotComputable(f"a helper that takes no `{gathered[0].value}`")
         for param in (*params, *helper.params.kwonly_params):
             if param.name.value not in given:
                 if param.default is None:
