@@ -11,38 +11,51 @@ import libcst as cst
 import libcst.matchers as m
 
 from rewrite.analysis.step.attention_step import KEYWORDS, TOLD
-from rewrite.analysis.syntax.module import ClassInfo, self_attribute, walk
+from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, walk
 from rewrite.analysis.syntax.nodes import parameters
 
-_READ = KEYWORDS - TOLD
-"""What an attention function acts on."""
+_TENSORS = 5
+"""How many arguments every attention function takes first: its module, queries, keys, values and the mask."""
 
-
-def told_beside(model: ClassInfo, layer: cst.FunctionDef) -> str:
-    """Return a keyword that a model gives its layers, or puts into a mapping, and they have no name for; "" for none.
+def told_beside(model: ClassInfo, layer: cst.FunctionDef, module: Module) -> str:
+    """Return what a model gives its layers, which have no name for it, and an attention function reads; "" for none.
 
     Args:
         model: the class that builds the layers.
         layer: their `forward`.
+        module: their file.
     """
     if not isinstance(layer.params.star_kwarg, cst.Param):
         return ""
-    named = {*parameters(layer), *TOLD}
+    read = _read_by_attention(module) - {*parameters(layer)}
     for method in model.methods.values():
         turns = {name.value for node in walk(method.body) for name in _turns(node)}
         for node in walk(method.body):
-            if isinstance(node, cst.Call) and _is_layer(node.func, turns):
-                given = {argument.keyword.value for argument in node.args if argument.keyword is not None}
-            else:
-                given = {*_items(node)} & _READ
-            if beside := sorted(given - named):
+            if beside := sorted({*_given(node, turns)} & read):
                 return beside[0]
     return ""
+
+
+def _read_by_attention(module: Module) -> set[str]:
+    """Return the keywords that transformers' attention functions act on, and those that the file's own take."""
+    found = {*KEYWORDS}
+    for function in module.functions.values():
+        taken = parameters(function)
+        if len(taken) > _TENSORS and {"scaling", "dropout"} & {*taken}:
+            found |= {*taken[_TENSORS:]}
+    return found - TOLD
 
 
 def _turns(node: cst.CSTNode) -> Iterator[cst.Name]:
     if isinstance(node, (cst.For, cst.CompFor)):
         yield from (name for name in walk(node.target) if isinstance(name, cst.Name))
+
+
+def _given(node: cst.CSTNode, turns: set[str]) -> Iterator[str]:
+    """Yield the keywords that a layer is called with, or that a mapping gets."""
+    if isinstance(node, cst.Call) and _is_layer(node.func, turns):
+        yield from (argument.keyword.value for argument in node.args if argument.keyword is not None)
+    yield from _items(node)
 
 
 def _is_layer(function: cst.BaseExpression, turns: set[str]) -> bool:

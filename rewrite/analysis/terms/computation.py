@@ -358,7 +358,8 @@ class Pattern:
     """A computation to look for, written as a function in Python.
 
     Its parameters stand for any parameter of the candidate, `self.NAME` for any attribute of the candidate's `self`,
-    and parameters in capitals for a parameter or a constant.
+    and parameters in capitals, and `self.EPS`, for a
+    constant, too.
     """
 
     source: str
@@ -377,6 +378,10 @@ class Pattern:
     def match(self, term: Term) -> Bindings | None:
         """Return what the pattern's names stand for in `term`, or None if `term` is another computation."""
         return next(unify(self.term, term, {}), None)
+
+
+_NUMBER = "EPS"
+"""The attribute in patterns that is a number, which a file may write in its place."""
 
 
 def unify(pattern: Term, term: Term, bound: Bindings) -> Iterator[Bindings]:
@@ -404,8 +409,8 @@ def _unify_all(patterns: Sequence[Term], terms: Sequence[Term], bound: Bindings)
 
 
 def _may_bind(pattern: Term, term: Term) -> bool:
-    if pattern.value.isupper() and pattern.op == "parameter":
-        return term.op in ("parameter", "constant")
+    if pattern.value.isupper() and (pattern.op == "parameter" or pattern.value == _NUMBER):
+        return term.op in (pattern.op, "constant")
     return term.op == pattern.op
 
 
