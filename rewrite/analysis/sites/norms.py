@@ -206,7 +206,9 @@ def _kept(term: Term) -> Term:
             eps = sides[0] if sides[1] is means[0] else sides[1]
             return make("pow", make("add", make("unsqueeze", means[0], constant(-1)), eps), root.args[1])
     inner = tuple(map(_kept, term.args))
-    return term if inner == term.args else make(term.op, *inner) if not term.value else Term(term.op, inner, term.value)
+    if inner == term.args:
+        return term
+    return Term(term.op, inner, term.value) if term.value else make(term.op, *inner)
 
 
 def _weight(bound: Bindings, cast: str = "") -> str:

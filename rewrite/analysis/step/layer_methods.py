@@ -34,8 +34,8 @@ from rewrite.analysis.step.mlp_step import PARAMETERS as BLOCK_PARAMETERS
 from rewrite.analysis.step.own_methods import is_own_method, why_taken
 from rewrite.analysis.step.prepared_attention import prepared_attention
 from rewrite.analysis.step.source import held
-from rewrite.analysis.step.told_beside import told_beside
 from rewrite.analysis.step.terms import CACHE, NoStep, of_the_object, passed_cache
+from rewrite.analysis.step.told_beside import told_beside
 from rewrite.analysis.step.windows import agreed_window, stacked_in
 from rewrite.analysis.step.written_attention import WrittenAttention, written_attention
 from rewrite.analysis.syntax.methods import TENSOR, Method

@@ -17,6 +17,7 @@ from rewrite.analysis.syntax.nodes import parameters
 _TENSORS = 5
 """How many arguments every attention function takes first: its module, queries, keys, values and the mask."""
 
+
 def told_beside(model: ClassInfo, layer: cst.FunctionDef, module: Module) -> str:
     """Return what a model gives its layers, which have no name for it, and an attention function reads; "" for none.
 
