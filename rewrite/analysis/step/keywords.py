@@ -78,10 +78,11 @@ class Gathering(Run):
             for element in node.elements:
                 if isinstance(element, cst.StarredDictElement):
                     found |= self.items(element.value, environment)
-                elif isinstance(element.key, cst.SimpleString):
-                    found[str(element.key.evaluated_value)] = self.expression(element.value, environment)
-                else:
-                    raise NotComputable(f"a keyword `{self.module.code(element.key)}`")
+                    continue
+                key = cst.ensure_type(element, cst.DictElement).key
+                if not isinstance(key, cst.SimpleString):
+                    raise NotComputable(f"a keyword `{self.module.code(key)}`")
+                found[str(key.evaluated_value)] = self.expression(element.value, environment)
         elif _is_display(node) and not effects_of(self.module).names.is_bound("dict"):
             for argument in cst.ensure_type(node, cst.Call).args:
                 if argument.keyword is not None:

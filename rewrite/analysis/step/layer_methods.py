@@ -179,8 +179,8 @@ def _windowed(step: TokenStep, layer: LayerStep, info: ClassInfo, module: Module
     models = stacked_in(info, module)
     if changed := next(filter(None, (mask_changed(model, module) for model in models)), ""):
         raise NoStep("mask_changed", changed)
-    if told := next(filter(None, (told_beside(model, layer.forward, module) for model in models)), ""):
-        raise NoStep("attention_argument", f"layers are given `{told}`, which they take no parameter for")
+    if beside := next(filter(None, (told_beside(model, layer.forward, module) for model in models)), ""):
+        raise NoStep("attention_argument", f"layers are given `{beside}`, which they take no parameter for")
     place = (step.layer_idx, step.info, models, module)
     window = agreed_window(step.window, *place)
     if window is not None:
