@@ -27,9 +27,9 @@ class FuseRmsNorm(Transform):
 
     What it needs:
         A `forward` that computes `x * rsqrt(mean(x²) + eps)` in fp32 over the last dimension, in whatever spelling and
-        through whatever helper methods, then one of: rounding and a product with the weight (Llama), a product with
-        the weight and rounding (OLMo 2), a product with `1 + weight` in fp32 and rounding (Gemma), rounding alone,
-        rounding as the weight is rounded and a product with it (T5).
+        through whatever helpers, of the class, its bases or the file, then one of: rounding and a product with the
+        weight (Llama), a product with the weight and rounding (OLMo 2), a product with `1 + weight` in fp32 and
+        rounding (Gemma), rounding alone, rounding as the weight is rounded and a product with it (T5).
 
     Numerics:
         The order of roundings of each family is kept; the mean is summed in the kernel's order.

@@ -29,9 +29,10 @@ class FuseRope(Transform):
     What it needs:
         A function or method that returns `x * cos + rotate(x) * sin` for one or two tensors, with the tables
         unsqueezed at one dimension, or as they come. Both functions of the pair are compared by what they compute:
-        halves (Llama), neighbours (Cohere, GLM, GPT-J), neighbours written apart (DeepSeek-V3), tables of one column
-        a pair (gpt-oss), a rotated first part (GPT-NeoX), in the tensors' dtype, in fp32, or rounded back to it. A
-        rotation by the negative angle is one with `-sin`, which is the same to the last bit.
+        halves (Llama; slices from either end, `chunk`, `split`, `unflatten`), neighbours (Cohere, GLM, GPT-J),
+        neighbours written apart (DeepSeek-V3), tables of one column a pair (gpt-oss), a rotated first part (GPT-NeoX),
+        in the tensors' dtype, in fp32, or rounded back to it. A rotation by the negative angle is one with `-sin`,
+        which is the same to the last bit.
 
     Numerics:
         Products and sum are rounded where the original rounds them; in fp32 a product and the sum may be one

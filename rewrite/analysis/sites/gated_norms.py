@@ -63,7 +63,11 @@ def gated_norm_call(info: ClassInfo, module: Module) -> list[str] | NotProven | 
 
 
 def _arguments(bound: Bindings, keywords: Mapping[str, str]) -> list[str]:
-    own = {name: f"self.{term.value}" for name, term in bound.items() if name.isupper()}
+    own = {
+        name: term.value if term.op == "constant" else f"self.{term.value}"
+        for name, term in bound.items()
+        if name.isupper()
+    }
     given = [bound["x"].value, bound["gate"].value, own["WEIGHT"], own["EPS"], own.get("ACT", '"silu"')]
     given += [own["SIZE"]] if "SIZE" in own else []
     return [*given, *(f"{name}={value}" for name, value in keywords.items())]

@@ -61,6 +61,22 @@ def _places(module: Module) -> Iterator[Place]:
             if id(place) not in seen:
                 seen.add(id(place))
                 yield Place(_where(place, module), place, owners.get(id(place)), centered)
+    for info in module.classes.values():
+        forward = info.methods.get("forward")
+        if forward is not None and id(forward) not in seen and _divides_by_helper(forward, info, module):
+            yield Place(f"{info.name}.forward", forward, info, centered=False)
+
+
+def _divides_by_helper(forward: cst.FunctionDef, owner: ClassInfo, module: Module) -> bool:
+    """Whether a `forward` divides by what a method or function of the file takes as the root of a mean of squares."""
+    flow = _Flow(forward)
+    for inside in filter(None, map(_inverted, flow.nodes)):
+        for call in (node for node in flow.reached(inside) if isinstance(node, cst.Call)):
+            name = self_attribute(call.func)
+            helper = module.functions.get(dotted_end(call.func)) if name is None else module.method(owner, name)
+            if helper is not None and helper is not forward and _Flow(helper).is_root():
+                return True
+    return False
 
 
 def _functions(top: cst.CSTNode) -> Iterator[cst.FunctionDef]:
@@ -95,6 +111,10 @@ def _read_by(function: cst.FunctionDef, owner: ClassInfo, module: Module) -> lis
     if forward is not None and forward is not function and function in _helpers(forward, owner):
         return [forward]
     name = function.name.value
+    heirs = (info for info in module.classes.values() if owner.name in info.bases and "forward" in info.methods)
+    calling = [heir.methods["forward"] for heir in heirs if _calls(heir.methods["forward"], name)]
+    if forward is None and calling:
+        return calling
     if name != "forward" and not name.startswith("__") and not module.references.get(name):
         return []
     return [function]
@@ -105,6 +125,10 @@ def _helpers(function: cst.FunctionDef, owner: ClassInfo, depth: int = 3) -> lis
     names = {self_attribute(call.func) for call in calls_in(function.body)}
     called = [method for name, method in owner.methods.items() if name in names and method is not function]
     return [*called, *(inner for method in called if depth for inner in _helpers(method, owner, depth - 1))]
+
+
+def _calls(function: cst.FunctionDef, method: str) -> bool:
+    return any(self_attribute(call.func) == method for call in calls_in(function.body))
 
 
 def _where(function: cst.FunctionDef, module: Module) -> str:
@@ -140,14 +164,18 @@ class _Flow:
             inside = _inverted(node)
             if inside is None:
                 continue
-            reached = self._reached(inside)
+            reached = self.reached(inside)
             if _is_mean_of_squares(reached) and (_is_inverse_root(node) or any(map(_is_root, reached))):
                 return any(map(_is_variance, reached)) or any(
-                    _is_mean(inner) for n in reached for inner in self._reached(_subtracted(n))
+                    _is_mean(inner) for n in reached for inner in self.reached(_subtracted(n))
                 )
         return None
 
-    def _reached(self, start: cst.CSTNode | None) -> list[cst.CSTNode]:
+    def is_root(self) -> bool:
+        """Whether a root of a mean of squares is taken, and nothing divided by it."""
+        return any(_is_root(node) and _is_mean_of_squares(self.reached(node)) for node in self.nodes)
+
+    def reached(self, start: cst.CSTNode | None) -> list[cst.CSTNode]:
         """Return every node that a value is computed from, as far as the function shows."""
         found: list[cst.CSTNode] = []
         names: set[str] = set()

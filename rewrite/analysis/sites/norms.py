@@ -9,7 +9,7 @@ import libcst as cst
 from rewrite.analysis.sites.as_written import is_runtime_name, why_no_parameter, why_not_as_written
 from rewrite.analysis.syntax.module import ClassInfo, Module, without_runtime
 from rewrite.analysis.terms.computation import Bindings, NotComputable, Pattern, body, subterms
-from rewrite.analysis.terms.spelling import Term, constant
+from rewrite.analysis.terms.spelling import Term, constant, make
 
 _RMS = """
 class Norm:
@@ -111,11 +111,15 @@ def computed(info: ClassInfo, module: Module) -> Term | NotComputable:
 
 def rms_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | NotProven | None:
     """Return the `rms_norm` call that computes `term`, None if it is another computation."""
+    kept = _kept(term)
     for pattern in RMS_NORMS:
-        if (bound := pattern.match(term)) is not None:
+        if (bound := pattern.match(kept)) is not None:
+            if kept != term and bound["EPS"].op == "attribute":
+                if not why_no_parameter(bound["EPS"].value, info, module):
+                    return NotProven("eps is a tensor, which is added before the dimension is put back")
             keywords = [f"{key}={value}" for key, value in pattern.marks.items() if key != "CAST"]
             weight = _weight(bound, str(pattern.marks.get("CAST", "")))
-            call = NormCall("rms_norm", bound["x"].value, (weight, f"self.{bound['EPS'].value}", *keywords))
+            call = NormCall("rms_norm", bound["x"].value, (weight, _eps(bound), *keywords))
             return _proven(call, bound, info, module)
     return None
 
@@ -125,7 +129,7 @@ def layer_norm_call(term: Term, info: ClassInfo, module: Module) -> NormCall | N
     for pattern in LAYER_NORMS:
         if (bound := pattern.match(term)) is not None:
             bias = f"self.{bound['BIAS'].value}" if "BIAS" in bound else "None"
-            call = NormCall("layer_norm", bound["x"].value, (_weight(bound), bias, f"self.{bound['EPS'].value}"))
+            call = NormCall("layer_norm", bound["x"].value, (_weight(bound), bias, _eps(bound)))
             return _proven(call, bound, info, module)
     return None
 
@@ -192,11 +196,31 @@ def _mean_square(term: Term) -> Term | None:
     return None
 
 
+def _kept(term: Term) -> Term:
+    """Return a term whose means keep their dimension where it is put back behind the root."""
+    root = term.args[0] if term.op == "unsqueeze" and term.args[1:] == (constant(-1),) else term
+    if root is not term and root.op == "pow" and root.args[0].op == "add":
+        sides = root.args[0].args
+        means = [side for side in sides if side.op == "mean" and side.args[1:] == (constant(-1),)]
+        if len(means) == 1 and {other.op for other in sides if other is not means[0]} <= {"constant", "attribute"}:
+            eps = sides[0] if sides[1] is means[0] else sides[1]
+            return make("pow", make("add", make("unsqueeze", means[0], constant(-1)), eps), root.args[1])
+    inner = tuple(map(_kept, term.args))
+    if inner == term.args:
+        return term
+    return Term(term.op, inner, term.value) if term.value else make(term.op, *inner)
+
+
 def _weight(bound: Bindings, cast: str = "") -> str:
     if "WEIGHT" not in bound:
         return "None"
     weight = f"self.{bound['WEIGHT'].value}{cast}"
     return f"{weight} if self.{bound['WITH'].value} else None" if "WITH" in bound else weight
+
+
+def _eps(bound: Bindings) -> str:
+    number = bound["EPS"]
+    return number.value if number.op == "constant" else f"self.{number.value}"
 
 
 def _proven(call: NormCall, bound: Bindings, info: ClassInfo, module: Module) -> NormCall | NotProven:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
+from rewrite.analysis.sites.halves import in_chunks
 from rewrite.analysis.terms.computation import Bindings, Pattern
 from rewrite.analysis.terms.spelling import Term
 
@@ -169,6 +170,7 @@ class Rotation:
 
 def rotations(term: Term) -> list[Rotation] | None:
     """Return the rotations of the tensors that `term` consists of, or None if one of them is another computation."""
+    term = in_chunks(term)
     parts = term.args if term.op == "tuple" else (term,)
     found = [_rotation(part) for part in parts]
     if len(found) > 2 or any(rotation is None for rotation in found):

@@ -57,6 +57,8 @@ _SIGNATURE = ("module", "query", "key", "value", MASK)
 KEYWORDS = {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "output_attentions",
              "cache_position", "use_cache", "is_causal"}  # fmt: skip
 """What the attention functions of transformers take and a step can do; a name that is missing here is a refusal."""
+TOLD = frozenset({"position_ids", "output_attentions", "cache_position", "use_cache"})
+"""Of these, what changes nothing of what a step computes, so that a layer may pass it on without a name for it."""
 
 
 @dataclass(frozen=True)

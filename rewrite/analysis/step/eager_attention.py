@@ -20,6 +20,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.sites.expansion import HEADS_FIRST, NotAnExpansion, expansion
+from rewrite.analysis.step.keywords import GATHERED
 from rewrite.analysis.step.terms import MAX_DEPTH, NoStep, Step
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.syntax.nodes import parameters
@@ -30,6 +31,7 @@ QUERY, KEY, VALUE, MASK = (Term("parameter", (), name) for name in ("query", "ke
 SCALING = Term("parameter", (), "scaling")
 _READ = ("transformers", "torch")
 """Packages whose attention functions compute what is said above."""
+_SIGNATURE = ("module", "query", "key", "value", "attention_mask")
 _CHOOSING = ("native_gqa", "and", "or")
 _UNCHANGED = ("contiguous", "clone", "cast", "to", "nn.functional.dropout", "dropout")
 """What the first argument comes out of as it was, but for its dtype, in evaluation."""
@@ -100,6 +102,10 @@ def _bound(function: cst.FunctionDef, given: Mapping[str, Term]) -> Bindings:
             bound[name] = NONE if m.matches(param.default, m.Name("None")) else Term("default", (), name)
         else:
             raise NotComputable(f"its `{name}` is not passed")
+    starred = function.params.star_kwarg
+    if isinstance(starred, cst.Param):
+        rest = sorted({*given} - {*bound, *_SIGNATURE})
+        bound[starred.name.value] = Term(GATHERED, tuple(Term("keyword", (given[name],), name) for name in rest))
     return bound
 
 

@@ -35,6 +35,7 @@ from rewrite.analysis.step.own_methods import is_own_method, why_taken
 from rewrite.analysis.step.prepared_attention import prepared_attention
 from rewrite.analysis.step.source import held
 from rewrite.analysis.step.terms import CACHE, NoStep, of_the_object, passed_cache
+from rewrite.analysis.step.told_beside import told_beside
 from rewrite.analysis.step.windows import agreed_window, stacked_in
 from rewrite.analysis.step.written_attention import WrittenAttention, written_attention
 from rewrite.analysis.syntax.methods import TENSOR, Method
@@ -178,6 +179,8 @@ def _windowed(step: TokenStep, layer: LayerStep, info: ClassInfo, module: Module
     models = stacked_in(info, module)
     if changed := next(filter(None, (mask_changed(model, module) for model in models)), ""):
         raise NoStep("mask_changed", changed)
+    if beside := next(filter(None, (told_beside(model, layer.forward, module) for model in models)), ""):
+        raise NoStep("attention_argument", f"layers are given `{beside}`, which they take no parameter for")
     place = (step.layer_idx, step.info, models, module)
     window = agreed_window(step.window, *place)
     if window is not None:

@@ -10,7 +10,7 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects.bound import targets
 from rewrite.analysis.sites.residual import choices
-from rewrite.analysis.step.attention_step import KEYWORDS, MASK
+from rewrite.analysis.step.attention_step import MASK, TOLD
 from rewrite.analysis.step.flattened import unflattened
 from rewrite.analysis.step.terms import (
     CACHE,
@@ -230,7 +230,7 @@ def attention_input(call: Term, takes: Mapping[str, str]) -> Term:
         NoStep: if the step's attention would not get what the call passes.
     """
     given = bound(call, takes)
-    if unknown := sorted({*given} - {*takes, *takes[ORDER].split(), *KEYWORDS}):
+    if unknown := sorted({*given} - {*takes, *takes[ORDER].split(), *TOLD}):
         raise NoStep("other_layer", f"attention is given {unknown[0]}")
     for name in ("position_embeddings", CACHE, MASK):
         passed = given.pop(name, None)

@@ -17,12 +17,13 @@ from rewrite.analysis import effects
 from rewrite.analysis.effects import Scope, effects_of
 from rewrite.analysis.sites.norms import runtime_norm
 from rewrite.analysis.step.called import Called, check_calls
+from rewrite.analysis.step.keywords import Gathering
 from rewrite.analysis.syntax import cache_names
 from rewrite.analysis.syntax.module import ClassInfo, Module, self_attribute, without_runtime
 from rewrite.analysis.syntax.nodes import calls_in, parameters
-from rewrite.analysis.terms.computation import Bindings, NotComputable, Run, subterms
+from rewrite.analysis.terms.computation import Bindings, NotComputable, subterms
 from rewrite.analysis.terms.declared import as_declared
-from rewrite.analysis.terms.spelling import NONE, Term, constant, make
+from rewrite.analysis.terms.spelling import NONE, Term, constant, make, softmax_of
 
 MAX_DEPTH = 4
 PASSED = cache_names.PASSED
@@ -33,6 +34,7 @@ CACHES = (*PASSED, "past_key_value", "layer_past")
 _OF_CACHES = ("update", "get_conv_state", "get_recurrent_state")
 DROPOUT = ("torch.nn.Dropout", "torch.nn.Identity")
 """Modules that return their input in evaluation."""
+SOFTMAX = ("torch.nn.Softmax",)
 LINEAR = ("torch.nn.Linear", "torch.nn.modules.linear.Linear")
 NORMS = ("torch.nn.LayerNorm", "torch.nn.RMSNorm")
 _NEW = ("add", "mul", "div", "neg", "pow", "rsqrt", "matmul", "softmax", "sigmoid", "tanh")
@@ -116,6 +118,8 @@ def why_not_read(owner: ClassInfo, function: cst.FunctionDef, module: Module) ->
         return f"{holder.name}.{name} is decorated or defined more than once"
     if name in names.stored or "*" in names.stored:
         return f"{name} is also set from outside"
+    if any(name in info.assigned for info in (*names.owners(owner), *names.heirs(owner))):
+        return f"{name} is also set by an object itself"
     return ""
 
 
@@ -143,7 +147,7 @@ def cache_parameters(function: cst.FunctionDef) -> list[str]:
 
 
 @dataclass
-class Step(Run):
+class Step(Gathering):
     """One symbolic execution of a decode step."""
 
     max_size: ClassVar[int] = 20_000
@@ -253,15 +257,14 @@ class Step(Run):
             return Term("star", (self.expression(node.value, environment),))
         return super().element(node, environment)
 
-    def starred_keywords(self, node: cst.Call) -> None:
-        """Leave out `**kwargs`, which pass on what the caller of the model gave besides what the step decides."""
-
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call: none of dropout, and what earlier transforms merged taken apart again."""
         attribute = self_attribute(node.func)
         if attribute is not None and self.owner is not None and len(node.args) == 1:
             if is_built_from(attribute, DROPOUT, self.owner, self.module):
                 return self.expression(node.args[0].value, environment)
+            if (made := self.softmax(attribute, node.args[0], environment)) is not None:
+                return made
         self.check_helper(node)
         called = super().call(node, environment)
         if called.op in ("nn.functional.dropout", "dropout"):
@@ -271,6 +274,16 @@ class Step(Run):
         if self.scope is not None and (called.op == "call" or self.is_foreign(node.func)):
             self.calls.append(Called(called, self.scope.value(node).effect))
         return as_declared(called)
+
+    def softmax(self, attribute: str, argument: cst.Arg, environment: Bindings) -> Term | None:
+        """Return what a module that is certainly one `nn.Softmax(dim=number)` computes, None if it is another."""
+        assert self.owner is not None
+        values = values_of(attribute, self.owner, self.module)
+        if len(values) != 1 or not is_built_from(attribute, SOFTMAX, self.owner, self.module):
+            return None
+        made = Term("call", tuple(self.element(a, {}) for a in cst.ensure_type(values[0], cst.Call).args))
+        numbers = made.args if all(number.op == "constant" for number in made.args) else ()
+        return softmax_of(Term("call", numbers), self.expression(argument.value, environment))
 
     def is_foreign(self, function: cst.BaseExpression) -> bool:
         """Whether a function is another library's, whose call may do something besides what it returns."""

@@ -256,8 +256,8 @@ class Run:
             raise NotComputable("a starred element")
         return self.expression(node.value, environment)
 
-    def starred_keywords(self, node: cst.Call) -> None:
-        """Say what becomes of the `**` arguments of a call."""
+    def starred_keywords(self, node: cst.Call, environment: Bindings) -> Bindings:
+        """Return the keywords that the `**` arguments of a call stand for."""
         raise NotComputable("a starred argument")
 
     def slice(self, node: cst.BaseSlice, environment: Bindings) -> Term:
@@ -272,9 +272,9 @@ class Run:
     def call(self, node: cst.Call, environment: Bindings) -> Term:
         """Return the term of a call, following helpers of the class and the file."""
         plain = [self.element(a, environment) for a in node.args if a.keyword is None and a.star != "**"]
-        if any(argument.star == "**" for argument in node.args):
-            self.starred_keywords(node)
         keywords = {a.keyword.value: self.expression(a.value, environment) for a in node.args if a.keyword is not None}
+        if any(argument.star == "**" for argument in node.args):
+            keywords |= self.starred_keywords(node, environment)
         method = self_attribute(node.func)
         if self.owner is not None and method is not None:
             if (helper := self.module.method(self.owner, method)) is not None:
@@ -313,6 +313,12 @@ class Run:
         if len(plain) > len(params):
             raise NotComputable("a helper with variable arguments")
         given = {param.name.value: value for param, value in zip(params, plain, strict=False)} | dict(keywords)
+        named = {param.name.value for param in (*params, *helper.params.kwonly_params)}
+        gathered = tuple(Term("keyword", (given.pop(name),), name) for name in sorted({*given} - named))
+        if isinstance(helper.params.star_kwarg, cst.Param):
+            given[helper.params.star_kwarg.name.value] = Term("keywords", gathered)
+        elif gathered:
+            raise NotComputable(f"a helper that takes no `{gathered[0].value}`")
         for param in (*params, *helper.params.kwonly_params):
             if param.name.value not in given:
                 if param.default is None:
@@ -352,7 +358,8 @@ class Pattern:
     """A computation to look for, written as a function in Python.
 
     Its parameters stand for any parameter of the candidate, `self.NAME` for any attribute of the candidate's `self`,
-    and parameters in capitals for a parameter or a constant.
+    and parameters in capitals, and `self.EPS`, for a
+    constant, too.
     """
 
     source: str
@@ -371,6 +378,10 @@ class Pattern:
     def match(self, term: Term) -> Bindings | None:
         """Return what the pattern's names stand for in `term`, or None if `term` is another computation."""
         return next(unify(self.term, term, {}), None)
+
+
+_NUMBER = "EPS"
+"""The attribute in patterns that is a number, which a file may write in its place."""
 
 
 def unify(pattern: Term, term: Term, bound: Bindings) -> Iterator[Bindings]:
@@ -398,8 +409,8 @@ def _unify_all(patterns: Sequence[Term], terms: Sequence[Term], bound: Bindings)
 
 
 def _may_bind(pattern: Term, term: Term) -> bool:
-    if pattern.value.isupper() and pattern.op == "parameter":
-        return term.op in ("parameter", "constant")
+    if pattern.value.isupper() and (pattern.op == "parameter" or pattern.value == _NUMBER):
+        return term.op in (pattern.op, "constant")
     return term.op == pattern.op
 
 

@@ -37,6 +37,7 @@ COMPARISON = {
 
 ARGUMENTS = {
     "add": ("input", "other"),
+    "amax": ("input", "dim", "keepdim"),
     "cat": ("tensors", "dim"),
     "chunk": ("input", "chunks", "dim"),
     "div": ("input", "other"),
@@ -64,10 +65,13 @@ ARGUMENTS = {
     "sub": ("input", "other"),
     "sum": ("input", "dim", "keepdim"),
     "tanh": ("input",),
+    "tensor_split": ("input", "indices_or_sections", "dim"),
     "to": ("input", "dtype"),
     "topk": ("input", "k", "dim"),
     "transpose": ("input", "dim0", "dim1"),
     "type": ("input", "dtype"),
+    "unbind": ("input", "dim"),
+    "unflatten": ("input", "dim", "sizes"),
     "unsqueeze": ("input", "dim"),
     "var": ("input", "dim"),
     "where": ("condition", "input", "other"),
@@ -185,7 +189,16 @@ def _cast(tensor: Term, dtype: Term) -> Term:
 
 
 def _to(*args: Term) -> Term | None:
-    return _cast(*args) if len(args) == 2 and is_dtype(args[1]) else None
+    """`x.to(dtype)`, and `y.to(x)` of what is made of x on its device: x is a tensor where its dtype was changed."""
+    if len(args) == 2 and is_dtype(args[1]):
+        return _cast(*args)
+    if len(args) == 2 and _is_cast_in(args[1], args[0]):
+        return _cast(args[0], _dtype(args[1]))
+    return None
+
+
+def _is_cast_in(tensor: Term, term: Term) -> bool:
+    return (term.op == "cast" and term.args[0] == tensor) or any(_is_cast_in(tensor, inner) for inner in term.args)
 
 
 def _type_as(*args: Term) -> Term | None:
@@ -254,6 +267,19 @@ def _div(*args: Term) -> Term | None:
         return inverse if args[0] == constant(1) else make("mul", args[0], inverse)
     if len(args) == 2 and args[0].op == "sum" and len(args[0].args) > 1 and _counts(args[1], *args[0].args[:2]):
         return make("mean", *args[0].args)
+    if len(args) == 2 and args[0].op == "exp":
+        return _softmax_written(*args)
+    return None
+
+
+def _softmax_written(powers: Term, total: Term) -> Term | None:
+    """`exp(x - max(x)) / sum(exp(x - max(x)))`; without the largest value it overflows where a softmax does not."""
+    if total.op != "sum" or len(total.args) != 3 or total.args[0] != powers or total.args[2] != _TRUE:
+        return None
+    shifted, dimension = powers.args[0], total.args[1]
+    for scores, less in (shifted.args, shifted.args[::-1]) if shifted.op == "add" else ():
+        if less == Term("neg", (Term("amax", (scores, dimension, _TRUE)),)):
+            return Term("softmax", (scores, dimension))
     return None
 
 
@@ -364,11 +390,24 @@ def _mean(*args: Term) -> Term | None:
     return None
 
 
+def _call(*args: Term) -> Term | None:
+    """A module of torch that is made where it is called."""
+    return softmax_of(*args) if len(args) == 2 and args[0].op == "nn.Softmax" else None
+
+
+def softmax_of(module: Term, tensor: Term) -> Term | None:
+    """Return what a module computes that is made as `nn.Softmax(dim)`, the dimension given."""
+    given = [argument.args[0] if argument.op == "keyword" else argument for argument in module.args]
+    return make("softmax", tensor, given[0]) if len(given) == 1 else None
+
+
 _RULES: dict[str, Callable[..., Term | None]] = {
     "to": _to,
     "type": _to,
     "type_as": _type_as,
     ".dtype": _dtype,
+    ".mT": lambda *args: make("transpose", *args, constant(-2), constant(-1)),
+    "call": _call,
     ".shape": lambda *args: Term("shape", args),
     "size": lambda *args: make("index", Term("shape", args[:1]), *args[1:]) if args[1:] else Term("shape", args),
     "square": lambda *args: make("pow", *args, constant(2)),
