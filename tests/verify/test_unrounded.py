@@ -46,6 +46,15 @@ def test_further_from_the_truth_than_the_original_or_closer_fails(own: float, ne
         near_exact(off(own, 0), off(new, 1), unrounded=exact)
 
 
+def test_a_model_that_multiplies_roundings_may_be_as_far_off_as_the_original_makes_it() -> None:
+    with pytest.raises(Mismatch, match="relative error"):
+        near_exact(off(3e-6, 0), off(3e-6, 1))
+    assert near_exact(off(3e-6, 0), off(3e-6, 1), unrounded=exact)["max"] > bound("fp64 max")
+    for own, new in ((1e-7, 4e-6), (0.0, 4e-6), (1e-4, 1e-4)):  # the last: more than fp32 makes of anything
+        with pytest.raises(Mismatch, match="relative error"):
+            near_exact(off(own, 0), off(new, 1), unrounded=exact)
+
+
 def drawn(own: float, new: float, asked: list[int]) -> Triple:
     """The truth and both sides on other inputs, each with noise of its own."""
     generator = torch.Generator().manual_seed(len(asked))

@@ -16,6 +16,7 @@ from rewrite.measure.runtime_part import runtime_part
 
 from ..judging.checks import CheckRun
 from ..judging.compare import Mismatch, NotRun, Observations, near_exact
+from ..judging.unrounded import unrounded
 from ..judging.verdict import Figure
 from ..models.counting import uncounted
 from ..models.inputs import Padding, seed_all
@@ -82,6 +83,35 @@ def _captured(bench: Workbench) -> Mapping[str, Figure]:
     return {**figures, "replays": replays}
 
 
+class _Truth:
+    """What an original gives in several calls, in the state that it is in then, without its roundings to fp32."""
+
+    def __init__(self, original: Any):
+        self._original = original
+        self._outputs: dict[str, Tensor] = {}
+        self._reason: NotRun | None = None
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Make a call."""
+        try:
+            with unrounded():
+                outputs = on_original(_outputs, self._original, arguments)
+        except NotRun as reason:
+            self._reason = reason
+        else:
+            self._outputs |= _named(outputs, name)
+
+    def __call__(self) -> Observations:
+        """Return the outputs of all calls.
+
+        Raises:
+            NotRun: one of them failed.
+        """
+        if self._reason is not None:
+            raise self._reason
+        return self._outputs
+
+
 def _unpadded(store: Any) -> set[str]:
     """Why texts of several lengths have a graph each; empty where they share one."""
     return {refusal.reason for refusal in (*store.unpadded.values(), *store.hidden.values())}
@@ -131,48 +161,55 @@ def _calls(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: 
     """Compare calls with other inputs each, the last after the weights have changed in place."""
     expected: Observations = {}
     found: Observations = {}
+    truth = _Truth(pair.original)
     kept: list[tuple[Tensor, Tensor]] = []
     for number in range(CALLS):
         if number == CALLS - 1:
             _change_weights(pair)
         arguments = _arguments(bench, pair.original.config, dtype, padding, number)
-        expected = {**expected, **_named(on_original(_outputs, pair.original, arguments), number)}
+        expected = {**expected, **_named(on_original(_outputs, pair.original, arguments), f"call {number}")}
+        truth.call(f"call {number}", arguments)
         outputs = _outputs(pair.rewritten, arguments)
         kept += [(tensor, tensor.clone()) for tensor in outputs.values()]
-        found = {**found, **_named(outputs, number)}
+        found = {**found, **_named(outputs, f"call {number}")}
     if not all(bool(((tensor == before) | (tensor != tensor)).all()) for tensor, before in kept):
         raise Mismatch("a later call wrote to what an earlier one had returned")
-    return near_exact(expected, found, maximum)
+    return near_exact(expected, found, maximum, truth)
 
 
 def _lengths(bench: Workbench, pair: Pair, dtype: str, padding: Padding, maximum: str) -> dict[str, Figure]:
     """Compare texts of several lengths, which may be padded to share a graph."""
     expected: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
+    truth = _Truth(pair.original)
     for number, length in enumerate(LENGTHS):
         arguments = _arguments(bench, pair.original.config, dtype, padding, number, Sizes(length))
-        expected |= _named(on_original(_outputs, pair.original, arguments), number)
-        found |= _named(_outputs(pair.rewritten, arguments), number)
-    return near_exact(expected, found, maximum)
+        expected |= _named(on_original(_outputs, pair.original, arguments), f"call {number}")
+        truth.call(f"call {number}", arguments)
+        found |= _named(_outputs(pair.rewritten, arguments), f"call {number}")
+    return near_exact(expected, found, maximum, truth)
 
 
 def _after_changes(bench: Workbench, pair: Pair, kept: Any, dtype: str, maximum: str) -> dict[str, Figure]:
     """Compare calls of one shape after what users do to a model: each change shows in the next call, too."""
     expected: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
+    truth = _Truth(pair.original)
     arguments = _arguments(bench, pair.original.config, dtype, "none", 0)
     for number, (name, change) in enumerate(CHANGES.items()):
         for model in (pair.original, pair.rewritten):
             change(model)
         for turn in range(2):
             call, before = f"{name}, {number}.{turn}", kept.replays
-            expected |= {f"{call}: {n}": v for n, v in on_original(_outputs, pair.original, arguments).items()}
-            found |= {f"{call}: {n}": v for n, v in _outputs(pair.rewritten, arguments).items()}
+            expected |= _named(on_original(_outputs, pair.original, arguments), call)
+            truth.call(call, arguments)
+            found |= _named(_outputs(pair.rewritten, arguments), call)
             if kept.replays > before and turn == 0 and change in (_replace_weights, _hook, _replace_module):
                 raise Mismatch(f"a graph is replayed that was captured before there was {name}")
         if number == 0:
             _not_while_watched(pair, kept, arguments)
-    return {f"after changes, {name}": value for name, value in near_exact(expected, found, maximum).items()}
+    figures = near_exact(expected, found, maximum, truth)
+    return {f"after changes, {name}": value for name, value in figures.items()}
 
 
 def _not_while_watched(pair: Pair, kept: Any, arguments: Mapping[str, Any]) -> None:
@@ -296,8 +333,8 @@ def _outputs(model: Any, arguments: Mapping[str, Any]) -> Observations:
     return found if mask is None else {name: real_rows(value, mask) for name, value in found.items()}
 
 
-def _named(outputs: Observations, number: int) -> Observations:
-    return {f"call {number}, {name}": tensor for name, tensor in outputs.items()}
+def _named(outputs: Observations, call: str) -> dict[str, Tensor]:
+    return {f"{call}, {name}": tensor for name, tensor in outputs.items()}
 
 
 def _change_weights(pair: Pair) -> None:

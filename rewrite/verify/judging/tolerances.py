@@ -19,7 +19,8 @@ TABLE: dict[str, Tolerance] = {
         2e-6,
         "largest error / largest magnitude of the expected tensor",
         "norms, softmax and RoPE round to fp32 inside (2^-24 = 6e-8), so summing them in another order moves a logit "
-        "by a few 1e-7 through two to four layers; dropping eps = 1e-3, a bias or a mask row moves it by 1e-4 or more",
+        "by a few 1e-7 through two to four layers; dropping eps = 1e-3, a bias or a mask row makes 1e-4 or more. "
+        "A model that multiplies such roundings may differ by as much as two runs of it, by 'fp64 roundings'",
     ),
     "fp64 rms": Tolerance(
         4e-7,
@@ -29,7 +30,8 @@ TABLE: dict[str, Tolerance] = {
     ),
     "fp64 roundings": Tolerance(
         2.0,
-        "RMS error of the original from its own roundings to fp32, in that tensor: at most this, at least one by it",
+        "RMS error of the original from its own roundings to fp32, in that tensor: at most this, at least one by it; "
+        "its largest error: at most this",
         "a norm's sum in another order moves a whole row by one factor, so one tensor is a sample of a few rows: the "
         "original itself came out between 3.8e-7 and 4.6e-7 as its memory lay, with the same sums in another order at "
         "5.8e-7",
