@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.models.bert import modeling_bert
 from transformers.models.siglip import modeling_siglip
 
 from rewrite.verify import Options
+from rewrite.verify.calls import captured
 from rewrite.verify.calls.captured import captured_checks
 from rewrite.verify.judging.checks import run_check
 from rewrite.verify.judging.verdict import Check
@@ -119,3 +121,24 @@ def assert_refused_or_caught(check: Check, refused: bool) -> None:
         return
     assert check.status == "failed"
     assert ("may be padded to share a graph" in check.detail) == refused
+
+
+def test_an_original_that_counts_its_calls_is_copied_for_its_truth() -> None:
+    class Counts(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            return {"out": x * self.calls}
+
+    model = Counts()
+    truth = captured._Truth(model, "fp64 max")
+    truth.call("call 0", {"x": torch.ones(2)})
+    assert model.calls == 0
+    assert [tensor.tolist() for tensor in truth().values()] == [[1.0, 1.0]]
+
+
+def test_a_store_of_an_older_runtime_tells_nothing_of_texts() -> None:
+    assert captured._unpadded(SimpleNamespace()) == set()
+    kept = SimpleNamespace(unpadded={}, hidden={"": SimpleNamespace(reason="differs")})
+    assert captured._unpadded(kept) == {"differs"}

@@ -55,6 +55,13 @@ def test_a_model_that_multiplies_roundings_may_be_as_far_off_as_the_original_mak
             near_exact(off(own, 0), off(new, 1), unrounded=exact)
 
 
+def test_roundings_of_one_tensor_excuse_no_other() -> None:
+    truth = {"logits": TRUTH, "hidden": TRUTH}
+    expected = {"logits": TRUTH + 3e-6 * NOISE[0], "hidden": TRUTH}
+    with pytest.raises(Mismatch, match="relative error"):
+        near_exact(expected, {**expected, "hidden": TRUTH + 3e-6 * NOISE[1]}, unrounded=lambda: truth)
+
+
 def drawn(own: float, new: float, asked: list[int]) -> Triple:
     """The truth and both sides on other inputs, each with noise of its own."""
     generator = torch.Generator().manual_seed(len(asked))

@@ -20,11 +20,10 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.sites.expansion import HEADS_FIRST, NotAnExpansion, expansion
-from rewrite.analysis.step.keywords import GATHERED
 from rewrite.analysis.step.terms import MAX_DEPTH, NoStep, Step
 from rewrite.analysis.syntax.module import Module
 from rewrite.analysis.syntax.nodes import parameters
-from rewrite.analysis.terms.computation import Bindings, NotComputable, subterms
+from rewrite.analysis.terms.computation import GATHERED, Bindings, NotComputable, subterms
 from rewrite.analysis.terms.spelling import NONE, Term, constant, make
 
 QUERY, KEY, VALUE, MASK = (Term("parameter", (), name) for name in ("query", "key", "value", "mask"))

@@ -14,11 +14,9 @@ import libcst.matchers as m
 
 from rewrite.analysis.effects import effects_of
 from rewrite.analysis.syntax.module import walk
-from rewrite.analysis.terms.computation import Bindings, NotComputable, Run
+from rewrite.analysis.terms.computation import GATHERED, Bindings, NotComputable, Run
 from rewrite.analysis.terms.spelling import Term
 
-GATHERED = "keywords"
-"""The operation of a mapping whose items are known: one `keyword` for each."""
 _ADDING = ("setdefault", "update", "__setitem__")
 _TAKING = ("pop", "popitem", "clear")
 

@@ -28,6 +28,8 @@ PARTS = ("chunk", "split", "unbind", "split_with_sizes", "tensor_split")
 """What gives back several tensors, as many as the names that they are unpacked into."""
 MAX_SIZE = 4000
 """Inlining repeats terms; a body of more nodes than this is no fused operator's."""
+GATHERED = "keywords"
+"""The operation of a mapping whose items are known: one `keyword` for each."""
 
 Bindings = dict[str, Term]
 
@@ -316,7 +318,7 @@ class Run:
         named = {param.name.value for param in (*params, *helper.params.kwonly_params)}
         gathered = tuple(Term("keyword", (given.pop(name),), name) for name in sorted({*given} - named))
         if isinstance(helper.params.star_kwarg, cst.Param):
-            given[helper.params.star_kwarg.name.value] = Term("keywords", gathered)
+            given[helper.params.star_kwarg.name.value] = Term(GATHERED, gathered)
         elif gathered:
             raise NotComputable(f"a helper that takes no `{gathered[0].value}`")
         for param in (*params, *helper.params.kwonly_params):
@@ -358,8 +360,7 @@ class Pattern:
     """A computation to look for, written as a function in Python.
 
     Its parameters stand for any parameter of the candidate, `self.NAME` for any attribute of the candidate's `self`,
-    and parameters in capitals, and `self.EPS`, for a
-    constant, too.
+    and parameters in capitals, and `self.EPS`, for a constant, too.
     """
 
     source: str

@@ -167,9 +167,10 @@ def near_exact(
     except NotRun as reason:
         raise Mismatch(f"{text}; without roundings to fp32 the original does not run: {reason}", figures) from None
     same_names(expected, truth)
-    own = max(measure(name, truth[name], expected[name]).relative_max for name in truth)
-    if not worst.relative_max <= max(bound(maximum), bound("fp64 roundings") * own):
-        raise Mismatch(f"{text}; the original's own roundings to fp32 make {own:.3g}", figures)
+    for (name, tensor), error in zip(expected.items(), errors, strict=True):
+        own = measure(name, truth[name], tensor).relative_max
+        if not error.relative_max <= max(bound(maximum), bound("fp64 roundings") * own):
+            raise Mismatch(f"{text}; the original's own roundings to fp32 make {own:.3g}", figures)
     return figures | _as_far_as_the_original((truth, expected, found), more, text, figures)
 
 
